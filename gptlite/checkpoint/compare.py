@@ -1,0 +1,146 @@
+"""Whether a run may go on under a configuration that differs from its checkpoint's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Effect(Enum):
+    """What a difference does to a resumed run.
+
+    refused: it would be another model or other data. changes_numbers: the curve leaves that of an uninterrupted run.
+    safe: the same run, to the last bit on the same layout and to rounding on another.
+    """
+
+    refused = "refused"
+    changes_numbers = "changes_numbers"
+    safe = "safe"
+
+
+# The longest prefix of a key decides; a key without one changes numbers.
+EFFECTS: dict[str, Effect] = {
+    "seed": Effect.refused,
+    "model": Effect.refused,
+    "model.dropout": Effect.changes_numbers,
+    "model.name": Effect.safe,
+    "model.peak_lr": Effect.safe,  # only ever a default of optimizer.lr, which is compared itself
+    "model.init_std": Effect.safe,  # the weights come from the checkpoint
+    "data.corpus": Effect.refused,
+    "data.path": Effect.refused,
+    "data.tokenizer": Effect.refused,
+    "data.vocab_size": Effect.refused,
+    "data.sequence_length": Effect.refused,
+    "data.validation_fraction": Effect.refused,
+    "data.num_tokens": Effect.refused,
+    "data.cache_dir": Effect.safe,
+    "data_identity": Effect.refused,
+    "optimizer": Effect.changes_numbers,
+    "schedule": Effect.changes_numbers,
+    "precision": Effect.changes_numbers,
+    "ops": Effect.changes_numbers,
+    "parallelism": Effect.safe,
+    "trainer": Effect.safe,
+    "trainer.compile": Effect.changes_numbers,
+    "checkpoint": Effect.safe,
+    "logger": Effect.safe,
+    "run": Effect.safe,
+    # The class of each section, as gptlite.config.to_dict names it.
+    "schemas": Effect.safe,
+    "schemas.model": Effect.refused,
+    "schemas.data": Effect.refused,
+    "schemas.optimizer": Effect.refused,
+    "schemas.schedule": Effect.changes_numbers,
+}
+
+# Taking the weights alone leaves the data and the optimizer free; what a token id means is still part of the model.
+_REFUSED_FOR_WEIGHTS = ("model", "data.tokenizer", "data.vocab_size", "data_identity.tokenizer")
+_ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key and its values, as `"absent"` where a configuration lacks it."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.new} (was {self.old})"
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The differing keys of two configurations, in the order of the newer one."""
+
+    refused: list[Difference] = field(default_factory=list)
+    changes_numbers: list[Difference] = field(default_factory=list)
+    safe: list[Difference] = field(default_factory=list)
+
+    def refusal(self) -> str:
+        """The line for a ConfigError; empty if nothing is refused."""
+        if not self.refused:
+            return ""
+        fix = "set it back, or start anew with checkpoint.resume=never in another run.dir"
+        return f"{_join(self.refused)}: another model or other data; {fix}"
+
+    def notice(self) -> str:
+        """The line for the log about numbers that change; empty if none does."""
+        if not self.changes_numbers:
+            return ""
+        return f"resuming with {_join(self.changes_numbers)}: the curve will not be that of an uninterrupted run"
+
+
+def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], load: str = "all") -> Differences:
+    """Sorts the differences between a checkpoint's configuration and this run's by what they do to training.
+
+    Both are nested dicts of resolved values. `load` is checkpoint.load: with `weights`, optimizer, schedule, seed
+    and data may be others.
+    """
+    before, after = _flatten(old), _flatten(new)
+    differences = Differences()
+    for key in [*after, *(key for key in before if key not in after)]:
+        difference = Difference(key, before.get(key, _ABSENT), after.get(key, _ABSENT))
+        if difference.old != difference.new:
+            getattr(differences, _effect(difference, before, after, load).value).append(difference)
+    return differences
+
+
+def _effect(difference: Difference, before: dict[str, Any], after: dict[str, Any], load: str) -> Effect:
+    key = difference.key
+    effect = EFFECTS.get(next((p for p in _prefixes(key) if p in EFFECTS), ""), Effect.changes_numbers)
+    if key.startswith("optimizer.") and _ABSENT in (difference.old, difference.new):
+        effect = Effect.refused  # only another class has other fields
+    if key == "trainer.max_steps" and (_follows_length(before) or _follows_length(after)):
+        effect = Effect.changes_numbers
+    if effect is Effect.refused and load == "weights" and not any(p in _REFUSED_FOR_WEIGHTS for p in _prefixes(key)):
+        effect = Effect.changes_numbers
+    return effect
+
+
+def _follows_length(config: dict[str, Any]) -> bool:
+    """Whether the schedule takes its length from trainer.max_steps: it does where a field of it is null."""
+    return any(key.startswith("schedule.") and value is None for key, value in config.items())
+
+
+def _prefixes(key: str) -> list[str]:
+    """`a.b.c`, `a.b`, `a`."""
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{key}.")
+        else:
+            # An enum is written to YAML by its name, so a typed and a read configuration must compare equal.
+            flat[key] = value.name if isinstance(value, Enum) else value
+    return flat
+
+
+def _join(differences: list[Difference]) -> str:
+    return ", ".join(map(str, differences))

@@ -1,0 +1,122 @@
+"""The checkpoints folder on disk: names, atomic commit, leftovers. Knows nothing of what a checkpoint holds."""
+
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from gptlite.checkpoint.progress import Log
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    """`step-00000100` for step 100, so that names sort as numbers."""
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step a folder's name stands for; None if it is no step folder's name."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def step_folders(root: Path) -> list[Path]:
+    """Committed step folders below `root`, newest first, whether intact or not."""
+    if not root.is_dir():
+        return []
+    steps = [(step, path) for path in root.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(steps, reverse=True)]
+
+
+@contextmanager
+def writing(root: Path, log: Log) -> Iterator[None]:
+    """Marks this process as a writer below `root` while the block runs, and first removes what dead writers left.
+
+    Writers share a file lock, which the kernel drops when a process dies, however it dies. Whoever gets the lock
+    alone therefore knows that nobody alive owns the staging folders it sees. Where the file system has no locks,
+    leftovers stay.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / ".lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            pass
+        else:
+            _remove_leftovers(root, log)
+        # Nothing of ours exists yet, so it does no harm that an exclusive lock is let go before it is shared.
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+@contextmanager
+def staged(final: Path) -> Iterator[Path]:
+    """A new folder to write in, named `final` once the block is over and all is on the disk; gone if the block raises.
+
+    Raises OSError if `final` holds anything: a checkpoint is never overwritten.
+    """
+    folder = _hidden(final, "tmp")
+    folder.mkdir()
+    try:
+        yield folder
+        for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+            _sync_folder(path)
+        os.rename(folder, final)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    _sync_folder(final.parent)
+
+
+def point_latest(final: Path) -> None:
+    """Writes the step folder's name into `latest` beside it. People and scripts read it; resuming doesn't."""
+    latest = final.with_name("latest")
+    temporary = _hidden(latest, "tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(final.name + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, latest)
+    _sync_folder(final.parent)
+
+
+def remove(folder: Path) -> None:
+    """Deletes a step folder. It loses its name first, so that a half-deleted one is never taken for a checkpoint."""
+    trash = _hidden(folder, "trash")
+    os.rename(folder, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def set_aside(folder: Path) -> Path:
+    """Frees a step's name by renaming the folder, which keeps what it holds. Returns where it is now."""
+    aside = folder.with_name(f"damaged-{folder.name}-{uuid.uuid4().hex[:8]}")
+    os.rename(folder, aside)
+    return aside
+
+
+def _hidden(path: Path, kind: str) -> Path:
+    return path.with_name(f".{kind}-{path.name}-{uuid.uuid4().hex[:8]}")
+
+
+def _remove_leftovers(root: Path, log: Log) -> None:
+    for path in (*root.glob(".tmp-*"), *root.glob(".trash-*")):
+        log(f"checkpoint: removing {path.name}, left by a process that ended while writing")
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Brings a folder's entries to the disk: without it a new or renamed file may be gone after a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

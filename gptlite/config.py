@@ -1,0 +1,206 @@
+"""The root configuration: one dataclass a section, each beside its owner. Only this file knows Hydra and YAML.
+
+No torch here: `python train.py --cfg job` composes and prints in a quarter of a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import gptlite.conf
+from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
+from gptlite.errors import ConfigError, did_you_mean
+from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
+from gptlite.model.config import GPTConfig
+from gptlite.ops.config import OpsConfig
+from gptlite.optimizer import config as optimizers
+from gptlite.optimizer.config import OptimizerConfig, ScheduleConfig
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.precision import PrecisionConfig
+from gptlite.trainer.config import TrainerConfig
+
+T = TypeVar("T")
+CONF_DIR = Path(gptlite.conf.__path__[0]).resolve()
+
+
+@dataclass
+class RunConfig:
+    """Where a run lives. Its folder is never overwritten: the same folder again means go on.
+
+    `overrides` is the command line the run was composed with; going on starts from it.
+    """
+
+    name: str = "???"
+    dir: str = "???"
+    overrides: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Config:
+    """Everything a run is made from."""
+
+    seed: int = 1234
+    run: RunConfig = field(default_factory=RunConfig)
+    model: GPTConfig = field(default_factory=GPTConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    ops: OpsConfig = field(default_factory=OpsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+# group -> the schemas its presets may start from
+SCHEMAS: dict[str, dict[str, type]] = {
+    "model": {"gpt_schema": GPTConfig},
+    "parallelism": {"parallelism_schema": ParallelismConfig},
+    "precision": {"precision_schema": PrecisionConfig},
+    "ops": {"ops_schema": OpsConfig},
+    "data": {"text_schema": TextConfig, "corpus_schema": CorpusConfig, "synthetic_schema": SyntheticConfig},
+    "optimizer": {
+        "adamw_schema": optimizers.AdamWConfig,
+        "adam_schema": optimizers.AdamConfig,
+        "sgd_schema": optimizers.SGDConfig,
+    },
+    "schedule": {
+        "constant_schema": optimizers.ConstantConfig,
+        "cosine_schema": optimizers.CosineConfig,
+        "linear_schema": optimizers.LinearConfig,
+        "wsd_schema": optimizers.WSDConfig,
+        "inverse_sqrt_schema": optimizers.InverseSqrtConfig,
+        "warmup_schema": optimizers.WarmupConfig,
+    },
+    "trainer": {"trainer_schema": TrainerConfig},
+    "checkpoint": {"checkpoint_schema": CheckpointConfig},
+    "logger": {"jsonl_schema": LoggerConfig, "tensorboard_schema": TensorboardConfig, "wandb_schema": WandbConfig},
+}
+
+
+def register() -> None:
+    """Puts the schemas where Hydra finds them. Safe to call again."""
+    store = ConfigStore.instance()
+    store.store(name="config_schema", node=Config)
+    for group, schemas in SCHEMAS.items():
+        for name, node in schemas.items():
+            store.store(group=group, name=name, node=node)
+
+
+def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
+    """The configuration that `train.py` would run with these overrides. Raises ConfigError."""
+    from gptlite.config_errors import refusals
+
+    register()
+    with refusals(), initialize_config_dir(str(config_dir), version_base="1.3"):
+        return typed(compose("config", overrides=list(overrides)))
+
+
+def typed(config: DictConfig) -> Config:
+    """The typed form of a composed configuration, checked across sections. Raises ConfigError."""
+    from gptlite.checks import check
+
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=...")
+    result = OmegaConf.to_object(config)
+    assert isinstance(result, Config)
+    check(result)
+    return result
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain nested dicts, enums by name: what goes into YAML, manifests and trackers."""
+    container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True, resolve=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()} | {"schemas": schema_names(config)}
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration; `from_yaml` reads it back to an equal object."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)), sort_keys=False)
+
+
+def from_yaml(text: str) -> Config:
+    """The configuration `to_yaml` wrote. Raises ConfigError for a key this version does not know."""
+    raw = OmegaConf.create(text)
+    assert isinstance(raw, DictConfig)
+    names = raw.pop("schemas", {})
+    base = OmegaConf.structured(Config)
+    try:
+        for group, name in names.items():
+            base[group] = SCHEMAS[group][name]
+        result = OmegaConf.to_object(OmegaConf.merge(base, raw))
+    except (OmegaConfBaseException, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"a saved configuration of another version of gptlite: {reason}") from error
+    assert isinstance(result, Config)
+    return result
+
+
+def schema_names(config: Config) -> dict[str, str]:
+    """Which schema each section has: its class, by the name presets use."""
+    sections = {group: type(getattr(config, group)) for group in SCHEMAS}
+    return {group: name for group, cls in sections.items() for name, c in SCHEMAS[group].items() if c is cls}
+
+
+def saved_overrides(arguments: list[str]) -> list[str]:
+    """What a run in an existing `run.dir` was composed with, but for the keys that `arguments` give anew.
+
+    So `python train.py run.dir=outputs/mine` goes on with that run, whatever it was.
+    """
+    given = {argument.partition("=")[0].lstrip("+~"): argument.partition("=")[2] for argument in arguments}
+    saved = Path(given.get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"
+    if not given.get("run.dir") or not saved.is_file():
+        return []
+    run = from_yaml(saved.read_text(encoding="utf-8")).run
+    candidates = [*run.overrides, f"run.name={run.name}"]
+    kept = {c.partition("=")[0].lstrip("+~"): c for c in candidates}
+    return [override for key, override in kept.items() if key not in given]
+
+
+def known_keys() -> list[str]:
+    """Every key any preset can have, dotted."""
+    return sorted(set(_keys(Config, "")))
+
+
+def _keys(cls: type, prefix: str) -> Iterator[str]:
+    for item in dataclasses.fields(cls):
+        yield prefix + item.name
+        if prefix == "" and item.name in SCHEMAS:
+            for schema in SCHEMAS[item.name].values():
+                yield from _keys(schema, f"{item.name}.")
+        elif item.name == "run":
+            yield from _keys(RunConfig, "run.")
+
+
+def parse_arguments(schema: type[T], arguments: list[str]) -> T:
+    """The `key=value` command line of a tool, typed by a dataclass. Raises ConfigError."""
+    config = OmegaConf.structured(schema)
+    fields = {item.name: item for item in dataclasses.fields(schema)}  # type: ignore[arg-type]
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if not separator:
+            raise ConfigError(f"{argument!r} is not key=value; the keys are {', '.join(fields)}")
+        if key not in fields:
+            raise ConfigError(f"{key} is not a key of this tool{did_you_mean(key, fields)}; it has {', '.join(fields)}")
+        text = fields[key].type in (str, "str", "str | None")
+        try:
+            config[key] = value if text else OmegaConf.create(f"value: {value}")["value"]
+        except Exception as error:
+            raise ConfigError(f"{argument}: {str(error).splitlines()[0]}") from error
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=...")
+    return OmegaConf.to_object(config)  # type: ignore[return-value]

@@ -1,0 +1,57 @@
+"""Hydra's and OmegaConf's errors as one line that names the key, the value and the fix."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+from gptlite.config import known_keys
+from gptlite.errors import ConfigError, did_you_mean
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turns what composing can raise into a ConfigError."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from error
+
+
+def explain(error: BaseException) -> str:
+    """One line for an exception that composing a configuration raised."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    text = "\n".join(str(item) for item in chain)
+    if isinstance(error, MissingConfigException):
+        return _missing_preset(error)
+    if match := re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '[^']+' not in[\s\S]*?full_key: (\S+)", text):
+        return _unknown_key(match[1])
+    if match := re.search(r"full_key: (\S+)", text):
+        reason = next((str(item).splitlines()[0] for item in reversed(chain) if str(item)), "")
+        return f"{match[1]}: {reason}"
+    return str(error).splitlines()[0]
+
+
+def _unknown_key(key: str) -> str:
+    keys = known_keys()
+    leaves = [known for known in keys if known.split(".")[-1] == key.split(".")[-1]]
+    if key in keys:
+        return f"{key} is not a key of the chosen preset; another preset of {key.split('.')[0]} has it"
+    if leaves:
+        return f"{key} is not a key; did you mean {leaves[0]}?"
+    return f"{key} is not a key{did_you_mean(key, keys)}" if did_you_mean(key, keys) else f"{key} is not a key; --help lists them"
+
+
+def _missing_preset(error: MissingConfigException) -> str:
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    options = [option for option in error.options or () if not option.endswith("_schema")]
+    close = get_close_matches(name, options, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    if not options:
+        return str(error).splitlines()[0]
+    return f"{group}={name} does not exist; {hint}the choices are {', '.join(options)}"

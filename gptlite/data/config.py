@@ -1,0 +1,45 @@
+"""What is read, and in what batches."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class DataConfig:
+    """Batch shape, the same for every corpus. Sizes are in sequences of `sequence_length` tokens."""
+
+    global_batch_size: int = 16
+    micro_batch_size: int = 16
+    sequence_length: int = 256
+    cache_dir: str = "~/.cache/gptlite"
+
+
+@dataclass
+class TextConfig(DataConfig):
+    """Any text file, or folder of *.txt files, tokenized on first use into `cache_dir`.
+
+    `tokenizer` is sentencepiece (trained on the text), char or byte. `vocab_size` is for sentencepiece.
+    `validation_fraction` of the text is held out, taken from the end of every document.
+    """
+
+    path: str = "???"
+    tokenizer: str = "sentencepiece"
+    vocab_size: int = 4096
+    validation_fraction: float = 0.1
+
+
+@dataclass
+class CorpusConfig(DataConfig):
+    """A corpus with a recipe in data/<corpus>/prepare.py, run on first use into `cache_dir`."""
+
+    corpus: str = "???"
+    tokenizer: str = "sentencepiece"
+    vocab_size: int = 4096
+    path: str | None = None  # the raw source, where it cannot be downloaded
+
+
+@dataclass
+class SyntheticConfig(DataConfig):
+    """Random tokens from a fixed seed, for measuring speed: nothing to download, nothing to learn."""
+
+    vocab_size: int = 50257
+    num_tokens: int = 10_000_000

@@ -1,0 +1,251 @@
+"""Tokenized documents on disk: Megatron's indexed datasets, PREFIX.bin and PREFIX.idx, with PREFIX.meta.json beside.
+
+    .bin   the tokens of every sequence, one after the other
+    .idx   offset  0  9 bytes      b"MMIDIDX\\0\\0"
+           offset  9  uint64       version, 1
+           offset 17  uint8        dtype code, see DTYPES
+           offset 18  uint64       S, the number of sequences
+           offset 26  uint64       D, the number of documents + 1
+           offset 34  int32[S]     tokens in each sequence
+                      int64[S]     byte at which each sequence starts in .bin
+                      int64[D]     first sequence of each document; the last entry is S
+
+All little-endian. We write one sequence a document and end each document with the tokenizer's `eod`, so that .bin
+as a whole is the concatenation that chunks are cut from.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gptlite.errors import ConfigError
+
+MAGIC = b"MMIDIDX\0\0"
+VERSION = 1
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no tokens
+_HEADER = struct.Struct("<9sQBQQ")
+_UINT16_VOCAB = 65500  # Megatron's writer takes int32 from here on
+_MAX_SEQUENCE = 2**31 - 1  # lengths are int32
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What PREFIX.meta.json says about the .bin beside it. `text_bytes` is UTF-8, before tokenization."""
+
+    tokenizer: str  # fingerprint
+    vocab_size: int
+    eod: int
+    documents: int
+    tokens: int
+    text_bytes: int
+    sha256: str
+
+
+class IndexedWriter:
+    """Writes one dataset document by document; a context manager.
+
+    The files have temporary names until the block ends well, and take their final ones with .idx last: a reader
+    never meets half a dataset. If the block raises, nothing is left.
+    """
+
+    def __init__(self, prefix: Path, tokenizer: str, vocab_size: int, eod: int):
+        self._prefix = prefix
+        self._dtype_code = 8 if vocab_size < _UINT16_VOCAB else 4
+        self._dtype = np.dtype(DTYPES[self._dtype_code])
+        self._tokenizer, self._vocab_size, self._eod = tokenizer, vocab_size, eod
+        self._lengths: list[int] = []
+        self._document_indices = [0]
+        self._length = 0  # of the sequence being written
+        self._tokens = 0
+        self._text_bytes = 0
+        self._hash = hashlib.sha256()
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._bin = open(_temporary(_path(prefix, ".bin")), "wb")
+
+    def write(self, tokens: list[int] | np.ndarray, text_bytes: int) -> None:
+        """Add tokens, which stand for `text_bytes` bytes, to the open document. ValueError outside the vocabulary."""
+        array = np.asarray(tokens, dtype=np.int64)
+        if array.size and (array.min() < 0 or array.max() >= self._vocab_size):
+            raise ValueError(f"token outside the vocabulary of {self._vocab_size}: {array.min()} to {array.max()}")
+        if self._length + array.size > _MAX_SEQUENCE:
+            self._end_sequence()
+        data = array.astype(self._dtype).tobytes()
+        self._bin.write(data)
+        self._hash.update(data)
+        self._length += array.size
+        self._tokens += array.size
+        self._text_bytes += text_bytes
+
+    def end_document(self) -> None:
+        """Close the open document with `eod`."""
+        self.write([self._eod], text_bytes=0)
+        self._end_sequence()
+        self._document_indices.append(len(self._lengths))
+
+    def _end_sequence(self) -> None:
+        self._lengths.append(self._length)
+        self._length = 0
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._commit()
+        finally:
+            self._bin.close()
+            for suffix in (".bin", ".meta.json", ".idx"):
+                _temporary(_path(self._prefix, suffix)).unlink(missing_ok=True)
+
+    def _commit(self) -> None:
+        if self._length:
+            raise ValueError(f"{self._prefix}: the last document was not ended")
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        lengths = np.array(self._lengths, dtype="<i4")
+        pointers = np.zeros(len(lengths), dtype="<i8")
+        np.cumsum(lengths[:-1].astype("<i8") * self._dtype.itemsize, out=pointers[1:])
+        header = _HEADER.pack(MAGIC, VERSION, self._dtype_code, len(lengths), len(self._document_indices))
+        index = header + lengths.tobytes() + pointers.tobytes() + np.array(self._document_indices, "<i8").tobytes()
+        meta = Meta(
+            tokenizer=self._tokenizer,
+            vocab_size=self._vocab_size,
+            eod=self._eod,
+            documents=len(self._document_indices) - 1,
+            tokens=self._tokens,
+            text_bytes=self._text_bytes,
+            sha256=self._hash.hexdigest(),
+        )
+        _write_durably(_temporary(_path(self._prefix, ".meta.json")), json.dumps(asdict(meta), indent=2).encode() + b"\n")
+        _write_durably(_temporary(_path(self._prefix, ".idx")), index)
+        for suffix in (".bin", ".meta.json", ".idx"):
+            os.replace(_temporary(_path(self._prefix, suffix)), _path(self._prefix, suffix))
+        sync_folder(self._prefix.parent)
+
+
+class IndexedDataset:
+    """Reads one dataset through memory maps: opening costs no time and no memory, whatever its size.
+
+    `tokens` is all of .bin; `meta` is None for a dataset that came without one, from Megatron say.
+    Raises ConfigError naming the file and what is wrong with it.
+    """
+
+    def __init__(self, prefix: Path):
+        self.prefix = prefix
+        path = _path(prefix, ".idx")
+        self.dtype, sequences, self._num_indices = _read_header(path)
+        index = np.memmap(path, dtype=np.uint8, mode="r", offset=_HEADER.size)
+        # The int64 arrays need not be aligned: numpy reads them through an unaligned view.
+        self.lengths = index[: 4 * sequences].view("<i4")
+        self.pointers = index[4 * sequences : 12 * sequences].view("<i8")
+        self.document_indices = index[12 * sequences : 12 * sequences + 8 * self._num_indices].view("<i8")
+        self._check_documents(path, sequences)
+        self.tokens = self._map_tokens()
+        self.meta = self._read_meta()
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents, empty ones included."""
+        return self._num_indices - 1
+
+    def document(self, index: int) -> np.ndarray:
+        """Tokens of one document, a view into the file."""
+        first, stop = self.document_indices[index : index + 2]
+        if first == stop:
+            return self.tokens[:0]
+        begin = self.pointers[first] // self.dtype.itemsize
+        end = self.pointers[stop - 1] // self.dtype.itemsize + self.lengths[stop - 1]
+        return self.tokens[begin:end]
+
+    def verify(self) -> None:
+        """Read .bin whole and compare it with the SHA-256 in .meta.json. ConfigError where they differ."""
+        path = _path(self.prefix, ".bin")
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if self.meta is not None and digest != self.meta.sha256:
+            raise _damaged(path, f"its sha256 is {digest}, not the {self.meta.sha256} it was written with")
+
+    def _check_documents(self, path: Path, sequences: int) -> None:
+        first, last = self.document_indices[0], self.document_indices[-1]
+        if first != 0 or last != sequences:
+            raise _damaged(path, f"its documents run from sequence {first} to {last}, not from 0 to {sequences}")
+
+    def _map_tokens(self) -> np.ndarray:
+        path = _path(self.prefix, ".bin")
+        size = _size(path)
+        last = len(self.lengths) - 1
+        expected = int(self.pointers[last]) + int(self.lengths[last]) * self.dtype.itemsize if last >= 0 else 0
+        if size != expected:
+            raise _damaged(path, f"it has {size} bytes where its .idx says {expected}")
+        return np.memmap(path, dtype=self.dtype, mode="r") if size else np.empty(0, dtype=self.dtype)
+
+    def _read_meta(self) -> Meta | None:
+        path = _path(self.prefix, ".meta.json")
+        if not path.exists():
+            return None
+        try:
+            meta = Meta(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise _damaged(path, f"it cannot be read: {error}") from error
+        if meta.tokens != len(self.tokens) or meta.documents != self.num_documents:
+            counted = f"{len(self.tokens)} tokens in {self.num_documents} documents"
+            raise _damaged(path, f"it counts {meta.tokens} tokens in {meta.documents} documents, the files {counted}")
+        return meta
+
+
+def _read_header(path: Path) -> tuple[np.dtype, int, int]:
+    size = _size(path)
+    with open(path, "rb") as file:
+        raw = file.read(_HEADER.size)
+    if len(raw) < _HEADER.size or not raw.startswith(MAGIC):
+        raise _damaged(path, f"it does not begin with {MAGIC!r}")
+    _, version, code, sequences, indices = _HEADER.unpack(raw)
+    if version != VERSION:
+        raise _damaged(path, f"its version is {version}, not {VERSION}")
+    if code not in DTYPES:
+        raise _damaged(path, f"its dtype code is {code}, not one of {', '.join(map(str, DTYPES))}")
+    expected = _HEADER.size + 12 * sequences + 8 * indices
+    if indices < 1 or size not in (expected, expected + sequences):  # multimodal datasets add an int8 a sequence
+        raise _damaged(path, f"it has {size} bytes where {sequences} sequences and {indices} indices take {expected}")
+    return np.dtype(DTYPES[code]), sequences, indices
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _path(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(prefix.name + suffix)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".tmp-{os.getpid()}-{path.name}")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise _damaged(path, f"it cannot be opened ({error.strerror})") from error
+
+
+def _damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"{path} is damaged: {what}; delete its folder, and it is prepared again")

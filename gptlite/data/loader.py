@@ -1,0 +1,146 @@
+"""Batches, as a pure function of how many samples came before."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gptlite.data.dataset import TokenDataset, TrainSampler
+
+IGNORE = -100  # targets that do not count, the default of torch's cross entropy
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank: B sequences of S tokens, on the rank's device."""
+
+    tokens: torch.Tensor  # int64[B, S]
+    targets: torch.Tensor  # int64[B, S], IGNORE where nothing is predicted
+    sample_ids: torch.Tensor  # int64[B], the sample's number in the whole run, or the chunk's when validating
+
+    def pin_memory(self) -> "Batch":
+        """A copy in page-locked memory, from which a GPU can fetch while it computes."""
+        return Batch(self.tokens.pin_memory(), self.targets.pin_memory(), self.sample_ids.pin_memory())
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on `device`; the copy is asynchronous from pinned memory."""
+        return Batch(*(t.to(device, non_blocking=True) for t in (self.tokens, self.targets, self.sample_ids)))
+
+
+class Loader:
+    """Cuts the run's endless row of samples into global batches, micro-batches and ranks.
+
+    A global batch of G is the samples [consumed, consumed + G). Micro-batch m takes the next B * R of them and rank r
+    of R its B, so the ranks' parts, side by side, are the global batch in order for any R. Nothing is remembered:
+    to resume is to ask for the same `consumed_samples`.
+    """
+
+    def __init__(
+        self,
+        train: TokenDataset,
+        validation: TokenDataset,
+        sampler: TrainSampler,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        token_bytes: np.ndarray | None,
+        device: torch.device,
+        data_rank: int = 0,
+        data_size: int = 1,
+    ):
+        self._train = train
+        self._validation = validation
+        self._sampler = sampler
+        self._micro_batch_size = micro_batch_size
+        self._token_bytes = token_bytes
+        self._device = device
+        self._data_rank = data_rank
+        self._data_size = data_size
+        self.global_batch_size = global_batch_size
+        self.num_micro_batches = global_batch_size // (micro_batch_size * data_size)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        self._prefetched: tuple[tuple[int, int], Future[Batch]] | None = None
+        self._bytes_counted: dict[int, int] = {}
+
+    def batch(self, consumed_samples: int, micro_index: int) -> Batch:
+        """Micro-batch `micro_index` of the global batch that follows `consumed_samples` samples.
+
+        A pure function of its arguments. The one expected next is read in the background meanwhile.
+        """
+        wanted = (consumed_samples, micro_index)
+        if self._prefetched is not None and self._prefetched[0] == wanted:
+            batch = self._prefetched[1].result()
+        else:
+            batch = self._read(*wanted)
+        following = self._following(*wanted)
+        self._prefetched = following, self._thread.submit(self._read, *following)
+        return batch.to(self._device)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def validation_batches(self, limit: int | None = None) -> Iterator[Batch]:
+        """All held-out chunks once, in file order; or `limit` of them, evenly spread and always the same.
+
+        Every rank gets equally many batches of equal shape. What is left over, of the last chunk and of the last
+        batch, is padding with targets IGNORE: each held-out target counts once over all ranks.
+        """
+        chunks = self._validation_chunks(limit)
+        step = self._micro_batch_size * self._data_size
+        for start in range(0, len(chunks), step):
+            begin = start + self._data_rank * self._micro_batch_size
+            rows = chunks[begin : begin + self._micro_batch_size]
+            yield self._collate(self._validation, rows, rows).to(self._device)
+
+    def validation_targets(self, limit: int | None = None) -> int:
+        """Number of targets that `validation_batches(limit)` counts, over all ranks."""
+        chunks = self._validation_chunks(limit)
+        stops = np.minimum((chunks + 1) * self._validation.sequence_length, self._validation.num_targets)
+        return int((stops - chunks * self._validation.sequence_length).sum())
+
+    def validation_bytes(self, limit: int | None = None) -> int | None:
+        """UTF-8 bytes of those targets. With their total loss in nats, bits per byte = nats / ln 2 / bytes.
+
+        `eod` stands for no bytes: ending a document costs bits and adds none. None for tokens that are no text.
+        """
+        if self._token_bytes is None:
+            return None
+        chunks = self._validation_chunks(limit)
+        if len(chunks) not in self._bytes_counted:
+            self._bytes_counted[len(chunks)] = sum(
+                int(self._token_bytes[self._validation[int(chunk)][1:]].sum()) for chunk in chunks
+            )
+        return self._bytes_counted[len(chunks)]
+
+    def _validation_chunks(self, limit: int | None) -> np.ndarray:
+        total = self._validation.num_chunks
+        count = total if limit is None else min(limit, total)
+        return np.arange(count) * total // max(count, 1)
+
+    def _following(self, consumed_samples: int, micro_index: int) -> tuple[int, int]:
+        if micro_index + 1 < self.num_micro_batches:
+            return consumed_samples, micro_index + 1
+        return consumed_samples + self.global_batch_size, 0
+
+    def _read(self, consumed_samples: int, micro_index: int) -> Batch:
+        size = self._micro_batch_size
+        first = consumed_samples + (micro_index * self._data_size + self._data_rank) * size
+        batch = self._collate(
+            self._train, self._sampler.samples(first, size), np.arange(first, first + size, dtype=np.int64)
+        )
+        return batch.pin_memory() if self._device.type == "cuda" else batch
+
+    def _collate(self, dataset: TokenDataset, chunks: np.ndarray, sample_ids: np.ndarray) -> Batch:
+        shape = (self._micro_batch_size, dataset.sequence_length)
+        tokens = np.zeros(shape, dtype=np.int64)
+        targets = np.full(shape, IGNORE, dtype=np.int64)
+        ids = np.zeros(self._micro_batch_size, dtype=np.int64)
+        ids[: len(chunks)] = sample_ids
+        for row, chunk in enumerate(chunks):
+            values = dataset[int(chunk)]
+            tokens[row, : len(values) - 1] = values[:-1]
+            targets[row, : len(values) - 1] = values[1:]
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(ids))

@@ -1,0 +1,126 @@
+"""What a person reads while a run goes on: one ASCII line a log step, numbers with few digits, an aligned banner.
+
+Columns keep their place from line to line, nothing is redrawn and no colour is used, so the same text reads well in a
+terminal, through `tee` and in a Slurm log.
+"""
+
+import math
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+WIDTH = 100
+
+
+def format_count(number: float) -> str:
+    """A count in three digits: `87`, `12.3k`, `124M`, `1.50B`, `3.20T`."""
+    return _scaled(number, 1000, ("", "k", "M", "B", "T"))
+
+
+def format_bytes(number: float) -> str:
+    """A size in binary units: `512 B`, `1.50 KiB`, `0.98 GiB` (a unit is left at 1000 of it, so digits stay three)."""
+    return _scaled(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def format_duration(seconds: float) -> str:
+    """A time span in its two largest units: `8s`, `2m31s`, `1h05m`, `3d04h`; `n/a` if it is not finite."""
+    if not math.isfinite(seconds):
+        return "n/a"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None = None) -> str:
+    """The line of a training row.
+
+    For example, on one line:
+
+        step  120/1000 | loss  3.4512 | lr 3.00e-03 | grad norm   0.81
+        |  12.3k tok/s | MFU   n/a | mem  0.91 GiB | ETA 2m31s
+
+    `row` has the keys of a metrics.jsonl row; one that is absent or None shows as n/a. `loss_scale` adds a column.
+    """
+    columns = [
+        _position("step", row, max_steps),
+        f"loss {_number(row.get('loss'), '.4f', 7)}",
+        f"lr {_number(row.get('lr'), '.2e', 8)}",
+        f"grad norm {_text(row.get('grad_norm'), _norm, 6)}",
+        f"{_text(row.get('tokens_per_second'), format_count, 6)} tok/s",
+        f"MFU {_text(row.get('mfu'), '{:.1%}'.format, 5)}",
+        f"mem {_text(row.get('memory_allocated_bytes'), _gib, 9)}",
+        f"ETA {_text(eta_seconds, format_duration, 0)}",
+    ]
+    if row.get("loss_scale") is not None:
+        columns.insert(4, f"loss scale {row['loss_scale']:<8g}")
+    return " | ".join(columns)
+
+
+def eval_line(row: Mapping[str, Any], max_steps: int) -> str:
+    """The line of an evaluation row: `eval  250/1000 | val loss  3.6120 nats/token | 1.9042 bits/byte`.
+
+    Bits per byte are left out where the data has no bytes (synthetic tokens).
+    """
+    columns = [_position("eval", row, max_steps), f"val loss {_number(row['val_loss'], '.4f', 7)} nats/token"]
+    if (bits := row.get("val_bits_per_byte")) is not None:
+        columns.append(f"{bits:.4f} bits/byte")
+    return " | ".join(columns)
+
+
+def banner(lines: list[tuple[str, str]], title: str = "gptlite") -> str:
+    """Keys and values in two columns between rules, the upper one carrying the title; long values wrap in theirs.
+
+    An empty key continues the entry above it.
+    """
+    indent = max((len(key) for key, _ in lines), default=0) + 4
+    out = [f"== {title} ".ljust(WIDTH, "=")]
+    for key, value in lines:
+        out += textwrap.wrap(
+            value,
+            WIDTH,
+            initial_indent=f"  {key}".ljust(indent),
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [f"  {key}"]
+    return "\n".join([*out, "=" * WIDTH])
+
+
+def _position(name: str, row: Mapping[str, Any], max_steps: int) -> str:
+    digits = len(str(max_steps))
+    return f"{name} {row['step']:>{digits}}/{max_steps}"
+
+
+def _number(value: float | None, spec: str, width: int) -> str:
+    return _text(value, lambda number: format(number, spec), width)
+
+
+def _text(value: float | None, form: Any, width: int) -> str:
+    return ("n/a" if value is None else form(value)).rjust(width)
+
+
+def _norm(number: float) -> str:
+    return f"{number:.2f}" if number < 1000 else f"{number:.0e}"
+
+
+def _gib(number: float) -> str:
+    return f"{number / 2**30:.2f} GiB"
+
+
+def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
+    if not math.isfinite(number):
+        return str(number)
+    if number < 0:
+        return "-" + _scaled(-number, base, units)
+    index, scaled = 0, float(number)
+    # 999.5 would print as a fourth digit.
+    while scaled >= 999.5 and index + 1 < len(units):
+        scaled /= base
+        index += 1
+    digits = 0 if index == 0 or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
+    return f"{scaled:.{digits}f}{units[index]}"

@@ -1,0 +1,59 @@
+"""Dense matrix-multiply peaks of accelerators: the denominator of MFU."""
+
+import re
+
+import torch
+
+# TFLOP/s without sparsity, from the vendors' data sheets: bf16, fp16, tf32, fp32 (None: no such unit). GeForce: with
+# fp32 accumulation, which is what training uses and half of the figure quoted for fp16 accumulation. The first
+# pattern found in the device's name counts, so a variant stands above its family.
+_PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float | None]], ...] = (
+    (r"Laptop|Max-Q|MIG", (None, None, None, None)),
+    (r"GB200", (2500, 2500, 1250, 80)),
+    (r"B200", (2250, 2250, 1125, 75)),
+    (r"H200 NVL|H100 NVL", (835, 835, 417, 60)),
+    (r"H100 PCIe", (756, 756, 378, 51)),
+    (r"GH200|H[128]00", (989.4, 989.4, 494.7, 66.9)),
+    (r"A[18]00", (312, 312, 156, 19.5)),
+    (r"L40S", (362, 362, 183, 91.6)),
+    (r"L4", (121, 121, 60, 30.3)),
+    (r"RTX 6000 Ada", (364.2, 364.2, 182.1, 91.1)),
+    (r"RTX A6000", (154.8, 154.8, 77.4, 38.7)),
+    (r"A40", (149.7, 149.7, 74.8, 37.4)),
+    (r"A10", (125, 125, 62.5, 31.2)),
+    (r"V100S", (None, 130, None, 16.4)),
+    (r"V100-PCIE", (None, 112, None, 14)),
+    (r"V100", (None, 125, None, 15.7)),
+    (r"T4", (None, 65, None, 8.1)),
+    (r"RTX 5090", (209.5, 209.5, 104.8, 104.8)),
+    (r"RTX 4090(?! D)", (165.2, 165.2, 82.6, 82.6)),
+    (r"RTX 3090 Ti", (80, 80, 40, 40)),
+    (r"RTX 3090", (71, 71, 35.6, 35.6)),
+    (r"MI300X", (1307.4, 1307.4, 653.7, 163.4)),
+)
+
+
+def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
+    """Dense peak in FLOP/s of the device called `name` (as `torch.cuda.get_device_name` says) for products of `dtype`.
+
+    `tf32` says that float32 products may run in TF32. None where the peak is not known: MFU is then n/a, never a guess.
+    """
+    columns = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2 if tf32 else 3}
+    if dtype not in columns:
+        return None
+    for pattern, peaks in _PEAKS:
+        if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", name):
+            peak = peaks[columns[dtype]]
+            # Float32 on a device without TF32 units runs on its float32 units whatever was allowed.
+            if peak is None and dtype == torch.float32:
+                peak = peaks[3]
+            return None if peak is None else peak * 1e12
+    return None
+
+
+def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """`peak_flops` of a device of this process; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return peak_flops(torch.cuda.get_device_name(device), dtype, tf32)

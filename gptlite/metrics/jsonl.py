@@ -1,0 +1,87 @@
+"""metrics.jsonl: one JSON object a line, each step once, readable while the run goes on."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+class JsonlSink:
+    """Appends rows to a file, each handed to the system at once, so that a killed run keeps every row.
+
+    A row is stamped with `time` (UTC, ISO 8601). JSON has no NaN or infinity: they are written as null.
+    """
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one row; it has left this process when the call returns."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        stamped = {"time": now, **{key: _finite(value) for key, value in row.items()}}
+        self._file.write(json.dumps(stamped, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self, failed: bool = False) -> None:
+        """Waits until the disk has the rows."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, in file order; a line cut short by a kill is left out."""
+    return [row for line in _lines(path) if (row := _parse(line)) is not None]
+
+
+def truncate_after(path: Path, step: int) -> int:
+    """Takes rows later than `step` out of a metrics.jsonl, for a run that resumes there. Returns how many.
+
+    Such rows describe training that is about to be done again. They are kept in `metrics.replaced.jsonl` beside it,
+    as is a last line that a kill cut short.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        return 0
+    kept, replaced = [], []
+    for line in _lines(path):
+        row = _parse(line)
+        (kept if row is not None and row["step"] <= step else replaced).append(line)
+    if not replaced and path.read_bytes().endswith(b"\n"):
+        return 0
+    # The copy is on disk before the original goes, so no moment exists at which a row is in neither file.
+    if replaced:
+        with path.with_suffix(".replaced.jsonl").open("a", encoding="utf-8") as copy:
+            _write_lines(copy, replaced)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as new:
+        _write_lines(new, kept)
+    temporary.replace(path)
+    return len(replaced)
+
+
+def _lines(path: Path) -> list[str]:
+    # Only "\n" ends a row: str.splitlines would also cut at separators inside a string.
+    text = path.read_bytes().decode("utf-8", errors="replace")
+    return [line for line in text.split("\n") if line.strip()]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _write_lines(file: Any, lines: list[str]) -> None:
+    file.writelines(line + "\n" for line in lines)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

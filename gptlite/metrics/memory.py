@@ -1,0 +1,35 @@
+"""Memory of this process on its device."""
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+
+def memory_bytes(device: torch.device) -> dict[str, int | None]:
+    """The row keys `memory_allocated_bytes` and `memory_peak_bytes` (the highest since the process started).
+
+    On a GPU: bytes of live tensors, as the caching allocator counts them. On a CPU: the resident set of the process;
+    None where the system does not say it.
+    """
+    if device.type == "cuda":
+        allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    else:
+        allocated, peak = resident_bytes()
+    return {"memory_allocated_bytes": allocated, "memory_peak_bytes": peak}
+
+
+def resident_bytes(status: Path = Path("/proc/self/status")) -> tuple[int | None, int]:
+    """Resident set of this process now (None outside Linux) and at its highest, in bytes."""
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = usage if sys.platform == "darwin" else usage * 1024
+    try:
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+    except OSError:
+        return None, peak
+    current = int(fields["VmRSS"].split()[0]) * 1024
+    # ru_maxrss survives exec, so a process started by a large one would report its parent's peak.
+    if "VmHWM" in fields:
+        peak = int(fields["VmHWM"].split()[0]) * 1024
+    return current, max(peak, current)

@@ -1,0 +1,97 @@
+"""How fast a run goes and when it will be over."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Throughput:
+    """Counts optimizer steps against a clock; `read` gives the means since the `read` before.
+
+    The host runs ahead of a GPU, so a window is honest only if it ends after the host has waited for the device:
+    call `read` after reading the loss. Time under `excluded()` (evaluation, saving) is no part of the speed, but is
+    part of the ETA.
+
+    Args:
+        tokens_per_step, samples_per_step: of the global batch.
+        flops_per_token: FLOPs of forward and backward; activation recomputation not counted (PaLM, arXiv:2204.02311,
+            appendix B).
+        peak_flops: dense peak of one device in FLOP/s; None: MFU is None.
+        num_devices: devices that share the global batch.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens_per_step: int,
+        samples_per_step: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+        num_devices: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.tokens_per_step = tokens_per_step
+        self.samples_per_step = samples_per_step
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.num_devices = num_devices
+        self._clock = clock
+        self._window_start = self._pace_start = clock()
+        self._window_steps = self._pace_steps = 0
+        self._excluded = 0.0
+        self._warm = False
+
+    def step(self) -> None:
+        """One optimizer step has been issued."""
+        self._window_steps += 1
+        self._pace_steps += 1
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Time spent in the block does not count as training."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._excluded += self._clock() - start
+
+    def read(self) -> dict[str, float | None]:
+        """The row keys `tokens_per_second`, `samples_per_second`, `step_seconds`, `mfu` (0 to 1), and a new window.
+
+        Raises:
+            RuntimeError: no step since the last `read`.
+        """
+        if self._window_steps == 0:
+            raise RuntimeError("Throughput.read() needs at least one step() since the last read()")
+        now = self._clock()
+        seconds = max(now - self._window_start - self._excluded, 1e-9) / self._window_steps
+        tokens_per_second = self.tokens_per_step / seconds
+        mfu = None
+        if self.peak_flops is not None:
+            mfu = tokens_per_second * self.flops_per_token / (self.peak_flops * self.num_devices)
+        if not self._warm:
+            # The first window compiles, allocates and fills caches: a pace that includes it promises too long an ETA.
+            self._warm = True
+            self._first_pace = (now - self._pace_start) / self._pace_steps
+            self._pace_start, self._pace_steps = now, 0
+        self._window_start, self._window_steps, self._excluded = now, 0, 0.0
+        return {
+            "tokens_per_second": tokens_per_second,
+            "samples_per_second": self.samples_per_step / seconds,
+            "step_seconds": seconds,
+            "mfu": mfu,
+        }
+
+    def eta_seconds(self, remaining_steps: int) -> float | None:
+        """Wall-clock seconds that `remaining_steps` will take at the run's pace so far, evaluations and saves included.
+
+        None before the first step.
+        """
+        if self._pace_steps:
+            pace = (self._clock() - self._pace_start) / self._pace_steps
+        elif self._warm:
+            pace = self._first_pace
+        else:
+            return None
+        return pace * remaining_steps

@@ -1,0 +1,223 @@
+"""A run on one page: loss, learning rate, gradient norm and speed over the steps of a metrics.jsonl."""
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gptlite.errors import ConfigError
+from gptlite.metrics.console import format_count, format_duration
+from gptlite.metrics.jsonl import read_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TRAIN, VALIDATION, INK, FAINT = "#2460a7", "#d1602a", "#23272e", "#7a828e"
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": "#c3c8d0",
+    "axes.labelcolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#eceef1",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#c3c8d0",
+    "ytick.color": "#c3c8d0",
+    "xtick.labelcolor": FAINT,
+    "ytick.labelcolor": FAINT,
+}
+
+LEFT = 0.045  # of the figure: where titles and the loss panel begin
+LABEL_HEIGHT = 28  # points: two lines and a little air
+
+Series = tuple[list[int], list[float]]
+
+
+def plot_curves(jsonl: Path, out: Path, title: str | None = None) -> Path:
+    """Draws the run in `jsonl` into the PNG `out`, whose folder must exist. Returns `out`.
+
+    Args:
+        title: by default the name of the folder that holds `jsonl`.
+
+    Raises:
+        ConfigError: the file is missing or has no training loss.
+    """
+    rows = read_rows(jsonl) if jsonl.exists() else []
+    train, validation = _series(rows, "loss"), _series(rows, "val_loss")
+    if not train[0]:
+        raise ConfigError(
+            f"{jsonl} has no rows with a loss to plot; give the metrics.jsonl of a run that has logged a step"
+        )
+
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # A bare figure, not pyplot: nothing global is left behind and no display is looked for.
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 6.6), dpi=150, facecolor="white")
+        FigureCanvasAgg(figure)
+        grid = figure.add_gridspec(3, 2, width_ratios=(2.3, 1), left=LEFT, right=0.98, top=0.845, bottom=0.075)
+        grid.update(wspace=0.27, hspace=0.42)
+        loss = figure.add_subplot(grid[:, 0])
+        loss.set_xlim(0, 1.015 * max(train[0] + validation[0]))
+        _draw_loss(loss, train, validation)
+        small = [figure.add_subplot(grid[row, 1], sharex=loss) for row in range(3)]
+        _draw_rate(small[0], _series(rows, "lr"))
+        _draw_noisy(small[1], "gradient norm", _series(rows, "grad_norm"))
+        _draw_noisy(small[2], "tokens per second", _series(rows, "tokens_per_second"))
+        for axes in (loss, small[2]):
+            axes.set_xlabel("step")
+        for axes in small[:2]:
+            axes.tick_params(labelbottom=False)
+        figure.text(LEFT, 0.945, title or jsonl.resolve().parent.name, fontsize=15, weight="bold")
+        figure.text(LEFT, 0.91, _summary(rows), color=FAINT)
+        _save(figure, out)
+    return out
+
+
+def smooth(values: list[float], width: float) -> list[float]:
+    """Gaussian mean of standard deviation `width` (in values), renormalised at both ends, so without lag or droop."""
+    if width < 0.5:
+        return list(values)
+    import numpy as np
+
+    reach = math.ceil(3 * width)
+    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
+    inside = slice(reach, reach + len(values))
+    weighted, weight = (np.convolve(x, kernel)[inside] for x in (values, np.ones(len(values))))
+    return (weighted / weight).tolist()
+
+
+def _series(rows: list[dict[str, Any]], key: str) -> Series:
+    points = sorted((row["step"], row[key]) for row in rows if row.get(key) is not None)
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _draw_loss(axes: "Axes", train: Series, validation: Series) -> None:
+    steps, values = train
+    smoothed = smooth(values, len(values) / 120)
+    axes.plot(steps, values, color=TRAIN, alpha=0.22, linewidth=0.9)
+    axes.plot(steps, smoothed, color=TRAIN, linewidth=1.9, solid_capstyle="round", marker=_marker(values))
+    ends = [(steps[-1], smoothed[-1], f"train\n{smoothed[-1]:.3f}", TRAIN)]
+    if validation[0]:
+        axes.plot(*validation, color=VALIDATION, linewidth=1.1, marker="o", markersize=4.5, markeredgecolor="white")
+        ends.append((validation[0][-1], validation[1][-1], f"val\n{validation[1][-1]:.3f}", VALIDATION))
+    _title(axes, "loss", "nats per token")
+    _format(axes)
+    # The first steps fall from ln(vocabulary) within a moment; showing all of it would flatten the rest.
+    shown = smoothed[len(smoothed) // 50 :] + validation[1]
+    low, high = min(shown + values[-len(values) // 2 :]), max(shown)
+    margin = 0.06 * (high - low) or 0.1
+    axes.set_ylim(low - 1.5 * margin, high + margin)
+    _label_ends(axes, ends)
+
+
+def _label_ends(axes: "Axes", ends: list[tuple[int, float, str, str]]) -> None:
+    """Names the curves to the right of their ends instead of in a legend, and keeps the names apart."""
+    points_per_unit = axes.get_window_extent().height * 72 / axes.figure.dpi / (axes.get_ylim()[1] - axes.get_ylim()[0])
+    ends = sorted(ends, key=lambda end: -end[1])
+    gap = (ends[0][1] - ends[-1][1]) * points_per_unit
+    push = max(0.0, LABEL_HEIGHT - gap) / 2 if len(ends) > 1 else 0.0
+    for (step, value, text, color), offset in zip(ends, (push, -push), strict=False):
+        axes.annotate(
+            text,
+            (step, value),
+            xytext=(8, offset),
+            textcoords="offset points",
+            va="center",
+            color=color,
+            weight="bold",
+            linespacing=1.3,
+        )
+
+
+def _draw_rate(axes: "Axes", series: Series) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.plot(*series, color=INK, linewidth=1.5, marker=_marker(series[1]))
+    axes.fill_between(*series, color=INK, alpha=0.05, linewidth=0)
+    _title(axes, "learning rate")
+    _format(axes)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(3, min_n_ticks=2))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _rate_tick(value)))
+
+
+def _draw_noisy(axes: "Axes", name: str, series: Series) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    steps, values = series
+    _title(axes, name)
+    _format(axes)
+    if not values:
+        return
+    axes.plot(steps, values, color=TRAIN, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smooth(values, len(values) / 80), color=TRAIN, linewidth=1.5, marker=_marker(values))
+    # From zero, so that noise looks as small as it is; a few spikes may leave the picture.
+    highest = sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+    axes.set_ylim(0, 1.15 * highest or 1)
+    axes.yaxis.set_major_locator(MaxNLocator(3, min_n_ticks=2))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+
+
+def _title(axes: "Axes", name: str, unit: str = "") -> None:
+    axes.set_title(name, loc="left", fontsize=10, weight="bold", pad=7)
+    if unit:
+        axes.set_title(unit, loc="right", fontsize=9, color=FAINT, pad=7)
+
+
+def _format(axes: "Axes") -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.tick_params(length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+
+
+def _tick(value: float) -> str:
+    return f"{value:g}" if abs(value) < 1000 else f"{value / 1000:g}k" if abs(value) < 1e6 else f"{value / 1e6:g}M"
+
+
+def _rate_tick(value: float) -> str:
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}" if value else "0"
+
+
+def _marker(values: list[float]) -> str:
+    return "o" if len(values) == 1 else ""  # a line through one point shows nothing
+
+
+def _summary(rows: list[dict[str, Any]]) -> str:
+    last = max(row["step"] for row in rows)
+    parts = [f"{last:,} steps" if last != 1 else "1 step"]
+    if tokens := _series(rows, "tokens")[1]:
+        parts.append(f"{format_count(tokens[-1])} tokens")
+    if seconds := _series(rows, "step_seconds")[1]:
+        parts.append(f"{format_duration(last * sum(seconds) / len(seconds))} of training")
+    if best := min(
+        ((row["val_loss"], row) for row in rows if row.get("val_loss") is not None), default=None, key=_first
+    ):
+        bits = best[1].get("val_bits_per_byte")
+        parts.append(f"best validation loss {best[0]:.4f}" + (f" ({bits:.4f} bits per byte)" if bits else ""))
+    return "   ·   ".join(parts)
+
+
+def _first(pair: tuple[float, Any]) -> float:
+    return pair[0]
+
+
+def _save(figure: Any, out: Path) -> None:
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            figure.savefig(file, format="png")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)

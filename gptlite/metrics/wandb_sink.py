@@ -1,0 +1,101 @@
+"""Weights & Biases. The package is imported only when a run asks for it."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gptlite.errors import ConfigError
+from gptlite.metrics.config import WandbConfig
+
+
+class WandbSink:
+    """One W&B run, kept in `<run_dir>/wandb`; `id` names it across resumes.
+
+    Online when there is a key. Without one (and no terminal to ask on), or when the server can't be reached, the run
+    goes on offline after one warning, unless `mode: online` asked for more. A resumed run gives its id: online the
+    run continues, offline `wandb sync` joins its parts in order of time.
+
+    Raises:
+        ConfigError: W&B refuses the run in the mode asked for.
+    """
+
+    def __init__(
+        self,
+        config: WandbConfig,
+        run_dir: Path,
+        run_name: str,
+        resolved_config: dict[str, Any],
+        id: str | None = None,
+        log: Callable[[str], None] = print,
+    ):
+        import wandb
+
+        def start(mode: Any) -> Any:
+            return wandb.init(
+                project=config.project,
+                entity=config.entity,
+                group=config.group,
+                job_type="train",
+                name=run_name,
+                id=id,
+                resume="allow" if id else None,
+                config=resolved_config,
+                dir=str(run_dir),
+                mode=mode,
+                reinit="create_new",
+                settings=wandb.Settings(quiet=True, silent=mode == "offline"),
+            )
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._teardown = wandb.teardown
+        with _cache_inside(run_dir):
+            try:
+                self._run = start(config.mode)
+            except wandb.Error as error:
+                reason = str(error).strip().splitlines()[0]
+                if config.mode is not None:
+                    raise ConfigError(
+                        f"logger.mode={config.mode}: W&B says: {reason}; try logger.mode=offline"
+                    ) from error
+                log(f"warning: W&B is offline ({reason})")
+                try:
+                    self._run = start("offline")
+                except wandb.Error as second:
+                    raise ConfigError(f"logger=wandb: W&B says: {second}; try logger=jsonl") from second
+        if self._run.offline:
+            folder = Path(self._run.dir).parent
+            log(f"W&B run {self._run.id} is offline; upload it with: wandb sync {folder}")
+        # Rows repeat steps after a resume from an earlier checkpoint, and W&B drops a row whose own step goes back.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    @property
+    def id(self) -> str:
+        """What a checkpoint keeps, for `build_sinks(wandb_id=...)` of the run that resumes."""
+        return self._run.id
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """One history entry; None is left out, as W&B would show it as a number."""
+        self._run.log({key: value for key, value in row.items() if value is not None})
+
+    def close(self, failed: bool = False) -> None:
+        """Waits until W&B has everything, and marks the run as finished or failed."""
+        self._run.finish(exit_code=1 if failed else 0)
+        # W&B's helper process holds on to this run's folder; the next job of a sweep starts its own.
+        self._teardown()
+
+
+@contextmanager
+def _cache_inside(run_dir: Path) -> Iterator[None]:
+    """W&B's helper process logs to the user's home unless this variable says otherwise; there is no setting for it."""
+    name = "WANDB_CACHE_DIR"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(run_dir / "wandb" / "cache")
+    try:
+        yield
+    finally:
+        del os.environ[name]

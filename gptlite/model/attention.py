@@ -1,0 +1,35 @@
+"""Multi-head causal self-attention."""
+
+from torch import Tensor, nn
+
+from gptlite import ops
+from gptlite.model.cache import LayerCache
+from gptlite.model.config import GPTConfig
+from gptlite.model.layers import Linear
+from gptlite.ops import DropoutKey, Ops
+
+
+class CausalSelfAttention(nn.Module):
+    """x [B, S, d] -> [B, S, d].
+
+    The fused QKV projection is grouped by head (rows: head 0's q, k, v, head 1's q, k, v, ...), so that a
+    tensor-parallel shard of whole heads is one contiguous block of rows.
+    """
+
+    def __init__(self, config: GPTConfig, ops_: Ops) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.dropout = config.dropout
+        self.implementation = ops_.attention
+        self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.bias)
+        self.proj = Linear(config.d_model, config.d_model, bias=config.bias)
+
+    def forward(self, x: Tensor, key: DropoutKey | None = None, cache: LayerCache | None = None) -> Tensor:
+        batch, length, _ = x.shape
+        # The local number of heads follows from the tensor, so a shard of the heads needs no other code.
+        qkv = self.qkv(x).view(batch, length, -1, 3, self.head_dim)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # [B, H, S, D] each
+        if cache is not None:
+            k, v = cache.append(k, v)
+        out = ops.causal_attention(q, k, v, self.implementation, self.dropout, key)
+        return self.proj(out.transpose(1, 2).reshape(batch, length, -1))

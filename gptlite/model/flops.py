@@ -1,0 +1,19 @@
+"""The arithmetic of a training step, for MFU."""
+
+from gptlite.model.config import GPTConfig
+
+
+def matmul_parameters(config: GPTConfig) -> int:
+    """Weights that multiply every token: the blocks' four matrices and the head (no embeddings, norms, biases)."""
+    per_layer = 4 * config.d_model**2 + 2 * config.d_model * config.ffn_size
+    return config.num_layers * per_layer + config.d_model * (config.vocab_size or config.padded_vocab_size)
+
+
+def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
+    """FLOPs of forward and backward per token: 6 per matmul weight, and 6·L·d·S of causal attention.
+
+    A weight costs a multiply and an add in the forward pass, twice that in the backward. Attention does the same with
+    two S×S matmuls a layer, half of them masked (PaLM's 12·L·d·S, arXiv:2204.02311 appendix B, halved).
+    Recomputation is not counted: MFU is of the model's FLOPs, not the hardware's.
+    """
+    return 6 * matmul_parameters(config) + 6 * config.num_layers * config.d_model * sequence_length

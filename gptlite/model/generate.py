@@ -1,0 +1,75 @@
+"""Sampling text from a model, one token after the other."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptlite.model.cache import LayerCache
+from gptlite.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 takes the likeliest; top_k 0 and top_p 1 cut nothing."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature} must not be negative; 0 takes the likeliest token")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must not be negative; 0 keeps all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+
+
+def generate(
+    model: GPT, prompt: list[int], max_tokens: int, sampling: Sampling, *, stop: int | None = None, cache: bool = True
+) -> Iterator[int]:
+    """Yields up to `max_tokens` tokens that continue `prompt`; ends after yielding nothing more once `stop` is drawn.
+
+    Past the learned positions the older half of the context is dropped, with and without the cache alike, so both give
+    the same tokens (exactly, but for rounding). Raises ValueError for an empty prompt.
+    """
+    if not prompt:
+        raise ValueError("an empty prompt: give at least one token, such as the end of a document")
+    device = model.token_embedding.weight.device
+    limit = model.config.sequence_length
+    generator = torch.Generator().manual_seed(sampling.seed)
+    context, unread, caches = prompt[-limit:], prompt[-limit:], _caches(model) if cache else None
+    for _ in range(max_tokens):
+        with torch.inference_mode():
+            tokens = torch.tensor([unread if caches else context], device=device)
+            logits = model.logits(tokens, caches)[0].cpu()
+        token = _draw(logits, sampling, generator)
+        if token == stop:
+            return
+        yield token
+        context = [*context, token]
+        unread = [token]
+        if len(context) > limit:
+            context = context[limit // 2 + 1 :]
+            unread, caches = context, _caches(model) if cache else None
+
+
+def _caches(model: GPT) -> list[LayerCache]:
+    return [LayerCache(model.config.sequence_length) for _ in model.layers]
+
+
+def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token from logits [V]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], float("-inf"))
+    p, order = logits.softmax(-1).sort(descending=True)
+    if sampling.top_p < 1:
+        # Nucleus sampling (arXiv:1904.09751): the smallest set of tokens whose probability reaches top_p.
+        p = p.masked_fill(p.cumsum(-1) - p >= sampling.top_p, 0.0)
+    return int(order[torch.multinomial(p, 1, generator=generator)])

@@ -1,0 +1,25 @@
+"""The position-wise MLP."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptlite import ops
+from gptlite.model.config import Activation, GPTConfig
+from gptlite.model.layers import Linear
+
+
+class MLP(nn.Module):
+    """x [B, S, d] -> [B, S, d] through d_ff."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.up = Linear(config.d_model, config.ffn_size, bias=config.bias)
+        self.down = Linear(config.ffn_size, config.d_model, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.activation is Activation.relu:
+            return self.down(F.relu(self.up(x)))
+        approximate = "tanh" if self.activation is Activation.gelu_tanh else "none"
+        bias = None if self.up.bias is None else self.up.bias.to(x.dtype)
+        return self.down(ops.bias_gelu(F.linear(x, self.up.weight.to(x.dtype)), bias, approximate))

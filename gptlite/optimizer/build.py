@@ -1,0 +1,45 @@
+"""From a configuration and named parameters to a torch optimizer."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gptlite.optimizer.config import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig
+
+# Where torch has one kernel for the whole update (a single pass over each parameter, its gradient and state).
+FUSED_DEVICES = ("cpu", "cuda")
+
+
+def build_optimizer(config: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """The optimizer of `config` over named parameters (`model.named_parameters()`); frozen ones are left out.
+
+    There are at most two parameter groups: matrices, embeddings among them, with `config.weight_decay`, and
+    vectors (biases and norms) without. Each group carries `names`, in the order of its `params`.
+
+    Raises TypeError for a configuration class without a builder, ValueError if nothing is trainable.
+    """
+    groups = _parameter_groups(parameters, config.weight_decay)
+    fused = all(parameter.device.type in FUSED_DEVICES for group in groups for parameter in group["params"])
+    kernels: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
+    match config:
+        case AdamWConfig(lr=lr, eps=eps):
+            return torch.optim.AdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=eps, **kernels)
+        case AdamConfig(lr=lr, eps=eps):
+            return torch.optim.Adam(groups, lr=lr, betas=(config.beta1, config.beta2), eps=eps, **kernels)
+        case SGDConfig(lr=lr):
+            return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, **kernels)
+    raise TypeError(f"no builder for {type(config).__name__}: add a case to build_optimizer")
+
+
+def _parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Split by number of dims: decaying a gain or a bias towards 0 regularises nothing, it shifts activations."""
+    trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    matrices = [pair for pair in trainable if pair[1].ndim >= 2]
+    vectors = [pair for pair in trainable if pair[1].ndim < 2]
+    return [
+        {"params": [parameter for _, parameter in pairs], "names": [name for name, _ in pairs], "weight_decay": decay}
+        for pairs, decay in ((matrices, weight_decay), (vectors, 0.0))
+        if pairs
+    ]

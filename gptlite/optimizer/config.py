@@ -1,0 +1,90 @@
+"""Optimizers and learning-rate schedules. One dataclass each: builders match on the class."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class OptimizerConfig:
+    """What every optimizer has. Weight decay skips biases and norms; `clip_norm: 0` turns clipping off."""
+
+    lr: float = 6e-4
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+
+@dataclass
+class AdamConfig(OptimizerConfig):
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980); weight decay is the L2 penalty."""
+
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+
+@dataclass
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent with (Nesterov) momentum."""
+
+    weight_decay: float = 0.0
+    momentum: float = 0.9
+    nesterov: bool = False
+
+
+@dataclass
+class ScheduleConfig:
+    """Linear warmup over `warmup_steps`, then a shape. Rates are fractions of `optimizer.lr`."""
+
+    warmup_steps: int | None = 0  # null: a tenth of trainer.max_steps, at most 100
+
+
+@dataclass
+class ConstantConfig(ScheduleConfig):
+    """Warmup, then the peak rate."""
+
+
+@dataclass
+class CosineConfig(ScheduleConfig):
+    """Half a cosine from the peak to `min_ratio` of it (arXiv:1608.03983, without restarts)."""
+
+    min_ratio: float = 0.1
+    decay_steps: int | None = None  # the step where min_ratio is reached; null: trainer.max_steps
+
+
+@dataclass
+class LinearConfig(ScheduleConfig):
+    """A straight line from the peak to `min_ratio` of it."""
+
+    min_ratio: float = 0.0
+    decay_steps: int | None = None  # null: trainer.max_steps
+
+
+@dataclass
+class WSDConfig(ScheduleConfig):
+    """Warmup-stable-decay (MiniCPM, arXiv:2404.06395): the peak rate, then a linear end of `decay_fraction`."""
+
+    min_ratio: float = 0.0
+    decay_fraction: float = 0.2
+    decay_steps: int | None = None  # the last step of the decay; null: trainer.max_steps
+
+
+@dataclass
+class InverseSqrtConfig(ScheduleConfig):
+    """Falls as 1/sqrt(step) from the end of the warmup (Vaswani et al. 2017, arXiv:1706.03762, section 5.3)."""
+
+
+@dataclass
+class WarmupConfig(ScheduleConfig):
+    """DeepSpeed's WarmupLR: from `min_ratio` up to the peak along a log (or linear) curve, then constant."""
+
+    min_ratio: float = 0.0
+    log: bool = True

@@ -1,0 +1,98 @@
+"""Learning-rate schedules: the rate of every optimizer step, as a fraction of the peak.
+
+A schedule is a pure function of the step number, so a checkpoint holds nothing of it and a resumed run
+continues on the same curve. No torch here: a schedule can be checked and drawn without it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from gptlite.optimizer.config import (
+    ConstantConfig,
+    CosineConfig,
+    InverseSqrtConfig,
+    LinearConfig,
+    ScheduleConfig,
+    WarmupConfig,
+    WSDConfig,
+)
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+DEFAULT_WARMUP_STEPS = 100
+
+
+class Schedule:
+    """The curve of `config` over a run of `max_steps` optimizer steps.
+
+    With W = `warmup_steps` and D = `decay_steps` (the end of the decay, by default `max_steps`), the warmup is
+    (step + 1) / (W + 1) for step < W. So the first step already learns, and step W is the first at the peak.
+    The decay reaches `min_ratio` at step D, one past the last step of a run that ends there: a decay
+    to 0 wastes no step at rate 0. After D the rate stays where it is.
+
+    docs/schedules.md has the picture and the formula of each.
+    """
+
+    def __init__(self, config: ScheduleConfig, max_steps: int) -> None:
+        self.config = config
+        self.max_steps = max_steps
+        self.warmup_steps = resolve_warmup_steps(config, max_steps)
+
+    def factor(self, step: int) -> float:
+        """The rate of optimizer step `step`, counted from 0, as a fraction of the peak rate (0 to 1)."""
+        config, warmup = self.config, self.warmup_steps
+        if isinstance(config, WarmupConfig):
+            return _deepspeed_warmup(step, warmup, config)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        match config:
+            case ConstantConfig():
+                return 1.0
+            case CosineConfig(min_ratio=low):
+                progress = _progress(step, warmup, self._decay_end(config.decay_steps))
+                return low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
+            case LinearConfig(min_ratio=low):
+                progress = _progress(step, warmup, self._decay_end(config.decay_steps))
+                return 1 - (1 - low) * progress
+            case WSDConfig(min_ratio=low):
+                end = self._decay_end(config.decay_steps)
+                start = max(warmup, end - round(config.decay_fraction * end))
+                return 1 - (1 - low) * _progress(step, start, end)
+            case InverseSqrtConfig():
+                return math.sqrt((warmup + 1) / (step + 1))
+        raise TypeError(f"no curve for {type(config).__name__}: add a case to Schedule.factor")
+
+    def _decay_end(self, decay_steps: int | None) -> int:
+        return self.max_steps if decay_steps is None else decay_steps
+
+
+def resolve_warmup_steps(config: ScheduleConfig, max_steps: int) -> int:
+    """The warmup's length: as configured or, where that is null, a tenth of the run and at most 100 steps."""
+    if config.warmup_steps is None:
+        return min(DEFAULT_WARMUP_STEPS, max_steps // 10)
+    return config.warmup_steps
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    """How much of [start, end] is behind `step`: 0 up to the start, 1 from the end on."""
+    if step >= end:
+        return 1.0
+    return (step - start) / (end - start) if step > start else 0.0
+
+
+def _deepspeed_warmup(step: int, warmup: int, config: WarmupConfig) -> float:
+    """DeepSpeed's WarmupLR, whose step 0 is at `min_ratio` itself: a rate of 0 if that is 0."""
+    if step >= warmup:
+        return 1.0
+    # DeepSpeed takes a warmup of one step for two: log(1) could not divide.
+    curve = math.log(step + 1) / math.log(max(2, warmup)) if config.log else step / warmup
+    return config.min_ratio + (1 - config.min_ratio) * curve

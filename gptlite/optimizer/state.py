@@ -1,0 +1,69 @@
+"""An optimizer's state as flat tensors with global names, the form a checkpoint stores.
+
+A key is `optim.<parameter name>.<state name>`, e.g. `optim.layers.0.attn.qkv.weight.exp_avg`. Unlike torch's
+`state_dict` it numbers nothing, so it does not depend on the order or the grouping of parameters.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, Optimizer
+
+from gptlite.errors import ConfigError
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The live state tensors by key, not copies: writing into them changes the optimizer.
+
+    What torch would create at the first step is created here where it is missing, with the value it starts
+    from, so that a checkpoint can be read into a fresh optimizer in place. Moments have the parameter's shape,
+    `step` is 0-dim fp32.
+    """
+    return {
+        f"optim.{name}.{key}": value
+        for name, parameter in _named_parameters(optimizer)
+        for key, value in _materialized(optimizer, parameter).items()
+    }
+
+
+@torch.no_grad()
+def load_optimizer_state(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Copy `tensors`, keyed as by `optimizer_state`, into the optimizer. Keys outside `optim.` are left alone.
+
+    Nothing is changed if one does not fit. Raises ConfigError naming the first key that is missing,
+    unexpected or of another shape.
+    """
+    own = optimizer_state(optimizer)
+    stored = {key: tensor for key, tensor in tensors.items() if key.startswith("optim.")}
+    for key in sorted(own.keys() ^ stored.keys()):
+        fault = "has no" if key in own else "has an unexpected"
+        raise ConfigError(f"the checkpoint {fault} {key}; resume with the optimizer and the model that wrote it")
+    for key, tensor in own.items():
+        if tensor.shape != stored[key].shape:
+            raise ConfigError(
+                f"{key} is {tuple(stored[key].shape)} in the checkpoint and {tuple(tensor.shape)} here; "
+                "resume with the model that wrote it"
+            )
+    for key, tensor in own.items():
+        tensor.copy_(stored[key])
+
+
+def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for group in optimizer.param_groups:
+        yield from zip(group["names"], group["params"], strict=True)
+
+
+def _materialized(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """One parameter's state, created as torch's first step would."""
+    state = optimizer.state[parameter]
+    if isinstance(optimizer, Adam) and not state:
+        # A fused kernel counts steps on the parameter's device, the others on the host.
+        device = parameter.device if optimizer.defaults["fused"] else "cpu"
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    elif isinstance(optimizer, SGD) and optimizer.defaults["momentum"] and state.get("momentum_buffer") is None:
+        # A first step takes the gradient itself; from zeros it computes 0 * momentum + gradient, the same bits.
+        state["momentum_buffer"] = torch.zeros_like(parameter)
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}

@@ -1,0 +1,39 @@
+"""A trained model for reading: from a checkpoint, without what trained it. For the tools."""
+
+from pathlib import Path
+
+import torch
+
+from gptlite.checkpoint.checkpointer import Checkpointer
+from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.load import load_tensors, read_config
+from gptlite.config import Config, from_yaml
+from gptlite.data.tokenizer import Tokenizer, load_tokenizer
+from gptlite.errors import ConfigError, did_you_mean
+from gptlite.model.gpt import GPT
+from gptlite.ops import select_ops
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.precision import Precision, PrecisionConfig, resolve_precision
+from gptlite.trainer.state import model_tensors
+
+
+def restore(checkpoint: str, precision: str = "auto") -> tuple[GPT, Tokenizer, Config, Mesh]:
+    """The model in evaluation mode, its tokenizer, its run's configuration, and the device it is on.
+
+    `checkpoint` is a step folder, or a run folder for its newest. Raises ConfigError for what is not there.
+    """
+    path = Checkpointer(CheckpointConfig(), Path("no run of its own")).find(checkpoint)
+    if path is None:
+        raise ConfigError(f"checkpoint={checkpoint} is not a path; give a run folder or a checkpoint in one")
+    config = from_yaml(read_config(path))
+    if precision not in Precision.__members__:
+        hint = did_you_mean(precision, Precision.__members__)
+        raise ConfigError(f"precision={precision} is not one of {', '.join(Precision.__members__)}{hint}")
+    mesh = build_mesh(ParallelismConfig())
+    with torch.device("meta"):
+        model = GPT(config.model, select_ops(config.ops, mesh.device))
+    model.to_empty(device=mesh.device)
+    model.compute_dtype = resolve_precision(PrecisionConfig(Precision[precision]), mesh.device).compute_dtype
+    load_tensors(path, model_tensors([model]), strict=False)
+    return model.eval(), load_tokenizer(path / "tokenizer"), config, mesh

@@ -1,0 +1,188 @@
+"""What a run says at its two ends: the banner, and the results with what to do next."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gptlite.config import Config, to_dict
+from gptlite.data.build import PreparedData
+from gptlite.data.tokenizer import StreamDecoder, Tokenizer
+from gptlite.errors import ConfigError
+from gptlite.metrics.console import banner, format_bytes, format_count, format_duration
+from gptlite.metrics.devices import device_peak_flops
+from gptlite.metrics.memory import memory_bytes
+from gptlite.metrics.meter import Throughput
+from gptlite.metrics.plot import plot_curves
+from gptlite.metrics.sinks import build_sinks, wandb_id
+from gptlite.model.flops import flops_per_token
+from gptlite.model.generate import Sampling, generate
+from gptlite.model.init import parameter_count
+from gptlite.ops import Ops
+from gptlite.parallelism.mesh import Mesh
+from gptlite.precision import Policy, cpu_name
+from gptlite.run_folder import RunFolder
+from gptlite.trainer.loop import Ending, Outcome, accumulation_steps
+from gptlite.trainer.report import Reporter
+from gptlite.trainer.state import TrainState
+from gptlite.trainer.step import Diverged
+
+# A step in fp32 against one in bf16 where the CPU has it in hardware: docs/benchmarks.md.
+FP32_SLOWDOWN = 2.8
+
+
+def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
+    """The configuration with `model.vocab_size` known. Raises ConfigError if the model's is below the tokenizer's."""
+    size = config.model.vocab_size
+    if size is None:
+        return replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+    if size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={size} is below the tokenizer's {tokenizer.vocab_size}; "
+            f"set model.vocab_size={tokenizer.vocab_size}, or null to follow the tokenizer"
+        )
+    return config
+
+
+def announce(
+    config: Config, run: RunFolder, mesh: Mesh, state: TrainState, data: PreparedData, policy: Policy, ops: Ops
+) -> Reporter:
+    """Prints the banner and opens the trackers."""
+    batch, model, length = config.data, config.model, config.data.sequence_length
+    accumulation, per_token = accumulation_steps(batch, mesh), flops_per_token(model, length)
+    per_step, steps = batch.global_batch_size * length, config.trainer.max_steps
+    count = parameter_count(p for part in state.parts for p in part.parameters())
+    total = per_step * steps
+    lines = [
+        ("device", f"{device_words(mesh.device)}, torch {torch.__version__}"),
+        ("model", f"{model.name}: {format_count(count)} parameters, {model.num_layers} layers, {model.num_heads} heads, "
+                  f"d {model.d_model}, vocabulary {model.vocab_size} (padded to {model.padded_vocab_size})"),
+        ("precision", f"{policy.name} ({policy.reason}){_slowdown(policy, mesh.device)}"),
+        ("ops", ", ".join(ops.reasons)),
+        ("data", f"{data.describe()}"),
+        ("batch", f"{batch.global_batch_size} sequences of {length} = {per_step:,} tokens a step; {batch.global_batch_size} "
+                  f"= micro-batch {batch.micro_batch_size} x {accumulation} accumulation x {mesh.data_size} data-parallel"),
+        ("length", f"{steps} steps = {format_count(total)} tokens, {total / count:.1f} a parameter, "
+                   f"{total / max(1, data.num_train_tokens):.1f} epochs, {format_count(total * per_token)}FLOP"),
+        ("run folder", str(run.path)),
+    ]  # fmt: skip
+    run.log(banner(lines))
+    for notice in run.notices():
+        run.log(notice)
+    sinks = build_sinks(config.logger, run.path, config.run.name, to_dict(config), state.wandb_id, state.step, run.log)
+    state.wandb_id = wandb_id(sinks)
+    throughput = Throughput(
+        tokens_per_step=per_step,
+        samples_per_step=batch.global_batch_size,
+        flops_per_token=per_token,
+        peak_flops=device_peak_flops(mesh.device, policy.compute_dtype),
+        num_devices=mesh.world_size,
+    )
+    return Reporter(sinks, throughput, mesh.device, steps, run.log)
+
+
+def device_words(device: torch.device) -> str:
+    """`NVIDIA H200` or `AMD EPYC, 2 threads`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _slowdown(policy: Policy, device: torch.device) -> str:
+    if device.type != "cpu" or policy.name != "fp32":
+        return ""
+    return f"; expect about {FP32_SLOWDOWN:g} times the time that a CPU with bf16 takes"
+
+
+@dataclass
+class Conclusion:
+    """What `conclude` is told, and the exit code it decides."""
+
+    outcome: Outcome | None = None
+    exit_code: int = 0
+
+
+@contextmanager
+def conclude(config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float) -> Iterator[Conclusion]:
+    """Whatever ends the block: result.json, closed trackers, and for a run that trained, its results."""
+    ending = Conclusion()
+    status, failed = "failed", True
+    try:
+        yield ending
+        assert ending.outcome is not None
+        status, failed = ending.outcome.ending.value, False
+        reporter.close()
+    except Diverged as error:
+        ending.exit_code, status = 1, f"diverged: {error}"
+        run.log(
+            f"error: {error}. Stopped with the parameters of the step before; earlier checkpoints are intact. "
+            f"Try a lower optimizer.lr (now {config.optimizer.lr:g}), more schedule.warmup_steps or optimizer.clip_norm=1"
+        )
+    finally:
+        if failed:
+            reporter.close(failed=True)
+        run.write_result(_result(status, state, reporter, ending.outcome, started))
+    if ending.outcome is not None:
+        _close(config, run, state, reporter, ending.outcome, started)
+
+
+def _result(
+    status: str, state: TrainState, reporter: Reporter, outcome: Outcome | None, started: float
+) -> dict[str, Any]:
+    evaluation = outcome.evaluation if outcome else None
+    speeds = sorted(reporter.speeds)
+    return {
+        "status": status,
+        "step": state.step,
+        "tokens": state.tokens,
+        "best_val_loss": state.meta()["best_val_loss"],
+        "val_loss": evaluation.loss if evaluation else None,
+        "val_bits_per_byte": evaluation.bits_per_byte if evaluation else None,
+        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
+        "memory_peak_bytes": memory_bytes(reporter.device)["memory_peak_bytes"],
+        "wall_seconds": time.monotonic() - started,
+        "checkpoint": str(outcome.checkpoint) if outcome and outcome.checkpoint else None,
+    }
+
+
+def _close(
+    config: Config, run: RunFolder, state: TrainState, reporter: Reporter, outcome: Outcome, started: float
+) -> None:
+    """The sample, the curves and the next commands."""
+    if outcome.ending is Ending.done:
+        _sample(config, run, state)
+    lines = [("ended", f"{outcome.ending.value}, step {state.step} of {config.trainer.max_steps}, "
+                       f"{format_duration(time.monotonic() - started)}")]  # fmt: skip
+    if (best := state.meta()["best_val_loss"]) is not None:
+        lines.append(("best validation", f"{best:.4f} nats per token"))
+    if outcome.evaluation is not None:
+        bits = outcome.evaluation.bits_per_byte
+        words = "" if bits is None else f", {bits:.4f} bits per byte"
+        lines.append(("last validation", f"{outcome.evaluation.loss:.4f} nats per token{words}"))
+    if (peak := memory_bytes(reporter.device)["memory_peak_bytes"]) is not None:
+        lines.append(("peak memory", format_bytes(peak)))
+    if reporter.speeds:
+        lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / "curves.png"))))
+    more = "" if state.step < config.trainer.max_steps else f" trainer.max_steps={2 * config.trainer.max_steps}"
+    lines.append(("resume", f"python train.py run.dir={run.path}{more}"))
+    lines.append(("generate", f'python tools/generate.py checkpoint={run.path} prompt="ROMEO:"'))
+    run.log(banner(lines, title="results"))
+
+
+def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
+    tokenizer, trainer = run.tokenizer, config.trainer
+    if tokenizer is None or not trainer.sample_prompt or not trainer.sample_tokens:
+        return
+    prompt = tokenizer.encode(trainer.sample_prompt)
+    decoder, (part,) = StreamDecoder(tokenizer), state.parts
+    part.eval()
+    tokens = generate(part, prompt, trainer.sample_tokens, Sampling(seed=config.seed), stop=tokenizer.eod)
+    text = "".join([decoder.push(token) for token in tokens]) + decoder.flush()
+    run.log(banner([], title="sample").splitlines()[0])
+    run.log(trainer.sample_prompt.strip("\n") + text)

@@ -1,0 +1,25 @@
+"""What the command lines in tools/ share: `key=value` arguments, one-line errors, exit codes."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from gptlite.config import parse_arguments
+from gptlite.errors import ConfigError
+
+
+def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str) -> NoReturn:
+    """Runs a tool with its typed arguments and exits: 0 or what it returns, 2 refused, 130 after Ctrl-C.
+
+    `--help` prints `usage`, the tool's docstring.
+    """
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage.strip())
+        sys.exit(0)
+    try:
+        sys.exit(main(parse_arguments(schema, sys.argv[1:])) or 0)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

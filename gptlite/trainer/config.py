@@ -1,0 +1,18 @@
+"""Length of a run and what happens during it."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class TrainerConfig:
+    """Steps are optimizer steps. `max_time` is in minutes: the run saves and ends before it is over."""
+
+    max_steps: int = 1000
+    max_time: float | None = None  # minutes
+    eval_interval: int = 250  # 0: only at the end
+    eval_samples: int | None = None  # sequences an evaluation reads; null: the whole validation set
+    log_interval: int = 10
+    compile: bool = False
+    profile_steps: list[int] = field(default_factory=list)  # [first, last]: writes a Chrome trace of these steps
+    sample_prompt: str = "\n"  # text continued at the end of the run; "" for none
+    sample_tokens: int = 200

@@ -1,0 +1,32 @@
+"""A Chrome trace of a few steps."""
+
+from pathlib import Path
+from typing import Any
+
+
+class StepProfiler:
+    """Records steps first..last (from 1) into `<folder>/trace-steps-<first>-<last>.json`; none for an empty list."""
+
+    def __init__(self, steps: list[int], folder: Path) -> None:
+        self.first, self.last = steps if steps else (0, 0)
+        self.path = folder / f"trace-steps-{self.first}-{self.last}.json"
+        self._profiler: Any = None
+
+    def before(self, step: int) -> None:
+        """To be called before step number `step`."""
+        if self.first and self._profiler is None and self.first <= step <= self.last:
+            from torch.profiler import profile
+
+            self._profiler = profile(record_shapes=True)
+            self._profiler.start()
+
+    def after(self, step: int) -> Path | None:
+        """To be called after it. Returns the trace's path once it is written."""
+        if self._profiler is None or step < self.last:
+            return None
+        self._profiler.stop()
+        partial = self.path.with_suffix(".tmp")
+        self._profiler.export_chrome_trace(str(partial))
+        partial.rename(self.path)
+        self._profiler, self.first = None, 0
+        return self.path

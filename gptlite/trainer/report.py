@@ -1,0 +1,67 @@
+"""What the loop says: a row for every sink and a line for the person, at each log interval and evaluation."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from gptlite.metrics.console import eval_line, step_line
+from gptlite.metrics.memory import memory_bytes
+from gptlite.metrics.meter import Throughput
+from gptlite.metrics.sinks import Sink
+from gptlite.trainer.eval import Evaluation
+from gptlite.trainer.state import TrainState
+from gptlite.trainer.step import StepResult
+
+
+class Reporter:
+    """Turns results into rows. Only the main rank has sinks; the others measure and stay silent."""
+
+    def __init__(
+        self,
+        sinks: list[Sink],
+        throughput: Throughput,
+        device: torch.device,
+        max_steps: int,
+        log: Callable[[str], None],
+    ) -> None:
+        self.sinks, self.throughput, self.device = sinks, throughput, device
+        self.max_steps, self.log = max_steps, log
+        self.speeds: list[float] = []
+
+    def step(self, state: TrainState, result: StepResult) -> None:
+        """A training row: the loss of this step, the speed since the last row."""
+        values = asdict(result) | {"tokens": state.tokens}
+        row: dict[str, Any] = {"step": state.step} | values | self.throughput.read() | memory_bytes(self.device)
+        if row["tokens_per_second"] is not None:
+            self.speeds.append(row["tokens_per_second"])
+        self._write(row)
+        self.log(step_line(row, self.max_steps, self.throughput.eta_seconds(self.max_steps - state.step)))
+
+    def evaluation(self, state: TrainState, result: Evaluation) -> None:
+        """An evaluation row."""
+        row = {
+            "step": state.step,
+            "tokens": state.tokens,
+            "val_loss": result.loss,
+            "val_bits_per_byte": result.bits_per_byte,
+        }
+        self._write(row)
+        self.log(eval_line(row, self.max_steps))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Evaluating and saving: no part of the training speed."""
+        with self.throughput.excluded():
+            yield
+
+    def close(self, failed: bool = False) -> None:
+        """Closes every sink."""
+        for sink in self.sinks:
+            sink.close(failed)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write(row)

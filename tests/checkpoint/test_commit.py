@@ -1,0 +1,181 @@
+"""A failure at any point of a save leaves the store as it was, nothing is overwritten, dead writers are cleaned up."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptlite.checkpoint import store
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder and its bytes."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+class Killed(BaseException):
+    """Stands for whatever ends a process in the middle of a save."""
+
+
+def count_calls(monkeypatch, name: str, fail_at: int | None, error: BaseException) -> list[int]:
+    """Makes the `fail_at`-th call of os.<name> raise; returns the list that grows by one with each call."""
+    calls, original = [], getattr(os, name)
+
+    def call(*args, **kwargs):
+        calls.append(len(calls))
+        if len(calls) - 1 == fail_at:
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(os, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), Killed(), KeyboardInterrupt()])
+def test_a_failure_at_any_sync_or_rename_before_the_commit_leaves_the_previous_one(
+    save, checkpointer, monkeypatch, error
+):
+    previous = save(100)
+    before = tree(checkpointer.root)
+    with monkeypatch.context() as patch:
+        calls = count_calls(patch, "fsync", None, error)
+        probe = save(101)
+    store.remove(probe)
+    (checkpointer.root / "latest").write_text(previous.name + "\n")
+    after_commit = 3  # the parent of the new name; the file `latest` and its parent
+    points = [("fsync", index) for index in range(len(calls) - after_commit)] + [("rename", 0), ("rename", 1)]
+    assert len(points) > 8
+    for name, index in points:
+        with monkeypatch.context() as patch:
+            count_calls(patch, name, index, error)
+            with pytest.raises(type(error)):
+                save(200)
+        assert tree(checkpointer.root) == before, (name, index)
+        assert checkpointer.find("auto") == previous
+
+
+def test_an_error_inside_torch_keeps_its_type(save, checkpointer, monkeypatch):
+    previous = save(100)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(200)
+    assert store.step_folders(checkpointer.root) == [previous]
+
+
+def test_a_failing_tokenizer_commits_nothing(checkpointer, tensors):
+    class Broken:
+        def save(self, folder: Path) -> None:
+            raise RuntimeError("no vocabulary")
+
+    with pytest.raises(RuntimeError, match="no vocabulary"):
+        checkpointer.save(tensors, {"step": 1}, "", Broken(), print)
+    assert sorted(path.name for path in checkpointer.root.iterdir()) == [".lock"]
+
+
+def test_a_step_that_exists_is_left_as_it_is(save, checkpointer, tensors):
+    folder = save(100)
+    before = tree(folder)
+    tensors["ids"] += 1
+    assert checkpointer.save(tensors, {"step": 100}, "other: 1\n", None, print) == folder
+    assert tree(folder) == before
+
+
+def test_a_damaged_step_is_kept_beside_the_one_that_takes_its_name(save, checkpointer):
+    folder = save(100)
+    (folder / "config.yaml").write_text("seed: 2\n")
+    before = tree(folder)
+    assert save(100) == checkpointer.find("auto")
+    (aside,) = checkpointer.root.glob("damaged-*")
+    assert tree(aside) == before
+
+
+def test_an_existing_folder_is_never_replaced(tmp_path):
+    final = tmp_path / "step-00000001"
+
+    def save_while_another_commits() -> None:
+        with store.staged(final) as folder:
+            (folder / "new").write_text("new")
+            final.mkdir()
+            (final / "theirs").write_text("theirs")
+
+    with pytest.raises(OSError, match="not empty"):
+        save_while_another_commits()
+    assert tree(tmp_path) == {"step-00000001/theirs": b"theirs"}
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from gptlite.checkpoint import store
+root = Path(sys.argv[1])
+with store.writing(root, print), store.staged(root / "step-00000300") as folder:
+    (folder / "half").write_text("half")
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def writer(checkpointer):
+    """Another process in the middle of a save."""
+    command = [sys.executable, "-c", WRITER, str(checkpointer.root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        yield process
+        process.kill()
+
+
+def staging_folders(root: Path) -> list[Path]:
+    return list(root.glob(".tmp-*"))
+
+
+def test_leftovers_go_only_when_their_writer_is_dead(save, checkpointer, writer):
+    save(100)
+    save(150)  # a second one: the first must not have given up the other writer's claim
+    (left,) = staging_folders(checkpointer.root)
+    assert (left / "half").read_text() == "half"
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    assert left.exists(), "a killed process cannot clean up; the test would prove nothing"
+    assert checkpointer.find("auto").name == "step-00000150"
+    save(200)
+    assert staging_folders(checkpointer.root) == []
+
+
+def test_half_deleted_checkpoints_are_cleaned_and_others_files_are_not(save, checkpointer):
+    save(100)
+    (checkpointer.root / ".trash-step-00000050-x").mkdir()
+    (checkpointer.root / ".tmp-latest-x").write_text("")
+    (checkpointer.root / "notes.txt").write_text("mine")
+    lines: list[str] = []
+    with store.writing(checkpointer.root, lines.append):
+        pass
+    assert sorted(path.name for path in checkpointer.root.iterdir()) == [
+        ".lock",
+        "latest",
+        "notes.txt",
+        "step-00000100",
+    ]
+    assert len(lines) == 2
+    assert "left by a process" in lines[0]
+
+
+def test_without_file_locks_leftovers_stay(save, checkpointer, monkeypatch):
+    def unsupported(*args):
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(store.fcntl, "flock", unsupported)
+    left = checkpointer.root / ".tmp-step-00000050-x"
+    left.mkdir(parents=True)
+    assert save(100) == checkpointer.find("auto")
+    assert left.exists()

@@ -1,0 +1,122 @@
+"""Which differences of configuration a resumed run may have."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from gptlite.checkpoint.compare import compare_configs
+from gptlite.model.config import Activation
+
+CONFIG: dict[str, Any] = {
+    "seed": 1,
+    "run": {"dir": "outputs/a", "name": "a"},
+    "model": {"name": "tiny", "num_layers": 4, "dropout": 0.0, "activation": "gelu_tanh", "peak_lr": 6e-4},
+    "data": {"corpus": "shakespeare", "tokenizer": "char", "sequence_length": 64, "global_batch_size": 16},
+    "optimizer": {"lr": 6e-4, "beta1": 0.9},
+    "schedule": {"warmup_steps": 10, "decay_steps": 100},
+    "parallelism": {"tensor": 1},
+    "precision": "fp32",
+    "trainer": {"max_steps": 100, "compile": False},
+    "checkpoint": {"interval": 10, "keep": 2},
+    "logger": {"project": "gptlite"},
+    "schemas": {
+        "data": "corpus_schema",
+        "optimizer": "adamw_schema",
+        "schedule": "cosine_schema",
+        "logger": "wandb_schema",
+    },
+}
+
+
+def changed(key: str, value: Any) -> dict[str, Any]:
+    config = deepcopy(CONFIG)
+    *path, name = key.split(".")
+    section = config
+    for part in path:
+        section = section[part]
+    section[name] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "effect"),
+    [
+        ("model.num_layers", 6, "refused"),
+        ("model.activation", "relu", "refused"),
+        ("seed", 2, "refused"),
+        ("data.corpus", "wikitext", "refused"),
+        ("data.tokenizer", "byte", "refused"),
+        ("data.sequence_length", 128, "refused"),
+        ("data.path", "other.txt", "refused"),
+        ("data_identity", {"data_sha256": "0"}, "refused"),
+        ("schemas.optimizer", "adam_schema", "refused"),
+        ("schemas.data", "text_schema", "refused"),
+        ("schemas.schedule", "wsd_schema", "changes_numbers"),
+        ("schemas.logger", "jsonl_schema", "safe"),
+        ("ops", {"attention": "sdpa"}, "changes_numbers"),
+        ("optimizer.momentum", 0.9, "refused"),
+        ("optimizer.lr", 1e-3, "changes_numbers"),
+        ("schedule.warmup_steps", 20, "changes_numbers"),
+        ("data.global_batch_size", 32, "changes_numbers"),
+        ("model.dropout", 0.1, "changes_numbers"),
+        ("precision", "bf16", "changes_numbers"),
+        ("trainer.compile", True, "changes_numbers"),
+        ("some_new_section", {"key": 1}, "changes_numbers"),
+        ("model.name", "other", "safe"),
+        ("model.peak_lr", 1e-3, "safe"),
+        ("trainer.max_steps", 200, "safe"),
+        ("parallelism.tensor", 2, "safe"),
+        ("checkpoint.keep", 5, "safe"),
+        ("logger.project", "other", "safe"),
+        ("run.dir", "outputs/b", "safe"),
+    ],
+)
+def test_each_key_has_its_class(key, value, effect):
+    differences = compare_configs(CONFIG, changed(key, value))
+    found = {name: getattr(differences, name) for name in ("refused", "changes_numbers", "safe")}
+    assert [name for name, entries in found.items() if entries] == [effect]
+    (difference,) = found[effect]
+    assert difference.key.startswith(key)
+    assert bool(differences.refusal()) == (effect == "refused")
+    assert bool(differences.notice()) == (effect == "changes_numbers")
+
+
+def test_equal_configurations_have_no_differences():
+    differences = compare_configs(CONFIG, changed("model.activation", Activation.gelu_tanh))
+    assert (differences.refusal(), differences.notice(), differences.safe) == ("", "", [])
+
+
+def test_the_refusal_is_one_line_with_both_values_and_the_fix():
+    new = changed("model.num_layers", 6) | {"seed": 2}
+    line = compare_configs(CONFIG, new).refusal()
+    for part in ("model.num_layers=6 (was 4)", "seed=2 (was 1)", "run.dir"):
+        assert part in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("key", ["schedule.decay_steps", "schedule.warmup_steps"])
+def test_a_longer_run_changes_numbers_if_the_schedule_follows_its_length(key):
+    old, new = changed(key, None), changed(key, None)
+    new["trainer"]["max_steps"] = 200
+    assert "trainer.max_steps=200" in compare_configs(old, new).notice()
+
+
+def test_another_optimizer_has_other_fields():
+    new = deepcopy(CONFIG)
+    del new["optimizer"]["beta1"]
+    assert "optimizer.beta1=absent (was 0.9)" in compare_configs(CONFIG, new).refusal()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "refused"),
+    [
+        ("seed", 2, False),
+        ("data.corpus", "wikitext", False),
+        ("schemas.optimizer", "sgd_schema", False),
+        ("model.num_layers", 6, True),
+        ("data.tokenizer", "byte", True),
+    ],
+)
+def test_weights_alone_only_tie_the_model_and_its_tokens(key, value, refused):
+    assert bool(compare_configs(CONFIG, changed(key, value), load="weights").refusal()) == refused

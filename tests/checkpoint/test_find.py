@@ -1,0 +1,194 @@
+"""Which checkpoint a run starts from, whatever happened to the others; and how many stay."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptlite.checkpoint import manifest
+from gptlite.checkpoint.checkpointer import Checkpointer
+from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.load import load_tensors
+from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from gptlite.checkpoint.store import step_folders
+from gptlite.errors import ConfigError
+
+
+def flip(path: Path, offset: int, mask: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= mask
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES = {
+    "a flipped bit in the payload": (
+        lambda folder: flip(folder / "data/__0_0.distcp", 2000),
+        "data/__0_0.distcp has damaged bytes",
+    ),
+    "a flipped bit in DCP's metadata": (
+        lambda folder: flip(folder / "data/.metadata", 10),
+        "data/.metadata has damaged",
+    ),
+    "a truncated payload": (lambda folder: truncate(folder / "data/__0_0.distcp"), "bytes, its manifest says"),
+    "a missing payload": (lambda folder: (folder / "data/__0_0.distcp").unlink(), "data/__0_0.distcp is missing"),
+    "a missing tokenizer file": (lambda folder: (folder / "tokenizer/vocab.txt").unlink(), "vocab.txt is missing"),
+    "no manifest": (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json is missing"),
+    "an empty manifest": (lambda folder: (folder / "MANIFEST.json").write_bytes(b""), "is not a manifest"),
+    "a manifest of zeros": (lambda folder: (folder / "MANIFEST.json").write_bytes(bytes(99)), "is not a manifest"),
+    "another step in the manifest": (
+        lambda folder: edit_manifest(folder, meta={"step": 999}),
+        "MANIFEST.json was altered",
+    ),
+}
+
+
+def edit_manifest(folder: Path, **changes: object) -> None:
+    path = folder / "MANIFEST.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_is_rejected_with_the_reason_and_the_older_is_found(save, checkpointer, damage):
+    older, newest = save(100), save(200)
+    assert checkpointer.find("auto") == newest
+    harm, reason = DAMAGES[damage]
+    harm(newest)
+    lines: list[str] = []
+    assert checkpointer.find("auto", lines.append) == older
+    (line,) = lines
+    assert newest.name in line
+    assert reason in line
+    with pytest.raises(DamagedCheckpoint, match="step-00000200 cannot be used"):
+        checkpointer.find(str(newest))
+
+
+def test_any_flipped_bit_of_the_manifest_is_noticed(save):
+    folder = save(100)
+    path = folder / "MANIFEST.json"
+    intact = path.read_bytes()
+    for offset in range(0, len(intact), 7):
+        flip(path, offset, 1 << offset % 8)
+        with pytest.raises(DamagedCheckpoint):
+            read_manifest(folder)
+        path.write_bytes(intact)
+    read_manifest(folder)
+
+
+def test_a_newer_format_is_named_as_such(save, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "FORMAT_VERSION", 2)
+        folder = save(100)
+    with pytest.raises(DamagedCheckpoint, match="its format_version is 2, this gptlite reads 1"):
+        read_manifest(folder)
+
+
+def test_latest_is_only_a_hint(save, checkpointer):
+    save(100)
+    newest = save(200)
+    (checkpointer.root / "latest").write_text("step-00000100\n")
+    assert checkpointer.find("auto") == newest
+    (checkpointer.root / "latest").unlink()
+    assert checkpointer.find("auto") == newest
+
+
+def test_steps_are_ordered_as_numbers(save, checkpointer):
+    save(99_999_999)
+    assert checkpointer.find("auto") != save(123_456_789).with_name("step-00000001")
+    assert [path.name for path in step_folders(checkpointer.root)] == ["step-123456789", "step-99999999"]
+
+
+def test_nothing_yet_is_a_fresh_start(checkpointer):
+    assert checkpointer.find("auto") is None
+    assert checkpointer.find("never") is None
+    assert not checkpointer.root.exists()
+
+
+def test_all_damaged_is_for_a_person_to_decide(save, checkpointer):
+    for step in (100, 200):
+        (save(step) / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"none of the 2 checkpoints .* \(step-00000200: config.yaml is missing\)"):
+        checkpointer.find("auto")
+
+
+def test_a_step_a_checkpoints_folder_or_a_run_can_be_resumed(save, checkpointer, tmp_path):
+    older, newest = save(100), save(200)
+    other = Checkpointer(CheckpointConfig(), tmp_path / "other")
+    assert other.find(str(older)) == older
+    assert other.find(str(checkpointer.root)) == newest
+    assert other.find(str(checkpointer.root.parent)) == newest
+    copy = newest.rename(tmp_path / "best")
+    assert other.find(str(copy)) == copy
+    assert other.find(str(checkpointer.root.parent)) == older
+
+
+def test_a_path_without_a_checkpoint_is_refused(checkpointer, tmp_path):
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        checkpointer.find(str(tmp_path))
+    with pytest.raises(ConfigError, match="nowhere does not exist; give auto, never, or"):
+        checkpointer.find(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="resume=Auto does not exist; did you mean auto"):
+        checkpointer.find("Auto")
+
+
+def test_a_start_that_would_run_into_saved_steps_is_refused(save, checkpointer, tmp_path):
+    older, newest = save(100), save(200)
+    assert checkpointer.find(str(newest)) == newest
+    for resume in ("never", str(older)):
+        with pytest.raises(ConfigError, match="already holds step-00000200; take another"):
+            checkpointer.find(resume)
+    weights_only = Checkpointer(CheckpointConfig(load="weights"), checkpointer.root.parent)
+    with pytest.raises(ConfigError, match="starts from step 0"):
+        weights_only.find(str(newest))
+
+
+def test_retention_keeps_the_newest(checkpointer, save):
+    checkpointer.config.keep = 2
+    for step in (100, 200, 300, 400):
+        save(step)
+    assert sorted(path.name for path in checkpointer.root.iterdir() if path.name != ".lock") == [
+        "latest",
+        "step-00000300",
+        "step-00000400",
+    ]
+
+
+def test_retention_does_not_count_or_delete_damaged_ones(checkpointer, save):
+    checkpointer.config.keep = 2
+    first, damaged = save(100), save(200)
+    (damaged / "config.yaml").unlink()
+    newest = save(300)
+    assert step_folders(checkpointer.root) == [newest, damaged, first]
+
+
+def test_retention_never_removes_what_was_just_saved(checkpointer, save):
+    newest = save(300)
+    checkpointer.config.keep = 1
+    assert save(200).exists()
+    assert newest.exists()
+
+
+def test_the_older_one_goes_only_after_the_newer_is_committed(checkpointer, save, monkeypatch):
+    checkpointer.config.keep = 1
+    older = save(100)
+
+    def full(*args, **kwargs):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(OSError, match="disk full"):
+            save(200)
+    assert checkpointer.find("auto") == older
+
+
+def test_the_found_one_holds_its_own_step(save, checkpointer, tensors):
+    save(100)
+    save(200)
+    into = {"embedding.weight": torch.zeros(16, 8)}
+    load_tensors(checkpointer.find("auto"), into, strict=False)
+    assert into["embedding.weight"][0, 0] == 200

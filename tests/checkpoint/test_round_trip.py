@@ -1,0 +1,161 @@
+"""What is loaded is what was saved, bit for bit, and a checkpoint of something else is refused."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gptlite.checkpoint import dcp
+from gptlite.checkpoint.load import load_tensors, read_config, read_meta
+from gptlite.checkpoint.manifest import DamagedCheckpoint, environment_changes, read_manifest
+from gptlite.checkpoint.progress import Progress
+from gptlite.errors import ConfigError
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def fresh(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: torch.full_like(tensor, 3) for key, tensor in tensors.items()}
+
+
+def test_every_tensor_comes_back_bitwise_and_in_place(save, tensors):
+    folder = save(100)
+    into = fresh(tensors)
+    addresses = {key: tensor.data_ptr() for key, tensor in into.items()}
+    load_tensors(folder, into)
+    for key, tensor in tensors.items():
+        assert bits(into[key]) == bits(tensor), key
+        assert into[key].data_ptr() == addresses[key], key
+
+
+def test_tied_weight_is_one_key_and_stays_tied(checkpointer):
+    def build() -> nn.Sequential:
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    source, target = build(), build()
+    folder = checkpointer.save(dict(source.named_parameters()), {"step": 1}, "", None, print)
+    assert list(read_manifest(folder).tensors) == ["0.weight"]
+    load_tensors(folder, dict(target.named_parameters()))
+    assert target[0].weight is target[1].weight
+    assert torch.equal(target.get_parameter("1.weight"), source.get_parameter("1.weight"))
+    assert target.get_parameter("0.weight").requires_grad
+
+
+def test_meta_config_and_layout(checkpointer, tensors):
+    meta = {"step": 7, "tokens": 2**40, "best_val_loss": 0.1 + 0.2, "wandb_id": None, "data_identity": {"corpus": "é"}}
+    folder = checkpointer.save(tensors, meta, "a: ü\n", None, print)
+    assert read_meta(folder) == meta
+    assert read_config(folder) == "a: ü\n"
+    assert folder == checkpointer.root / "step-00000007"
+    assert (checkpointer.root / "latest").read_text().strip() == folder.name
+    assert {path.name for path in folder.iterdir()} == {"data", "MANIFEST.json", "config.yaml"}
+
+
+def test_manifest_lists_tokenizer_files_and_shapes(save, tensors):
+    manifest = read_manifest(save(5))
+    assert {"tokenizer/vocab.txt", "tokenizer/extra/merges.txt", "config.yaml", "data/.metadata"} <= set(manifest.files)
+    assert manifest.tensors["half"] == {"shape": [33], "dtype": "bfloat16"}
+    assert manifest.tensors["count"] == {"shape": [], "dtype": "int64"}
+    assert set(manifest.tensors) == set(tensors)
+
+
+def test_a_different_machine_is_noticed(save, monkeypatch):
+    manifest = read_manifest(save(5))
+    assert environment_changes(manifest) == []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4096)
+    (change,) = environment_changes(manifest)
+    assert change.startswith("threads: ")
+    assert change.endswith("4096 now")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("ids", torch.zeros(4, dtype=torch.int64), "ids is int64 [10] there, int64 [4] here"),
+        ("half", torch.zeros(33), "half is bfloat16 [33] there, float32 [33] here"),
+        ("layers.1.weight", torch.zeros(2), "layers.1.weight is absent there, float32 [2] here"),
+        ("ids", None, "ids is int64 [10] there, absent here"),
+    ],
+)
+def test_another_model_is_refused_in_one_line_and_nothing_is_touched(save, tensors, key, value, named):
+    folder = save(100)
+    into = fresh(tensors)
+    into.pop(key, None)
+    if value is not None:
+        into[key] = value
+    before = {k: t.clone() for k, t in into.items()}
+    with pytest.raises(ConfigError) as refusal:
+        load_tensors(folder, into)
+    assert named in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert all(torch.equal(into[k], before[k]) for k in into)
+
+
+def test_not_strict_reads_a_part_but_still_wants_all_of_it(save, tensors):
+    folder = save(100)
+    into = {"half": torch.zeros(33, dtype=torch.bfloat16)}
+    load_tensors(folder, into, strict=False)
+    assert bits(into["half"]) == bits(tensors["half"])
+    with pytest.raises(ConfigError, match="missing is absent there"):
+        load_tensors(folder, {"missing": torch.zeros(1)}, strict=False)
+
+
+def test_only_tensors_are_stored(checkpointer):
+    with pytest.raises(TypeError, match="lr is a float"):
+        checkpointer.save({"w": torch.zeros(1), "lr": 0.1}, {"step": 1}, "", None, print)
+    assert list(checkpointer.root.glob("*step*")) == []
+
+
+class _Attack:
+    """Pickles to a call of Path.touch."""
+
+    def __init__(self, target: Path):
+        self.target = target
+
+    def __reduce__(self):
+        return Path.touch, (self.target,)
+
+
+def test_hostile_metadata_runs_nothing(save, tensors, tmp_path):
+    data = save(100) / "data"
+    (data / ".metadata").write_bytes(pickle.dumps(_Attack(tmp_path / "owned")))
+    with pytest.raises(pickle.UnpicklingError, match="which no checkpoint needs"):
+        dcp.read(data, tensors, print)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_gap_in_a_tensor_is_not_loaded(save, tensors):
+    data = save(100) / "data"
+    metadata = pickle.loads((data / ".metadata").read_bytes())
+    metadata.state_dict_metadata["ids"].chunks[0].sizes = torch.Size([9])
+    (data / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="ids is stored in part: 9 of 10"):
+        dcp.read(data, tensors, print)
+
+
+def test_damage_is_found_before_a_tensor_is_touched(save, tensors):
+    folder = save(100)
+    payload = next((folder / "data").glob("*.distcp"))
+    content = bytearray(payload.read_bytes())
+    content[len(content) // 2] ^= 1
+    payload.write_bytes(content)
+    into = fresh(tensors)
+    with pytest.raises(DamagedCheckpoint, match="SHA-256 differs"):
+        load_tensors(folder, into)
+    assert all(torch.equal(into[key], torch.full_like(into[key], 3)) for key in into)
+
+
+def test_long_jobs_show_what_is_left():
+    lines: list[str] = []
+    progress = Progress("loading", 4_000_000_000, lines.append, interval=0.0)
+    progress.started -= 10
+    progress.add(1_000_000_000)
+    assert lines == ["loading: 1.00 of 4.00 GB | ETA 30s"]
+    Progress("short", 4, lines.append).add(4)
+    assert len(lines) == 1

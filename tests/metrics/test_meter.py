@@ -1,0 +1,144 @@
+import sys
+
+import pytest
+import torch
+
+from gptlite.metrics.devices import device_peak_flops, peak_flops
+from gptlite.metrics.memory import memory_bytes, resident_bytes
+from gptlite.metrics.meter import Throughput
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def make(clock, **changes):
+    settings = {"tokens_per_step": 1000, "samples_per_step": 4, "flops_per_token": 5e6, "peak_flops": 1e12}
+    return Throughput(**(settings | changes), clock=clock)
+
+
+def run(meter, clock, steps, seconds):
+    for _ in range(steps):
+        clock.now += seconds
+        meter.step()
+
+
+def test_a_window_gives_its_own_means():
+    clock = Clock()
+    meter = make(clock)
+    run(meter, clock, 10, 3.0)
+    assert meter.read()["step_seconds"] == pytest.approx(3.0)
+    run(meter, clock, 5, 0.5)
+    assert meter.read() == pytest.approx(
+        {"tokens_per_second": 2000, "samples_per_second": 8, "step_seconds": 0.5, "mfu": 2000 * 5e6 / 1e12}
+    )
+
+
+def test_mfu_counts_every_device_and_is_none_without_a_peak():
+    clock = Clock()
+    eight, unknown = make(clock, num_devices=8), make(clock, peak_flops=None)
+    for meter in (eight, unknown):
+        meter.step()
+    clock.now = 1.0
+    assert eight.read()["mfu"] == pytest.approx(1000 * 5e6 / 8e12)
+    assert unknown.read()["mfu"] is None
+
+
+def test_evaluation_slows_the_eta_but_not_the_speed():
+    clock = Clock()
+    meter = make(clock)
+    run(meter, clock, 1, 100.0)
+    meter.read()
+    run(meter, clock, 10, 1.0)
+    with meter.excluded():
+        clock.now += 10.0
+    assert meter.read()["step_seconds"] == pytest.approx(1.0)
+    assert meter.eta_seconds(50) == pytest.approx(50 * 20 / 10)
+    run(meter, clock, 1, 1.0)
+    assert meter.read()["step_seconds"] == pytest.approx(1.0), "excluded time must not leak into the next window"
+
+
+def test_eta_leaves_the_slow_first_window_out_as_soon_as_it_can():
+    clock = Clock()
+    meter = make(clock)
+    assert meter.eta_seconds(10) is None
+    run(meter, clock, 1, 60.0)
+    meter.read()
+    assert meter.eta_seconds(10) == pytest.approx(600)
+    run(meter, clock, 1, 2.0)
+    assert meter.eta_seconds(10) == pytest.approx(20)
+    assert meter.eta_seconds(0) == 0
+
+
+def test_read_needs_a_step():
+    with pytest.raises(RuntimeError, match="step"):
+        make(Clock()).read()
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA H200", 989.4, 66.9),
+        ("NVIDIA H100 80GB HBM3", 989.4, 66.9),
+        ("NVIDIA H100 PCIe", 756, 51),
+        ("NVIDIA GH200 480GB", 989.4, 66.9),
+        ("NVIDIA B200", 2250, 75),
+        ("NVIDIA GB200", 2500, 80),
+        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
+        ("NVIDIA A10", 125, 31.2),
+        ("NVIDIA L40S", 362, 91.6),
+        ("Tesla V100-SXM2-16GB", None, 15.7),
+        ("Tesla V100-PCIE-32GB", None, 14),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
+        ("NVIDIA GeForce RTX 3090 Ti", 80, 40),
+        ("NVIDIA GeForce RTX 3090", 71, 35.6),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 4090 D", None, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
+        ("NVIDIA A10G", None, None),
+        ("Some Future Accelerator", None, None),
+    ],
+)
+def test_peaks_by_the_name_the_driver_gives(name, bf16, fp32):
+    assert peak_flops(name, torch.bfloat16) == (None if bf16 is None else pytest.approx(bf16 * 1e12))
+    assert peak_flops(name, torch.float32) == (None if fp32 is None else pytest.approx(fp32 * 1e12))
+
+
+def test_tf32_counts_only_where_it_exists():
+    assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32, tf32=True) == 156e12
+    assert peak_flops("Tesla V100-SXM2-16GB", torch.float32, tf32=True) == 15.7e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float64) is None
+
+
+def test_a_cpu_has_no_known_peak():
+    assert device_peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_memory_of_a_cpu_run_follows_what_it_touches():
+    before = memory_bytes(torch.device("cpu"))
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    after = memory_bytes(torch.device("cpu"))
+    assert set(after) == {"memory_allocated_bytes", "memory_peak_bytes"}
+    if sys.platform == "linux":
+        allocated, peak = after["memory_allocated_bytes"] or 0, after["memory_peak_bytes"] or 0
+        assert allocated - (before["memory_allocated_bytes"] or 0) > 0.9 * block.numel()
+        assert peak >= allocated
+
+
+def test_the_peak_is_the_process_s_own(tmp_path):
+    """ru_maxrss, which a child takes over from a large parent, counts only where the kernel has no better figure."""
+    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t   2000 kB\nVmRSS:\t   1000 kB\n")
+    assert resident_bytes(tmp_path / "status") == (1000 * 1024, 2000 * 1024)
+    (tmp_path / "status").write_text("VmRSS:\t   1000 kB\n")
+    current, peak = resident_bytes(tmp_path / "status")
+    assert current == 1000 * 1024
+    assert peak > 10 * 2**20
+
+
+def test_without_proc_the_peak_remains(tmp_path):
+    current, peak = resident_bytes(tmp_path / "absent")
+    assert current is None
+    assert peak > 10 * 2**20

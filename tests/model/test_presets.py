@@ -1,0 +1,77 @@
+"""The model presets against the sizes that were published, and against the table in docs/models.md."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from gptlite.model.config import GPTConfig
+
+ROOT = Path(__file__).parents[2]
+UNITS = {"M": 1e6, "B": 1e9}
+
+GPT2_RELEASED = 124_439_808  # numel of the released weights
+TABLE = [
+    [cell.strip(" `") for cell in line.split("|")[1:-1]]
+    for line in (ROOT / "docs" / "models.md").read_text().splitlines()
+    if line.startswith("| `")
+]
+
+
+def preset(name: str) -> GPTConfig:
+    ConfigStore.instance().store(group="model", name="gpt_schema", node=GPTConfig)
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = OmegaConf.to_object(compose(overrides=[f"+model={name}"]))
+    assert isinstance(config, dict)
+    return config["model"]
+
+
+def count(config: GPTConfig) -> int:
+    """Parameters of a tied GPT with biases and learned positions, at the unpadded vocabulary."""
+    assert config.tied_embeddings
+    assert config.bias
+    assert config.vocab_size is not None
+    d, ffn = config.d_model, config.ffn_size
+    attention = (3 * d * d + 3 * d) + (d * d + d)
+    mlp = (d * ffn + ffn) + (ffn * d + d)
+    embeddings = (config.vocab_size + config.sequence_length) * d
+    return config.num_layers * (attention + mlp + 2 * 2 * d) + embeddings + 2 * d
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
+def test_preset_is_its_row_of_the_table(row):
+    config = preset(row[0])
+    total, published = count(config), float(row[6][:-1]) * UNITS[row[6][-1]]
+    shown = [config.name, config.num_layers, config.num_heads, config.d_model, config.sequence_length, f"{total:,}"]
+    assert row[:6] == [str(value) for value in shown]
+    assert row[7] == f"{total / published - 1:+.1%}"
+    assert float(row[8]) == config.peak_lr
+    assert config.d_model == config.num_heads * config.head_dim
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row[0].startswith("gpt")], ids=lambda row: row[0])
+def test_gpt_presets_are_within_two_percent_of_the_paper(row):
+    published = float(row[6][:-1]) * UNITS[row[6][-1]]
+    assert abs(count(preset(row[0])) / published - 1) < 0.02
+
+
+def test_gpt2_has_as_many_parameters_as_the_release():
+    assert count(preset("gpt2")) == GPT2_RELEASED
+
+
+def test_the_yaml_comment_states_the_count():
+    for name, *_ in TABLE:
+        assert f"# {count(preset(name)):,} parameters" in (ROOT / "conf" / "model" / f"{name}.yaml").read_text()
+
+
+def test_gpt3_small_is_gpt2_with_twice_the_positions():
+    gpt2, small = asdict(preset("gpt2")), asdict(preset("gpt3-small"))
+    assert {key for key in gpt2 if gpt2[key] != small[key]} == {"name", "sequence_length"}
+
+
+def test_the_table_has_every_published_preset():
+    published = {path.stem for path in (ROOT / "conf" / "model").glob("*.yaml") if path.stem != "gpt-lite"}
+    assert published == {row[0] for row in TABLE}

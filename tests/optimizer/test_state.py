@@ -1,0 +1,116 @@
+"""A run continued from saved optimizer state takes the very same steps."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gptlite.errors import ConfigError
+from gptlite.optimizer.build import build_optimizer
+from gptlite.optimizer.config import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig
+from gptlite.optimizer.state import load_optimizer_state, optimizer_state
+
+CONFIGS = [
+    AdamWConfig(lr=0.1),
+    AdamConfig(lr=0.1),
+    SGDConfig(lr=0.1),
+    SGDConfig(lr=0.1, nesterov=True),
+    SGDConfig(momentum=0.0),
+]
+ADAM_KEYS = ["step", "exp_avg", "exp_avg_sq"]
+
+
+class Run:
+    """A two-layer model and its optimizer; step `n` is the same in every run."""
+
+    def __init__(self, config: OptimizerConfig, width: int = 3) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+        self.optimizer = build_optimizer(config, self.model.named_parameters())
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            torch.manual_seed(step)
+            self.optimizer.zero_grad()
+            self.model(torch.randn(8, 4)).square().sum().backward()
+            self.optimizer.step()
+
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def assert_equal_bits(left: list[Tensor], right: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_continuing_from_saved_state_is_bitwise_the_same(config):
+    unbroken = Run(config)
+    unbroken.train(0, 6)
+
+    first = Run(config)
+    first.train(0, 3)
+    saved = {key: tensor.clone() for key, tensor in optimizer_state(first.optimizer).items()}
+    second = Run(config)
+    second.model.load_state_dict(first.model.state_dict())
+    load_optimizer_state(second.optimizer, {**saved, "model.0.weight": torch.zeros(1)})
+    second.train(3, 6)
+    assert_equal_bits(second.weights(), unbroken.weights())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_materializing_before_the_first_step_changes_nothing(config):
+    plain, materialized = Run(config), Run(config)
+    optimizer_state(materialized.optimizer)
+    plain.train(0, 3)
+    materialized.train(0, 3)
+    assert_equal_bits(materialized.weights(), plain.weights())
+
+
+@pytest.mark.parametrize(
+    ("config", "names"), [(AdamWConfig(), ADAM_KEYS), (AdamConfig(), ADAM_KEYS), (SGDConfig(), ["momentum_buffer"])]
+)
+def test_keys_are_global_names_and_the_same_before_and_after_a_step(config, names):
+    run = Run(config)
+    before = optimizer_state(run.optimizer)
+    assert set(before) == {f"optim.{name}.{key}" for name, _ in run.model.named_parameters() for key in names}
+    assert before[f"optim.0.weight.{names[-1]}"].shape == (3, 4)
+    layout = {key: (tensor.shape, tensor.dtype) for key, tensor in before.items()}
+    run.train(0, 1)
+    after = optimizer_state(run.optimizer)
+    assert {key: (tensor.shape, tensor.dtype) for key, tensor in after.items()} == layout
+    assert any(tensor.any() for tensor in after.values())
+
+
+def test_state_is_live():
+    run = Run(AdamWConfig())
+    optimizer_state(run.optimizer)["optim.0.bias.exp_avg"].fill_(7)
+    bias = dict(run.model.named_parameters())["0.bias"]
+    assert run.optimizer.state[bias]["exp_avg"].tolist() == [7, 7, 7]
+
+
+def test_foreach_optimizers_count_steps_on_the_host():
+    parameter = nn.Parameter(torch.zeros(2, 2, device="meta"))
+    state = optimizer_state(build_optimizer(AdamWConfig(), [("weight", parameter)]))
+    assert state["optim.weight.step"].device.type == "cpu"
+    assert state["optim.weight.exp_avg"].device.type == "meta"
+
+
+def test_state_of_another_optimizer_is_refused():
+    saved = optimizer_state(Run(SGDConfig()).optimizer)
+    with pytest.raises(ConfigError, match=r"has no optim\.0\.bias\.exp_avg; resume"):
+        load_optimizer_state(Run(AdamWConfig()).optimizer, saved)
+
+
+def test_state_of_more_parameters_is_refused():
+    run = Run(AdamWConfig())
+    saved = optimizer_state(run.optimizer) | {"optim.9.weight.exp_avg": torch.zeros(1)}
+    with pytest.raises(ConfigError, match=r"has an unexpected optim\.9\.weight\.exp_avg"):
+        load_optimizer_state(run.optimizer, saved)
+
+
+def test_state_of_another_shape_is_refused_and_nothing_is_loaded():
+    wide, run = Run(AdamWConfig(), width=5), Run(AdamWConfig())
+    wide.train(0, 1)
+    with pytest.raises(ConfigError, match=r"is \(5, 4\) in the checkpoint and \(3, 4\) here"):
+        load_optimizer_state(run.optimizer, optimizer_state(wide.optimizer))
+    assert not any(tensor.any() for tensor in optimizer_state(run.optimizer).values())

@@ -1,0 +1,134 @@
+"""Composition: every preset composes, what is saved reads back equal, what is wrong is one line."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gptlite.config import CONF_DIR, SCHEMAS, from_yaml, load, parse_arguments, saved_overrides, to_yaml
+from gptlite.errors import ConfigError
+
+ROOT = CONF_DIR.parent
+GROUPS = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name[0] not in "._")
+PRESETS = [(group, file.stem) for group in GROUPS for file in sorted((CONF_DIR / group).glob("*.yaml"))]
+
+
+def compose(*overrides: str):
+    return load(["data.path=README.md", *overrides] if "data=text" in overrides else overrides)
+
+
+def test_every_group_has_a_schema_and_presets() -> None:
+    assert set(GROUPS) == set(SCHEMAS) | {"experiment"}
+    assert len(PRESETS) > 30
+
+
+@pytest.mark.parametrize(("group", "preset"), PRESETS)
+def test_every_preset_composes_and_reads_back(group: str, preset: str) -> None:
+    overrides = [f"{group}={preset}"]
+    if group == "data" and preset == "text":
+        overrides.append("data.path=README.md")
+    config = load(overrides)
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_the_commands_of_the_readme_compose() -> None:
+    config = load(["model=gpt3-small", "precision=bf16", "trainer.max_steps=100", "data.micro_batch_size=4"])
+    assert config.model.num_layers == 12
+    assert config.data.sequence_length == config.model.sequence_length == 2048
+    assert config.optimizer.lr == config.model.peak_lr == 6e-4
+
+
+def test_an_experiment_overrides_the_defaults_and_is_overridden_by_the_command_line() -> None:
+    config = load(["experiment=gpt3-small-openwebtext", "data.global_batch_size=32"])
+    assert (config.model.name, config.data.micro_batch_size, config.data.global_batch_size) == ("gpt3-small", 16, 32)
+
+
+REFUSED = {
+    "trainer.max_stepz=3": "trainer.max_stepz is not a key; did you mean trainer.max_steps?",
+    "+trainer.max_stepz=3": "trainer.max_stepz is not a key; did you mean trainer.max_steps?",
+    "modle=gpt2": "modle is not a key; did you mean model?",
+    "max_steps=3": "max_steps is not a key; did you mean trainer.max_steps?",
+    "model=gpt3-smal": "model=gpt3-smal does not exist; did you mean gpt3-small?",
+    "optimizer=adamv": "optimizer=adamv does not exist; did you mean adamw?",
+    "optimizer.momentum=0.9": "optimizer.momentum is not a key of the chosen preset",
+    "trainer.max_steps=many": "trainer.max_steps: Value 'many'",
+    "model.activation=gelu": "model.activation: Invalid value 'gelu'",
+    "model.num_heads=7": "model.d_model=256 is not divisible by model.num_heads=7",
+    "model.dropout=1": "model.dropout=1.0 must be",
+    "data.micro_batch_size=5": "data.global_batch_size=16 is not data.micro_batch_size=5 x 1 data-parallel ranks x",
+    "data.sequence_length=512": "data.sequence_length=512 is longer than model.sequence_length=256",
+    "optimizer.lr=0": "optimizer.lr=0.0",
+    "optimizer.lr=-1": "optimizer.lr=-1.0",
+    "schedule.warmup_steps=100000": "schedule.warmup_steps=100000",
+    "model.num_layers=0": "model.num_layers=0 must be at least 1",
+    "seed=-1": "seed=-1 must be",
+    "parallelism.tensor=2": "parallelism.tensor=2: this version runs one device",
+    "parallelism.zero=3": "parallelism.zero=3: this version runs one device",
+    "trainer.profile_steps=[3]": "trainer.profile_steps=[3] must be [first, last]",
+    "checkpoint.load=weigths": "checkpoint.load=weigths is not all or weights; did you mean weights?",
+    "checkpoint.keep=-1": "checkpoint.keep=-1 must not be negative",
+    "data=text": "data.path is not set; give it as data.path=...",
+    "a=b=c": "a is not a key",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_a_wrong_input_is_one_line_that_names_key_value_and_fix(override: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load([override])
+    message = str(refusal.value)
+    assert message.startswith(REFUSED[override])
+    assert "\n" not in message
+
+
+def test_a_run_folder_remembers_its_command_line(tmp_path: Path) -> None:
+    config = load(["model=gpt2", "trainer.max_steps=7", f"run.dir={tmp_path}", "run.name=first"])
+    config.run.overrides = ["model=gpt2", "trainer.max_steps=7", f"run.dir={tmp_path}"]
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again = saved_overrides([f"run.dir={tmp_path}", "trainer.max_steps=9"])
+    assert again == ["model=gpt2", "run.name=first"]
+    assert saved_overrides(["run.dir=nowhere"]) == saved_overrides(["seed=1"]) == []
+
+
+def test_a_saved_configuration_of_another_version_is_refused() -> None:
+    text = to_yaml(load()).replace("num_layers:", "num_layerz:")
+    with pytest.raises(ConfigError, match="another version of gptlite"):
+        from_yaml(text)
+
+
+def test_tool_arguments() -> None:
+    from dataclasses import dataclass
+
+    @dataclass
+    class Arguments:
+        path: str = "???"
+        count: int = 3
+        flag: bool = False
+
+    parsed = parse_arguments(Arguments, ["path=ROMEO: {a}", "count=5", "flag=true"])
+    assert (parsed.path, parsed.count, parsed.flag) == ("ROMEO: {a}", 5, True)
+    for arguments, message in (
+        (["count=5"], "path is not set"),
+        (["path=x", "cuont=5"], "did you mean count"),
+        (["path=x", "count=many"], "count=many"),
+        (["path"], "'path' is not key=value"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_arguments(Arguments, arguments)
+
+
+@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"]])
+def test_a_light_start(arguments: list[str]) -> None:
+    """Half a second of processor time, the best of three: neither torch nor numpy is imported."""
+    command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rsplit("|", 1)[-1].strip() for line in result.stderr.splitlines()}
+    assert not imported & {"torch", "numpy", "matplotlib", "sentencepiece"}
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run(command[:1] + command[3:], capture_output=True, check=True)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.5

@@ -1,0 +1,201 @@
+"""Imports flow one way: shared/DESIGN.md's directions, held by reading every import statement.
+
+A new package under gptlite/ needs a row in ROOMS; widening a row is a change of architecture (docs/decisions/).
+"""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "gptlite"
+MAPPED = {"conf": ROOT / "conf", "kernels": ROOT / "kernels", "recipes": ROOT / "data"}  # as pyproject.toml maps them
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module. `lazy`: in a function or under TYPE_CHECKING, so not at import time."""
+
+    path: Path
+    line: int
+    module: str
+    lazy: bool
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a room may import: rooms of gptlite, packages, and `lazy`: packages that must not load with the room."""
+
+    rooms: str = ""
+    packages: str = ""
+    lazy: str = ""
+
+
+# Every room may import itself, gptlite (its version) and gptlite.errors.
+ROOMS = {
+    "errors": Room(),
+    "ops": Room(packages="torch"),
+    "parallelism": Room(packages="torch"),
+    "precision": Room(lazy="torch"),  # config.py imports it for its dataclass
+    "metrics": Room(packages="torch", lazy="matplotlib tensorboard wandb"),
+    "data": Room(packages="torch numpy", lazy="sentencepiece"),
+    "model": Room("ops", packages="torch"),
+    "optimizer": Room("parallelism", packages="torch"),
+    "checkpoint": Room("parallelism", packages="torch"),
+    "trainer": Room("ops parallelism precision metrics data model optimizer checkpoint", packages="torch"),
+    # The composition, from the command line down.
+    "cli": Room("config config_errors launch", packages="hydra omegaconf"),
+    "launch": Room("config pretrain"),
+    "pretrain": Room(
+        "config data model ops optimizer parallelism precision run_folder summary trainer", packages="torch"
+    ),
+    "run_folder": Room("config checkpoint data trainer"),
+    "summary": Room(
+        "config checkpoint data metrics model ops optimizer parallelism precision run_folder trainer", packages="torch"
+    ),
+    "config": Room(
+        "conf config_errors checks checkpoint data metrics model ops optimizer parallelism precision trainer",
+        packages="hydra omegaconf",
+    ),
+    "restore": Room("checkpoint data model ops parallelism precision trainer", packages="torch"),
+    "tool": Room(),
+    "config_errors": Room("config", packages="hydra omegaconf"),
+    "checks": Room("config checkpoint data model ops optimizer parallelism precision trainer"),
+    # Folders of their own, installed as gptlite.<name>.
+    "conf": Room(),
+    "kernels": Room(packages="torch"),
+    "recipes": Room("data", packages="numpy", lazy="sentencepiece"),
+}
+# A submodule that may import more than its room.
+WIDER = {PACKAGE / "model" / "parallelize.py": "parallelism precision"}
+CONFIG_USERS = {"cli", "pretrain", "launch", "run_folder", "summary", "checks", "config_errors"}
+
+
+def test_every_room_has_a_row():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    modules = {path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
+    assert folders | modules | set(MAPPED) == set(ROOMS)
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_imports_only_what_it_may(name):
+    room = ROOMS[name]
+    refused = []
+    for path in files_of(name):
+        rooms = {"", "__version__", "errors", name, *room.rooms.split(), *WIDER.get(path, "").split()}
+        for found in imports_of(path):
+            top, _, rest = found.module.partition(".")
+            if top == "gptlite":
+                allowed = rest.partition(".")[0] in rooms
+            else:
+                packages = f"{room.packages} {room.lazy if found.lazy else ''}".split()
+                allowed = top in sys.stdlib_module_names or package_of(found.module) in packages
+            if not allowed:
+                refused.append(str(found) + (" at import time" if top in room.lazy.split() else ""))
+    assert refused == []
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*/config.py")), ids=lambda path: path.parent.name)
+def test_a_config_is_dataclasses_and_nothing_else(path):
+    modules = {found.module for found in imports_of(path)}
+    assert {m for m in modules if m.partition(".")[0] not in sys.stdlib_module_names} <= {"gptlite.errors.ConfigError"}
+
+
+def test_the_root_configuration_takes_only_config_classes_from_rooms():
+    found = [f for f in imports_of(PACKAGE / "config.py") if f.module.startswith("gptlite.")]
+    rooms = {f"gptlite.{path.parent.name}." for path in PACKAGE.glob("*/__init__.py")}
+    taken = [f for f in found if f.module.startswith((*rooms, "gptlite.precision."))]
+    assert taken  # else the filter has a hole
+    inside = [f for f in taken if not (f.module + ".").startswith(tuple(f"{room}config." for room in rooms))]
+    assert [f.module for f in inside] == ["gptlite.precision.PrecisionConfig"]
+
+
+def test_only_the_composition_knows_the_whole_configuration():
+    scripts = [*ROOT.glob("*.py"), PACKAGE / "__init__.py"]
+    rooms = [path for name in ROOMS if name not in CONFIG_USERS | {"config"} for path in files_of(name)]
+    found = [f for path in scripts + rooms for f in imports_of(path) if (f.module + ".").startswith("gptlite.config.")]
+    assert list(map(str, found)) == []
+
+
+def test_composing_a_configuration_loads_nothing_heavy():
+    heavy = ("torch", "numpy", "matplotlib", "sentencepiece")
+    code = f"import sys, gptlite.config; print(*(name for name in {heavy} if name in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
+def test_pyproject_lists_every_package():
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setuptools["package-dir"] == {f"gptlite.{name}": folder.name for name, folder in MAPPED.items()}
+    top = {"gptlite": PACKAGE, **{f"gptlite.{name}": folder for name, folder in MAPPED.items()}}
+    packages = {name for prefix, folder in top.items() for name in packages_in(prefix, folder, "__init__.py")}
+    assert sorted(packages) == setuptools["packages"]
+    without_init = {name for prefix, folder in top.items() for name in packages_in(prefix, folder, "*.py")} - packages
+    assert without_init == set()
+
+
+def test_the_reader_sees_every_kind_of_import(tmp_path):
+    """Else a hole in it would pass for a clean code base."""
+    path = tmp_path / "probe.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\nimport numpy as np, torch.nn\nfrom gptlite import ops\nif TYPE_CHECKING:\n"
+        "    import wandb\nelse:\n    import attrs\ntry:\n    import yaml\nexcept ImportError:\n    pass\n"
+        "class A:\n    import rich\n    def f(self):\n        from hydra import compose\n"
+        "import typing\nif typing.TYPE_CHECKING:\n    import jax\n"
+    )
+    found = {(f.module, f.lazy) for f in imports_of(path)}
+    assert found == {
+        *((m, False) for m in ("typing.TYPE_CHECKING", "typing", "numpy", "torch.nn", "gptlite.ops", "attrs", "yaml")),
+        *((m, True) for m in ("wandb", "hydra.compose", "jax")),
+        ("rich", False),
+    }
+
+
+def files_of(name: str) -> list[Path]:
+    """The Python files of a room."""
+    folder = MAPPED.get(name, PACKAGE / name)
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{name}.py"]
+
+
+def imports_of(path: Path) -> list[Import]:
+    """Every import of a file, whichever way it is written."""
+    return list(_imports(path, ast.parse(path.read_text(encoding="utf-8")), lazy=False))
+
+
+def _imports(path: Path, node: ast.AST, lazy: bool) -> Iterator[Import]:
+    match node:
+        case ast.Import(names=names):
+            yield from (Import(path, node.lineno, alias.name, lazy) for alias in names)
+        case ast.ImportFrom(module=module, names=names, level=0):
+            yield from (Import(path, node.lineno, f"{module}.{alias.name}", lazy) for alias in names)
+        case ast.ImportFrom():
+            raise AssertionError(f"{path.relative_to(ROOT)}:{node.lineno} imports relatively; write gptlite. ...")
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+            lazy = True
+        case ast.If(test=ast.Name("TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
+            for child in node.body:
+                yield from _imports(path, child, lazy=True)
+            for child in node.orelse:
+                yield from _imports(path, child, lazy)
+            return
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(path, child, lazy)
+
+
+def package_of(module: str) -> str:
+    """The package that must be installed for an import: torch's tensorboard writer needs tensorboard."""
+    return "tensorboard" if module.startswith("torch.utils.tensorboard") else module.partition(".")[0]
+
+
+def packages_in(prefix: str, folder: Path, pattern: str) -> set[str]:
+    """Dotted names of the folders under `folder` that hold a file of that name."""
+    return {".".join([prefix, *path.parent.relative_to(folder).parts]) for path in folder.rglob(pattern)}

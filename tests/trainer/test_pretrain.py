@@ -1,0 +1,234 @@
+"""Whole runs of a tiny model: what they leave behind, resuming, stopping, refusing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from run_files import read_metrics, snapshot
+from gptlite.checkpoint.load import load_tensors
+from gptlite.checkpoint.manifest import read_manifest
+from gptlite.config import CONF_DIR, from_yaml
+from gptlite.errors import ConfigError
+
+TRAIN = str(CONF_DIR.parent / "train.py")
+CONTRACT = {
+    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "samples_per_second", "step_seconds", "mfu",
+    "memory_allocated_bytes", "memory_peak_bytes",
+}  # fmt: skip
+
+
+def stored(step_folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, by its manifest."""
+    manifest = read_manifest(step_folder)
+    tensors = {
+        key: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"].removeprefix("torch.")))
+        for key, entry in manifest.tensors.items()
+    }
+    load_tensors(step_folder, tensors)
+    return tensors
+
+
+def test_a_run_leaves_what_the_contract_says(run, tmp_path: Path) -> None:
+    code, config = run("a", "trainer.eval_interval=4", "checkpoint.interval=3")
+    assert code == 0
+    folder = tmp_path / "a"
+    for name in ("config.yaml", "metrics.jsonl", "train.log", "result.json", "curves.png"):
+        assert (folder / name).stat().st_size > 0
+    assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == ["step-00000006", "step-00000008"]
+    rows = read_metrics(folder)
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 9))
+    assert all(set(row) >= CONTRACT for row in steps)
+    assert [row["tokens"] for row in steps] == [4 * 32 * step for step in range(1, 9)]
+    evaluations = [row for row in rows if "val_loss" in row]
+    assert [row["step"] for row in evaluations] == [4, 8]
+    assert all(row["val_bits_per_byte"] > 0 for row in evaluations)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["status"] == "done"
+    assert result["best_val_loss"] == min(row["val_loss"] for row in evaluations)
+    saved = from_yaml((folder / "config.yaml").read_text())
+    assert saved.model.vocab_size == 257
+    assert saved.trainer == config.trainer
+
+
+def test_the_loss_falls(run, tmp_path: Path) -> None:
+    assert run("a", "trainer.max_steps=60", "trainer.log_interval=1")[0] == 0
+    losses = [row["loss"] for row in read_metrics(tmp_path / "a") if "loss" in row]
+    assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, tmp_path: Path, precision: str) -> None:
+    common = (f"precision={precision}", "model.dropout=0.1", "checkpoint.interval=0")
+    run("whole", *common)
+    run("parts", *common, "trainer.max_steps=3")
+    run("parts", *common)
+    whole, parts = ([(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("whole", "parts"))
+    assert whole == parts
+    final = [stored(tmp_path / name / "checkpoints" / "step-00000008") for name in ("whole", "parts")]
+    assert final[0].keys() == final[1].keys()
+    assert all(torch.equal(final[0][key], final[1][key]) for key in final[0])
+
+
+def test_the_numbers_do_not_depend_on_how_the_batch_is_cut(run, tmp_path: Path) -> None:
+    for size in (1, 2, 4):
+        run(f"cut{size}", f"data.micro_batch_size={size}", "model.dropout=0.1")
+    curves = [torch.tensor([row["loss"] for row in read_metrics(tmp_path / f"cut{size}") if "loss" in row]) for size in (1, 2, 4)]
+    torch.testing.assert_close(curves[1], curves[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(curves[2], curves[0], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activation_checkpointing_changes_no_number(run, tmp_path: Path, mode: str) -> None:
+    run("plain", "model.dropout=0.1")
+    run("recomputed", "model.dropout=0.1", f"parallelism.activation_checkpointing={mode}")
+    curves = [[row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("plain", "recomputed")]
+    assert curves[0] == curves[1]
+
+
+def test_weights_alone_start_a_new_run(run, tmp_path: Path) -> None:
+    run("first")
+    code, _ = run("second", f"checkpoint.resume={tmp_path / 'first'}", "checkpoint.load=weights", "trainer.max_steps=2")
+    assert code == 0
+    rows = [row for row in read_metrics(tmp_path / "second") if "loss" in row]
+    first = [row for row in read_metrics(tmp_path / "first") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["lr"] == first[0]["lr"]
+    assert rows[0]["loss"] < first[0]["loss"] - 0.1
+
+
+def test_a_diverging_run_stops_and_keeps_its_checkpoints(run, tmp_path: Path, capsys) -> None:
+    code, _ = run("a", "optimizer.lr=1e30", "optimizer.clip_norm=0", "checkpoint.interval=1", "checkpoint.keep=0")
+    assert code == 1
+    assert "Try a lower optimizer.lr" in capsys.readouterr().out
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert result["status"].startswith("diverged: step ")
+    last = tmp_path / "a" / "checkpoints" / f"step-{result['step']:08d}"
+    assert all(tensor.isfinite().all() for tensor in stored(last).values())
+
+
+def test_max_time_saves_and_ends(run, tmp_path: Path) -> None:
+    code, _ = run("a", "trainer.max_time=0.01", "trainer.max_steps=100000", "trainer.log_interval=1000")
+    assert code == 0
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert result["status"] == "stopped: trainer.max_time"
+    assert (tmp_path / "a" / "checkpoints" / f"step-{result['step']:08d}").is_dir()
+
+
+def test_the_profiler_writes_a_chrome_trace(run, tmp_path: Path) -> None:
+    run("a", "trainer.profile_steps=[2,3]", "trainer.max_steps=4")
+    trace = json.loads((tmp_path / "a" / "trace-steps-2-3.json").read_text())
+    assert any("aten::" in event.get("name", "") for event in trace["traceEvents"])
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.num_layers=3", "model.num_layers=3"),
+        ("seed=5", "seed=5"),
+        ("data.tokenizer=char", "data.tokenizer=char"),
+        ("optimizer=sgd", "schemas.optimizer"),
+        ("data.sequence_length=16", "data.sequence_length=16"),
+    ],
+)
+def test_another_run_is_refused_in_the_same_folder(run, tmp_path: Path, override: str, named: str) -> None:
+    run("a", "trainer.max_steps=2")
+    before = snapshot(tmp_path / "a")
+    with pytest.raises(ConfigError) as refusal:
+        run("a", override)
+    assert named in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert snapshot(tmp_path / "a") == before
+
+
+def test_another_text_is_refused(run, text: Path, tmp_path: Path) -> None:
+    run("a", "trainer.max_steps=2")
+    before = snapshot(tmp_path / "a")
+    text.write_text(text.read_text() + "one more line\n")
+    with pytest.raises(ConfigError, match="data_identity"):
+        run("a")
+    assert snapshot(tmp_path / "a") == before
+
+
+def test_length_and_logging_may_change(run, tmp_path: Path, capsys) -> None:
+    run("a", "trainer.max_steps=2")
+    code, _ = run("a", "trainer.max_steps=5", "trainer.log_interval=2", "checkpoint.keep=1", "optimizer.lr=1e-4")
+    assert code == 0
+    assert "optimizer.lr=0.0001 (checkpoint: 0.003)" in capsys.readouterr().out
+    assert (tmp_path / "a" / "config.1.yaml").exists()
+    assert [row["step"] for row in read_metrics(tmp_path / "a") if "loss" in row] == [1, 2, 4, 5]
+
+
+def start(tiny: list[str], folder: Path, *overrides: str) -> subprocess.Popen:
+    command = [sys.executable, TRAIN, *tiny, f"run.dir={folder}", *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder.parent)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_exits_with_its_code(tiny: list[str], run, tmp_path: Path, number: int) -> None:
+    folder = tmp_path / "a"
+    process = start(tiny, folder, "trainer.max_steps=1000000", "trainer.log_interval=50")
+    wait_for(folder / "metrics.jsonl", process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, output
+    result = json.loads((folder / "result.json").read_text())
+    assert result["status"] == "stopped: signal"
+    step = result["step"]
+    assert (folder / "checkpoints" / f"step-{step:08d}" / "MANIFEST.json").exists()
+    assert f"python train.py run.dir={folder}" in output
+
+
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or not path.stat().st_size:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_command_line_goes_on_with_a_run_given_its_folder_alone(tiny: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    assert start(tiny, folder, "trainer.max_steps=2").wait(60) == 0
+    process = start([], folder, "trainer.max_steps=4")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert [row["step"] for row in read_metrics(folder) if "loss" in row] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
+        (["data.path=nowhere.txt"], "data.path=nowhere.txt"),
+        (["data.sequence_length=64"], "data.sequence_length=64"),
+        (["checkpoint.resume=nowhere"], "checkpoint.resume=nowhere"),
+        (["ops=fused"], "ops=fused"),
+    ],
+)
+def test_a_refusal_exits_2_with_one_line_and_writes_nothing(tiny, tmp_path: Path, overrides, named: str) -> None:
+    before = snapshot(tmp_path)
+    process = start(tiny, tmp_path / "a", *overrides)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert output.startswith("error: ")
+    assert named in output
+    assert output.count("\n") == 1
+    assert snapshot(tmp_path) == before
+
+
+def test_an_unwritable_run_folder_is_refused(tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "run", Path("/proc/run")):
+        process = subprocess.run(
+            [sys.executable, TRAIN, *tiny, f"run.dir={folder}"], capture_output=True, text=True, timeout=60
+        )
+        assert process.returncode == 2
+        assert process.stderr.startswith(f"error: run.dir={folder}")
+        assert process.stderr.count("\n") == 1

@@ -1,0 +1,128 @@
+"""Train nanoGPT and gptlite from the same weights on the same batches in fp32, and compare their losses.
+
+python tools/compare_nanogpt.py peer=PATH_TO_NANOGPT [steps=50] [lr=1e-3] [warmup=100] [tolerance=1e-5]
+
+Prints both curves and exits with 1 if any step's losses differ by more than the relative tolerance. The warm-up
+matters: Adam turns rounding noise into whole steps where gradients are tiny, and at the full rate that alone makes two
+right programs differ by 5e-3.
+"""
+
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from gptlite.errors import ConfigError
+from gptlite.tool import run_tool
+
+VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 512, 128, 4, 4, 64, 8
+
+
+@dataclass
+class Arguments:
+    """The command line."""
+
+    peer: str = "???"
+    steps: int = 50
+    lr: float = 1e-3
+    warmup: int = 100
+    tolerance: float = 1e-5
+
+
+def main(arguments: Arguments) -> int:
+    """Returns the exit code."""
+    import torch
+
+    from gptlite.model.config import Activation, GPTConfig
+    from gptlite.model.gpt import GPT
+    from gptlite.optimizer.build import build_optimizer
+    from gptlite.optimizer.clip import clip_grad_norm
+    from gptlite.optimizer.config import AdamWConfig
+
+    peer: Any = peer_model(Path(arguments.peer))
+    config = GPTConfig(
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        d_model=WIDTH,
+        vocab_size=VOCABULARY,
+        sequence_length=LENGTH,
+        activation=Activation.gelu_erf,
+    )
+    ours = GPT(config)
+    ours.load_state_dict(translated(peer.state_dict()))
+    optimizer = build_optimizer(AdamWConfig(lr=0.0), ours.named_parameters())
+    with redirect_stdout(StringIO()):
+        peer_optimizer = peer.configure_optimizers(0.1, 0.0, (0.9, 0.95), "cpu")
+    generator = torch.Generator().manual_seed(0)
+    worst = 0.0
+    print("step      nanoGPT      gptlite   relative difference")
+    for step in range(arguments.steps):
+        # Tokens that follow from their predecessor, so that there is something to learn.
+        start = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
+        tokens = (start + 7 * torch.arange(LENGTH + 1)) % VOCABULARY
+        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        for each in (optimizer, peer_optimizer):
+            for group in each.param_groups:
+                group["lr"] = arguments.lr * (step + 1) / (arguments.warmup + 1)
+        loss = ours(x, y) / y.numel()
+        loss.backward()
+        clip_grad_norm(ours.parameters(), 1.0)
+        peer_loss = peer(x, y)[1]
+        peer_loss.backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
+        for each in (optimizer, peer_optimizer):
+            each.step()
+            each.zero_grad(set_to_none=True)
+        difference = abs(loss.item() / peer_loss.item() - 1)
+        worst = max(worst, difference)
+        print(f"{step + 1:4d} {peer_loss.item():12.7f} {loss.item():12.7f}   {difference:.1e}")
+    print(f"largest relative difference over {arguments.steps} steps: {worst:.1e} (tolerance {arguments.tolerance:g})")
+    return int(worst > arguments.tolerance)
+
+
+def peer_model(folder: Path) -> Any:
+    """nanoGPT's model with weights from a fixed seed. Raises ConfigError if it is not in `folder`."""
+    if not (folder / "model.py").exists():
+        raise ConfigError(f"peer={folder} holds no model.py; give a clone of nanoGPT")
+    import torch
+
+    sys.path.insert(0, str(folder))
+    import model as nanogpt  # pyright: ignore[reportMissingImports]
+
+    torch.manual_seed(0)
+    config = nanogpt.GPTConfig(
+        block_size=LENGTH, vocab_size=VOCABULARY, n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH, dropout=0.0, bias=True
+    )
+    with redirect_stdout(StringIO()):
+        return nanogpt.GPT(config)
+
+
+def translated(state: dict[str, Any]) -> dict[str, Any]:
+    """nanoGPT's parameters under our names, its q|k|v rows regrouped by head."""
+    names = {
+        "transformer.wte.": "token_embedding.",
+        "transformer.wpe.": "position_embedding.",
+        "transformer.h.": "layers.",
+        "transformer.ln_f.": "final_norm.",
+        "lm_head.": "head.",
+        ".ln_1.": ".attn_norm.",
+        ".ln_2.": ".mlp_norm.",
+        ".c_attn.": ".qkv.",
+        ".attn.c_proj.": ".attn.proj.",
+        ".c_fc.": ".up.",
+        ".mlp.c_proj.": ".mlp.down.",
+    }
+    result = {}
+    for key, value in state.items():
+        for theirs, our in names.items():
+            key = key.replace(theirs, our)
+        if ".qkv." in key:
+            value = value.view(3, HEADS, WIDTH // HEADS, -1).transpose(0, 1).reshape(value.shape)
+        result[key] = value
+    return result
+
+
+if __name__ == "__main__":
+    run_tool(main, Arguments, __doc__)

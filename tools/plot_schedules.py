@@ -1,0 +1,118 @@
+"""Draw every learning-rate schedule into one picture, from the code that training runs.
+
+python tools/plot_schedules.py [output=docs/pictures/schedules.png] [max_steps=1000]
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from gptlite.config import parse_arguments
+from gptlite.errors import ConfigError
+from gptlite.optimizer.config import (
+    ConstantConfig,
+    CosineConfig,
+    InverseSqrtConfig,
+    LinearConfig,
+    ScheduleConfig,
+    WarmupConfig,
+    WSDConfig,
+)
+from gptlite.optimizer.schedule import Schedule
+
+COLORS = ("#1f5fbf", "#d9822b")
+INK, MUTED, GRID, SHADE = "#1c1c1c", "#6b6b6b", "#e6e6e6", "#f1f4f9"
+
+
+@dataclass
+class Options:
+    """What `key=value` arguments set."""
+
+    output: str = "docs/pictures/schedules.png"
+    max_steps: int = 1000
+
+
+@dataclass
+class Panel:
+    """One schedule: its formula, the configurations drawn, and what tells several apart."""
+
+    name: str
+    formula: str
+    curves: list[ScheduleConfig]
+    labels: list[str] = field(default_factory=list)
+
+
+PANELS = [
+    Panel("cosine", r"$m + (1-m)\,\frac{1}{2}(1 + \cos\,\pi p)$", [CosineConfig(warmup_steps=None)]),
+    Panel("linear", r"$1 - (1-m)\,p$", [LinearConfig(warmup_steps=None)]),
+    Panel("wsd", r"$1$, then $1 - (1-m)\,p$ over the last fifth", [WSDConfig(warmup_steps=None)]),
+    Panel("constant", r"$1$", [ConstantConfig(warmup_steps=None)]),
+    Panel("inverse_sqrt", r"$\sqrt{(W+1)\,/\,(s+1)}$", [InverseSqrtConfig(warmup_steps=None)]),
+    Panel(
+        "warmup",
+        r"$m + (1-m)\,\ln(s+1)\,/\,\ln W$, then $1$",
+        [WarmupConfig(warmup_steps=None), WarmupConfig(warmup_steps=None, log=False)],
+        ["log: true", "log: false"],
+    ),
+]
+
+
+def draw(axes: Axes, panel: Panel, max_steps: int) -> None:
+    """One panel: rate over peak against the optimizer step, the warmup shaded."""
+    schedules = [Schedule(config, max_steps) for config in panel.curves]
+    for schedule, color in reversed(list(zip(schedules, COLORS, strict=False))):
+        axes.plot([schedule.factor(step) for step in range(max_steps)], color=color, linewidth=2.2)
+    for line, (label, color) in enumerate(zip(panel.labels, COLORS, strict=False)):
+        axes.text(0.13 * max_steps, 0.86 - 0.1 * line, label, color=color)
+    warmup = schedules[0].warmup_steps
+    axes.axvspan(0, warmup, color=SHADE, zorder=0)
+    axes.set_xticks([0, warmup, max_steps], ["0", "W", "D" if hasattr(panel.curves[0], "decay_steps") else "end"])
+    axes.set_title(panel.name, loc="left", fontsize=12, fontweight="bold", color=INK, pad=24)
+    axes.text(0, 1.045, panel.formula, transform=axes.transAxes, fontsize=10, color=MUTED)
+
+
+def plot(max_steps: int, output: Path) -> None:
+    """Write the picture; the file appears whole or not at all."""
+    layout = ConstrainedLayoutEngine(wspace=0.06, hspace=0.1)
+    figure, grid = pyplot.subplots(2, 3, figsize=(11, 6.4), sharey=True, layout=layout)
+    for axes, panel in zip(grid.flat, PANELS, strict=True):
+        axes.set(xlim=(-0.01 * max_steps, 1.01 * max_steps), ylim=(0, 1.06), yticks=[0, 0.25, 0.5, 0.75, 1])
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.tick_params(colors=MUTED, length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(GRID)
+        draw(axes, panel, max_steps)
+    figure.supylabel("rate / peak rate", fontsize=10, color=MUTED)
+    figure.supxlabel(
+        "optimizer step s   (W: end of the warmup, D: end of the decay, m: min_ratio, p: part of the decay done)",
+        fontsize=10,
+        color=MUTED,
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = output.with_name(f".{output.name}.tmp")
+    figure.savefig(unfinished, dpi=130, format="png")
+    os.replace(unfinished, output)
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code: 2 where an argument is refused."""
+    try:
+        options = parse_arguments(Options, arguments)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    plot(options.max_steps, Path(options.output))
+    print(f"wrote {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

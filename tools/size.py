@@ -1,0 +1,90 @@
+"""How many lines each room has, and which files want splitting: `python tools/size.py`.
+
+Lines are all lines, as `wc -l` counts them. Tests are counted apart.
+"""
+
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("gptlite", "kernels", "data", "conf", "tools", "tests")
+LANGUAGES = {
+    ".py": "Python",
+    **dict.fromkeys((".cpp", ".cc", ".c", ".h", ".hpp"), "C++"),
+    **dict.fromkeys((".cu", ".cuh"), "CUDA"),
+    **dict.fromkeys((".yaml", ".yml"), "YAML"),
+}
+COLUMNS = ("Python", "C++", "CUDA", "YAML")
+LIMIT = 400  # lines; a longer file wants splitting
+LARGEST = 10
+
+
+def source_files(root: Path) -> Iterator[Path]:
+    """The source files of a checkout, relative to it: top-level scripts and what FOLDERS hold."""
+    found = [*root.glob("*.py"), *(path for folder in FOLDERS for path in (root / folder).rglob("*"))]
+    for path in sorted(found):
+        relative = path.relative_to(root)
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+        if path.suffix in LANGUAGES and path.is_file() and not hidden:
+            yield relative
+
+
+def count_lines(path: Path) -> int:
+    """Lines of a file; a last one without a newline counts."""
+    return len(path.read_bytes().splitlines())
+
+
+def room(path: Path) -> str:
+    """Where a file counts: its package in gptlite/, else its top-level folder; for a top-level script, its name."""
+    top, *inner = path.parts
+    return f"gptlite/{inner[0]}" if top == "gptlite" and len(inner) > 1 else top
+
+
+def report(root: Path) -> str:
+    """The table of rooms, and the largest files."""
+    lines = {path: count_lines(root / path) for path in source_files(root)}
+    code = {path: count for path, count in lines.items() if path.parts[0] != "tests"}
+    tests = {path: count for path, count in lines.items() if path.parts[0] == "tests"}
+    return "\n".join([*_rooms(code, tests), "", *_largest(code, "files"), "", *_largest(tests, "tests")])
+
+
+def _rooms(code: dict[Path, int], tests: dict[Path, int]) -> Iterator[str]:
+    rooms: dict[str, dict[Path, int]] = defaultdict(dict)
+    for path, count in code.items():
+        rooms[room(path)][path] = count
+    header = f"{'room':<22}{'files':>7}" + "".join(f"{column:>9}" for column in COLUMNS)
+    rule = "-" * len(header)
+    yield header
+    yield rule
+    yield from (_row(name, files) for name, files in sorted(rooms.items()))
+    yield rule
+    yield _row("all but tests", code)
+    yield _row("tests", tests)
+
+
+def _row(name: str, files: dict[Path, int]) -> str:
+    by_language: Counter[str] = Counter()
+    for path, count in files.items():
+        by_language[LANGUAGES[path.suffix]] += count
+    # An empty __init__.py is no file to read.
+    counts = "".join(f"{by_language[column] or '':>9}" for column in COLUMNS)
+    return f"{name:<22}{sum(map(bool, files.values())):>7}{counts}".rstrip()
+
+
+def _largest(files: dict[Path, int], what: str) -> Iterator[str]:
+    python = [count for path, count in files.items() if path.suffix == ".py" and count]
+    median = f" (median Python file: {statistics.median(python):.0f} lines)" if python else ""
+    yield f"largest {what}{median}"
+    ranked = sorted(files.items(), key=lambda item: (-item[1], item[0]))
+    for index, (path, count) in enumerate(ranked):
+        if index < LARGEST or count > LIMIT:
+            yield f"{count:>7}  {path.as_posix()}" + (f"  <- over {LIMIT}: split it" if count > LIMIT else "")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit("usage: python tools/size.py")
+    print(report(ROOT))
