@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.metrics.sinks import check as check_logger
 from gptlite.optimizer.checks import check_optimizer
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ def check(config: Config) -> None:
     _trainer(config)
     check_optimizer(config.optimizer, config.schedule, config.trainer.max_steps)
     _checkpoint(config.checkpoint)
+    check_data(config.data)
+    check_logger(config.logger)
 
 
 def divisors(number: int) -> str:

@@ -3,13 +3,15 @@
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gptlite.config import CONF_DIR, register, saved_overrides, typed
+from gptlite.config import CONF_DIR, help_text, register, saved_overrides, typed
 from gptlite.config_errors import refusals
 from gptlite.errors import ConfigError
 
@@ -19,30 +21,52 @@ EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 @hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")
 def run(raw: DictConfig) -> None:
     """One job: of a single run or, under --multirun, of a sweep."""
-    raw.run.overrides = list(HydraConfig.get().overrides.task)
+    hydra_config = HydraConfig.get()
+    raw.run.overrides = list(hydra_config.overrides.task)
+    if hydra_config.mode is RunMode.MULTIRUN:
+        code = train(raw)  # raises: Hydra notes the failed job and goes on with the next
+    else:
+        code = guarded(lambda: train(raw))  # leaves by SystemExit: Hydra has words of its own for an exception
+    if code:
+        sys.exit(code)
+
+
+def train(raw: DictConfig) -> int:
+    """Checks and launches a composed configuration; returns its exit code."""
     config = typed(raw)
     from gptlite.launch import launch  # torch comes with it: not before the configuration stands
 
-    code = launch(config)
-    if code:
-        sys.exit(code)
+    return launch(config)
 
 
 def main() -> NoReturn:
     """Runs the command line and exits with DESIGN's codes: 0 done, 2 refused, 128+signal stopped, 1 anything else."""
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we print one line of it
+    sys.exit(guarded(command))
+
+
+def command() -> int:
+    """What the arguments ask for: help, or a run composed from them and from what its folder remembers."""
+    with refusals():
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            print(help_text([argument for argument in sys.argv[1:] if not argument.startswith("-")]))
+            return 0
+        sys.argv[1:1] = saved_overrides(sys.argv[1:])
+        run()
+    return 0
+
+
+def guarded(action: Callable[[], int]) -> int:
+    """The exit code of an action, its failure printed: in one line where a user caused it, with a traceback else."""
     try:
-        with refusals():
-            sys.argv[1:1] = saved_overrides(sys.argv[1:])
-            run()
+        return action()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_REFUSED)
+        return EXIT_REFUSED
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
     except Exception:
         traceback.print_exc()
-        sys.exit(EXIT_FAILED)
-    sys.exit(0)
+        return EXIT_FAILED

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from gptlite.config import known_keys
@@ -29,22 +29,28 @@ def explain(error: BaseException) -> str:
     text = "\n".join(str(item) for item in chain)
     if isinstance(error, MissingConfigException):
         return _missing_preset(error)
-    if match := re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '[^']+' not in[\s\S]*?full_key: (\S+)", text):
-        return _unknown_key(match[1])
-    if match := re.search(r"full_key: (\S+)", text):
-        reason = next((str(item).splitlines()[0] for item in reversed(chain) if str(item)), "")
-        return f"{match[1]}: {reason}"
+    for pattern in (r"Could not override '([^']+)'", r"Key '[^']+' not in[\s\S]*?full_key: (\S+)"):
+        if match := re.search(pattern, text):
+            return unknown_key(match[1])
+    for item in chain:
+        if match := re.search(r"full_key: (\S+)", str(item)):
+            return f"{match[1]}: {str(item).splitlines()[0]}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read as KEY=VALUE; put quotes around a value with signs of its own"
+    if "Ambiguous value" in text:
+        return f"{str(error).splitlines()[0]}: several values need --multirun (-m), or quotes if they are one"
     return str(error).splitlines()[0]
 
 
-def _unknown_key(key: str) -> str:
+def unknown_key(key: str) -> str:
+    """The line for a key that no section has."""
     keys = known_keys()
     leaves = [known for known in keys if known.split(".")[-1] == key.split(".")[-1]]
     if key in keys:
         return f"{key} is not a key of the chosen preset; another preset of {key.split('.')[0]} has it"
     if leaves:
         return f"{key} is not a key; did you mean {leaves[0]}?"
-    return f"{key} is not a key{did_you_mean(key, keys)}" if did_you_mean(key, keys) else f"{key} is not a key; --help lists them"
+    return f"{key} is not a key{did_you_mean(key, keys) or '; --help lists them'}"
 
 
 def _missing_preset(error: MissingConfigException) -> str:

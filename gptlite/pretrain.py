@@ -9,7 +9,7 @@ from gptlite.data.build import build_loader, prepare
 from gptlite.model.gpt import GPT
 from gptlite.model.init import init_weights
 from gptlite.model.parallelize import materialize, parallelize
-from gptlite.ops import select_ops
+from gptlite.ops.select import select_ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.schedule import Schedule
 from gptlite.parallelism.mesh import build_mesh
@@ -31,7 +31,7 @@ def pretrain(config: Config) -> int:
     policy = resolve_precision(config.precision, mesh.device)
     ops = select_ops(config.ops, mesh.device)
     run = RunFolder(config)
-    data = prepare(config.data, config.seed)
+    data = prepare(config.data, config.seed, run.log)
     config = with_vocabulary(config, data.tokenizer)
 
     with torch.device("meta"):

@@ -11,7 +11,8 @@ from gptlite.config import Config, from_yaml
 from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.model.gpt import GPT
-from gptlite.ops import select_ops
+from gptlite.model.parallelize import materialize
+from gptlite.ops.select import select_ops
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision
@@ -33,7 +34,7 @@ def restore(checkpoint: str, precision: str = "auto") -> tuple[GPT, Tokenizer, C
     mesh = build_mesh(ParallelismConfig())
     with torch.device("meta"):
         model = GPT(config.model, select_ops(config.ops, mesh.device))
-    model.to_empty(device=mesh.device)
+    materialize([model], mesh.device)
     model.compute_dtype = resolve_precision(PrecisionConfig(Precision[precision]), mesh.device).compute_dtype
     load_tensors(path, model_tensors([model]), strict=False)
     return model.eval(), load_tokenizer(path / "tokenizer"), config, mesh

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.compare import compare_configs
 from gptlite.checkpoint.load import load_tensors, read_config, read_meta
+from gptlite.checkpoint.manifest import environment_changes, read_manifest
 from gptlite.config import Config, from_yaml, to_dict, to_yaml
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
@@ -30,8 +31,8 @@ class RunFolder:
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.dir).expanduser()
         self.config = config
-        self._pending: list[str] = []  # said before there is a log
-        self._log_file = None
+        self._early: list[str] = []  # lines said before there was a log
+        self._log_file: TextIO | None = None
         self._text = ""
         self.tokenizer: Tokenizer | None = None
         self._refuse_unwritable()
@@ -39,7 +40,7 @@ class RunFolder:
         if saved.exists():
             self._refuse(from_yaml(saved.read_text(encoding="utf-8")), f"run.dir={config.run.dir}")
         self.checkpointer = Checkpointer(config.checkpoint, self.path)
-        self.resume_from = self.checkpointer.find(config.checkpoint.resume, self._note)
+        self.resume_from = self.checkpointer.find(config.checkpoint.resume, self.log)
         if self.resume_from is not None:
             self._refuse(from_yaml(read_config(self.resume_from)), f"checkpoint {self.resume_from}")
 
@@ -52,10 +53,12 @@ class RunFolder:
         if refusal := compare_configs(old, new, self.config.checkpoint.load).refusal():
             raise ConfigError(f"checkpoint {self.resume_from}: {refusal}")
         tensors = model_tensors(state.parts) if weights_only else state.tensors()
-        load_tensors(self.resume_from, tensors, strict=not weights_only, log=self._note)
+        load_tensors(self.resume_from, tensors, strict=not weights_only, log=self.log)
         if not weights_only:
             state.load_meta(meta)
-        self._note(f"{'weights' if weights_only else 'resuming'} from {self.resume_from}")
+        for change in environment_changes(read_manifest(self.resume_from)):
+            self.log(f"resuming elsewhere: {change}; the curve may differ from an uninterrupted run's by rounding")
+        self.log(f"{'weights' if weights_only else 'resuming'} from {self.resume_from}")
 
     @contextmanager
     def opened(self, config: Config, tokenizer: Tokenizer) -> Iterator[None]:
@@ -65,6 +68,7 @@ class RunFolder:
             self._log_file = (self.path / "train.log").open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"run.dir={config.run.dir} cannot be written: {error}; give another run.dir") from None
+        self._log_file.writelines(line + "\n" for line in self._early)
         self._text, self.tokenizer = to_yaml(config), tokenizer
         target = self.path / "config.yaml"
         if target.exists() and target.read_text(encoding="utf-8") != self._text:
@@ -76,16 +80,13 @@ class RunFolder:
             self._log_file.close()
 
     def log(self, text: str) -> None:
-        """Lines for the terminal and train.log."""
+        """Lines for the terminal and train.log, where there is no log yet once there is."""
         print(text, flush=True)
-        if self._log_file is not None and not self._log_file.closed:
+        if self._log_file is None:
+            self._early.append(text)
+        elif not self._log_file.closed:
             self._log_file.write(text + "\n")
             self._log_file.flush()
-
-    def notices(self) -> list[str]:
-        """What was found out before the log was open, once."""
-        notices, self._pending = self._pending, []
-        return notices
 
     def save(self, state: TrainState) -> Path:
         """Commits a checkpoint of the state and returns its folder."""
@@ -94,10 +95,6 @@ class RunFolder:
     def write_result(self, result: dict[str, Any]) -> None:
         """result.json: how the run ended, for scripts and sweeps."""
         write_whole(self.path / "result.json", json.dumps(result, indent=2) + "\n")
-
-    def _note(self, text: str) -> None:
-        if text not in self._pending:
-            self._pending.append(text)
 
     def _refuse_unwritable(self) -> None:
         folder = self.path
@@ -121,8 +118,9 @@ class RunFolder:
         differences = compare_configs(to_dict(old), to_dict(new), self.config.checkpoint.load)
         if refusal := differences.refusal():
             raise ConfigError(f"{where}: {refusal}")
-        if notice := differences.notice():
-            self._note(notice)
+        notice = differences.notice()
+        if notice and notice not in self._early:  # the folder and its checkpoint may both say it
+            self.log(notice)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -24,7 +24,7 @@ from gptlite.metrics.sinks import build_sinks, wandb_id
 from gptlite.model.flops import flops_per_token
 from gptlite.model.generate import Sampling, generate
 from gptlite.model.init import parameter_count
-from gptlite.ops import Ops
+from gptlite.ops.select import Ops
 from gptlite.parallelism.mesh import Mesh
 from gptlite.precision import Policy, cpu_name
 from gptlite.run_folder import RunFolder
@@ -61,20 +61,20 @@ def announce(
     total = per_step * steps
     lines = [
         ("device", f"{device_words(mesh.device)}, torch {torch.__version__}"),
-        ("model", f"{model.name}: {format_count(count)} parameters, {model.num_layers} layers, {model.num_heads} heads, "
-                  f"d {model.d_model}, vocabulary {model.vocab_size} (padded to {model.padded_vocab_size})"),
+        ("model", f"{model.name}: {format_count(count)} parameters, {model.num_layers} layers, "
+                  f"{model.num_heads} heads, d {model.d_model}, "
+                  f"vocabulary {model.vocab_size} in {model.padded_vocab_size} rows"),
         ("precision", f"{policy.name} ({policy.reason}){_slowdown(policy, mesh.device)}"),
         ("ops", ", ".join(ops.reasons)),
         ("data", f"{data.describe()}"),
-        ("batch", f"{batch.global_batch_size} sequences of {length} = {per_step:,} tokens a step; {batch.global_batch_size} "
-                  f"= micro-batch {batch.micro_batch_size} x {accumulation} accumulation x {mesh.data_size} data-parallel"),
+        ("batch", f"{batch.global_batch_size} sequences of {length} = {per_step:,} tokens a step; "
+                  f"{batch.global_batch_size} = micro-batch {batch.micro_batch_size} x {accumulation} accumulation "
+                  f"x {mesh.data_size} data-parallel"),
         ("length", f"{steps} steps = {format_count(total)} tokens, {total / count:.1f} a parameter, "
                    f"{total / max(1, data.num_train_tokens):.1f} epochs, {format_count(total * per_token)}FLOP"),
         ("run folder", str(run.path)),
     ]  # fmt: skip
     run.log(banner(lines))
-    for notice in run.notices():
-        run.log(notice)
     sinks = build_sinks(config.logger, run.path, config.run.name, to_dict(config), state.wandb_id, state.step, run.log)
     state.wandb_id = wandb_id(sinks)
     throughput = Throughput(
@@ -109,7 +109,9 @@ class Conclusion:
 
 
 @contextmanager
-def conclude(config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float) -> Iterator[Conclusion]:
+def conclude(
+    config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float
+) -> Iterator[Conclusion]:
     """Whatever ends the block: result.json, closed trackers, and for a run that trained, its results."""
     ending = Conclusion()
     status, failed = "failed", True
@@ -122,7 +124,7 @@ def conclude(config: Config, run: RunFolder, state: TrainState, reporter: Report
         ending.exit_code, status = 1, f"diverged: {error}"
         run.log(
             f"error: {error}. Stopped with the parameters of the step before; earlier checkpoints are intact. "
-            f"Try a lower optimizer.lr (now {config.optimizer.lr:g}), more schedule.warmup_steps or optimizer.clip_norm=1"
+            f"Try a lower optimizer.lr (now {config.optimizer.lr:g}), more schedule.warmup_steps, optimizer.clip_norm=1"
         )
     finally:
         if failed:
@@ -170,9 +172,10 @@ def _close(
     if reporter.speeds:
         lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / "curves.png"))))
     more = "" if state.step < config.trainer.max_steps else f" trainer.max_steps={2 * config.trainer.max_steps}"
-    lines.append(("resume", f"python train.py run.dir={run.path}{more}"))
-    lines.append(("generate", f'python tools/generate.py checkpoint={run.path} prompt="ROMEO:"'))
     run.log(banner(lines, title="results"))
+    # Not in the banner: a command that wraps cannot be copied.
+    run.log(f"resume:    python train.py run.dir={run.path}{more}")
+    run.log(f'generate:  python tools/generate.py checkpoint={run.path} prompt="ROMEO:"')
 
 
 def _sample(config: Config, run: RunFolder, state: TrainState) -> None:

@@ -8,13 +8,13 @@ from gptlite.config import parse_arguments
 from gptlite.errors import ConfigError
 
 
-def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str) -> NoReturn:
+def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | None) -> NoReturn:
     """Runs a tool with its typed arguments and exits: 0 or what it returns, 2 refused, 130 after Ctrl-C.
 
     `--help` prints `usage`, the tool's docstring.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(usage.strip())
+        print((usage or "").strip())
         sys.exit(0)
     try:
         sys.exit(main(parse_arguments(schema, sys.argv[1:])) or 0)

@@ -1,0 +1,1 @@
+"""Fused kernels, installed as `gptlite.kernels`. None yet: every op runs its reference."""

@@ -46,8 +46,8 @@ ROOMS = {
     "ops": Room(packages="torch"),
     "parallelism": Room(packages="torch"),
     "precision": Room(lazy="torch"),  # config.py imports it for its dataclass
-    "metrics": Room(packages="torch", lazy="matplotlib tensorboard wandb"),
-    "data": Room(packages="torch numpy", lazy="sentencepiece"),
+    "metrics": Room(packages="torch", lazy="matplotlib numpy tensorboard wandb"),
+    "data": Room("parallelism", packages="torch numpy", lazy="sentencepiece"),
     "model": Room("ops", packages="torch"),
     "optimizer": Room("parallelism", packages="torch"),
     "checkpoint": Room("parallelism", packages="torch"),
@@ -66,18 +66,18 @@ ROOMS = {
         "conf config_errors checks checkpoint data metrics model ops optimizer parallelism precision trainer",
         packages="hydra omegaconf",
     ),
-    "restore": Room("checkpoint data model ops parallelism precision trainer", packages="torch"),
-    "tool": Room(),
+    "restore": Room("config checkpoint data model ops parallelism precision trainer", packages="torch"),
+    "tool": Room("config"),
     "config_errors": Room("config", packages="hydra omegaconf"),
-    "checks": Room("config checkpoint data model ops optimizer parallelism precision trainer"),
+    "checks": Room("config checkpoint data metrics model ops optimizer parallelism precision trainer"),
     # Folders of their own, installed as gptlite.<name>.
     "conf": Room(),
     "kernels": Room(packages="torch"),
-    "recipes": Room("data", packages="numpy", lazy="sentencepiece"),
+    "recipes": Room("data tool", packages="numpy", lazy="sentencepiece"),
 }
 # A submodule that may import more than its room.
 WIDER = {PACKAGE / "model" / "parallelize.py": "parallelism precision"}
-CONFIG_USERS = {"cli", "pretrain", "launch", "run_folder", "summary", "checks", "config_errors"}
+CONFIG_USERS = {"cli", "pretrain", "launch", "run_folder", "summary", "checks", "config_errors", "restore", "tool"}
 
 
 def test_every_room_has_a_row():

@@ -99,8 +99,8 @@ def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
     from gptlite.model.gpt import GPT
     from gptlite.model.init import init_weights
     from gptlite.model.parallelize import parallelize
-    from gptlite.ops import select_ops
     from gptlite.ops.config import OpsConfig
+    from gptlite.ops.select import select_ops
     from gptlite.optimizer.build import build_optimizer
     from gptlite.optimizer.clip import clip_grad_norm
     from gptlite.optimizer.config import AdamWConfig

@@ -46,9 +46,7 @@ def main(arguments: Arguments) -> None:
     for index in range(arguments.num_samples):
         decoder, drawn = StreamDecoder(tokenizer), replace(sampling, seed=arguments.seed + index)
         print(arguments.prompt, end="", flush=True)
-        for token in generate(
-            model, prompt, arguments.max_tokens, drawn, stop=tokenizer.eod, cache=arguments.cache
-        ):
+        for token in generate(model, prompt, arguments.max_tokens, drawn, stop=tokenizer.eod, cache=arguments.cache):
             print(decoder.push(token), end="", flush=True)
         print(decoder.flush(), flush=True)
 

@@ -1,0 +1,1 @@
+"""Shakespeare's plays."""

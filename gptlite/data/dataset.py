@@ -60,7 +60,5 @@ class TrainSampler:
         chunks = np.empty(count, dtype=np.int64)
         for epoch in np.unique(epochs):
             rows = epochs == epoch
-            chunks[rows] = permute(
-                positions[rows], self._num_samples, order_key(self._seed, self._dataset, int(epoch))
-            )
+            chunks[rows] = permute(positions[rows], self._num_samples, order_key(self._seed, self._dataset, int(epoch)))
         return chunks

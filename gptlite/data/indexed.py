@@ -65,7 +65,7 @@ class IndexedWriter:
         self._text_bytes = 0
         self._hash = hashlib.sha256()
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._bin = open(_temporary(_path(prefix, ".bin")), "wb")
+        self._bin = open(_temporary(_path(prefix, ".bin")), "wb")  # noqa: SIM115
 
     def write(self, tokens: list[int] | np.ndarray, text_bytes: int) -> None:
         """Add tokens, which stand for `text_bytes` bytes, to the open document. ValueError outside the vocabulary."""
@@ -122,7 +122,9 @@ class IndexedWriter:
             text_bytes=self._text_bytes,
             sha256=self._hash.hexdigest(),
         )
-        _write_durably(_temporary(_path(self._prefix, ".meta.json")), json.dumps(asdict(meta), indent=2).encode() + b"\n")
+        _write_durably(
+            _temporary(_path(self._prefix, ".meta.json")), json.dumps(asdict(meta), indent=2).encode() + b"\n"
+        )
         _write_durably(_temporary(_path(self._prefix, ".idx")), index)
         for suffix in (".bin", ".meta.json", ".idx"):
             os.replace(_temporary(_path(self._prefix, suffix)), _path(self._prefix, suffix))

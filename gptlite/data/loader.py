@@ -45,7 +45,7 @@ class Loader:
         *,
         global_batch_size: int,
         micro_batch_size: int,
-        token_bytes: np.ndarray | None,
+        token_bytes: np.ndarray,
         device: torch.device,
         data_rank: int = 0,
         data_size: int = 1,
@@ -95,19 +95,12 @@ class Loader:
             rows = chunks[begin : begin + self._micro_batch_size]
             yield self._collate(self._validation, rows, rows).to(self._device)
 
-    def validation_targets(self, limit: int | None = None) -> int:
-        """Number of targets that `validation_batches(limit)` counts, over all ranks."""
-        chunks = self._validation_chunks(limit)
-        stops = np.minimum((chunks + 1) * self._validation.sequence_length, self._validation.num_targets)
-        return int((stops - chunks * self._validation.sequence_length).sum())
+    def validation_bytes(self, limit: int | None = None) -> int:
+        """UTF-8 bytes of the targets that `validation_batches(limit)` counts, over all ranks.
 
-    def validation_bytes(self, limit: int | None = None) -> int | None:
-        """UTF-8 bytes of those targets. With their total loss in nats, bits per byte = nats / ln 2 / bytes.
-
-        `eod` stands for no bytes: ending a document costs bits and adds none. None for tokens that are no text.
+        With their total loss in nats, bits per byte = nats / ln 2 / bytes. `eod` stands for no bytes:
+        ending a document costs bits and adds none.
         """
-        if self._token_bytes is None:
-            return None
         chunks = self._validation_chunks(limit)
         if len(chunks) not in self._bytes_counted:
             self._bytes_counted[len(chunks)] = sum(

@@ -5,22 +5,21 @@ bits per byte adds up their lengths, so the three can never disagree.
 """
 
 import codecs
-import difflib
 import hashlib
 import io
 import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
+from gptlite.data.progress import Log
 from gptlite.errors import ConfigError
 
-KINDS = ("sentencepiece", "char", "byte")
 _DEFINITION = "definition.json"
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _CHUNK = 1 << 16  # characters one thread encodes at a time
@@ -67,8 +66,7 @@ class Tokenizer(ABC):
 
     def save(self, folder: Path) -> None:
         """Write the definition into `folder`, which is made if missing; `load_tokenizer` reads it back."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _DEFINITION).write_text(json.dumps({"kind": self.kind}) + "\n", encoding="utf-8")
+        _save_definition(folder, {"kind": self.kind})
 
 
 class ByteTokenizer(Tokenizer):
@@ -104,9 +102,26 @@ class CharTokenizer(Tokenizer):
         return [self._ids.get(character, self.unknown) for character in text]
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        definition = json.dumps({"kind": self.kind, "alphabet": self.alphabet}, ensure_ascii=False)
-        (folder / _DEFINITION).write_text(definition + "\n", encoding="utf-8")
+        _save_definition(folder, {"kind": self.kind, "alphabet": self.alphabet})
+
+
+class NumberTokenizer(Tokenizer):
+    """Ids written out as numbers, for tokens that never were text. The last id is `eod`."""
+
+    kind = "numbers"
+
+    def __init__(self, vocab_size: int):
+        super().__init__([f"{token} ".encode() for token in range(vocab_size - 1)] + [b""], eod=vocab_size - 1)
+
+    def definition(self) -> bytes:
+        return str(self.vocab_size).encode()
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers in `text`, modulo the vocabulary; [0] for a text without any."""
+        return [int(number) % self.vocab_size for number in re.findall(r"[0-9]+", text)] or [0]
+
+    def save(self, folder: Path) -> None:
+        _save_definition(folder, {"kind": self.kind, "vocab_size": self.vocab_size})
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -149,6 +164,11 @@ class SentencePieceTokenizer(Tokenizer):
         return cls((folder / cls._model_file).read_bytes())
 
 
+def _save_definition(folder: Path, definition: dict[str, str | int]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _DEFINITION).write_text(json.dumps(definition, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def _line_chunks(text: str, size: int) -> Iterator[str]:
     # No piece we train holds a newline, so ids do not depend on where between two lines the text is cut.
     start = 0
@@ -172,17 +192,7 @@ def _sentencepiece():
     return sentencepiece
 
 
-def check_tokenizer(kind: str, vocab_size: int) -> None:
-    """Raise ConfigError for a tokenizer we do not have, or a vocabulary of no size."""
-    if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"take one of {', '.join(KINDS)}"
-        raise ConfigError(f"data.tokenizer={kind} is not known; {hint}")
-    if kind == "sentencepiece" and vocab_size < 1:
-        raise ConfigError(f"data.vocab_size={vocab_size} must be positive; 4096 suits a few megabytes of text")
-
-
-def train_sentencepiece(lines: Iterable[str], vocab_size: int, log: Callable[[str], None]) -> SentencePieceTokenizer:
+def train_sentencepiece(lines: Iterable[str], vocab_size: int, log: Log) -> SentencePieceTokenizer:
     """A byte-fallback BPE of at most `vocab_size` ids. A text too small for as many gets what it has, and is told.
 
     Raises ConfigError if `vocab_size` has no room for the 256 bytes and the characters of the text.
@@ -226,6 +236,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
                 return CharTokenizer(definition["alphabet"])
             case "sentencepiece":
                 return SentencePieceTokenizer.load(folder)
+            case "numbers":
+                return NumberTokenizer(definition["vocab_size"])
             case kind:
                 raise ValueError(f"unknown kind {kind}")
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -248,5 +260,3 @@ class StreamDecoder:
     def flush(self) -> str:
         """What is left at the end: U+FFFD for an unfinished character, else ""."""
         return self._decoder.decode(b"", final=True)
-
-

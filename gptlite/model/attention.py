@@ -2,11 +2,12 @@
 
 from torch import Tensor, nn
 
-from gptlite import ops
 from gptlite.model.cache import LayerCache
 from gptlite.model.config import GPTConfig
 from gptlite.model.layers import Linear
-from gptlite.ops import DropoutKey, Ops
+from gptlite.ops.attention import causal_attention
+from gptlite.ops.dropout import DropoutKey
+from gptlite.ops.select import Ops
 
 
 class CausalSelfAttention(nn.Module):
@@ -16,11 +17,11 @@ class CausalSelfAttention(nn.Module):
     tensor-parallel shard of whole heads is one contiguous block of rows.
     """
 
-    def __init__(self, config: GPTConfig, ops_: Ops) -> None:
+    def __init__(self, config: GPTConfig, ops: Ops) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.dropout = config.dropout
-        self.implementation = ops_.attention
+        self.implementation = ops.attention
         self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.bias)
         self.proj = Linear(config.d_model, config.d_model, bias=config.bias)
 
@@ -31,5 +32,5 @@ class CausalSelfAttention(nn.Module):
         q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # [B, H, S, D] each
         if cache is not None:
             k, v = cache.append(k, v)
-        out = ops.causal_attention(q, k, v, self.implementation, self.dropout, key)
+        out = causal_attention(q, k, v, self.implementation, self.dropout, key)
         return self.proj(out.transpose(1, 2).reshape(batch, length, -1))

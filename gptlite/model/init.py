@@ -18,7 +18,7 @@ RESIDUAL_PROJECTIONS = ("attn.proj.weight", "mlp.down.weight")
 
 
 def init_weights(model: nn.Module, config: GPTConfig, seed: int) -> None:
-    """GPT-2's initialisation: N(0, init_std), the residual projections scaled by 1/sqrt(2 * layers), biases 0, norms 1."""
+    """GPT-2's initialisation: N(0, init_std), residual projections by 1/sqrt(2 * layers) less, biases 0, norms 1."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):

@@ -7,7 +7,7 @@ FSDP2's mixed precision (cast, compute, gradient back to fp32), and is a no-op w
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlite import ops
+from gptlite.ops.layer_norm import layer_norm
 
 
 class Linear(nn.Linear):
@@ -23,4 +23,4 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return ops.layer_norm(x, self.weight.to(x.dtype), bias, self.eps)
+        return layer_norm(x, self.weight.to(x.dtype), bias, self.eps)

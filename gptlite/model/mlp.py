@@ -3,9 +3,9 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlite import ops
 from gptlite.model.config import Activation, GPTConfig
 from gptlite.model.layers import Linear
+from gptlite.ops.bias_gelu import bias_gelu
 
 
 class MLP(nn.Module):
@@ -22,4 +22,4 @@ class MLP(nn.Module):
             return self.down(F.relu(self.up(x)))
         approximate = "tanh" if self.activation is Activation.gelu_tanh else "none"
         bias = None if self.up.bias is None else self.up.bias.to(x.dtype)
-        return self.down(ops.bias_gelu(F.linear(x, self.up.weight.to(x.dtype)), bias, approximate))
+        return self.down(bias_gelu(F.linear(x, self.up.weight.to(x.dtype)), bias, approximate))

@@ -48,12 +48,17 @@ def materialize(parts: list[GPT], device: torch.device) -> None:
 
 
 def _recompute(block: nn.Module, mode: ActivationCheckpointing) -> None:
-    """Replaces a block's forward, so that its parameters keep their names. Dropout replays from its key: no RNG state."""
+    """Replaces a block's forward, so that its parameters keep their names. Dropout replays from its key."""
     if mode is ActivationCheckpointing.none:
         return
-    recomputed = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    forward = block.forward
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if mode is ActivationCheckpointing.selective:
-        recomputed = partial(recomputed, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+
+    def recomputed(*args: object) -> object:  # a function, which torch.compile looks into: a partial stays eager
+        return run(forward, *args)
+
     block.forward = recomputed
 
 

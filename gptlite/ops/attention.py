@@ -89,7 +89,7 @@ class _MatmulAttention(torch.autograd.Function):
             p = _probabilities(q, k, start, end, scale) if kept is None else kept
             dv[:, :keys] += torch.bmm(p.transpose(1, 2), g)
             dscores = torch.bmm(g, v[:, :keys].transpose(1, 2))
-            dscores = torch._softmax_backward_data(dscores, p, -1, p.dtype)
+            dscores = torch.ops.aten._softmax_backward_data(dscores, p, -1, p.dtype)
             dq[:, start:end] = torch.bmm(dscores, k[:, :keys]) * scale
             dk[:, :keys] += torch.bmm(dscores.transpose(1, 2), q[:, start:end]) * scale
         return dq, dk, dv

@@ -60,10 +60,11 @@ def _softmax_loss(logits: Tensor, targets: Tensor, want_grad: bool) -> Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
+        # Chunks add up in fp32: a sum of many in bf16 would lose the small ones.
+        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         with torch.no_grad():
             loss = _loss(hidden, weight, targets, vocab_size, dhidden, dweight[:vocab_size])
-        ctx.save_for_backward(dhidden, dweight)
+        ctx.save_for_backward(dhidden, dweight.to(weight.dtype))
         return loss
 
     @staticmethod

@@ -21,11 +21,11 @@ class DropoutKey:
     """What names a mask: the run's seed, the place in the model, and the global sample numbers of the batch."""
 
     seed: int  # 0 <= seed < 2**32
-    site: int  # unique to each dropout in the model, the same in every layout
+    site: int | Tensor  # unique to each dropout in the model; a 0-dim tensor keeps one compiled graph for all layers
     sample_ids: Tensor  # [B] int64
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int | Tensor]) -> tuple[Tensor, ...]:
     """Philox4x32-10: four 32-bit random words (in int64 tensors) for each counter.
 
     The four counter words are int64 tensors below 2**32 that broadcast together.
@@ -62,4 +62,6 @@ def dropout(x: Tensor, p: float, key: DropoutKey | None) -> Tensor:
     """
     if key is None or p == 0.0:
         return x
-    return torch.where(keep_mask(x.shape, p, key), x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device))
+    return torch.where(
+        keep_mask(x.shape, p, key), x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device)
+    )

@@ -5,5 +5,5 @@ from torch import Tensor
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias (arXiv:1607.06450). x [..., D]; weight, bias [D] of x's dtype."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias, arXiv:1607.06450. x [..., D]; weight, bias [D]."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)

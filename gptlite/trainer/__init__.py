@@ -1,0 +1,1 @@
+"""Steps, and what happens between them."""

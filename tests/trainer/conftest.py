@@ -34,7 +34,7 @@ def tiny(text: Path, tmp_path: Path) -> list[str]:
         "model.d_model=32",
         "model.sequence_length=32",
         "schedule=constant",
-        "schedule.warmup_steps=2",
+        "schedule.warmup_steps=1",
         "trainer.max_steps=8",
         "trainer.log_interval=1",
         "trainer.eval_samples=8",

@@ -1,7 +1,6 @@
 """Whole runs of a tiny model: what they leave behind, resuming, stopping, refusing."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from run_files import read_metrics, snapshot
+
 from gptlite.checkpoint.load import load_tensors
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.config import CONF_DIR, from_yaml
@@ -32,6 +32,11 @@ def stored(step_folder: Path) -> dict[str, torch.Tensor]:
     }
     load_tensors(step_folder, tensors)
     return tensors
+
+
+def curve(folder: Path, *keys: str) -> list[tuple]:
+    """The step and further columns of the training rows."""
+    return [tuple(row[key] for key in ("step", *keys)) for row in read_metrics(folder) if "loss" in row]
 
 
 def test_a_run_leaves_what_the_contract_says(run, tmp_path: Path) -> None:
@@ -69,8 +74,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, tmp_path: 
     run("whole", *common)
     run("parts", *common, "trainer.max_steps=3")
     run("parts", *common)
-    whole, parts = ([(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("whole", "parts"))
-    assert whole == parts
+    assert curve(tmp_path / "whole", "loss", "grad_norm") == curve(tmp_path / "parts", "loss", "grad_norm")
     final = [stored(tmp_path / name / "checkpoints" / "step-00000008") for name in ("whole", "parts")]
     assert final[0].keys() == final[1].keys()
     assert all(torch.equal(final[0][key], final[1][key]) for key in final[0])
@@ -79,7 +83,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, tmp_path: 
 def test_the_numbers_do_not_depend_on_how_the_batch_is_cut(run, tmp_path: Path) -> None:
     for size in (1, 2, 4):
         run(f"cut{size}", f"data.micro_batch_size={size}", "model.dropout=0.1")
-    curves = [torch.tensor([row["loss"] for row in read_metrics(tmp_path / f"cut{size}") if "loss" in row]) for size in (1, 2, 4)]
+    curves = [torch.tensor(curve(tmp_path / f"cut{size}", "loss")) for size in (1, 2, 4)]
     torch.testing.assert_close(curves[1], curves[0], rtol=1e-5, atol=0)
     torch.testing.assert_close(curves[2], curves[0], rtol=1e-5, atol=0)
 
@@ -88,8 +92,7 @@ def test_the_numbers_do_not_depend_on_how_the_batch_is_cut(run, tmp_path: Path) 
 def test_activation_checkpointing_changes_no_number(run, tmp_path: Path, mode: str) -> None:
     run("plain", "model.dropout=0.1")
     run("recomputed", "model.dropout=0.1", f"parallelism.activation_checkpointing={mode}")
-    curves = [[row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("plain", "recomputed")]
-    assert curves[0] == curves[1]
+    assert curve(tmp_path / "plain", "loss") == curve(tmp_path / "recomputed", "loss")
 
 
 def test_weights_alone_start_a_new_run(run, tmp_path: Path) -> None:
@@ -160,7 +163,7 @@ def test_length_and_logging_may_change(run, tmp_path: Path, capsys) -> None:
     run("a", "trainer.max_steps=2")
     code, _ = run("a", "trainer.max_steps=5", "trainer.log_interval=2", "checkpoint.keep=1", "optimizer.lr=1e-4")
     assert code == 0
-    assert "optimizer.lr=0.0001 (checkpoint: 0.003)" in capsys.readouterr().out
+    assert "optimizer.lr=0.0001 (was 0.003)" in capsys.readouterr().out
     assert (tmp_path / "a" / "config.1.yaml").exists()
     assert [row["step"] for row in read_metrics(tmp_path / "a") if "loss" in row] == [1, 2, 4, 5]
 

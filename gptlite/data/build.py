@@ -1,0 +1,228 @@
+"""From a data section to batches: prepare on first use, open, load."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import gptlite
+from gptlite.data.cache import cached_folder
+from gptlite.data.check import check_settings, find_recipe
+from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
+from gptlite.data.corpus import (
+    TOKENIZER,
+    TRAIN,
+    VALIDATION,
+    Document,
+    open_split,
+    require_length,
+    train_tokenizer,
+    write_split,
+)
+from gptlite.data.dataset import TokenDataset, TrainSampler
+from gptlite.data.indexed import IndexedDataset
+from gptlite.data.loader import Loader
+from gptlite.data.progress import Log, Progress
+from gptlite.data.text import Span, find_files, scan, split
+from gptlite.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
+from gptlite.errors import ConfigError
+from gptlite.parallelism.mesh import Mesh
+
+_VERSION = "1"  # of what `prepare` writes: a new one makes every cached folder anew
+_SYNTHETIC_VALIDATION = 0.01  # held-out tokens for each training token
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Tokens ready to be read, and the tokenizer that made them.
+
+    `train` and `validation` are int[N], memory-mapped where they come from `folder`. `identity` is what makes it
+    the same data when a run is resumed.
+    """
+
+    name: str
+    folder: Path | None  # None: made up in memory
+    tokenizer: Tokenizer
+    train: np.ndarray
+    validation: np.ndarray
+    identity: dict[str, str]
+
+    @property
+    def num_train_tokens(self) -> int:
+        """Tokens to train on, ends of documents included."""
+        return len(self.train)
+
+    @property
+    def num_validation_tokens(self) -> int:
+        """Held-out tokens, ends of documents included."""
+        return len(self.validation)
+
+    def describe(self) -> str:
+        """One line for people."""
+        where = f", in {self.folder}" if self.folder else ""
+        return (
+            f"{self.name}: {self.num_train_tokens:,} training and {self.num_validation_tokens:,} held-out tokens, "
+            f"{self.tokenizer.kind} vocabulary of {self.tokenizer.vocab_size}{where}"
+        )
+
+
+def prepare(config: DataConfig, seed: int, log: Log = print) -> PreparedData:
+    """The data of a run, from the cache or made now. `seed` draws synthetic tokens and touches no text.
+
+    Raises ConfigError for all that `check` refuses, text shorter than a sequence, a recipe that failed, and damaged
+    files; in none of these cases is there a prepared folder that was not there before.
+    """
+    check_settings(config)
+    match config:
+        case TextConfig():
+            return _open(_text_folder(config, log), "text", config)
+        case CorpusConfig():
+            return _open(_corpus_folder(config, log), config.corpus, config)
+        case SyntheticConfig():
+            return _synthetic(config, seed)
+        case _:
+            raise TypeError(f"{type(config).__name__} names no source")
+
+
+def build_loader(config: DataConfig, prepared: PreparedData, mesh: Mesh, seed: int) -> Loader:
+    """The loader of this rank. ConfigError if the global batch is no whole number of micro-batches on every rank."""
+    per_pass = config.micro_batch_size * mesh.data_size
+    if config.global_batch_size % per_pass:
+        raise ConfigError(
+            f"data.global_batch_size={config.global_batch_size} is not divisible by data.micro_batch_size="
+            f"{config.micro_batch_size} x {mesh.data_size} data-parallel ranks = {per_pass}"
+        )
+    train = TokenDataset(prepared.train, config.sequence_length)
+    return Loader(
+        train,
+        TokenDataset(prepared.validation, config.sequence_length),
+        TrainSampler(train.num_samples, seed, prepared.identity["train"]),
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=config.micro_batch_size,
+        token_bytes=prepared.tokenizer.token_bytes(),
+        device=mesh.device,
+        data_rank=mesh.data_rank,
+        data_size=mesh.data_size,
+    )
+
+
+def _open(folder: Path, name: str, config: DataConfig) -> PreparedData:
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    train, validation = (open_split(folder, part, tokenizer) for part in (TRAIN, VALIDATION))
+    require_length(len(train.tokens), len(validation.tokens), config.sequence_length)
+    identity = {
+        "corpus": name,
+        "tokenizer": tokenizer.fingerprint,
+        "train": _sha256(train),
+        "validation": _sha256(validation),
+        "sequence_length": str(config.sequence_length),
+    }
+    return PreparedData(name, folder, tokenizer, train.tokens, validation.tokens, identity)
+
+
+def _sha256(dataset: IndexedDataset) -> str:
+    assert dataset.meta is not None
+    return dataset.meta.sha256
+
+
+def _text_folder(config: TextConfig, log: Log) -> Path:
+    files = find_files(config.path)
+    key = {
+        "version": _VERSION,
+        "text": scan(files, log),
+        "tokenizer": config.tokenizer,
+        "vocab_size": str(config.vocab_size if config.tokenizer == "sentencepiece" else None),
+        "validation_fraction": str(config.validation_fraction),
+    }
+
+    def make(folder: Path) -> None:
+        log(f"preparing {config.path} once, into {config.cache_dir}")
+        spans = [split(path, config.validation_fraction) for path in files]
+        train, held_out = [a for a, _ in spans if a.size], [b for _, b in spans if b.size]
+        tokenizer = train_tokenizer(
+            config.tokenizer, config.vocab_size, lambda: _documents(train), lambda: _documents(held_out), log
+        )
+        tokenizer.save(folder / TOKENIZER)
+        progress = Progress("tokenizing", sum(span.size for span in train + held_out), log)
+        write_split(folder / TRAIN, _documents(train), tokenizer, progress)
+        write_split(folder / VALIDATION, _documents(held_out), tokenizer, progress)
+        _open(folder, "text", config)
+
+    return cached_folder(Path(config.cache_dir).expanduser(), "text", key, make, log)
+
+
+def _documents(spans: list[Span]) -> Iterable[Document]:
+    return (span.blocks() for span in spans)
+
+
+def _corpus_folder(config: CorpusConfig, log: Log) -> Path:
+    script = find_recipe(config.corpus)
+    source = Path(config.path).expanduser().resolve() if config.path else None
+    key = {
+        "version": _VERSION,
+        "corpus": config.corpus,
+        "recipe": hashlib.sha256(script.read_bytes()).hexdigest(),
+        "source": "" if source is None else f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}",
+        "tokenizer": config.tokenizer,
+        "vocab_size": str(config.vocab_size if config.tokenizer == "sentencepiece" else None),
+    }
+
+    def make(folder: Path) -> None:
+        log(f"preparing {config.corpus} once, into {config.cache_dir}")
+        arguments = [f"output={folder}", f"tokenizer={config.tokenizer}", f"vocab_size={config.vocab_size}"]
+        _run_recipe(script, arguments + ([f"path={source}"] if source else []), config.corpus, log)
+        _open(folder, config.corpus, config)
+
+    return cached_folder(Path(config.cache_dir).expanduser(), config.corpus, key, make, log)
+
+
+def _run_recipe(script: Path, arguments: list[str], corpus: str, log: Log) -> None:
+    # A recipe is a program of its own, run with this Python and this gptlite, installed or not.
+    paths = [str(Path(gptlite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
+    last = ""
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if last:
+                log(last)
+            last = line.rstrip()
+        code = process.wait()
+    finally:
+        process.kill()
+        process.wait()
+    if code:  # its last line says why
+        raise ConfigError(
+            last.removeprefix("error: ") if code == 2 else f"data.corpus={corpus}: {script} failed: {last}"
+        )
+    if last:
+        log(last)
+
+
+def _synthetic(config: SyntheticConfig, seed: int) -> PreparedData:
+    tokenizer = NumberTokenizer(config.vocab_size)
+    held_out = max(round(config.num_tokens * _SYNTHETIC_VALIDATION), config.sequence_length + 1)
+    dtype = np.uint16 if config.vocab_size <= 1 << 16 else np.int32
+    tokens = np.random.default_rng(seed).integers(config.vocab_size, size=config.num_tokens + held_out, dtype=dtype)
+    source = f"synthetic/{seed}/{config.num_tokens}"
+    identity = {
+        "corpus": "synthetic",
+        "tokenizer": tokenizer.fingerprint,
+        "train": source,
+        "validation": source,
+        "sequence_length": str(config.sequence_length),
+    }
+    return PreparedData(
+        "synthetic", None, tokenizer, tokens[: config.num_tokens], tokens[config.num_tokens :], identity
+    )

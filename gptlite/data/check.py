@@ -1,0 +1,69 @@
+"""What is known to be wrong with a data section before anything is written. No torch and no numpy here."""
+
+import importlib.util
+from pathlib import Path
+
+import gptlite
+from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
+from gptlite.data.text import find_files, scan
+from gptlite.errors import ConfigError, did_you_mean
+
+TOKENIZERS = ("sentencepiece", "char", "byte")
+
+
+def check(config: DataConfig) -> None:
+    """Raise ConfigError, naming the key and the fix, for data that could not be prepared. Reads a text once."""
+    check_settings(config)
+    if isinstance(config, TextConfig):
+        scan(find_files(config.path))
+
+
+def check_settings(config: DataConfig) -> None:
+    """The part of `check` that reads no text."""
+    for key in ("global_batch_size", "micro_batch_size", "sequence_length"):
+        if getattr(config, key) < 1:
+            raise ConfigError(f"data.{key}={getattr(config, key)} must be at least 1")
+    match config:
+        case TextConfig():
+            check_tokenizer(config.tokenizer, config.vocab_size)
+            if not 0 < config.validation_fraction < 1:
+                value = config.validation_fraction
+                raise ConfigError(f"data.validation_fraction={value} must be above 0 and below 1, e.g. 0.1")
+        case CorpusConfig():
+            check_tokenizer(config.tokenizer, config.vocab_size)
+            find_recipe(config.corpus)
+            if config.path is not None and not Path(config.path).expanduser().is_file():
+                raise ConfigError(
+                    f"data.path={config.path} is not a file; give the corpus's source, or null to download it"
+                )
+        case SyntheticConfig():
+            if config.vocab_size < 2:
+                raise ConfigError(f"data.vocab_size={config.vocab_size} must be at least 2")
+            if config.num_tokens <= config.sequence_length:
+                raise ConfigError(
+                    f"data.num_tokens={config.num_tokens} is less than one sequence; "
+                    f"take more than data.sequence_length={config.sequence_length}"
+                )
+        case _:
+            raise ConfigError("data has no source; choose data=shakespeare, data=text data.path=..., or data=synthetic")
+
+
+def check_tokenizer(kind: str, vocab_size: int) -> None:
+    """Raise ConfigError for a tokenizer there is not, or a SentencePiece vocabulary of no size."""
+    if kind not in TOKENIZERS:
+        raise ConfigError(f"data.tokenizer={kind} is none of {', '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}")
+    if kind == "sentencepiece" and vocab_size < 1:
+        raise ConfigError(f"data.vocab_size={vocab_size} must be at least 1; 4096 suits a few megabytes of text")
+
+
+def find_recipe(corpus: str) -> Path:
+    """The prepare.py of a corpus: the installed package's, or the checkout's. ConfigError if there is none."""
+    roots = [Path(gptlite.__file__).parents[1] / "data"]
+    if (spec := importlib.util.find_spec("gptlite.recipes")) and spec.submodule_search_locations:
+        roots = [Path(location) for location in spec.submodule_search_locations] + roots
+    recipes = {script.parent.name: script for root in reversed(roots) for script in root.glob("*/prepare.py")}
+    if corpus not in recipes:
+        known = ", ".join(sorted(recipes)) or "none"
+        hint = did_you_mean(corpus, recipes)
+        raise ConfigError(f"data.corpus={corpus} has no recipe data/{corpus}/prepare.py; there is: {known}{hint}")
+    return recipes[corpus]

@@ -1,0 +1,78 @@
+"""The folder every run reads: tokenizer/, train.bin/.idx and val.bin/.idx. Recipes and plain text both end here."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from gptlite.data.check import check_tokenizer
+from gptlite.data.indexed import IndexedDataset, IndexedWriter
+from gptlite.data.progress import Log, Progress
+from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, train_sentencepiece
+from gptlite.errors import ConfigError
+
+TRAIN, VALIDATION, TOKENIZER = "train", "val", "tokenizer"
+_SAMPLE = 32 << 20  # characters SentencePiece learns from: a few seconds, and more hardly changes the pieces
+
+Document = Iterable[str]  # its text, in pieces that end where lines do
+
+
+def train_tokenizer(
+    kind: str,
+    vocab_size: int,
+    training: Callable[[], Iterable[Document]],
+    held_out: Callable[[], Iterable[Document]],
+    log: Log,
+) -> Tokenizer:
+    """A tokenizer for a corpus. SentencePiece learns from the training documents alone.
+
+    The alphabet of `char` is that of both parts, as is usual: a character without an id could not be evaluated.
+    Each argument starts a new pass over its documents. Raises ConfigError.
+    """
+    check_tokenizer(kind, vocab_size)
+    match kind:
+        case "byte":
+            return ByteTokenizer()
+        case "char":
+            alphabet: set[str] = set()
+            for documents in (training(), held_out()):
+                alphabet.update(*(set(block) for document in documents for block in document))
+            return CharTokenizer(alphabet)
+        case _:
+            size = sum(len(block) for document in training() for block in document)
+            every = -(-size // _SAMPLE)
+            used = f"one in {every} megabytes of {size / 1e6:.1f} MB" if every > 1 else f"{size / 1e6:.1f} MB of text"
+            log(f"tokenizer: training SentencePiece, {vocab_size} pieces, on {used}")
+            blocks = (block for document in training() for block in document)
+            lines = (line for n, block in enumerate(blocks) if n % every == 0 for line in block.split("\n"))
+            return train_sentencepiece(lines, vocab_size, log)
+
+
+def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenizer, progress: Progress) -> None:
+    """Tokenize documents, each ended by `eod`, into PREFIX.bin, .idx and .meta.json. `progress` counts bytes."""
+    with IndexedWriter(prefix, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod) as writer:
+        for document in documents:
+            for block in document:
+                num_bytes = len(block.encode())
+                writer.write(tokenizer.encode(block), num_bytes)
+                progress.advance(num_bytes)
+            writer.end_document()
+
+
+def open_split(folder: Path, split: str, tokenizer: Tokenizer) -> IndexedDataset:
+    """One split of a prepared folder. Raises ConfigError if it is damaged or was written by another tokenizer."""
+    dataset = IndexedDataset(folder / split)
+    if dataset.meta is None or dataset.meta.tokenizer != tokenizer.fingerprint:
+        raise ConfigError(
+            f"{folder / split}.bin is not of the tokenizer beside it; delete {folder} to prepare it again"
+        )
+    return dataset
+
+
+def require_length(num_train: int, num_validation: int, sequence_length: int) -> None:
+    """Raise ConfigError unless there is one sequence to train on and one target to evaluate on."""
+    if num_train <= sequence_length:
+        raise ConfigError(
+            f"data.sequence_length={sequence_length} needs more than {sequence_length} training tokens "
+            f"and the text has {num_train}; lower it, or give more text"
+        )
+    if num_validation < 2:
+        raise ConfigError("data: the held-out text has no two tokens; give more text or raise data.validation_fraction")

@@ -1,0 +1,108 @@
+"""Plain text on disk: which files, whether they are UTF-8, and where each is cut for validation."""
+
+import codecs
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptlite.data.progress import Log, Progress
+from gptlite.errors import ConfigError
+
+_BLOCK = 1 << 20  # bytes read at a time
+_NEWLINE_WITHIN = 1 << 16  # bytes a cut may move to fall between two lines
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes [start, stop) of a file, cut between characters."""
+
+    path: Path
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        return self.stop - self.start
+
+    def blocks(self) -> Iterator[str]:
+        """The text, in pieces of whole lines of about a megabyte."""
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            while (left := self.stop - file.tell()) > 0:
+                block = file.read(min(_BLOCK, left))
+                block += file.readline(left - len(block)) if left > len(block) else b""
+                yield block.decode("utf-8")
+
+
+def find_files(path: str) -> list[Path]:
+    """The file at `path`, or all *.txt below it in order of name. ConfigError if there is nothing to read."""
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise ConfigError(f"data.path={path} does not exist; give a text file or a folder of .txt files")
+    files = sorted(file for file in root.rglob("*.txt") if file.is_file()) if root.is_dir() else [root]
+    if not files:
+        raise ConfigError(f"data.path={path} holds no .txt files; give a text file or a folder of .txt files")
+    return files
+
+
+def scan(files: list[Path], log: Log = print) -> str:
+    """SHA-256 of the files' contents, in order.
+
+    Raises ConfigError naming the file and the byte where one is not UTF-8, or if there is nothing but white space.
+    """
+    digest = hashlib.sha256()
+    blank = True
+    progress = Progress("reading", sum(file.stat().st_size for file in files), log)
+    for path in files:
+        digest.update(path.stat().st_size.to_bytes(8, "little"))  # so that moving text between files counts
+        for block in _decoded_blocks(path, digest.update):
+            blank = blank and not block.strip()
+            progress.advance(len(block))
+    if blank:
+        raise ConfigError(f"data.path: {_names(files)} has no text in it; give a file that has")
+    return digest.hexdigest()
+
+
+def split(path: Path, validation_fraction: float) -> tuple[Span, Span]:
+    """The training part of a file and the held-out part, its end. The cut falls after a line where one ends nearby."""
+    size = path.stat().st_size
+    cut = round(size * (1 - validation_fraction))
+    start = max(cut - 1, 0)  # the byte before may be the end of a line already
+    with open(path, "rb") as file:
+        file.seek(start)
+        line = file.readline(_NEWLINE_WITHIN)
+    stop = start + len(line)
+    if line.endswith(b"\n") and stop < size:
+        cut = stop
+    else:
+        cut = next((n for n in range(cut, stop) if line[n - start] & 0xC0 != 0x80), stop)
+    return Span(path, 0, cut), Span(path, cut, size)
+
+
+def _decoded_blocks(path: Path, update: Callable[[bytes], None]) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    position = 0
+    try:
+        with open(path, "rb") as file:
+            while True:
+                block = file.read(_BLOCK)
+                pending = len(decoder.getstate()[0])  # the start of a character that the last block ended in
+                update(block)
+                yield decoder.decode(block, final=not block)
+                position += len(block)
+                if not block:
+                    return
+    except UnicodeDecodeError as error:
+        offset = position - pending + error.start
+        raise ConfigError(
+            f"data.path: {path} is not UTF-8 at byte {offset} (0x{error.object[error.start]:02x}); "
+            f"convert it, e.g. iconv -f latin1 -t utf-8"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"data.path: {path} cannot be read ({error.strerror}); give a readable text file") from error
+
+
+def _names(files: list[Path]) -> str:
+    return str(files[0]) if len(files) == 1 else f"none of {len(files)} files, {files[0].name} to {files[-1].name},"

@@ -1,0 +1,333 @@
+"""Preparing: once, whole or not at all, and every wrong input in one line."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gptlite
+from gptlite.data import build, cache
+from gptlite.data.build import build_loader, prepare
+from gptlite.data.check import check, find_recipe
+from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
+from gptlite.data.indexed import IndexedDataset
+from gptlite.data.loader import IGNORE
+from gptlite.errors import ConfigError
+from gptlite.parallelism.mesh import Mesh
+
+TEXT = "".join(f"line {n}: to be, or not to be 😀 漢字\t?\n" for n in range(400))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return {"cache_dir": str(tmp_path / "cache"), "sequence_length": 16}
+
+
+def visible(folder):
+    """What a user would find: names that do not begin with a dot."""
+    return sorted(path.name for path in Path(folder).glob("*") if not path.name.startswith("."))
+
+
+def temporary(folder):
+    return list(Path(folder).glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "char", "byte"])
+def test_text_becomes_two_parts_that_join_to_it(text, settings, kind):
+    data = prepare(TextConfig(path=str(text), tokenizer=kind, vocab_size=400, **settings), seed=1)
+    train, held_out = (data.tokenizer.decode(part.tolist()) for part in (data.train, data.validation))
+    assert train + held_out == TEXT
+    assert len(held_out) == pytest.approx(0.1 * len(TEXT), rel=0.05)
+    assert data.train[-1] == data.validation[-1] == data.tokenizer.eod
+    assert str(data.num_train_tokens) in data.describe().replace(",", "")
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "char", "byte"])
+def test_bits_per_byte_divides_by_the_held_out_text(text, settings, kind):
+    data = prepare(TextConfig(path=str(text), tokenizer=kind, vocab_size=400, **settings), seed=1)
+    loader = build_loader(DataConfig(**settings), data, Mesh(torch.device("cpu")), seed=1)
+    held_out = data.tokenizer.decode(data.validation.tolist())
+    first = data.tokenizer.decode(data.validation[:1].tolist())  # nothing comes before it: not a target
+    assert loader.validation_bytes() == len(held_out.encode()) - len(first.encode())
+    counted = sum(int((batch.targets != IGNORE).sum()) for batch in loader.validation_batches())
+    assert counted == len(data.validation) - 1
+
+
+def test_every_file_is_a_document_and_gives_its_end(tmp_path, settings):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a\n" * 100)
+    (folder / "b.txt").write_text("b\n" * 100)
+    (folder / "empty.txt").write_text("")
+    data = prepare(TextConfig(path=str(folder), tokenizer="byte", **settings), seed=1)
+    eod = data.tokenizer.eod
+    assert data.folder is not None
+    train, held_out = (IndexedDataset(data.folder / part) for part in ("train", "val"))
+    assert [bytes(train.document(n)[:-1].astype(np.uint8)) for n in range(2)] == [b"a\n" * 90, b"b\n" * 90]
+    assert bytes(held_out.document(1)[:-1].astype(np.uint8)) == b"b\n" * 10
+    assert train.num_documents == held_out.num_documents == int((data.validation == eod).sum()) == 2
+
+
+def test_the_second_time_it_is_read_from_the_cache(text, settings, monkeypatch):
+    config = TextConfig(path=str(text), tokenizer="char", **settings)
+    first = prepare(config, seed=1)
+    monkeypatch.setattr(build, "write_split", None)
+    second = prepare(config, seed=2)
+    assert first.folder == second.folder
+    assert first.identity == second.identity
+    assert np.array_equal(first.train, second.train)
+
+
+def test_the_cache_is_keyed_by_what_makes_a_difference(text, settings, tmp_path):
+    def folder(**changes):
+        options = {"path": str(text), "tokenizer": "char"} | settings | changes
+        return prepare(TextConfig(**options), seed=1).folder
+
+    copy = tmp_path / "elsewhere.txt"
+    copy.write_bytes(text.read_bytes())
+    assert folder() == folder(path=str(copy)) == folder(vocab_size=99) == folder(sequence_length=32)
+    longer = tmp_path / "longer.txt"
+    longer.write_text(TEXT + "x")
+    others = [folder(tokenizer="byte"), folder(validation_fraction=0.2), folder(path=str(longer)), folder()]
+    assert len(set(others)) == 4
+
+
+def test_identity_tells_data_apart(text, settings):
+    a, b, c = (
+        prepare(TextConfig(path=str(text), tokenizer=kind, **settings | {"sequence_length": length}), seed=1).identity
+        for kind, length in (("char", 16), ("byte", 16), ("char", 32))
+    )
+    assert {key for key in a if a[key] != b[key]} == {"tokenizer", "train", "validation"}
+    assert {key for key in a if a[key] != c[key]} == {"sequence_length"}
+
+
+def write_bad(path, content):
+    path.write_bytes(content)
+    return str(path)
+
+
+REFUSED = {
+    "missing": (lambda p: {"path": str(p / "foo")}, "data.path=.*foo does not exist; give a text file"),
+    "folder without text": (lambda p: {"path": str(p)}, "holds no .txt files"),
+    "empty": (lambda p: {"path": write_bad(p / "e", b"")}, "has no text in it"),
+    "white space": (lambda p: {"path": write_bad(p / "e", b" \n\n ")}, "has no text in it"),
+    "not utf-8": (lambda p: {"path": write_bad(p / "l", b"caf\xe9 ole")}, r"l is not UTF-8 at byte 3 \(0xe9\)"),
+    "tokenizer": (lambda p: {"path": write_bad(p / "t", b"x"), "tokenizer": "chr"}, "did you mean char?"),
+    "vocabulary": (
+        lambda p: {"path": write_bad(p / "t", b"x"), "vocab_size": 0, "tokenizer": "sentencepiece"},
+        "data.vocab_size=0 must be",
+    ),
+    "fraction 0": (lambda p: {"path": write_bad(p / "t", b"x"), "validation_fraction": 0.0}, "must be above 0"),
+    "fraction 1": (lambda p: {"path": write_bad(p / "t", b"x"), "validation_fraction": 1.0}, "below 1"),
+    "micro-batch": (lambda p: {"path": write_bad(p / "t", b"x"), "micro_batch_size": 0}, "data.micro_batch_size=0"),
+    "length": (lambda p: {"path": write_bad(p / "t", b"x"), "sequence_length": -1}, "data.sequence_length=-1"),
+}
+REFUSED_WHILE_PREPARING = {
+    "too short": (lambda p: {"path": write_bad(p / "s", b"short\n")}, "data.sequence_length=16 needs more than 16"),
+    "no room": (
+        lambda p: {"path": write_bad(p / "s", b"short\n"), "tokenizer": "sentencepiece", "vocab_size": 9},
+        "9 has no",
+    ),
+    "nothing held out": (
+        lambda p: {"path": write_bad(p / "s", b"x" * 100), "validation_fraction": 1e-9},
+        "data.validation_fraction",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED | REFUSED_WHILE_PREPARING)
+def test_wrong_input_is_refused_in_one_line_and_leaves_nothing(tmp_path, settings, case):
+    options, message = (REFUSED | REFUSED_WHILE_PREPARING)[case]
+    config = TextConfig(**{"tokenizer": "char", **settings, **options(tmp_path)})
+    for refuse in [lambda: prepare(config, seed=1)] + ([lambda: check(config)] if case in REFUSED else []):
+        with pytest.raises(ConfigError, match=message) as error:
+            refuse()
+        assert "\n" not in str(error.value)
+    assert visible(settings["cache_dir"]) == []
+    assert temporary(settings["cache_dir"]) == []
+
+
+def test_a_longer_sequence_than_the_cached_text_is_refused(text, settings):
+    prepare(TextConfig(path=str(text), tokenizer="char", **settings), seed=1)
+    with pytest.raises(ConfigError, match=r"data\.sequence_length=99999 needs more than 99999 training tokens"):
+        prepare(TextConfig(path=str(text), tokenizer="char", **settings | {"sequence_length": 99999}), seed=1)
+
+
+def test_a_cache_that_cannot_be_written_is_named(text, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"data\.cache_dir=.*file/cache cannot be written"):
+        prepare(TextConfig(path=str(text), tokenizer="char", cache_dir=str(tmp_path / "file" / "cache")), seed=1)
+
+
+def test_a_damaged_cache_is_named(text, settings):
+    config = TextConfig(path=str(text), tokenizer="char", **settings)
+    folder = prepare(config, seed=1).folder
+    assert folder is not None
+    (folder / "val.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"val\.bin is damaged: it has 1 bytes"):
+        prepare(config, seed=1)
+
+
+def test_ctrl_c_leaves_nothing_and_the_next_time_works(text, settings, monkeypatch):
+    config = TextConfig(path=str(text), tokenizer="char", **settings)
+    real = build.write_split
+
+    def interrupted(prefix, *rest):
+        if prefix.name == "val":
+            raise KeyboardInterrupt
+        real(prefix, *rest)
+
+    monkeypatch.setattr(build, "write_split", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, seed=1)
+    assert visible(settings["cache_dir"]) == []
+    assert temporary(settings["cache_dir"]) == []
+    monkeypatch.undo()
+    assert prepare(config, seed=1).num_train_tokens > 0
+
+
+def test_leftovers_of_a_killed_process_are_cleared(tmp_path):
+    def make(folder):
+        (folder / "file").write_text("x")
+
+    folder = cache.cached_folder(tmp_path, "n", {}, make, print)
+    folder.rename(folder.with_name(f".tmp-{folder.name}-dead"))
+    cache.cached_folder(tmp_path, "n", {}, make, print)
+    assert visible(tmp_path) == [folder.name]
+    assert temporary(tmp_path) == []
+
+
+TWO = """
+import sys, time
+from pathlib import Path
+from gptlite.data.cache import cached_folder
+def make(folder):
+    print("making", flush=True)
+    time.sleep(1)
+    (folder / "file").write_text("whole")
+folder = cached_folder(Path(sys.argv[1]), "n", {}, make, lambda line: print("log", line, flush=True))
+print((folder / "file").read_text())
+"""
+
+
+def test_two_processes_at_once_make_it_once(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(gptlite.__file__).parents[1])}
+    command = [sys.executable, "-c", TWO, str(tmp_path)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    said = [process.communicate(timeout=60)[0] for process in processes]
+    assert "".join(said).count("making") == 1
+    assert all(text.endswith("whole\n") for text in said)
+
+
+def test_synthetic_tokens_follow_the_seed_and_nothing_else(settings):
+    config = SyntheticConfig(vocab_size=100, num_tokens=5000, **settings)
+    a, b, c = (prepare(config, seed) for seed in (1, 1, 2))
+    assert np.array_equal(a.train, b.train)
+    assert not np.array_equal(a.train, c.train)
+    assert (len(a.train), a.train.max(), a.folder) == (5000, 99, None)
+    assert a.tokenizer.vocab_size == 100
+    assert a.identity != c.identity
+    loader = build_loader(config, a, Mesh(torch.device("cpu")), seed=1)
+    assert loader.batch(0, 0).tokens.shape == (16, 16)
+    assert loader.validation_bytes()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (SyntheticConfig(vocab_size=1), "data.vocab_size=1 must be at least 2"),
+        (SyntheticConfig(num_tokens=256), "data.num_tokens=256 is less than one sequence"),
+        (CorpusConfig(corpus="shakespear"), "data.corpus=shakespear has no recipe.*did you mean shakespeare?"),
+        (CorpusConfig(corpus="shakespeare", tokenizer="word"), "data.tokenizer=word is none of"),
+        (CorpusConfig(corpus="shakespeare", path="/nowhere"), "data.path=/nowhere is not a file"),
+        (DataConfig(), "data has no source"),
+    ],
+)
+def test_other_sections_are_refused_too(config, message):
+    for refuse in (lambda: check(config), lambda: prepare(config, seed=1)):
+        with pytest.raises(ConfigError, match=message):
+            refuse()
+
+
+def test_a_global_batch_that_ranks_cannot_share_is_refused(settings):
+    config = SyntheticConfig(num_tokens=5000, global_batch_size=24, micro_batch_size=16, **settings)
+    with pytest.raises(ConfigError, match=r"data\.global_batch_size=24 is not divisible by .*=16 x 1"):
+        build_loader(config, prepare(config, 1), Mesh(torch.device("cpu")), seed=1)
+
+
+RECIPE = """
+import sys
+from pathlib import Path
+from gptlite.data.corpus import train_tokenizer, write_split
+from gptlite.data.progress import Progress
+arguments = dict(argument.split("=", 1) for argument in sys.argv[1:])
+print("said by the recipe")
+{action}
+folder = Path(arguments["output"])
+documents = [["to be or not to be\\n" * 20]]
+tokenizer = train_tokenizer("char", 0, lambda: documents, lambda: documents, print)
+tokenizer.save(folder / "tokenizer")
+for name in ("train", "val"):
+    write_split(folder / name, documents, tokenizer, Progress("", 1, print))
+"""
+
+
+def run_recipe(tmp_path, monkeypatch, settings, action):
+    script = tmp_path / "prepare.py"
+    script.write_text(RECIPE.format(action=action))
+    monkeypatch.setattr(build, "find_recipe", lambda corpus: script)
+    monkeypatch.setattr("gptlite.data.check.find_recipe", lambda corpus: script)
+    said = []
+    return prepare(CorpusConfig(corpus="mine", **settings), 1, said.append), said
+
+
+def test_a_recipe_is_run_and_heard(tmp_path, monkeypatch, settings):
+    data, said = run_recipe(tmp_path, monkeypatch, settings, "")
+    assert data.num_train_tokens == 20 * 19 + 1
+    assert "said by the recipe" in said
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("print('error: data.path=x is wrong; do y', file=sys.stderr); sys.exit(2)", "^data.path=x is wrong; do y$"),
+        ("raise RuntimeError('a bug')", "data.corpus=mine: .*prepare.py failed: RuntimeError: a bug"),
+        ("sys.exit(0)", "holds no tokenizer"),
+        ("import os; os.abort()", "data.corpus=mine: .*prepare.py failed"),
+    ],
+)
+def test_a_recipe_that_fails_says_why_and_leaves_nothing(tmp_path, monkeypatch, settings, action, message):
+    with pytest.raises(ConfigError, match=message):
+        run_recipe(tmp_path, monkeypatch, settings, action)
+    assert visible(settings["cache_dir"]) == []
+    assert temporary(settings["cache_dir"]) == []
+
+
+def test_checking_needs_no_torch_and_no_numpy():
+    code = "import sys, gptlite.data.check; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+    environment = os.environ | {"PYTHONPATH": str(Path(gptlite.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+def test_resuming_at_a_billion_samples_takes_no_time(settings):
+    config = SyntheticConfig(num_tokens=5000, **settings)
+    loader = build_loader(config, prepare(config, 1), Mesh(torch.device("cpu")), seed=1)
+    start = time.monotonic()
+    loader.batch(10**9, 0)
+    assert time.monotonic() - start < 1
+
+
+def test_the_shakespeare_recipe_is_found():
+    assert find_recipe("shakespeare").is_file()

@@ -1,0 +1,142 @@
+"""The files of tokens: their bytes, and what is said when they are damaged."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from gptlite.data.indexed import IndexedDataset, IndexedWriter
+from gptlite.errors import ConfigError
+
+DOCUMENTS = [[5, 6, 7], [], [8]]
+EOD = 9
+
+
+def write(prefix, documents=DOCUMENTS, vocab_size=10):
+    with IndexedWriter(prefix, "fingerprint", vocab_size, EOD) as writer:
+        for document in documents:
+            writer.write(document, text_bytes=2 * len(document))
+            writer.end_document()
+    return prefix
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write(tmp_path / "train")
+
+
+def test_layout_is_megatrons_byte_for_byte(prefix):
+    assert prefix.with_suffix(".bin").read_bytes() == struct.pack("<7H", 5, 6, 7, EOD, EOD, 8, EOD)
+    index = prefix.with_suffix(".idx").read_bytes()
+    assert index[:9] == b"MMIDIDX\0\0"
+    assert struct.unpack_from("<QBQQ", index, 9) == (1, 8, 3, 4)  # version, uint16, sequences, documents + 1
+    assert struct.unpack_from("<3i", index, 34) == (4, 1, 2)
+    assert struct.unpack_from("<3q", index, 46) == (0, 8, 10)
+    assert struct.unpack_from("<4q", index, 70) == (0, 1, 2, 3)
+    assert len(index) == 102
+
+
+def test_reads_back_documents_and_counts(prefix):
+    dataset = IndexedDataset(prefix)
+    assert dataset.tokens.tolist() == [5, 6, 7, EOD, EOD, 8, EOD]
+    assert [dataset.document(n).tolist() for n in range(3)] == [[5, 6, 7, EOD], [EOD], [8, EOD]]
+    assert dataset.meta is not None
+    assert (dataset.meta.documents, dataset.meta.tokens, dataset.meta.text_bytes) == (3, 7, 8)
+    dataset.verify()
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65499, "<u2"), (65500, "<i4"), (200_000, "<i4")])
+def test_takes_four_bytes_where_two_do_not_do(tmp_path, vocab_size, dtype):
+    dataset = IndexedDataset(write(tmp_path / "train", [[vocab_size - 1]], vocab_size))
+    assert dataset.tokens.dtype == np.dtype(dtype)
+    assert dataset.tokens[0] == vocab_size - 1
+
+
+@pytest.mark.parametrize("token", [-1, 10, 70_000])
+def test_a_token_outside_the_vocabulary_is_refused_not_wrapped_and_leaves_no_file(tmp_path, token):
+    with pytest.raises(ValueError, match="outside the vocabulary of 10"):
+        write(tmp_path / "train", [[1], [token]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_document_is_several_sequences(tmp_path, monkeypatch):
+    monkeypatch.setattr("gptlite.data.indexed._MAX_SEQUENCE", 4)
+    with IndexedWriter(tmp_path / "train", "", 10, EOD) as writer:
+        for part in ([1, 2, 3], [4, 5, 6]):
+            writer.write(part, 3)
+        writer.end_document()
+    dataset = IndexedDataset(tmp_path / "train")
+    assert dataset.lengths.tolist() == [3, 4]
+    assert dataset.document(0).tolist() == [1, 2, 3, 4, 5, 6, EOD]
+
+
+def test_reads_what_megatron_wrote(tmp_path):
+    """No .meta.json, int32, a document of two sequences, an empty document that adds an index and no sequence."""
+    (tmp_path / "m.bin").write_bytes(np.arange(6, dtype="<i4").tobytes())
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 3, 4)
+    arrays = struct.pack("<3i", 1, 2, 3) + struct.pack("<3q", 0, 4, 12) + struct.pack("<4q", 0, 2, 2, 3)
+    (tmp_path / "m.idx").write_bytes(header + arrays)
+    dataset = IndexedDataset(tmp_path / "m")
+    assert dataset.meta is None
+    assert [dataset.document(n).tolist() for n in range(3)] == [[0, 1, 2], [], [3, 4, 5]]
+
+
+def test_no_documents_at_all(tmp_path):
+    dataset = IndexedDataset(write(tmp_path / "train", []))
+    assert len(dataset.tokens) == dataset.num_documents == 0
+
+
+def poke(path, offset, data):
+    content = bytearray(path.read_bytes())
+    content[offset : offset + len(data)] = data
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "bin missing": (".bin", lambda p: p.unlink(), "cannot be opened"),
+    "bin truncated": (".bin", lambda p: p.write_bytes(p.read_bytes()[:-1]), "has 13 bytes where its .idx says 14"),
+    "bin too long": (".bin", lambda p: p.write_bytes(p.read_bytes() + b"x"), "has 15 bytes"),
+    "idx missing": (".idx", lambda p: p.unlink(), "cannot be opened"),
+    "idx empty": (".idx", lambda p: p.write_bytes(b""), "does not begin with"),
+    "magic": (".idx", lambda p: poke(p, 0, b"X"), "does not begin with"),
+    "version": (".idx", lambda p: poke(p, 9, b"\7"), "version is 7"),
+    "dtype": (".idx", lambda p: poke(p, 17, b"\6"), "dtype code is 6"),
+    "idx truncated": (".idx", lambda p: p.write_bytes(p.read_bytes()[:-8]), "has 94 bytes"),
+    "sequences": (".idx", lambda p: poke(p, 18, b"\4"), "102 bytes where 4 sequences"),
+    "document indices": (".idx", lambda p: poke(p, 70, b"\1"), "run from sequence 1 to 3"),
+    "meta": (".meta.json", lambda p: p.write_text("{"), "cannot be read"),
+    "meta of others": (".meta.json", lambda p: p.write_text(p.read_text().replace("7", "8")), "counts 8 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_named(prefix, case):
+    suffix, damage, message = DAMAGE[case]
+    path = prefix.with_name("train" + suffix)
+    damage(path)
+    with pytest.raises(ConfigError) as error:
+        IndexedDataset(prefix)
+    assert str(error.value).startswith(str(path))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_verify_finds_a_changed_token(prefix):
+    poke(prefix.with_suffix(".bin"), 0, b"\4")
+    with pytest.raises(ConfigError, match="sha256"):
+        IndexedDataset(prefix).verify()
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path):
+    def documents():
+        yield [1, 2]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "train", documents())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_meta_is_plain_json(prefix):
+    assert json.loads(prefix.with_name("train.meta.json").read_text())["eod"] == EOD

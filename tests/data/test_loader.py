@@ -1,0 +1,139 @@
+"""Batches are pure functions of the number of samples before them, and validation counts each target once."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gptlite.data.dataset import TokenDataset, TrainSampler
+from gptlite.data.loader import IGNORE, Loader
+
+LENGTH, TOKENS = 8, 1003
+
+
+def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS):
+    train = TokenDataset(np.arange(tokens, dtype=np.uint16), LENGTH)
+    return Loader(
+        train,
+        TokenDataset(np.arange(validation, dtype=np.uint16), LENGTH),
+        TrainSampler(train.num_samples, seed=3, dataset="d"),
+        global_batch_size=total,
+        micro_batch_size=micro,
+        token_bytes=np.arange(1000) % 5,
+        device=torch.device("cpu"),
+        data_rank=rank,
+        data_size=size,
+    )
+
+
+def global_batch(consumed, micro, size):
+    loaders = [loader(micro, rank=rank, size=size) for rank in range(size)]
+    batches = [part.batch(consumed, m) for m in range(loaders[0].num_micro_batches) for part in loaders]
+    return {name: torch.cat([getattr(b, name) for b in batches]) for name in ("tokens", "targets", "sample_ids")}
+
+
+def test_chunks_cover_every_target_once():
+    dataset = TokenDataset(np.arange(TOKENS, dtype=np.uint16), LENGTH)
+    assert (dataset.num_samples, dataset.num_chunks) == (125, 126)
+    assert np.concatenate([dataset[j][1:] for j in range(126)]).tolist() == list(range(1, TOKENS))
+    assert dataset[1].tolist() == list(range(8, 17))
+    with pytest.raises(IndexError, match="chunk 126 of 126"):
+        dataset[126]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 8, 9, 10])
+def test_texts_about_as_long_as_a_chunk(count):
+    dataset = TokenDataset(np.arange(count), LENGTH)
+    assert dataset.num_samples == (1 if count >= 9 else 0)
+    assert sum(len(dataset[j]) - 1 for j in range(dataset.num_chunks)) == max(count - 1, 0)
+
+
+def test_targets_are_the_tokens_one_further_on_and_ids_are_the_samples():
+    batch = loader().batch(24, 1)
+    assert torch.equal(batch.targets, batch.tokens + 1)  # the text counts upwards
+    assert batch.sample_ids.tolist() == [26, 27]
+    sampler = TrainSampler(125, seed=3, dataset="d")
+    assert (batch.tokens[:, 0] // LENGTH).tolist() == sampler.samples(26, 2).tolist()
+    assert (batch.tokens.dtype, batch.targets.dtype, batch.sample_ids.dtype) == (torch.int64,) * 3
+
+
+@pytest.mark.parametrize("consumed", [0, 12, 120, 9996])
+def test_the_global_batch_is_the_same_however_it_is_cut(consumed):
+    whole = global_batch(consumed, micro=12, size=1)
+    assert whole["sample_ids"].tolist() == list(range(consumed, consumed + 12))
+    for micro, size in [(1, 1), (2, 2), (1, 4), (3, 4), (4, 3), (1, 12)]:
+        cut = global_batch(consumed, micro, size)
+        assert all(torch.equal(cut[name], whole[name]) for name in whole)
+
+
+def test_a_run_resumes_by_one_integer():
+    run = loader()
+    uninterrupted = [run.batch(12 * step, m) for step in range(30) for m in range(6)]
+    resumed = loader()
+    for step in range(17, 30):
+        for m in range(6):
+            batch = resumed.batch(12 * step, m)
+            assert torch.equal(batch.tokens, uninterrupted[6 * step + m].tokens)
+            assert torch.equal(batch.sample_ids, uninterrupted[6 * step + m].sample_ids)
+
+
+def test_reading_ahead_never_changes_what_is_asked_for():
+    order = [(0, 0), (0, 1), (36, 3), (0, 1), (0, 2), (0, 5), (12, 0), (24, 0)]
+    reader = loader()
+    for wanted in order:
+        assert torch.equal(reader.batch(*wanted).tokens, loader().batch(*wanted).tokens)
+    reader.close()
+
+
+def test_an_epoch_holds_every_chunk_once():
+    reader = loader(micro=12)
+    first = [int(t) // LENGTH for step in range(0, 132, 12) for t in reader.batch(step, 0).tokens[:, 0]]
+    assert sorted(first[:125]) == list(range(125))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("count", [2, 9, 10, 33, 100])
+def test_validation_counts_each_target_once_over_all_ranks(size, count):
+    parts = [list(loader(micro=2, rank=r, size=size, validation=count).validation_batches()) for r in range(size)]
+    assert len({len(part) for part in parts}) == 1  # or a collective would wait for ever
+    batches = [batch for part in parts for batch in part]
+    assert all(batch.tokens.shape == (2, LENGTH) for batch in batches)
+    counted = torch.cat([batch.targets[batch.targets != IGNORE] for batch in batches])
+    assert sorted(counted.tolist()) == list(range(1, count))
+    for batch in batches:
+        seen = batch.targets != IGNORE
+        assert torch.equal(batch.tokens[seen] + 1, batch.targets[seen])
+        assert (batch.sample_ids >= 0).all()
+
+
+@pytest.mark.parametrize("limit", [None, 1, 3, 12, 13, 500])
+def test_bytes_are_those_of_the_counted_targets(limit):
+    reader = loader()
+    counted = torch.cat([b.targets[b.targets != IGNORE] for b in reader.validation_batches(limit)])
+    assert reader.validation_bytes(limit) == int((counted % 5).sum())
+    rows = sum(int((b.targets != IGNORE).any(dim=1).sum()) for b in reader.validation_batches(limit))
+    assert rows == min(limit or 13, 13)
+
+
+def test_a_limited_validation_is_spread_over_the_text_and_always_the_same():
+    first, again = ([b.sample_ids.tolist() for b in loader().validation_batches(4)] for _ in range(2))
+    assert first == again == [[0, 3], [6, 9]]
+
+
+def test_bits_per_byte_of_a_uniform_byte_model_is_eight():
+    """A model that gives every byte 1/256 needs eight bits for each: the accounting must say so."""
+    reader = loader()
+    reader._token_bytes = np.ones(1000, dtype=np.int64)
+    nats = sum(int((b.targets != IGNORE).sum()) for b in reader.validation_batches()) * math.log(256)
+    assert nats / math.log(2) / reader.validation_bytes() == pytest.approx(8)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu():
+    reader = loader()
+    reader._device = torch.device("cuda")
+    for m in range(6):
+        batch = reader.batch(0, m)
+        assert batch.tokens.is_cuda
+        assert torch.equal(batch.tokens.cpu(), loader().batch(0, m).tokens)

@@ -1,0 +1,140 @@
+"""Tokenizers lose nothing, and count the bytes they stand for."""
+
+import random
+
+import numpy as np
+import pytest
+
+from gptlite.data.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    NumberTokenizer,
+    StreamDecoder,
+    load_tokenizer,
+    train_sentencepiece,
+)
+from gptlite.errors import ConfigError
+
+TEXTS = [
+    "First Citizen:\nBefore we proceed any further, hear me speak.\n\n",
+    "emoji 😀👩‍👩‍👧 and 漢字かな\ttabs\t\there  double   triple spaces ",
+    " leading\r\nwindows\r\n\n\n\n 1234567 \x00 \x7f \ufeff é e\u0301",
+    "<s></s><unk><0x0A> ▅ ﬁ Å",
+    "\n",
+    "",
+]
+TRAINING = "\n".join(TEXTS[:1] * 20 + ["the quick brown fox\tjumps over 13 lazy dogs, again and again"] * 20)
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    return {
+        "sentencepiece": train_sentencepiece(TRAINING.split("\n"), 320, print),
+        "char": CharTokenizer(set("".join(TEXTS))),
+        "byte": ByteTokenizer(),
+    }
+
+
+KINDS = pytest.mark.parametrize("kind", ["sentencepiece", "char", "byte"])
+
+
+@KINDS
+@pytest.mark.parametrize("text", TEXTS)
+def test_round_trip_and_its_bytes(tokenizers, kind, text):
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.eod not in ids
+
+
+@KINDS
+def test_eod_stands_for_nothing(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    assert tokenizer.token_bytes()[tokenizer.eod] == 0
+    assert tokenizer.decode([tokenizer.eod]) == ""
+    assert tokenizer.token_bytes().shape == (tokenizer.vocab_size,)
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size
+
+
+@KINDS
+def test_any_ids_decode_and_stream_to_the_same_text(tokenizers, kind):
+    tokenizer, rng = tokenizers[kind], random.Random(0)
+    for _ in range(50):
+        ids = [rng.randrange(-3, tokenizer.vocab_size + 60) for _ in range(rng.randrange(40))]
+        stream = StreamDecoder(tokenizer)
+        assert "".join([stream.push(token) for token in ids]) + stream.flush() == tokenizer.decode(ids)
+
+
+def test_stream_gives_a_character_when_its_last_byte_is_there():
+    stream = StreamDecoder(ByteTokenizer())
+    assert [stream.push(byte) for byte in "a😀".encode()] == ["a", "", "", "", "😀"]
+    assert [stream.push(byte) for byte in "漢".encode()[:2]] == ["", ""]
+    assert stream.flush() == "\ufffd"
+
+
+@KINDS
+def test_saved_and_loaded_is_the_same(tokenizers, kind, tmp_path):
+    tokenizers[kind].save(tmp_path / "tokenizer")
+    loaded = load_tokenizer(tmp_path / "tokenizer")
+    assert loaded.fingerprint == tokenizers[kind].fingerprint
+    assert loaded.encode(TEXTS[1]) == tokenizers[kind].encode(TEXTS[1])
+
+
+def test_fingerprints_tell_tokenizers_apart(tokenizers):
+    others = [CharTokenizer("abc"), CharTokenizer("abd"), NumberTokenizer(5), NumberTokenizer(6)]
+    assert len({t.fingerprint for t in [*tokenizers.values(), *others]}) == 7
+    assert CharTokenizer("cba").fingerprint == CharTokenizer("abc").fingerprint
+
+
+def test_sentencepiece_agrees_with_its_own_decoder_and_is_cut_anywhere(tokenizers, monkeypatch):
+    tokenizer = tokenizers["sentencepiece"]
+    ids = tokenizer.encode(TRAINING)
+    assert tokenizer._processor.decode(ids) == TRAINING
+    for size in (1, 7, 100):
+        monkeypatch.setattr("gptlite.data.tokenizer._CHUNK", size)
+        assert tokenizer.encode(TRAINING) == ids
+
+
+def test_sentencepiece_learns_from_lines_of_any_length():
+    """Its trainer skips lines above a limit without a word."""
+    tokenizer = train_sentencepiece(["wombat " * 2000], 300, print)
+    assert len(tokenizer.encode("wombat wombat")) <= 4
+
+
+def test_sentencepiece_gives_a_small_text_what_it_has():
+    said = []
+    tokenizer = train_sentencepiece(["hello world"], 4096, said.append)
+    assert tokenizer.vocab_size < 4096
+    assert said == [f"tokenizer: the text has only {tokenizer.vocab_size} pieces, fewer than data.vocab_size=4096"]
+
+
+def test_sentencepiece_without_room_for_the_bytes_says_how_many_it_needs():
+    with pytest.raises(ConfigError, match=r"data.vocab_size=100 has no room .* take at least (\d+)") as error:
+        train_sentencepiece(["hello world"], 100, print)
+    least = int(str(error.value).split()[-1])
+    assert train_sentencepiece(["hello world"], least, print).vocab_size == least
+
+
+def test_a_character_outside_the_alphabet_is_the_unknown_one():
+    tokenizer = CharTokenizer("ab")
+    assert tokenizer.encode("aéb") == [0, tokenizer.unknown, 1]
+    assert tokenizer.decode(tokenizer.encode("aéb")) == "a\ufffdb"
+
+
+def test_numbers():
+    tokenizer = NumberTokenizer(50)
+    assert tokenizer.decode([3, 0, 49, 7]) == "3 0 7 "
+    assert tokenizer.encode("3, 60") == [3, 10]
+    assert tokenizer.encode("\n") == [0]
+    assert np.array_equal(tokenizer.token_bytes()[[3, 10, 49]], [2, 3, 0])
+
+
+@pytest.mark.parametrize(
+    "content", [None, "{", '{"kind": "word"}', '{"kind": "char"}', '{"kind": "sentencepiece"}', "[]"]
+)
+def test_a_folder_without_a_tokenizer_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "definition.json").write_text(content)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,98 @@
+"""Initial weights: GPT-2's distribution, and each a function of (seed, name, offset) alone."""
+
+import math
+
+import pytest
+import torch
+
+from gptlite.model.config import GPTConfig
+from gptlite.model.gpt import GPT
+from gptlite.model.init import BLOCK, draw_normal_, init_weights, parameter_count
+
+SHAPE = {"num_heads": 2, "d_model": 64, "vocab_size": 1000, "sequence_length": 128}
+
+
+def weights(seed: int = 0, **overrides) -> dict[str, torch.Tensor]:
+    config = GPTConfig(**SHAPE | {"num_layers": 2} | overrides)
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(math.nan)  # what is left out shows
+    init_weights(model, config, seed)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def drawn(size: int, name: str = "w", seed: int = 0) -> torch.Tensor:
+    tensor = torch.empty(size)
+    draw_normal_(tensor, 1.0, seed, name)
+    return tensor
+
+
+@pytest.fixture(scope="module")
+def initial():
+    return weights()
+
+
+def test_distribution(initial):
+    for name, value in initial.items():
+        if value.ndim == 1:
+            assert torch.all(value == (1.0 if name.endswith("norm.weight") else 0.0)), name
+            continue
+        residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
+        std = 0.02 / math.sqrt(2 * 2) if residual else 0.02
+        count = value.numel()
+        assert abs(float(value.std()) / std - 1) < 5 / math.sqrt(2 * count), name
+        assert abs(float(value.mean())) < 5 * std / math.sqrt(count), name
+        assert abs(float((value / std).pow(4).mean()) - 3) < 5 * math.sqrt(96 / count), name  # a normal's kurtosis
+
+
+def test_init_std():
+    assert torch.equal(weights(init_std=0.04)["layers.0.mlp.up.weight"], 2 * weights()["layers.0.mlp.up.weight"])
+
+
+def test_the_seed_decides(initial):
+    again, other = weights(), weights(seed=1)
+    for name, value in initial.items():
+        assert torch.equal(value, again[name])
+        assert value.ndim == 1 or not torch.equal(value, other[name])
+
+
+def test_torchs_own_generator_is_neither_read_nor_moved(initial):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    draw_normal_(torch.empty(10), 1.0, 0, "w")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_parameter_depends_on_another(initial):
+    """More layers, more or fewer neighbours: what has the same name and shape has the same values."""
+    others = weights(num_layers=5, tied_embeddings=False, bias=False)
+    shared = [name for name in initial if name in others and not name.endswith(("proj.weight", "down.weight"))]
+    assert "layers.1.attn.qkv.weight" in shared
+    for name in shared:
+        assert torch.equal(initial[name], others[name]), name
+    scaled = others["layers.1.mlp.down.weight"] * math.sqrt(5 / 2)
+    torch.testing.assert_close(scaled, initial["layers.1.mlp.down.weight"])
+
+
+def test_parameters_of_one_shape_differ(initial):
+    matrices = [value for name, value in initial.items() if name.endswith("qkv.weight")]
+    assert not torch.equal(*matrices)
+    correlation = torch.corrcoef(torch.stack([m.flatten() for m in matrices]))[0, 1]
+    assert abs(correlation) < 5 / math.sqrt(matrices[0].numel())
+
+
+def test_a_shard_can_draw_its_blocks_alone():
+    """A parameter past the block size is its blocks, whatever else of it is drawn."""
+    whole, shorter = drawn(2 * BLOCK + 77), drawn(BLOCK + 5)
+    assert torch.equal(whole[: BLOCK + 5], shorter)
+    assert torch.equal(whole[:3], drawn(3))
+    first, second, third = whole.split(BLOCK)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[:77], third)
+    correlation = torch.corrcoef(torch.stack([first, second]))[0, 1]
+    assert abs(correlation) < 5 / math.sqrt(BLOCK)
+
+
+def test_parameter_count(initial):
+    assert parameter_count(initial.values()) == 1024 * 64 + 128 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64

@@ -1,0 +1,176 @@
+"""The GPT's plan on one device: meta build, recomputation, compilation and the compute dtype change no result."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from gptlite.model.config import GPTConfig
+from gptlite.model.gpt import GPT
+from gptlite.model.init import init_weights, parameter_count
+from gptlite.model.parallelize import materialize, parallelize
+from gptlite.ops.config import Attention
+from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
+from gptlite.parallelism.mesh import Mesh
+from gptlite.precision import Policy
+
+CPU = torch.device("cpu")
+FP32, BF16 = Policy(torch.float32, "test"), Policy(torch.bfloat16, "test")
+NONE, FULL, SELECTIVE = (ActivationCheckpointing(name) for name in ("none", "full", "selective"))
+
+
+def plan(model, recompute=NONE, policy=FP32, compile=False):
+    (part,) = parallelize(
+        model, Mesh(CPU), ParallelismConfig(activation_checkpointing=recompute), policy, compile=compile
+    )
+    return part
+
+
+def step(model, batch):
+    loss = model(*batch)
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("choice", [Attention.matmul, Attention.sdpa], ids=lambda choice: choice.value)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("recompute", [FULL, SELECTIVE], ids=lambda mode: mode.value)
+def test_recomputation_changes_no_bit(tiny, batch, recompute, dropout, choice):
+    want = step(plan(tiny(choice, dropout=dropout)), batch)
+    model = plan(tiny(choice, dropout=dropout), recompute)
+    got = step(model, batch)
+    assert got.keys() == want.keys()  # names too: checkpoints do not depend on the mode
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize(("recompute", "calls"), [(NONE, 1), (FULL, 2), (SELECTIVE, 2)], ids=str)
+def test_how_often_a_block_runs(tiny, batch, recompute, calls):
+    model, seen = plan(tiny(), recompute), []
+    for block in model.layers.values():
+        block.mlp.register_forward_pre_hook(lambda *_: seen.append(1))
+    step(model, batch)
+    assert len(seen) == calls * len(model.layers)
+
+
+def test_selective_recomputes_no_linear_layer(tiny, batch):
+    def flops(recompute):
+        model = plan(tiny(), recompute)
+        with FlopCounterMode(display=False) as counter:
+            step(model, batch)
+        return counter.get_total_flops()
+
+    tokens, length = batch[0].numel(), batch[0].shape[1]
+    scores_and_values = 2 * 2 * tokens * length * 24 * 2  # two matmuls of 2·S·d FLOPs a token, two layers
+    assert flops(SELECTIVE) - flops(NONE) == scores_and_values
+    assert flops(FULL) - flops(NONE) > 2 * scores_and_values
+
+
+def test_recomputation_holds_less_memory(tiny, batch):
+    """Bytes autograd keeps between the passes."""
+
+    def kept(recompute):
+        model, storages = plan(tiny(dropout=0.3), recompute), {}
+
+        def pack(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(*batch)
+        loss.backward()
+        return sum(storages.values())
+
+    assert kept(FULL) < 0.5 * kept(NONE)
+
+
+def test_recomputation_leaves_generation_alone(tiny, batch):
+    with torch.inference_mode():
+        assert torch.equal(plan(tiny(), FULL).logits(batch[0]), tiny().logits(batch[0]))
+
+
+@pytest.mark.parametrize("recompute", [NONE, FULL, SELECTIVE], ids=lambda mode: mode.value)
+def test_bf16_compute_keeps_fp32_parameters_and_gradients(tiny, batch, recompute):
+    want = step(plan(tiny()), batch)
+    model = plan(tiny(), recompute, BF16)
+    assert model.hidden(batch[0], None).dtype == torch.bfloat16
+    got = step(model, batch)
+    assert got["loss"].dtype == torch.float32
+    assert float(got["loss"]) == pytest.approx(float(want["loss"]), rel=5e-3)
+    assert not torch.equal(got["loss"], want["loss"])
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == got[name].dtype == torch.float32
+        distance = (got[name] - want[name]).norm() / want[name].norm()
+        assert distance < 0.05, f"{name}: {distance:.1e}"
+
+
+def test_building_on_meta_allocates_nothing():
+    """GPT-3 175B is built in well under a second; its parameters would be 700 GB."""
+    config = GPTConfig(num_layers=96, num_heads=96, d_model=12288, vocab_size=50257, sequence_length=2048)
+    with torch.device("meta"):
+        model = GPT(config)
+    (part,) = parallelize(model, Mesh(CPU), ParallelismConfig(), FP32)
+    tensors = [*part.parameters(), *part.buffers()]
+    assert all(tensor.is_meta for tensor in tensors)
+    assert parameter_count(part.parameters()) == pytest.approx(175e9, rel=5e-3)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_materialized_is_as_built_directly(batch, tied):
+    """A tied head stays tied: leaving the meta device makes new parameters."""
+    config = GPTConfig(
+        num_layers=2, num_heads=2, d_model=16, vocab_size=53, sequence_length=16, tied_embeddings=tied, dropout=0.1
+    )
+    direct = GPT(config)
+    with torch.device("meta"):
+        model = GPT(config)
+    parts = parallelize(model, Mesh(CPU), ParallelismConfig(), FP32)
+    materialize(parts, CPU)
+    assert (model.head.weight is model.token_embedding.weight) is tied
+    for built in (direct, model):
+        init_weights(built, config, 0)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in direct.named_parameters()]
+    want, got = step(direct, batch), step(model, batch)
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+    assert float(got["loss"]) == pytest.approx(float((batch[1] >= 0).sum()) * math.log(53), rel=0.01)
+
+
+def test_a_mesh_of_several_ranks_is_refused(tiny):
+    with pytest.raises(ValueError, match="2 ranks"):
+        parallelize(tiny(), Mesh(CPU, (1, 1, 1, 1, 2)), ParallelismConfig(tensor=2), FP32)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("recompute", [NONE, FULL, SELECTIVE], ids=lambda mode: mode.value)
+def test_all_layers_share_one_compiled_graph(tiny, batch, monkeypatch, recompute, dropout):
+    """A graph a layer would end at torch's limit of 8, and the deeper layers would run uncompiled."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_module(module, backend=backend))
+    torch.compiler.reset()
+    shape = {"num_layers": 10, "dropout": dropout}
+    model = plan(tiny(**shape), recompute, compile=True)
+    want, got = step(plan(tiny(**shape), recompute), batch), step(model, batch)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    step(model, (*batch[:2], batch[2] + 4))  # another step's samples
+    assert len(graphs) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [FP32, BF16], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("recompute", [NONE, FULL, SELECTIVE], ids=lambda mode: mode.value)
+def test_compiled_gives_the_same_step(tiny, batch, recompute, policy):
+    torch.compiler.reset()
+    tolerance = 1e-5 if policy is FP32 else 0.05
+    want = step(plan(tiny(dropout=0.2), recompute, policy), batch)
+    got = step(plan(tiny(dropout=0.2), recompute, policy, compile=True), batch)
+    for name, value in want.items():
+        error = (got[name] - value).norm() / value.norm()
+        assert error < tolerance, f"{name}: {error:.1e}"

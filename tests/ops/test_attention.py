@@ -1,0 +1,131 @@
+"""Causal attention against SDPA in fp64, and against its own definition where there is dropout."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptlite.ops import attention
+from gptlite.ops.attention import causal_attention
+from gptlite.ops.config import Attention
+from gptlite.ops.dropout import DropoutKey, keep_mask
+
+# Largest error over the largest value of the fp64 result. bf16 has 8 bits: half a unit in the last place is 2e-3,
+# and the probabilities and the score gradients are each rounded to it once before they are multiplied.
+TOLERANCE = {torch.float32: {"out": 1e-6, "grad": 3e-6}, torch.bfloat16: {"out": 1e-2, "grad": 2e-2}}
+BLOCK = 16
+SHAPES = [  # Sq, Sk
+    (1, 1),
+    (1, 9),
+    (7, 7),
+    (5, 12),
+    (BLOCK, BLOCK),
+    (BLOCK + 1, BLOCK + 1),
+    (3 * BLOCK - 5, 3 * BLOCK - 5),
+    (2 * BLOCK + 3, 3 * BLOCK + 7),
+]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(attention, "QUERY_BLOCK", BLOCK)
+
+
+def draw(queries: int, keys: int, batch: int = 2, heads: int = 3, width: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(queries * 1000 + keys)
+    lengths = (queries, keys, keys, queries)  # q, k, v, gradient of the output
+    return [torch.randn(batch, heads, n, width, generator=generator) for n in lengths]
+
+
+def run(attend, tensors, dtype):
+    q, k, v, grad = (t.to(dtype) for t in tensors)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def sdpa(q, k, v):
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+
+def check(attend, tensors, dtype):
+    rounded = [t.to(dtype) for t in tensors]  # the reference reads what the op reads
+    names = ("out", "dq", "dk", "dv")
+    for name, got, want in zip(names, run(attend, rounded, dtype), run(sdpa, rounded, torch.float64), strict=True):
+        assert got.dtype == dtype
+        error = (got.double() - want).abs().max() / max(want.abs().max(), 1e-2)  # a lone key's dq, dk are zero
+        assert error < TOLERANCE[dtype]["out" if name == "out" else "grad"], f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("choice", [Attention.matmul, Attention.sdpa], ids=lambda choice: choice.value)
+@pytest.mark.parametrize(("queries", "keys"), SHAPES)
+def test_forward_and_gradients(small_blocks, queries, keys, choice, dtype):
+    check(lambda *qkv: causal_attention(*qkv, choice), draw(queries, keys), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_longer_than_the_real_block(dtype):
+    length = attention.QUERY_BLOCK + 44
+    check(lambda *qkv: causal_attention(*qkv, Attention.matmul), draw(length, length, 1, 2), dtype)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_strides_of_a_fused_projection(small_blocks, batch):
+    """q, k and v as the model hands them over, views of one tensor, and a gradient that is a transposed view."""
+    heads, length, width = 3, 21, 8
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(batch, length, heads, 3, width, generator=generator)
+    grad = torch.randn(batch, length, heads, width, generator=generator).transpose(1, 2)
+    views = fused.permute(3, 0, 2, 1, 4).unbind(0)
+    assert not views[0].is_contiguous()
+    check(lambda *qkv: causal_attention(*qkv, Attention.matmul), [*views, grad], torch.float32)
+
+
+def test_a_query_sees_nothing_of_later_keys(small_blocks):
+    q, k, v, _ = draw(37, 37)
+    before = causal_attention(q, k, v, Attention.matmul)
+    k[:, :, 20:], v[:, :, 20:] = 1e4, float("nan")
+    after = causal_attention(q, k, v, Attention.matmul)
+    assert torch.equal(before[:, :, :16], after[:, :, :16])  # blocks that never read them
+    q, k, v, _ = draw(37, 37)
+    k[:, :, 20:], v[:, :, 20:] = 1e4, -1e4
+    torch.testing.assert_close(causal_attention(q, k, v, Attention.matmul)[:, :, :20], before[:, :, :20])
+
+
+def test_scores_far_beyond_exp(small_blocks):
+    q, k, v, _ = draw(20, 20)
+    q, k = 1e3 * q, 1e3 * k
+    want = sdpa(q.double(), k.double(), v.double()).float()
+    torch.testing.assert_close(causal_attention(q, k, v, Attention.matmul), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("choice", [Attention.matmul, Attention.sdpa], ids=lambda choice: choice.value)
+def test_empty_batch(choice):
+    out = causal_attention(*draw(4, 4, batch=0)[:3], choice)
+    assert out.shape == (0, 3, 4, 8)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("choice", [Attention.matmul, Attention.sdpa], ids=lambda choice: choice.value)
+def test_dropout_drops_probabilities_by_the_key(choice, dtype):
+    p, key = 0.3, DropoutKey(5, 2, torch.tensor([11, 4]))
+    tensors = [t.to(dtype) for t in draw(13, 13)]
+
+    def written_out(q, k, v):
+        scores = q @ k.mT / math.sqrt(q.shape[-1]) + torch.full((13, 13), -math.inf).triu(1)
+        mask = keep_mask(scores.shape, p, key)
+        return scores.softmax(-1) * mask / (1 - p) @ v
+
+    got = run(lambda *qkv: causal_attention(*qkv, choice, p, key), tensors, dtype)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, run(written_out, tensors, torch.float64), strict=True):
+        error = (a.double() - b).abs().max() / b.abs().max()
+        assert error < TOLERANCE[dtype]["out" if name == "out" else "grad"], f"{name}: {error:.1e}"
+
+
+def test_no_dropout_without_a_key():
+    tensors = draw(6, 6)[:3]
+    want = causal_attention(*tensors, Attention.matmul)
+    assert torch.equal(causal_attention(*tensors, Attention.matmul, 0.5, None), want)

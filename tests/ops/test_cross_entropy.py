@@ -1,0 +1,152 @@
+"""The head and its loss in one op, against the same written out in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptlite.ops import cross_entropy
+from gptlite.ops.cross_entropy import linear_cross_entropy
+
+TOKENS, WIDTH, VOCAB, PADDED = 37, 16, 53, 64
+# Largest error over the largest value of the fp64 result. In bf16 the logits and their gradient are each rounded once.
+TOLERANCE = {torch.float32: {"loss": 1e-6, "grad": 2e-6}, torch.bfloat16: {"loss": 2e-3, "grad": 1e-2}}
+
+
+def draw(tokens: int = TOKENS, scale: float = 1.0):
+    generator = torch.Generator().manual_seed(1)
+    hidden = scale * torch.randn(tokens, WIDTH, generator=generator)
+    weight = torch.randn(PADDED, WIDTH, generator=generator)
+    targets = torch.randint(VOCAB, (tokens,), generator=generator)
+    targets[::5] = cross_entropy.IGNORE
+    return hidden, weight, targets
+
+
+def run(loss_of, hidden, weight, targets, dtype, upstream=1.0):
+    leaves = [t.to(dtype, copy=True).requires_grad_() for t in (hidden, weight)]
+    loss = loss_of(*leaves, targets)
+    (loss * upstream).backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def fused(hidden, weight, targets):
+    return linear_cross_entropy(hidden, weight, targets, VOCAB)
+
+
+def written_out(hidden, weight, targets):
+    return F.cross_entropy(hidden @ weight[:VOCAB].T, targets, ignore_index=-100, reduction="sum")
+
+
+def check(hidden, weight, targets, dtype, upstream=1.0):
+    hidden, weight = hidden.to(dtype), weight.to(dtype)  # the reference reads what the op reads
+    got = run(fused, hidden, weight, targets, dtype, upstream)
+    want = run(written_out, hidden, weight, targets, torch.float64, upstream)
+    assert got[0].dtype == torch.float32
+    for name, a, b in zip(("loss", "dhidden", "dweight"), got, want, strict=True):
+        error = (a.double() - b).abs().max() / b.abs().max()
+        assert error < TOLERANCE[dtype]["loss" if name == "loss" else "grad"], f"{name}: {error:.1e}"
+    return got
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("upstream", [1.0, 1 / 4096, -3.0])
+def test_loss_and_gradients(dtype, upstream):
+    check(*draw(), dtype, upstream)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("logit_rows", [1, 7, TOKENS, 1000])
+@pytest.mark.parametrize("softmax_rows", [1, 3, 1000])
+def test_any_number_of_chunks(monkeypatch, dtype, logit_rows, softmax_rows):
+    monkeypatch.setitem(cross_entropy.LOGIT_BYTES, "cpu", logit_rows * VOCAB * dtype.itemsize)
+    monkeypatch.setitem(cross_entropy.SOFTMAX_BYTES, "cpu", softmax_rows * VOCAB * 4)
+    check(*draw(), dtype)
+
+
+def test_no_more_logits_than_a_chunk_exist_at_once(monkeypatch):
+    sizes = []
+    softmax_loss = cross_entropy._softmax_loss
+    monkeypatch.setitem(cross_entropy.LOGIT_BYTES, "cpu", 10 * VOCAB * 4)
+    monkeypatch.setattr(
+        cross_entropy,
+        "_softmax_loss",
+        lambda x, *rest, **more: (sizes.append(len(x)), softmax_loss(x, *rest, **more))[1],
+    )
+    run(fused, *draw(), torch.float32)
+    assert sizes == [10, 10, 10, 7]
+
+
+def test_padding_rows_get_no_probability_and_no_gradient():
+    hidden, weight, targets = draw()
+    want = run(fused, hidden, weight, targets, torch.float32)
+    weight[VOCAB:] = 1e4  # would take all the probability
+    got = run(fused, hidden, weight, targets, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert torch.count_nonzero(got[2][VOCAB:]) == 0
+    assert torch.count_nonzero(got[2][:VOCAB]) > 0
+
+
+def test_ignored_targets_get_no_gradient():
+    hidden, weight, targets = draw()
+    _, dhidden, _ = run(fused, hidden, weight, targets, torch.float32)
+    ignored = targets == cross_entropy.IGNORE
+    assert torch.count_nonzero(dhidden[ignored]) == 0
+    assert dhidden[~ignored].abs().amax(1).min() > 0
+
+
+@pytest.mark.parametrize("tokens", [0, TOKENS], ids=["empty", "all_ignored"])
+def test_nothing_to_predict(tokens):
+    hidden, weight, targets = draw(tokens)
+    loss, dhidden, dweight = run(fused, hidden, weight, targets.fill_(cross_entropy.IGNORE), torch.float32)
+    assert loss == 0
+    assert dhidden.shape == hidden.shape
+    assert torch.count_nonzero(dhidden) == torch.count_nonzero(dweight) == 0
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_huge_logits(dtype):
+    loss, *_ = check(*draw(scale=1e4), dtype)
+    assert loss > 1e5
+
+
+def test_without_gradients_the_loss_is_the_same():
+    hidden, weight, targets = draw()
+    with_gradients = run(fused, hidden, weight, targets, torch.float32)[0]
+    assert torch.equal(fused(hidden, weight, targets), with_gradients)
+    with torch.no_grad():
+        assert torch.equal(fused(hidden.requires_grad_(), weight, targets), with_gradients)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_one_frozen_input(frozen):
+    hidden, weight, targets = draw()
+    want = dict(zip(("hidden", "weight"), run(fused, hidden, weight, targets, torch.float32)[1:], strict=True))
+    inputs = {"hidden": hidden, "weight": weight}
+    trained = "weight" if frozen == "hidden" else "hidden"
+    inputs[trained].requires_grad_()
+    fused(inputs["hidden"], inputs["weight"], targets).backward()
+    assert torch.equal(inputs[trained].grad, want[trained])
+    assert inputs[frozen].grad is None
+
+
+def test_inputs_are_not_changed():
+    inputs = draw()
+    copies = [t.clone() for t in inputs]
+    hidden, weight, targets = (t.requires_grad_() if t.is_floating_point() else t for t in inputs)
+    fused(hidden, weight, targets).backward()
+    assert all(torch.equal(a, b) for a, b in zip((hidden, weight, targets), copies, strict=True))
+
+
+def test_gradients_are_computed_once_and_cannot_be_asked_for_twice():
+    hidden, weight, targets = draw()
+    loss = fused(hidden.requires_grad_(), weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("target", [VOCAB, PADDED, -1])
+def test_a_target_outside_the_vocabulary_is_refused(target):
+    hidden, weight, targets = draw()
+    targets[3] = target
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        fused(hidden, weight, targets)

@@ -1,0 +1,55 @@
+"""A rank's place on the five axes."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.mesh import AXES, Mesh, build_mesh
+
+CPU = torch.device("cpu")
+SIZES = (2, 2, 3, 1, 2)  # pp, dp_replicate, dp_shard, cp, tp
+
+
+def test_ranks_are_counted_with_the_last_axis_fastest():
+    places = list(product(*(range(size) for size in SIZES)))
+    for rank, place in enumerate(places):
+        mesh = Mesh(CPU, SIZES, rank)
+        assert tuple(mesh.coordinate(axis) for axis in AXES) == place
+    assert Mesh(CPU, SIZES).world_size == len(places) == 24
+
+
+def test_sizes_by_name():
+    mesh = Mesh(CPU, SIZES)
+    assert [mesh.size(axis) for axis in AXES] == list(SIZES)
+
+
+def test_data_parallel_parts_span_replicate_and_shard():
+    meshes = [Mesh(CPU, SIZES, rank) for rank in range(24)]
+    assert {mesh.data_size for mesh in meshes} == {6}
+    for mesh in meshes:
+        assert mesh.data_rank == mesh.coordinate("dp_replicate") * 3 + mesh.coordinate("dp_shard")
+    # Ranks that differ in another axis alone read the same data.
+    by_place: dict[tuple[int, ...], set[int]] = {}
+    for mesh in meshes:
+        by_place.setdefault((mesh.coordinate("pp"), mesh.coordinate("tp")), set()).add(mesh.data_rank)
+    assert all(parts == set(range(6)) for parts in by_place.values())
+    assert len(by_place) == 4
+
+
+def test_one_rank_is_the_main_one():
+    assert [Mesh(CPU, SIZES, rank).is_main for rank in range(3)] == [True, False, False]
+
+
+@pytest.mark.parametrize(("has_gpu", "device"), [(False, "cpu"), (True, "cuda:0")])
+def test_one_device(monkeypatch, has_gpu, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    mesh = build_mesh(ParallelismConfig())
+    assert mesh.device == torch.device(device)
+    assert (mesh.world_size, mesh.rank, mesh.data_size, mesh.data_rank, mesh.is_main) == (1, 0, 1, 0, True)
+
+
+def test_degrees_come_from_the_configuration():
+    mesh = build_mesh(ParallelismConfig(tensor=5, pipeline=2, context=3, data=8, dp_replicate=4))
+    assert {axis: mesh.size(axis) for axis in AXES} == {"pp": 2, "dp_replicate": 4, "dp_shard": 2, "cp": 3, "tp": 5}
