@@ -1,0 +1,91 @@
+"""The loss of a trained model on held-out text: nats per token, perplexity, bits per byte.
+
+python tools/eval.py checkpoint=outputs/RUN [data=FILE_FOLDER_OR_PRESET] [samples=N] [micro_batch_size=16] \\
+    [precision=auto]
+
+Without data it is the validation set the run was trained beside. data is a text file or a folder of *.txt files, read
+whole with the run's tokenizer, or the validation set of a preset of conf/data that has the run's tokenizer.
+samples takes that many sequences, evenly spread. The last line is JSON, for scripts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gptlite.config import CONF_DIR, Config, load
+from gptlite.errors import ConfigError
+from gptlite.tool import run_tool
+
+if TYPE_CHECKING:
+    from gptlite.data.build import PreparedData
+    from gptlite.data.tokenizer import Tokenizer
+
+
+@dataclass
+class Arguments:
+    """The command line."""
+
+    checkpoint: str = "???"
+    data: str | None = None
+    samples: int | None = None
+    micro_batch_size: int = 16
+    precision: str = "auto"
+
+
+def main(arguments: Arguments) -> None:
+    """Prints a line for a person and one of JSON."""
+    if arguments.micro_batch_size < 1 or (arguments.samples or 1) < 1:
+        raise ConfigError(f"micro_batch_size={arguments.micro_batch_size}, samples={arguments.samples}: at least 1")
+    from gptlite.data.build import build_loader
+    from gptlite.restore import restore
+    from gptlite.trainer.eval import evaluate
+
+    model, tokenizer, config, mesh = restore(arguments.checkpoint, arguments.precision)
+    size = arguments.micro_batch_size
+    section = replace(config.data, global_batch_size=size, micro_batch_size=size)
+    data = held_out(arguments.data, config, tokenizer)
+    loader = build_loader(section, data, mesh, config.seed)
+    print(f"{data.num_validation_tokens:,} tokens of {data.name}", flush=True)
+    batches, text_bytes = loader.validation_batches(arguments.samples), loader.validation_bytes(arguments.samples)
+    result = evaluate(model, batches, text_bytes)
+    loader.close()
+    assert result is not None
+    bits = result.bits_per_byte
+    words = "n/a" if bits is None else f"{bits:.4f}"
+    print(f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}, {words} bits per byte")
+    row = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": bits, "tokens": result.tokens}
+    print(json.dumps(row))
+
+
+def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> PreparedData:
+    """What to read. Raises ConfigError for a source that is not there or has another tokenizer."""
+    import numpy as np
+
+    from gptlite.data.build import PreparedData, prepare
+    from gptlite.data.text import Span, find_files, scan
+
+    if source is not None and Path(source).expanduser().exists():
+        files = find_files(source)
+        scan(files)  # refuses what is empty or not UTF-8
+        tokens: list[int] = []
+        for path in files:
+            tokens += [i for text in Span(path, 0, path.stat().st_size).blocks() for i in tokenizer.encode(text)]
+            tokens.append(tokenizer.eod)
+        array = np.array(tokens)
+        return PreparedData(source, None, tokenizer, array, array, {"train": source})
+    presets = sorted(file.stem for file in (CONF_DIR / "data").glob("*.yaml"))
+    if source is not None and source not in presets:
+        raise ConfigError(f"data={source} is neither a path nor a preset; the presets are {', '.join(presets)}")
+    data = prepare(config.data if source is None else load([f"data={source}"]).data, config.seed)
+    if data.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise ConfigError(
+            f"data={source or config.data} has another tokenizer than checkpoint; give its text: data=PATH_TO_TEXT"
+        )
+    return data
+
+
+if __name__ == "__main__":
+    run_tool(main, Arguments, __doc__)
