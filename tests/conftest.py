@@ -1,10 +1,21 @@
-"""Options of the whole suite."""
+"""Options and fixtures of the whole suite."""
 
 import hashlib
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 LONG_SHARE = 10  # CI runs one in this many of the `long` tests
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small only lose by threads: on a busy machine each op would wait 10 ms at their barrier."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,6 @@
 """A GPT small enough to check by hand."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,15 +21,6 @@ TINY = {
     "vocab_multiple": 16,
     "sequence_length": 16,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small only lose by threads: on a busy machine each op would wait 10 ms at their barrier."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
