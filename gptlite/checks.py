@@ -92,6 +92,8 @@ def _trainer(config: Config) -> None:
     steps = trainer.profile_steps
     if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
         raise ConfigError(f"trainer.profile_steps={steps} must be [first, last] with 1 <= first <= last, or []")
+    if steps and steps[0] > trainer.max_steps:
+        raise ConfigError(f"trainer.profile_steps={steps} begins after trainer.max_steps={trainer.max_steps}")
     for key in ("eval_interval", "sample_tokens"):
         if getattr(trainer, key) < 0:
             raise ConfigError(f"trainer.{key}={getattr(trainer, key)} must not be negative; 0 turns it off")

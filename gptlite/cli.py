@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
@@ -21,22 +22,34 @@ EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 @hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")
 def run(raw: DictConfig) -> None:
     """One job: of a single run or, under --multirun, of a sweep."""
-    hydra_config = HydraConfig.get()
-    raw.run.overrides = list(hydra_config.overrides.task)
-    if hydra_config.mode is RunMode.MULTIRUN:
-        code = train(raw)  # raises: Hydra notes the failed job and goes on with the next
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        job_of_sweep(raw)
     else:
-        code = guarded(lambda: train(raw))  # leaves by SystemExit: Hydra has words of its own for an exception
-    if code:
+        # Leaves by SystemExit: Hydra has words of its own for an exception.
+        sys.exit(guarded(lambda: train(raw)))
+
+
+def job_of_sweep(raw: DictConfig) -> None:
+    """A job of a sweep in a folder of its own, whatever the overrides say. A failed one does not end the sweep."""
+    number = HydraConfig.get().job.num
+    raw.run.name = f"{raw.run.name}-{number}"
+    if any(override.startswith("run.dir=") for override in HydraConfig.get().overrides.task):
+        raw.run.dir = f"{raw.run.dir}/{number}"
+    code = train(raw)
+    if code > 128:  # a signal was for the sweep
         sys.exit(code)
+    if code:
+        raise RuntimeError(f"the run in {raw.run.dir} failed with exit code {code}")
 
 
 def train(raw: DictConfig) -> int:
     """Checks and launches a composed configuration; returns its exit code."""
+    started = time.monotonic()
     config = typed(raw)
+    config.run.overrides = list(HydraConfig.get().overrides.task)
     from gptlite.launch import launch  # torch comes with it: not before the configuration stands
 
-    return launch(config)
+    return launch(config, started)
 
 
 def main() -> NoReturn:
@@ -62,7 +75,8 @@ def guarded(action: Callable[[], int]) -> int:
     try:
         return action()
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank is refused, and one says so
+            print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -6,6 +6,7 @@ No torch here: `python train.py --cfg job` composes and prints in a quarter of a
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -16,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
@@ -147,11 +149,24 @@ def typed(config: DictConfig) -> Config:
     return result
 
 
+def with_vocabulary(config: Config, vocab_size: int) -> Config:
+    """The configuration with `model.vocab_size` known. Raises ConfigError if the model's is below the tokenizer's."""
+    size = config.model.vocab_size
+    if size is None:
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+    if size < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={size} is below the tokenizer's {vocab_size}; "
+            f"set model.vocab_size={vocab_size}, or null to follow the tokenizer"
+        )
+    return config
+
+
 def _refuse_added_keys(config: DictConfig, typed_config: Config) -> None:
     """A key given with `+` passes Hydra whatever it is, and nothing would read it."""
     from gptlite.config_errors import unknown_key
 
-    for section in ("", *SCHEMAS):
+    for section in ("", "run", *SCHEMAS):
         node, schema = (config[section], getattr(typed_config, section)) if section else (config, typed_config)
         for key in set(node) - {item.name for item in dataclasses.fields(schema)}:
             raise ConfigError(unknown_key(f"{section}.{key}".lstrip(".")))
@@ -159,7 +174,8 @@ def _refuse_added_keys(config: DictConfig, typed_config: Config) -> None:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain nested dicts, enums by name: what goes into YAML, manifests and trackers."""
-    container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True, resolve=True)
+    # Not resolved again: nothing is left to resolve but what a remembered override says, and that stays as typed.
+    container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True, resolve=False)
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()} | {"schemas": schema_names(config)}
 
@@ -170,19 +186,20 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    """The configuration `to_yaml` wrote. Raises ConfigError for a key this version does not know."""
-    raw = OmegaConf.create(text)
-    assert isinstance(raw, DictConfig)
-    names = raw.pop("schemas", {})
-    base = OmegaConf.structured(Config)
+    """The configuration `to_yaml` wrote. Raises ConfigError for one that is damaged or of another version."""
     try:
+        raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        assert isinstance(raw, dict)
+        names, overrides = raw.pop("schemas"), raw["run"].pop("overrides")
+        base = OmegaConf.structured(Config)
         for group, name in names.items():
             base[group] = SCHEMAS[group][name]
         result = OmegaConf.to_object(OmegaConf.merge(base, raw))
-    except (OmegaConfBaseException, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"a saved configuration of another version of gptlite: {reason}") from error
+    except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AssertionError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"a saved config.yaml is damaged or of another version of gptlite: {reason}") from error
     assert isinstance(result, Config)
+    result.run.overrides = overrides
     return result
 
 
@@ -202,10 +219,21 @@ def saved_overrides(arguments: list[str]) -> list[str]:
     if not given.get("run.dir") or not saved.is_file():
         return []
     run = from_yaml(saved.read_text(encoding="utf-8")).run
-    candidates = [*run.overrides, f"run.name={run.name}"]
+    candidates = [*run.overrides, f"run.name={hydra_value(run.name)}"]
     kept = {c.partition("=")[0].lstrip("+~"): c for c in candidates}
     # A preset given anew takes its group's remembered keys with it: another preset may not have them.
-    return [override for key, override in kept.items() if key not in given and key.partition(".")[0] not in given]
+    kept = {key: c for key, c in kept.items() if key not in given and key.partition(".")[0] not in given}
+    if any((saved.parent / "checkpoints").glob("step-*")):
+        # Where the run came from is behind it: it goes on from its own checkpoints.
+        kept = {key: c for key, c in kept.items() if key not in ("checkpoint.resume", "checkpoint.load")}
+    return list(kept.values())
+
+
+def hydra_value(text: str) -> str:
+    """A string as the value of an override, in quotes where Hydra would read signs in it."""
+    if re.fullmatch(r"[\w./:+~@-]+", text):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def known_keys() -> list[str]:
@@ -233,7 +261,7 @@ def parse_arguments(schema: type[T], arguments: list[str]) -> T:
             raise ConfigError(f"{argument!r} is not key=value; the keys are {', '.join(fields)}")
         if key not in fields:
             raise ConfigError(f"{key} is not a key of this tool{did_you_mean(key, fields)}; it has {', '.join(fields)}")
-        text = fields[key].type in (str, "str", "str | None")
+        text = fields[key].type in (str, str | None, "str", "str | None")
         try:
             config[key] = value if text else OmegaConf.from_dotlist([argument])[key]
         except Exception as error:

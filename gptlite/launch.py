@@ -12,15 +12,19 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 KEEP_ALL = 2**31 - 1
 
 
-def launch(config: Config) -> int:
-    """Runs the configuration and returns the exit code. Raises ConfigError before anything is written."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise ConfigError(f"started as {world} ranks: this version runs one device; start it without torchrun")
+def launch(config: Config, started: float) -> int:
+    """Runs the configuration and returns the exit code. Raises ConfigError before anything is written.
+
+    `started` is when the command began, in time.monotonic() seconds: `trainer.max_time` counts from there.
+    """
+    for name, starter in (("WORLD_SIZE", "torchrun"), ("SLURM_NTASKS", "srun")):
+        ranks = os.environ.get(name, "")
+        if ranks.isdigit() and int(ranks) > 1 and (name != "SLURM_NTASKS" or "SLURM_STEP_ID" in os.environ):
+            raise ConfigError(f"{name}={ranks}: this version runs one device; start it once, without {starter}")
     keep_freed_memory()
     from gptlite.pretrain import pretrain
 
-    return pretrain(config)
+    return pretrain(config, started)
 
 
 def keep_freed_memory() -> None:

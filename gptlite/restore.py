@@ -1,11 +1,8 @@
 """A trained model for reading: from a checkpoint, without what trained it. For the tools."""
 
-from pathlib import Path
-
 import torch
 
-from gptlite.checkpoint.checkpointer import Checkpointer
-from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.find import find_checkpoint
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.config import Config, from_yaml
 from gptlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -24,9 +21,7 @@ def restore(checkpoint: str, precision: str = "auto") -> tuple[GPT, Tokenizer, C
 
     `checkpoint` is a step folder, or a run folder for its newest. Raises ConfigError for what is not there.
     """
-    path = Checkpointer(CheckpointConfig(), Path("no run of its own")).find(checkpoint)
-    if path is None:
-        raise ConfigError(f"checkpoint={checkpoint} is not a path; give a run folder or a checkpoint in one")
+    path = find_checkpoint(checkpoint, "checkpoint")
     config = from_yaml(read_config(path))
     if precision not in Precision.__members__:
         hint = did_you_mean(precision, Precision.__members__)

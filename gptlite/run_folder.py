@@ -18,14 +18,15 @@ from gptlite.checkpoint.manifest import environment_changes, read_manifest
 from gptlite.config import Config, from_yaml, to_dict, to_yaml
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
+from gptlite.files import write_whole
 from gptlite.trainer.state import TrainState, model_tensors
 
 
 class RunFolder:
     """`<run.dir>`: config.yaml, metrics.jsonl, train.log, checkpoints/, result.json.
 
-    Making one only reads, and raises ConfigError where training here would mix two runs; nothing is written
-    before `opened`. `resume_from` is the checkpoint that training starts from, or None.
+    Making one leaves nothing behind, and raises ConfigError where training here would mix two runs; nothing is
+    written before `opened`. `resume_from` is the checkpoint that training starts from, or None.
     """
 
     def __init__(self, config: Config) -> None:
@@ -33,7 +34,6 @@ class RunFolder:
         self.config = config
         self._early: list[str] = []  # lines said before there was a log
         self._log_file: TextIO | None = None
-        self._text = ""
         self.tokenizer: Tokenizer | None = None
         self._refuse_unwritable()
         saved = self.path / "config.yaml"
@@ -45,43 +45,63 @@ class RunFolder:
             self._refuse(from_yaml(read_config(self.resume_from)), f"checkpoint {self.resume_from}")
 
     def restore(self, state: TrainState) -> None:
-        """Loads the checkpoint there is into a state. Raises ConfigError if it read other data."""
+        """Loads the checkpoint there is into a state. Raises ConfigError if it read other data or is past the end."""
         if self.resume_from is None:
             return
         meta, weights_only = read_meta(self.resume_from), self.config.checkpoint.load == "weights"
         old, new = ({"data_identity": identity} for identity in (meta["data_identity"], state.data_identity))
         if refusal := compare_configs(old, new, self.config.checkpoint.load).refusal():
             raise ConfigError(f"checkpoint {self.resume_from}: {refusal}")
+        steps = self.config.trainer.max_steps
+        if not weights_only and meta["step"] > steps:
+            raise ConfigError(
+                f"trainer.max_steps={steps} is below step {meta['step']} of {self.resume_from}; "
+                f"give {meta['step']} or more, or start anew in another run.dir"
+            )
         tensors = model_tensors(state.parts) if weights_only else state.tensors()
         load_tensors(self.resume_from, tensors, strict=not weights_only, log=self.log)
         if not weights_only:
             state.load_meta(meta)
+            if not self.resume_from.resolve().is_relative_to(self.path.resolve()):
+                state.wandb_id = None  # that tracker's run belongs to the folder it was started in
         for change in environment_changes(read_manifest(self.resume_from)):
             self.log(f"resuming elsewhere: {change}; the curve may differ from an uninterrupted run's by rounding")
         self.log(f"{'weights' if weights_only else 'resuming'} from {self.resume_from}")
 
     @contextmanager
     def opened(self, config: Config, tokenizer: Tokenizer) -> Iterator[None]:
-        """The folder, made and logging. An older configuration stays beside the new one, under a number."""
+        """The folder, made, logging, and locked against another process that trains in it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._log_file = (self.path / "train.log").open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"run.dir={config.run.dir} cannot be written: {error}; give another run.dir") from None
-        self._log_file.writelines(line + "\n" for line in self._early)
-        self._text, self.tokenizer = to_yaml(config), tokenizer
-        target = self.path / "config.yaml"
-        if target.exists() and target.read_text(encoding="utf-8") != self._text:
-            target.rename(self.path / f"config.{len(list(self.path.glob('config.*.yaml'))) + 1}.yaml")
-        write_whole(target, self._text)
-        try:
+        with self._log_file:
+            _lock(self._log_file, f"run.dir={config.run.dir}: another process trains in it; wait, or give another")
+            self._log_file.writelines(line + "\n" for line in self._early)
+            self.config, self.tokenizer = config, tokenizer
             yield
-        finally:
-            self._log_file.close()
+
+    def write_config(self) -> None:
+        """config.yaml: what runs, resolved. An older one stays beside it, under a number."""
+        target, text = self.path / "config.yaml", to_yaml(self.config)
+        if target.exists() and (old := target.read_text(encoding="utf-8")) != text:
+            number = 1
+            while (kept := self.path / f"config.{number}.yaml").exists():
+                number += 1
+            write_whole(kept, old)
+        write_whole(target, text)
 
     def log(self, text: str) -> None:
-        """Lines for the terminal and train.log, where there is no log yet once there is."""
-        print(text, flush=True)
+        """Lines for train.log, where there is none yet once there is, and for the terminal."""
+        self.record(text)
+        try:
+            print(text, flush=True)
+        except OSError:  # a pipe's reader has gone, as tee does at Ctrl-C: the run is worth more than its echo
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+    def record(self, text: str) -> None:
+        """Lines for train.log alone."""
         if self._log_file is None:
             self._early.append(text)
         elif not self._log_file.closed:
@@ -90,7 +110,7 @@ class RunFolder:
 
     def save(self, state: TrainState) -> Path:
         """Commits a checkpoint of the state and returns its folder."""
-        return self.checkpointer.save(state.tensors(), state.meta(), self._text, self.tokenizer, self.log)
+        return self.checkpointer.save(state.tensors(), state.meta(), to_yaml(self.config), self.tokenizer, self.log)
 
     def write_result(self, result: dict[str, Any]) -> None:
         """result.json: how the run ended, for scripts and sweeps."""
@@ -123,11 +143,13 @@ class RunFolder:
             self.log(notice)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text file so that it is either the old one or the whole new one."""
-    partial = path.with_name(f".{path.name}.tmp")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+def _lock(file: TextIO, refusal: str) -> None:
+    """Holds a file until this process ends. Where the file system has no locks, nothing is held."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(refusal) from None
+    except (ImportError, OSError):
+        pass

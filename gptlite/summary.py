@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gptlite.config import Config, to_dict
+from gptlite.config import Config, hydra_value, to_dict
 from gptlite.data.build import PreparedData
-from gptlite.data.tokenizer import StreamDecoder, Tokenizer
-from gptlite.errors import ConfigError
+from gptlite.data.tokenizer import StreamDecoder
 from gptlite.metrics.console import banner, format_bytes, format_count, format_duration
 from gptlite.metrics.devices import device_peak_flops
 from gptlite.metrics.memory import memory_bytes
@@ -35,19 +36,6 @@ from gptlite.trainer.step import Diverged
 
 # A step in fp32 against one in bf16 where the CPU has it in hardware: docs/benchmarks.md.
 FP32_SLOWDOWN = 2.8
-
-
-def with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    """The configuration with `model.vocab_size` known. Raises ConfigError if the model's is below the tokenizer's."""
-    size = config.model.vocab_size
-    if size is None:
-        return replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
-    if size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={size} is below the tokenizer's {tokenizer.vocab_size}; "
-            f"set model.vocab_size={tokenizer.vocab_size}, or null to follow the tokenizer"
-        )
-    return config
 
 
 def announce(
@@ -71,12 +59,17 @@ def announce(
                   f"{batch.global_batch_size} = micro-batch {batch.micro_batch_size} x {accumulation} accumulation "
                   f"x {mesh.data_size} data-parallel"),
         ("length", f"{steps} steps = {format_count(total)} tokens, {total / count:.1f} a parameter, "
-                   f"{total / max(1, data.num_train_tokens):.1f} epochs, {format_count(total * per_token)}FLOP"),
+                   f"{total / max(1, data.num_train_tokens):.1f} epochs, {format_count(total * per_token)} FLOP"),
         ("run folder", str(run.path)),
     ]  # fmt: skip
     run.log(banner(lines))
-    sinks = build_sinks(config.logger, run.path, config.run.name, to_dict(config), state.wandb_id, state.step, run.log)
-    state.wandb_id = wandb_id(sinks)
+    sinks = []
+    if mesh.is_main:
+        sinks = build_sinks(
+            config.logger, run.path, config.run.name, to_dict(config), state.wandb_id, state.step, run.log
+        )
+    state.wandb_id = wandb_id(sinks) or state.wandb_id
+    run.write_config()
     throughput = Throughput(
         tokens_per_step=per_step,
         samples_per_step=batch.global_batch_size,
@@ -112,26 +105,33 @@ class Conclusion:
 def conclude(
     config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float
 ) -> Iterator[Conclusion]:
-    """Whatever ends the block: result.json, closed trackers, and for a run that trained, its results."""
-    ending = Conclusion()
-    status, failed = "failed", True
+    """Whatever ends the block: closed trackers and result.json, and for a run that trained, its results."""
+    conclusion = Conclusion()
+    status = "failed"
     try:
-        yield ending
-        assert ending.outcome is not None
-        status, failed = ending.outcome.ending.value, False
-        reporter.close()
+        yield conclusion
+        assert conclusion.outcome is not None
+        status, conclusion.exit_code = conclusion.outcome.ending.value, conclusion.outcome.exit_code
     except Diverged as error:
-        ending.exit_code, status = 1, f"diverged: {error}"
+        status, conclusion.exit_code = f"diverged: {error}", 1
         run.log(
             f"error: {error}. Stopped with the parameters of the step before; earlier checkpoints are intact. "
             f"Try a lower optimizer.lr (now {config.optimizer.lr:g}), more schedule.warmup_steps, optimizer.clip_norm=1"
         )
+    except BaseException as error:
+        status = f"failed: {type(error).__name__}: {error}"
+        run.record(traceback.format_exc())
+        raise
     finally:
-        if failed:
-            reporter.close(failed=True)
-        run.write_result(_result(status, state, reporter, ending.outcome, started))
-    if ending.outcome is not None:
-        _close(config, run, state, reporter, ending.outcome, started)
+        try:
+            reporter.close(failed=conclusion.outcome is None)
+        finally:
+            run.write_result(_result(status, state, reporter, conclusion.outcome, started))
+    if conclusion.outcome is not None:
+        try:
+            _close(config, run, state, reporter, conclusion.outcome, started)
+        except Exception as error:  # the run is trained and saved: a picture that fails does not make it a failure
+            run.log(f"warning: no closing report: {type(error).__name__}: {error}")
 
 
 def _result(
@@ -174,8 +174,8 @@ def _close(
     more = "" if state.step < config.trainer.max_steps else f" trainer.max_steps={2 * config.trainer.max_steps}"
     run.log(banner(lines, title="results"))
     # Not in the banner: a command that wraps cannot be copied.
-    run.log(f"resume:    python train.py run.dir={run.path}{more}")
-    run.log(f'generate:  python tools/generate.py checkpoint={run.path} prompt="ROMEO:"')
+    run.log(f"resume:    python train.py {shlex.quote(f'run.dir={hydra_value(str(run.path))}')}{more}")
+    run.log(f'generate:  python tools/generate.py {shlex.quote(f"checkpoint={run.path}")} prompt="ROMEO:"')
 
 
 def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
@@ -185,7 +185,10 @@ def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
     prompt = tokenizer.encode(trainer.sample_prompt)
     decoder, (part,) = StreamDecoder(tokenizer), state.parts
     part.eval()
-    tokens = generate(part, prompt, trainer.sample_tokens, Sampling(seed=config.seed), stop=tokenizer.eod)
-    text = "".join([decoder.push(token) for token in tokens]) + decoder.flush()
+    sampling = Sampling(seed=config.seed)
+    # Compiled blocks would be compiled again for every length of the cache.
+    with torch.compiler.set_stance("force_eager"):
+        tokens = generate(part, prompt, trainer.sample_tokens, sampling, stop=tokenizer.eod)
+        text = "".join([decoder.push(token) for token in tokens]) + decoder.flush()
     run.log(banner([], title="sample").splitlines()[0])
     run.log(trainer.sample_prompt.strip("\n") + text)

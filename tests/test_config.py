@@ -70,6 +70,8 @@ REFUSED = {
     "checkpoint.load=weigths": "checkpoint.load=weigths is not all or weights; did you mean weights?",
     "checkpoint.keep=-1": "checkpoint.keep=-1 must not be negative",
     "data=text": "data.path is not set; give it as data.path=...",
+    "+run.foo=1": "run.foo is not a key",
+    "trainer.profile_steps=[5000,5001]": "trainer.profile_steps=[5000, 5001] begins after",
     "a=b=c": "a=b=c cannot be read as KEY=VALUE",
 }
 
@@ -89,13 +91,23 @@ def test_a_run_folder_remembers_its_command_line(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     again = saved_overrides([f"run.dir={tmp_path}", "trainer.max_steps=9"])
     assert again == ["model=gpt2", "run.name=first"]
+    config.run.overrides = ["schedule=wsd", "schedule.decay_fraction=0.3", "optimizer.lr=${model.peak_lr}"]
+    config.run.overrides += ["checkpoint.load=weights"]
+    config.run.name = "a,b"
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again = saved_overrides([f"run.dir={tmp_path}", "schedule=constant"])
+    assert again == ["optimizer.lr=${model.peak_lr}", "checkpoint.load=weights", "run.name='a,b'"]
+    assert load(again).run.name == "a,b"
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert "checkpoint.load=weights" not in saved_overrides([f"run.dir={tmp_path}"])
     assert saved_overrides(["run.dir=nowhere"]) == saved_overrides(["seed=1"]) == []
 
 
 def test_a_saved_configuration_of_another_version_is_refused() -> None:
     text = to_yaml(load()).replace("num_layers:", "num_layerz:")
-    with pytest.raises(ConfigError, match="another version of gptlite"):
-        from_yaml(text)
+    for damaged in (text, text[: len(text) // 2], "run: [", ""):
+        with pytest.raises(ConfigError, match="another version of gptlite"):
+            from_yaml(damaged)
 
 
 def test_tool_arguments() -> None:

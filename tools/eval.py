@@ -81,9 +81,7 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
         raise ConfigError(f"data={source} is neither a path nor a preset; the presets are {', '.join(presets)}")
     data = prepare(config.data if source is None else load([f"data={source}"]).data, config.seed)
     if data.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise ConfigError(
-            f"data={source or config.data} has another tokenizer than checkpoint; give its text: data=PATH_TO_TEXT"
-        )
+        raise ConfigError(f"data={source or data.name} has another tokenizer than the checkpoint; give its text itself")
     return data
 
 

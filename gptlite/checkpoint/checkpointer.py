@@ -7,10 +7,11 @@ from torch import Tensor
 
 from gptlite.checkpoint import dcp, store
 from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.find import find_checkpoint, newest_intact
 from gptlite.checkpoint.load import read_meta
-from gptlite.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, verify, write_manifest
-from gptlite.checkpoint.progress import Log
-from gptlite.errors import ConfigError, did_you_mean
+from gptlite.checkpoint.manifest import DamagedCheckpoint, verify, write_manifest
+from gptlite.errors import ConfigError
+from gptlite.progress import Log
 
 
 class SavesItself(Protocol):
@@ -57,16 +58,19 @@ class Checkpointer:
         Raises ConfigError if a path holds no intact checkpoint, if all of this run's are damaged (starting over
         is for a person to decide), or if this run already holds steps that the new start would run into.
         """
-        if resume == "auto":
-            folders = store.step_folders(self.root)
-            return _newest_intact(folders, self.root, log) if folders else None
-        found = None if resume == "never" else _find_at(resume, log)
-        start = read_meta(found)["step"] if found and self.config.load == "all" else 0
         held = store.step_folders(self.root)
+        if resume == "auto" and self.config.load == "all":
+            fix = "move them away to start over, or give checkpoint.resume another path"
+            return newest_intact(held, str(self.root), fix, log) if held else None
+        found = None
+        if resume not in ("auto", "never"):
+            found = find_checkpoint(resume, "checkpoint.resume", log, words=("auto", "never"))
+        start = read_meta(found)["step"] if found and self.config.load == "all" else 0
         if held and (store.step_of(held[0]) or 0) > start:
+            key = f"checkpoint.load={self.config.load}" if resume == "auto" else f"checkpoint.resume={resume}"
             raise ConfigError(
-                f"checkpoint.resume={resume} starts from step {start}, but {self.root} already holds {held[0].name}; "
-                "take another run.dir, or checkpoint.resume=auto to go on from there"
+                f"{key} starts from step {start}, but {self.root} already holds {held[0].name}; take another run.dir, "
+                "or checkpoint.resume=auto checkpoint.load=all to go on from there"
             )
         return found
 
@@ -114,33 +118,3 @@ def _looks_intact(folder: Path, log: Log) -> bool:
     except DamagedCheckpoint:
         return False
     return True
-
-
-def _find_at(resume: str, log: Log) -> Path:
-    path = Path(resume).expanduser()
-    if not path.exists():
-        hint = did_you_mean(resume.lower(), ("auto", "never")) or "; give auto, never, or a checkpoint or run folder"
-        raise ConfigError(f"checkpoint.resume={resume} does not exist{hint}")
-    if (path / FILE_NAME).exists() or store.step_of(path) is not None:
-        verify(path, log)
-        return path
-    folders = store.step_folders(path) or store.step_folders(path / "checkpoints")
-    if not folders:
-        raise ConfigError(f"checkpoint.resume={resume} holds no checkpoint; give a step, checkpoints or run folder")
-    return _newest_intact(folders, path, log)
-
-
-def _newest_intact(folders: list[Path], where: Path, log: Log) -> Path:
-    reasons = []
-    for folder in folders:
-        try:
-            verify(folder, log)
-        except DamagedCheckpoint as error:
-            reasons.append(error.reason)
-            log(f"checkpoint: rejected {folder}: {error.reason}")
-        else:
-            return folder
-    raise ConfigError(
-        f"none of the {len(folders)} checkpoints in {where} is intact ({folders[0].name}: {reasons[0]}); "
-        "move them away to start over, or give checkpoint.resume another path"
-    )

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from gptlite.checkpoint.progress import Log, Progress
+from gptlite.progress import Log, Progress
 
 _ALLOWED = {
     ("torch", "Size"),

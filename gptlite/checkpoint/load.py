@@ -9,20 +9,27 @@ from torch import Tensor
 
 from gptlite.checkpoint import dcp
 from gptlite.checkpoint.manifest import DamagedCheckpoint, Manifest, describe, read_file, read_manifest, verify
-from gptlite.checkpoint.progress import Log
 from gptlite.errors import ConfigError
+from gptlite.progress import Log
 
 
-def load_tensors(path: Path, into: dict[str, Tensor], *, strict: bool = True, log: Log = print) -> None:
+def load_tensors(
+    path: Path, into: dict[str, Tensor], *, strict: bool = True, log: Log = print, verified: bool = False
+) -> None:
     """Fills the tensors of `into` from the step folder `path`, in place and bit for bit.
 
     Every key of `into` must be stored with the same shape and dtype. With `strict`, nothing else may be stored;
     without, the rest is left alone (weights without their optimizer state, say). Nothing is unpickled, and no tensor
     touched, before every byte matched its SHA-256.
 
+    `verified` says that this process has found the folder intact (`find_checkpoint`, `Checkpointer.find`): then the
+    files' sizes and the little that is unpickled are checked again, and the tensors are not hashed a second time.
+
     Raises DamagedCheckpoint for a damaged folder, ConfigError for a checkpoint of another model.
     """
-    manifest = verify(path, log)
+    manifest = verify(path, log, hashes=not verified)
+    if verified:
+        read_file(path, "data/.metadata")
     _compare(path, manifest, into, strict)
     try:
         dcp.read(path / "data", into, log)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import gptlite
-from gptlite.checkpoint.progress import Log, Progress
 from gptlite.errors import ConfigError
+from gptlite.files import write_synced
+from gptlite.progress import Log, Progress
 
 FILE_NAME = "MANIFEST.json"
 FORMAT_VERSION = 1
@@ -92,11 +93,7 @@ def write_manifest(folder: Path, tensors: Mapping[str, Tensor], meta: dict[str, 
         tensors={key: describe(tensor) for key, tensor in tensors.items()},
     )
     content = asdict(manifest)
-    with open(folder / FILE_NAME, "w", encoding="utf-8") as file:
-        json.dump({"sha256": _checksum(content), **content}, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(folder / FILE_NAME, json.dumps({"sha256": _checksum(content), **content}, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gptlite.checkpoint.progress import Log
+from gptlite.files import sync_folder, write_whole
+from gptlite.progress import Log
 
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -66,24 +67,17 @@ def staged(final: Path) -> Iterator[Path]:
     try:
         yield folder
         for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
-            _sync_folder(path)
+            sync_folder(path)
         os.rename(folder, final)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
 
 
 def point_latest(final: Path) -> None:
     """Writes the step folder's name into `latest` beside it. People and scripts read it; resuming doesn't."""
-    latest = final.with_name("latest")
-    temporary = _hidden(latest, "tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(final.name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, latest)
-    _sync_folder(final.parent)
+    write_whole(final.with_name("latest"), final.name + "\n")
 
 
 def remove(folder: Path) -> None:
@@ -111,12 +105,3 @@ def _remove_leftovers(root: Path, log: Log) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Brings a folder's entries to the disk: without it a new or renamed file may be gone after a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,13 +25,14 @@ from gptlite.data.corpus import (
     write_split,
 )
 from gptlite.data.dataset import TokenDataset, TrainSampler
+from gptlite.data.digest import text_digest
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.loader import Loader
-from gptlite.data.progress import Log, Progress
-from gptlite.data.text import Span, find_files, scan, split
+from gptlite.data.text import Span, find_files, split
 from gptlite.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError
 from gptlite.parallelism.mesh import Mesh
+from gptlite.progress import Log, Progress
 
 _VERSION = "1"  # of what `prepare` writes: a new one makes every cached folder anew
 _SYNTHETIC_VALIDATION = 0.01  # held-out tokens for each training token
@@ -131,10 +132,10 @@ def _sha256(dataset: IndexedDataset) -> str:
 
 
 def _text_folder(config: TextConfig, log: Log) -> Path:
-    files = find_files(config.path)
+    files, cache = find_files(config.path), Path(config.cache_dir).expanduser()
     key = {
         "version": _VERSION,
-        "text": scan(files, log),
+        "text": text_digest(files, cache, log),
         "tokenizer": config.tokenizer,
         "vocab_size": str(config.vocab_size if config.tokenizer == "sentencepiece" else None),
         "validation_fraction": str(config.validation_fraction),
@@ -152,8 +153,10 @@ def _text_folder(config: TextConfig, log: Log) -> Path:
         write_split(folder / TRAIN, _documents(train), tokenizer, progress)
         write_split(folder / VALIDATION, _documents(held_out), tokenizer, progress)
         _open(folder, "text", config)
+        if text_digest(files, cache, log) != key["text"]:
+            raise ConfigError(f"data.path={config.path} changed while it was read; start again when nothing writes it")
 
-    return cached_folder(Path(config.cache_dir).expanduser(), "text", key, make, log)
+    return cached_folder(cache, "text", key, make, log)
 
 
 def _documents(spans: list[Span]) -> Iterable[Document]:

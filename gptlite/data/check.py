@@ -5,21 +5,13 @@ from pathlib import Path
 
 import gptlite
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
-from gptlite.data.text import find_files, scan
 from gptlite.errors import ConfigError, did_you_mean
 
 TOKENIZERS = ("sentencepiece", "char", "byte")
 
 
-def check(config: DataConfig) -> None:
-    """Raise ConfigError, naming the key and the fix, for data that could not be prepared. Reads a text once."""
-    check_settings(config)
-    if isinstance(config, TextConfig):
-        scan(find_files(config.path))
-
-
 def check_settings(config: DataConfig) -> None:
-    """The part of `check` that reads no text."""
+    """Raise ConfigError, naming the key and the fix, for data that could not be prepared. Reads no text."""
     for key in ("global_batch_size", "micro_batch_size", "sequence_length"):
         if getattr(config, key) < 1:
             raise ConfigError(f"data.{key}={getattr(config, key)} must be at least 1")

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from gptlite.data.check import check_tokenizer
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
-from gptlite.data.progress import Log, Progress
-from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, train_sentencepiece
+from gptlite.data.sentence_piece import train_sentencepiece
+from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from gptlite.errors import ConfigError
+from gptlite.progress import Log, Progress
 
 TRAIN, VALIDATION, TOKENIZER = "train", "val", "tokenizer"
 _SAMPLE = 32 << 20  # characters SentencePiece learns from: a few seconds, and more hardly changes the pieces
@@ -53,7 +54,7 @@ def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenize
             for block in document:
                 num_bytes = len(block.encode())
                 writer.write(tokenizer.encode(block), num_bytes)
-                progress.advance(num_bytes)
+                progress.add(num_bytes)
             writer.end_document()
 
 

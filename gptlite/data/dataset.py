@@ -50,10 +50,6 @@ class TrainSampler:
         self._seed = seed
         self._dataset = dataset
 
-    def sample(self, n: int) -> int:
-        """Chunk of sample n."""
-        return int(self.samples(n, 1)[0])
-
     def samples(self, first: int, count: int) -> np.ndarray:
         """int64[count]: chunks of samples first, first + 1, ..."""
         epochs, positions = np.divmod(np.arange(first, first + count), self._num_samples)

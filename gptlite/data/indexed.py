@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from gptlite.errors import ConfigError
+from gptlite.files import sync_folder, write_synced
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -122,10 +123,8 @@ class IndexedWriter:
             text_bytes=self._text_bytes,
             sha256=self._hash.hexdigest(),
         )
-        _write_durably(
-            _temporary(_path(self._prefix, ".meta.json")), json.dumps(asdict(meta), indent=2).encode() + b"\n"
-        )
-        _write_durably(_temporary(_path(self._prefix, ".idx")), index)
+        write_synced(_temporary(_path(self._prefix, ".meta.json")), json.dumps(asdict(meta), indent=2).encode() + b"\n")
+        write_synced(_temporary(_path(self._prefix, ".idx")), index)
         for suffix in (".bin", ".meta.json", ".idx"):
             os.replace(_temporary(_path(self._prefix, suffix)), _path(self._prefix, suffix))
         sync_folder(self._prefix.parent)
@@ -155,15 +154,6 @@ class IndexedDataset:
     def num_documents(self) -> int:
         """Number of documents, empty ones included."""
         return self._num_indices - 1
-
-    def document(self, index: int) -> np.ndarray:
-        """Tokens of one document, a view into the file."""
-        first, stop = self.document_indices[index : index + 2]
-        if first == stop:
-            return self.tokens[:0]
-        begin = self.pointers[first] // self.dtype.itemsize
-        end = self.pointers[stop - 1] // self.dtype.itemsize + self.lengths[stop - 1]
-        return self.tokens[begin:end]
 
     def verify(self) -> None:
         """Read .bin whole and compare it with the SHA-256 in .meta.json. ConfigError where they differ."""
@@ -216,22 +206,6 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     if indices < 1 or size not in (expected, expected + sequences):  # multimodal datasets add an int8 a sequence
         raise _damaged(path, f"it has {size} bytes where {sequences} sequences and {indices} indices take {expected}")
     return np.dtype(DTYPES[code]), sequences, indices
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _path(prefix: Path, suffix: str) -> Path:

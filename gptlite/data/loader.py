@@ -1,5 +1,6 @@
 """Batches, as a pure function of how many samples came before."""
 
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,25 +62,31 @@ class Loader:
         self.global_batch_size = global_batch_size
         self.num_micro_batches = global_batch_size // (micro_batch_size * data_size)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        self._prefetched: tuple[tuple[int, int], Future[Batch]] | None = None
+        # Micro-batches being read, by their place, each the next of the one before it.
+        self._ahead: deque[tuple[tuple[int, int], Future[Batch]]] = deque()
         self._bytes_counted: dict[int, int] = {}
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """Micro-batch `micro_index` of the global batch that follows `consumed_samples` samples.
 
-        A pure function of its arguments. The one expected next is read in the background meanwhile.
+        A pure function of its arguments. As many as a global batch has are read ahead in the background (eight bytes
+        a token and a target), since a step asks for all of its micro-batches at once. What goes wrong there is
+        raised here, when that micro-batch is asked for.
         """
-        wanted = (consumed_samples, micro_index)
-        if self._prefetched is not None and self._prefetched[0] == wanted:
-            batch = self._prefetched[1].result()
-        else:
-            batch = self._read(*wanted)
-        following = self._following(*wanted)
-        self._prefetched = following, self._thread.submit(self._read, *following)
-        return batch.to(self._device)
+        wanted, ahead = (consumed_samples, micro_index), self._ahead
+        while ahead and ahead[0][0] != wanted:
+            ahead.popleft()[1].cancel()
+        if not ahead:
+            self._submit(wanted)
+        _, current = ahead.popleft()
+        latest = ahead[-1][0] if ahead else wanted
+        while len(ahead) < self.num_micro_batches:
+            latest = self._following(*latest)
+            self._submit(latest)
+        return current.result().to(self._device)
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop reading ahead; no batch can be had afterwards. Validation goes on as before."""
         self._thread.shutdown(cancel_futures=True)
 
     def validation_batches(self, limit: int | None = None) -> Iterator[Batch]:
@@ -112,6 +119,9 @@ class Loader:
         total = self._validation.num_chunks
         count = total if limit is None else min(limit, total)
         return np.arange(count) * total // max(count, 1)
+
+    def _submit(self, key: tuple[int, int]) -> None:
+        self._ahead.append((key, self._thread.submit(self._read, *key)))
 
     def _following(self, consumed_samples: int, micro_index: int) -> tuple[int, int]:
         if micro_index + 1 < self.num_micro_batches:

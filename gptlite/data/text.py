@@ -2,12 +2,15 @@
 
 import codecs
 import hashlib
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from gptlite.data.progress import Log, Progress
 from gptlite.errors import ConfigError
+from gptlite.progress import Log, Progress
 
 _BLOCK = 1 << 20  # bytes read at a time
 _NEWLINE_WITHIN = 1 << 16  # bytes a cut may move to fall between two lines
@@ -28,11 +31,13 @@ class Span:
 
     def blocks(self) -> Iterator[str]:
         """The text, in pieces of whole lines of about a megabyte."""
-        with open(self.path, "rb") as file:
+        with _reading(self.path) as file:
             file.seek(self.start)
             while (left := self.stop - file.tell()) > 0:
                 block = file.read(min(_BLOCK, left))
                 block += file.readline(left - len(block)) if left > len(block) else b""
+                if not block:
+                    raise ConfigError(f"data.path: {self.path} became shorter while it was read; start again")
                 yield block.decode("utf-8")
 
 
@@ -55,11 +60,15 @@ def scan(files: list[Path], log: Log = print) -> str:
     digest = hashlib.sha256()
     blank = True
     progress = Progress("reading", sum(file.stat().st_size for file in files), log)
+
+    def count(block: bytes) -> None:
+        digest.update(block)
+        progress.add(len(block))
+
     for path in files:
         digest.update(path.stat().st_size.to_bytes(8, "little"))  # so that moving text between files counts
-        for block in _decoded_blocks(path, digest.update):
+        for block in _decoded_blocks(path, count):
             blank = blank and not block.strip()
-            progress.advance(len(block))
     if blank:
         raise ConfigError(f"data.path: {_names(files)} has no text in it; give a file that has")
     return digest.hexdigest()
@@ -67,10 +76,10 @@ def scan(files: list[Path], log: Log = print) -> str:
 
 def split(path: Path, validation_fraction: float) -> tuple[Span, Span]:
     """The training part of a file and the held-out part, its end. The cut falls after a line where one ends nearby."""
-    size = path.stat().st_size
-    cut = round(size * (1 - validation_fraction))
-    start = max(cut - 1, 0)  # the byte before may be the end of a line already
-    with open(path, "rb") as file:
+    with _reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        cut = round(size * (1 - validation_fraction))
+        start = max(cut - 1, 0)  # the byte before may be the end of a line already
         file.seek(start)
         line = file.readline(_NEWLINE_WITHIN)
     stop = start + len(line)
@@ -85,7 +94,7 @@ def _decoded_blocks(path: Path, update: Callable[[bytes], None]) -> Iterator[str
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = 0
     try:
-        with open(path, "rb") as file:
+        with _reading(path) as file:
             while True:
                 block = file.read(_BLOCK)
                 pending = len(decoder.getstate()[0])  # the start of a character that the last block ended in
@@ -100,6 +109,14 @@ def _decoded_blocks(path: Path, update: Callable[[bytes], None]) -> Iterator[str
             f"data.path: {path} is not UTF-8 at byte {offset} (0x{error.object[error.start]:02x}); "
             f"convert it, e.g. iconv -f latin1 -t utf-8"
         ) from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
+    """The open file. What goes wrong while it is read is a ConfigError that names it."""
+    try:
+        with open(path, "rb") as file:
+            yield file
     except OSError as error:
         raise ConfigError(f"data.path: {path} cannot be read ({error.strerror}); give a readable text file") from error
 

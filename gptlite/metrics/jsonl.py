@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from gptlite.files import write_whole
+
 
 class JsonlSink:
     """Appends rows to a file, each handed to the system at once, so that a killed run keeps every row.
@@ -55,11 +57,10 @@ def truncate_after(path: Path, step: int) -> int:
     # The copy is on disk before the original goes, so no moment exists at which a row is in neither file.
     if replaced:
         with path.with_suffix(".replaced.jsonl").open("a", encoding="utf-8") as copy:
-            _write_lines(copy, replaced)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as new:
-        _write_lines(new, kept)
-    temporary.replace(path)
+            copy.write(_joined(replaced))
+            copy.flush()
+            os.fsync(copy.fileno())
+    write_whole(path, _joined(kept))
     return len(replaced)
 
 
@@ -77,10 +78,8 @@ def _parse(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _write_lines(file: Any, lines: list[str]) -> None:
-    file.writelines(line + "\n" for line in lines)
-    file.flush()
-    os.fsync(file.fileno())
+def _joined(lines: list[str]) -> str:
+    return "".join(line + "\n" for line in lines)
 
 
 def _finite(value: Any) -> Any:

@@ -1,11 +1,11 @@
 """A run on one page: loss, learning rate, gradient norm and speed over the steps of a metrics.jsonl."""
 
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptlite.errors import ConfigError
+from gptlite.files import replacing
 from gptlite.metrics.console import format_count, format_duration
 from gptlite.metrics.jsonl import read_rows
 
@@ -76,7 +76,8 @@ def plot_curves(jsonl: Path, out: Path, title: str | None = None) -> Path:
             axes.tick_params(labelbottom=False)
         figure.text(LEFT, 0.945, title or jsonl.resolve().parent.name, fontsize=15, weight="bold")
         figure.text(LEFT, 0.91, _summary(rows), color=FAINT)
-        _save(figure, out)
+        with replacing(out) as file:
+            figure.savefig(file, format="png")
     return out
 
 
@@ -209,15 +210,3 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 
 def _first(pair: tuple[float, Any]) -> float:
     return pair[0]
-
-
-def _save(figure: Any, out: Path) -> None:
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            figure.savefig(file, format="png")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -31,7 +31,7 @@ class Sampling:
 def generate(
     model: GPT, prompt: list[int], max_tokens: int, sampling: Sampling, *, stop: int | None = None, cache: bool = True
 ) -> Iterator[int]:
-    """Yields up to `max_tokens` tokens that continue `prompt`; ends after yielding nothing more once `stop` is drawn.
+    """Yields up to `max_tokens` tokens that continue `prompt`, and ends before the first `stop`.
 
     Past the learned positions the older half of the context is dropped, with and without the cache alike, so both give
     the same tokens (exactly, but for rounding). Raises ValueError for an empty prompt.

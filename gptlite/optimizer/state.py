@@ -4,13 +4,11 @@ A key is `optim.<parameter name>.<state name>`, e.g. `optim.layers.0.attn.qkv.we
 `state_dict` it numbers nothing, so it does not depend on the order or the grouping of parameters.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
-
-from gptlite.errors import ConfigError
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
@@ -25,28 +23,6 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
         for name, parameter in _named_parameters(optimizer)
         for key, value in _materialized(optimizer, parameter).items()
     }
-
-
-@torch.no_grad()
-def load_optimizer_state(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Copy `tensors`, keyed as by `optimizer_state`, into the optimizer. Keys outside `optim.` are left alone.
-
-    Nothing is changed if one does not fit. Raises ConfigError naming the first key that is missing,
-    unexpected or of another shape.
-    """
-    own = optimizer_state(optimizer)
-    stored = {key: tensor for key, tensor in tensors.items() if key.startswith("optim.")}
-    for key in sorted(own.keys() ^ stored.keys()):
-        fault = "has no" if key in own else "has an unexpected"
-        raise ConfigError(f"the checkpoint {fault} {key}; resume with the optimizer and the model that wrote it")
-    for key, tensor in own.items():
-        if tensor.shape != stored[key].shape:
-            raise ConfigError(
-                f"{key} is {tuple(stored[key].shape)} in the checkpoint and {tuple(tensor.shape)} here; "
-                "resume with the model that wrote it"
-            )
-    for key, tensor in own.items():
-        tensor.copy_(stored[key])
 
 
 def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -1,5 +1,6 @@
 """The training loop: steps, with evaluation, checkpoints and stopping between them."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from gptlite.trainer.report import Reporter
 from gptlite.trainer.signals import StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import train_step
+
+SLOW_DISK = 200e6  # bytes a second: what the first save is taken to need, before one has been timed
 
 
 class Ending(Enum):
@@ -39,26 +42,35 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended, and its last evaluation and checkpoint."""
+    """How training ended, and its last evaluation and checkpoint. `exit_code` is 128 + the signal, if one came."""
 
     ending: Ending
     evaluation: Evaluation | None
     checkpoint: Path
+    exit_code: int = 0
 
 
 class Clock:
-    """Whether there is time for another step before `trainer.max_time`, a save at its end included."""
+    """Whether there is time for another step before `trainer.max_time`, a save at the end of it included."""
 
-    def __init__(self, minutes: float | None, started: float) -> None:
-        self.deadline = None if minutes is None else started + 60 * minutes
-        self.step_seconds = self.save_seconds = 0.0
+    def __init__(self, minutes: float | None, started: float, save_seconds: float) -> None:
+        self.deadline = math.inf if minutes is None else started + 60 * minutes
+        self.save_seconds = save_seconds
+        self._step_seconds = 0.0
+        self._mark = time.monotonic()
+
+    def step(self) -> None:
+        """A step has ended. Slower ones than the last count at once, faster ones little by little."""
+        now = time.monotonic()
+        self._step_seconds, self._mark = max(0.9 * self._step_seconds, now - self._mark), now
+
+    def mark(self) -> None:
+        """What took time since the step is no part of the next one."""
         self._mark = time.monotonic()
 
     def over(self) -> bool:
-        """To be called once a step: times it, and says whether the next step or a save could pass the deadline."""
-        now = time.monotonic()
-        self.step_seconds, self._mark = max(0.9 * self.step_seconds, now - self._mark), now
-        return self.deadline is not None and now + 1.5 * self.step_seconds + 2 * self.save_seconds > self.deadline
+        """Whether one more step and a save could pass the deadline."""
+        return time.monotonic() + 1.5 * self._step_seconds + 2 * self.save_seconds > self.deadline
 
 
 def train(
@@ -77,31 +89,44 @@ def train(
     Raises Diverged where the loss or gradient is not finite; the checkpoints before it stay as they are.
     """
     config, accumulation = settings.trainer, accumulation_steps(settings.data, mesh)
-    clock, profiler = Clock(config.max_time, started), StepProfiler(config.profile_steps, run_dir)
-    evaluation, ending = None, Ending.done
-    while state.step < config.max_steps:
+    clock = Clock(config.max_time, started, save_seconds=state.num_bytes() / SLOW_DISK)
+    profiler = StepProfiler(config.profile_steps, run_dir)
+    evaluation, checkpoint, saved = None, None, -1
+
+    def stopping() -> bool:
+        return stop.received is not None or clock.over()
+
+    # Due when the run stopped, and put off: a resumed run has the evaluations of an uninterrupted one.
+    if _due(state.step, config.eval_interval) and state.step < config.max_steps:
+        evaluation = _evaluate(state, config, reporter, stopping)
+    while state.step < config.max_steps and not stopping():
+        clock.mark()
         profiler.before(state.step + 1)
         result = train_step(state, accumulation, settings.optimizer.lr, settings.optimizer.clip_norm)
         reporter.throughput.step()
+        clock.step()
         if trace := profiler.after(state.step):
             reporter.log(f"profile: {trace}")
         if state.step % config.log_interval == 0 or state.step in (1, config.max_steps):
             reporter.step(state, result)
-        if stop.received is not None or clock.over():
-            ending = Ending.signal if stop.received is not None else Ending.max_time
-            break
         if state.step == config.max_steps:
-            break
-        if _due(state.step, config.eval_interval):
-            evaluation = _evaluate(state, config, reporter, stop) or evaluation
-        if _due(state.step, settings.checkpoint.interval):
-            _save(save, reporter, clock)
-    if ending is Ending.done:
-        evaluation = _evaluate(state, config, reporter, stop) or evaluation
-    checkpoint = _save(save, reporter, clock)
+            break  # the end has its own evaluation and save
+        if _due(state.step, config.eval_interval) and not stopping():
+            evaluation = _evaluate(state, config, reporter, stopping) or evaluation
+        if _due(state.step, settings.checkpoint.interval) and not stopping():
+            checkpoint, saved = _save(save, reporter, clock), state.step
+    ending = Ending.done
+    if state.step == config.max_steps and stop.received is None:
+        evaluation = _evaluate(state, config, reporter, lambda: stop.received is not None) or evaluation
+    elif stop.received is None:
+        ending = Ending.max_time
+    if trace := profiler.after(state.step, ending=True):
+        reporter.log(f"profile: {trace}")
+    if checkpoint is None or saved != state.step:
+        checkpoint = _save(save, reporter, clock)
     if stop.received is not None:
         ending = Ending.signal
-    return Outcome(ending, evaluation, checkpoint)
+    return Outcome(ending, evaluation, checkpoint, stop.exit_code)
 
 
 def accumulation_steps(data: DataConfig, mesh: Mesh) -> int:
@@ -121,13 +146,19 @@ def _save(save: Callable[[], Path], reporter: Reporter, clock: Clock) -> Path:
     return path
 
 
-def _evaluate(state: TrainState, config: TrainerConfig, reporter: Reporter, stop: StopSignal) -> Evaluation | None:
+def _evaluate(
+    state: TrainState, config: TrainerConfig, reporter: Reporter, interrupted: Callable[[], bool]
+) -> Evaluation | None:
+    """The held-out loss; None where it was interrupted, or is known already from before the run was resumed."""
+    if state.evaluated_step == state.step:
+        return None
     (part,) = state.parts
     with reporter.aside():
         batches = state.loader.validation_batches(config.eval_samples)
         text_bytes = state.loader.validation_bytes(config.eval_samples)
-        result = evaluate(part, batches, text_bytes, lambda: stop.received is not None)
+        result = evaluate(part, batches, text_bytes, interrupted)
     if result is not None:
         state.best_val_loss = min(state.best_val_loss, result.loss)
+        state.evaluated_step = state.step
         reporter.evaluation(state, result)
     return result

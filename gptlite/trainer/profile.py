@@ -9,24 +9,26 @@ class StepProfiler:
 
     def __init__(self, steps: list[int], folder: Path) -> None:
         self.first, self.last = steps if steps else (0, 0)
-        self.path = folder / f"trace-steps-{self.first}-{self.last}.json"
+        self._folder = folder
         self._profiler: Any = None
 
     def before(self, step: int) -> None:
         """To be called before step number `step`."""
-        if self.first and self._profiler is None and self.first <= step <= self.last:
+        if self._profiler is None and self.first <= step <= self.last:
             from torch.profiler import profile
 
+            self.first = step  # a resumed run may begin inside the window
             self._profiler = profile(record_shapes=True)
             self._profiler.start()
 
-    def after(self, step: int) -> Path | None:
-        """To be called after it. Returns the trace's path once it is written."""
-        if self._profiler is None or step < self.last:
+    def after(self, step: int, ending: bool = False) -> Path | None:
+        """To be called after it, and at the run's end. Returns the trace's path once it is written."""
+        if self._profiler is None or (step < self.last and not ending):
             return None
         self._profiler.stop()
-        partial = self.path.with_suffix(".tmp")
+        path = self._folder / f"trace-steps-{self.first}-{step}.json"
+        partial = path.with_suffix(".tmp")
         self._profiler.export_chrome_trace(str(partial))
-        partial.rename(self.path)
-        self._profiler, self.first = None, 0
-        return self.path
+        partial.rename(path)
+        self._profiler, self.last = None, 0
+        return path

@@ -1,16 +1,16 @@
 """Ctrl-C and SIGTERM as a request that the loop answers between two steps."""
 
+import contextlib
+import os
 import signal
-from collections.abc import Callable
 from types import FrameType, TracebackType
 
 
 class StopSignal:
     """While entered, the first SIGINT or SIGTERM sets `received`; a second one ends the process at once."""
 
-    def __init__(self, log: Callable[[str], None] = print) -> None:
+    def __init__(self) -> None:
         self.received: int | None = None
-        self._log = log
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -31,4 +31,6 @@ class StopSignal:
         self.received = number
         for each in self._previous:
             signal.signal(each, signal.SIG_DFL)
-        self._log(f"{signal.Signals(number).name}: saving after this step (again: stop at once, nothing saved)")
+        # Not print: the signal may have interrupted one, and the terminal or pipe may be gone with the same Ctrl-C.
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{signal.Signals(number).name}: saving after this step (again: stop at once)\n".encode())

@@ -34,11 +34,16 @@ class TrainState:
     consumed_samples: int = 0
     tokens: int = 0
     best_val_loss: float = math.inf  # nats per token
+    evaluated_step: int = 0  # the step of the last evaluation
     wandb_id: str | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor, live: writing into one changes the state."""
         return model_tensors(self.parts) | optimizer_state(self.optimizer)
+
+    def num_bytes(self) -> int:
+        """Size of a checkpoint's tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def meta(self) -> dict[str, Any]:
         """What is not a tensor, as JSON."""
@@ -48,6 +53,7 @@ class TrainState:
             "consumed_samples": self.consumed_samples,
             "tokens": self.tokens,
             "best_val_loss": best,
+            "evaluated_step": self.evaluated_step,
             "wandb_id": self.wandb_id,
             "data_identity": self.data_identity,
         }
@@ -56,4 +62,5 @@ class TrainState:
         """Takes back what `meta` gave."""
         self.step, self.consumed_samples = meta["step"], meta["consumed_samples"]
         self.tokens, self.wandb_id = meta["tokens"], meta["wandb_id"]
+        self.evaluated_step = meta["evaluated_step"]
         self.best_val_loss = math.inf if meta["best_val_loss"] is None else meta["best_val_loss"]

@@ -9,6 +9,7 @@ import torch
 from gptlite.checkpoint import manifest
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.find import find_checkpoint
 from gptlite.checkpoint.load import load_tensors
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from gptlite.checkpoint.store import step_folders
@@ -111,7 +112,7 @@ def test_nothing_yet_is_a_fresh_start(checkpointer):
 def test_all_damaged_is_for_a_person_to_decide(save, checkpointer):
     for step in (100, 200):
         (save(step) / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"none of the 2 checkpoints .* \(step-00000200: config.yaml is missing\)"):
+    with pytest.raises(ConfigError, match=r"none of the 2 checkpoints is intact \(step-00000200: config.yaml is"):
         checkpointer.find("auto")
 
 
@@ -142,8 +143,38 @@ def test_a_start_that_would_run_into_saved_steps_is_refused(save, checkpointer, 
         with pytest.raises(ConfigError, match="already holds step-00000200; take another"):
             checkpointer.find(resume)
     weights_only = Checkpointer(CheckpointConfig(load="weights"), checkpointer.root.parent)
-    with pytest.raises(ConfigError, match="starts from step 0"):
-        weights_only.find(str(newest))
+    for resume in (str(newest), "auto"):
+        with pytest.raises(ConfigError, match=r"starts from step 0.*already holds step-00000200.*checkpoint.load=all"):
+            weights_only.find(resume)
+    with pytest.raises(ConfigError, match=r"^checkpoint\.load=weights starts"):
+        weights_only.find("auto")
+
+
+def test_weights_alone_start_a_run_in_a_new_folder(save, tmp_path):
+    newest = save(200)
+    weights_only = Checkpointer(CheckpointConfig(load="weights"), tmp_path / "new")
+    assert weights_only.find("auto") is None
+    assert weights_only.find(str(newest)) == newest
+
+
+def test_a_tools_checkpoint_is_found_and_its_own_key_is_named(save, checkpointer, tmp_path):
+    older, newest = save(100), save(200)
+    for path in (newest, checkpointer.root, checkpointer.root.parent):
+        assert find_checkpoint(str(path), "checkpoint") == newest
+    (newest / "config.yaml").unlink()
+    lines: list[str] = []
+    assert find_checkpoint(str(checkpointer.root), "checkpoint", lines.append) == older
+    assert "config.yaml is missing" in lines[0]
+    (older / "config.yaml").unlink()
+    fix = "give a run folder or a checkpoint in one"
+    for path, message in {
+        tmp_path / "foo": rf"^checkpoint=.*foo does not exist; {fix}$",
+        tmp_path: rf"^checkpoint=.* holds no checkpoint; {fix}$",
+        older / "MANIFEST.json": "MANIFEST.json holds no checkpoint",
+        checkpointer.root: "^checkpoint=.*: none of the 2 checkpoints is intact .*; give checkpoint another path$",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            find_checkpoint(str(path), "checkpoint", lines.append)
 
 
 def test_retention_keeps_the_newest(checkpointer, save):

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gptlite.checkpoint import dcp
+from gptlite.checkpoint import dcp, manifest
 from gptlite.checkpoint.load import load_tensors, read_config, read_meta
 from gptlite.checkpoint.manifest import DamagedCheckpoint, environment_changes, read_manifest
-from gptlite.checkpoint.progress import Progress
 from gptlite.errors import ConfigError
 
 
@@ -151,11 +150,16 @@ def test_damage_is_found_before_a_tensor_is_touched(save, tensors):
     assert all(torch.equal(into[key], torch.full_like(into[key], 3)) for key in into)
 
 
-def test_long_jobs_show_what_is_left():
-    lines: list[str] = []
-    progress = Progress("loading", 4_000_000_000, lines.append, interval=0.0)
-    progress.started -= 10
-    progress.add(1_000_000_000)
-    assert lines == ["loading: 1.00 of 4.00 GB | ETA 30s"]
-    Progress("short", 4, lines.append).add(4)
-    assert len(lines) == 1
+def test_what_was_verified_is_not_hashed_again_but_for_what_is_unpickled(save, tensors, monkeypatch):
+    folder, into, hashed = save(100), fresh(tensors), []
+    real = manifest._hash
+    monkeypatch.setattr(manifest, "_hash", lambda path, *rest, **more: hashed.append(path) or real(path, *rest, **more))
+    load_tensors(folder, into, verified=True)
+    assert hashed == []
+    assert all(bits(into[key]) == bits(tensors[key]) for key in tensors)
+    load_tensors(folder, into)
+    assert folder / "data" / "__0_0.distcp" in hashed
+    with open(folder / "data" / ".metadata", "r+b") as file:
+        file.write(b"\0")
+    with pytest.raises(DamagedCheckpoint, match=r"data/\.metadata has damaged bytes"):
+        load_tensors(folder, into, verified=True)

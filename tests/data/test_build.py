@@ -1,5 +1,6 @@
 """Preparing: once, whole or not at all, and every wrong input in one line."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,10 +14,11 @@ import torch
 import gptlite
 from gptlite.data import build, cache
 from gptlite.data.build import build_loader, prepare
-from gptlite.data.check import check, find_recipe
+from gptlite.data.check import check_settings, find_recipe
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.loader import IGNORE
+from gptlite.data.text import Span
 from gptlite.errors import ConfigError
 from gptlite.parallelism.mesh import Mesh
 
@@ -75,8 +77,8 @@ def test_every_file_is_a_document_and_gives_its_end(tmp_path, settings):
     eod = data.tokenizer.eod
     assert data.folder is not None
     train, held_out = (IndexedDataset(data.folder / part) for part in ("train", "val"))
-    assert [bytes(train.document(n)[:-1].astype(np.uint8)) for n in range(2)] == [b"a\n" * 90, b"b\n" * 90]
-    assert bytes(held_out.document(1)[:-1].astype(np.uint8)) == b"b\n" * 10
+    assert train.tokens.tolist() == [*b"a\n" * 90, eod, *b"b\n" * 90, eod]
+    assert held_out.tokens.tolist() == [*b"a\n" * 10, eod, *b"b\n" * 10, eod]
     assert train.num_documents == held_out.num_documents == int((data.validation == eod).sum()) == 2
 
 
@@ -133,8 +135,6 @@ REFUSED = {
     "fraction 1": (lambda p: {"path": write_bad(p / "t", b"x"), "validation_fraction": 1.0}, "below 1"),
     "micro-batch": (lambda p: {"path": write_bad(p / "t", b"x"), "micro_batch_size": 0}, "data.micro_batch_size=0"),
     "length": (lambda p: {"path": write_bad(p / "t", b"x"), "sequence_length": -1}, "data.sequence_length=-1"),
-}
-REFUSED_WHILE_PREPARING = {
     "too short": (lambda p: {"path": write_bad(p / "s", b"short\n")}, "data.sequence_length=16 needs more than 16"),
     "no room": (
         lambda p: {"path": write_bad(p / "s", b"short\n"), "tokenizer": "sentencepiece", "vocab_size": 9},
@@ -147,14 +147,13 @@ REFUSED_WHILE_PREPARING = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED | REFUSED_WHILE_PREPARING)
+@pytest.mark.parametrize("case", REFUSED)
 def test_wrong_input_is_refused_in_one_line_and_leaves_nothing(tmp_path, settings, case):
-    options, message = (REFUSED | REFUSED_WHILE_PREPARING)[case]
+    options, message = REFUSED[case]
     config = TextConfig(**{"tokenizer": "char", **settings, **options(tmp_path)})
-    for refuse in [lambda: prepare(config, seed=1)] + ([lambda: check(config)] if case in REFUSED else []):
-        with pytest.raises(ConfigError, match=message) as error:
-            refuse()
-        assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=message) as error:
+        prepare(config, seed=1)
+    assert "\n" not in str(error.value)
     assert visible(settings["cache_dir"]) == []
     assert temporary(settings["cache_dir"]) == []
 
@@ -169,6 +168,56 @@ def test_a_cache_that_cannot_be_written_is_named(text, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"data\.cache_dir=.*file/cache cannot be written"):
         prepare(TextConfig(path=str(text), tokenizer="char", cache_dir=str(tmp_path / "file" / "cache")), seed=1)
+
+
+def test_a_source_that_cannot_be_read_is_not_the_caches_fault(text, settings, monkeypatch):
+    """The text is scanned, then taken away before it is tokenized."""
+    real = build.train_tokenizer
+
+    def taken_away(*arguments):
+        text.unlink()
+        return real(*arguments)
+
+    monkeypatch.setattr(build, "train_tokenizer", taken_away)
+    with pytest.raises(ConfigError, match=r"data\.path: .*text\.txt cannot be read \(No such file") as error:
+        prepare(TextConfig(path=str(text), tokenizer="char", **settings), seed=1)
+    assert "cache_dir" not in str(error.value)
+    assert visible(settings["cache_dir"]) == temporary(settings["cache_dir"]) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (errno.ENOSPC, r"could not be prepared in data.cache_dir=.*No space left on device.*; free some space"),
+        (errno.EIO, r"could not be prepared in .*: .*error: 'some\.bin'; if that is in there"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named(tmp_path, code, message):
+    def make(folder):
+        raise OSError(code, os.strerror(code), "some.bin")
+
+    with pytest.raises(ConfigError, match=message) as error:
+        cache.cached_folder(tmp_path, "n", {}, make, print)
+    assert "cannot be written" not in str(error.value)
+    assert visible(tmp_path) == temporary(tmp_path) == []
+
+
+def test_text_that_shrinks_while_it_is_read_is_refused_not_waited_for(text):
+    with pytest.raises(ConfigError, match="became shorter while it was read"):
+        list(Span(text, 0, text.stat().st_size + 1).blocks())
+
+
+def test_text_that_changes_while_it_is_prepared_is_not_kept(text, settings, monkeypatch):
+    real = build.write_split
+
+    def touched(*arguments):
+        real(*arguments)
+        text.write_text(TEXT.replace("line", "LINE"), encoding="utf-8")
+
+    monkeypatch.setattr(build, "write_split", touched)
+    with pytest.raises(ConfigError, match="changed while it was read"):
+        prepare(TextConfig(path=str(text), tokenizer="char", **settings), seed=1)
+    assert visible(settings["cache_dir"]) == []
 
 
 def test_a_damaged_cache_is_named(text, settings):
@@ -256,7 +305,7 @@ def test_synthetic_tokens_follow_the_seed_and_nothing_else(settings):
     ],
 )
 def test_other_sections_are_refused_too(config, message):
-    for refuse in (lambda: check(config), lambda: prepare(config, seed=1)):
+    for refuse in (lambda: check_settings(config), lambda: prepare(config, seed=1)):
         with pytest.raises(ConfigError, match=message):
             refuse()
 
@@ -271,7 +320,7 @@ RECIPE = """
 import sys
 from pathlib import Path
 from gptlite.data.corpus import train_tokenizer, write_split
-from gptlite.data.progress import Progress
+from gptlite.progress import Progress
 arguments = dict(argument.split("=", 1) for argument in sys.argv[1:])
 print("said by the recipe")
 {action}

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,6 +20,13 @@ def write(prefix, documents=DOCUMENTS, vocab_size=10):
             writer.write(document, text_bytes=2 * len(document))
             writer.end_document()
     return prefix
+
+
+def documents(dataset):
+    """The tokens of each document, by the three arrays of .idx."""
+    ends = dataset.pointers // dataset.dtype.itemsize + dataset.lengths
+    bounds = [int(ends[stop - 1]) if stop else 0 for stop in dataset.document_indices]
+    return [dataset.tokens[start:stop].tolist() for start, stop in pairwise(bounds)]
 
 
 @pytest.fixture
@@ -40,7 +48,7 @@ def test_layout_is_megatrons_byte_for_byte(prefix):
 def test_reads_back_documents_and_counts(prefix):
     dataset = IndexedDataset(prefix)
     assert dataset.tokens.tolist() == [5, 6, 7, EOD, EOD, 8, EOD]
-    assert [dataset.document(n).tolist() for n in range(3)] == [[5, 6, 7, EOD], [EOD], [8, EOD]]
+    assert documents(dataset) == [[5, 6, 7, EOD], [EOD], [8, EOD]]
     assert dataset.meta is not None
     assert (dataset.meta.documents, dataset.meta.tokens, dataset.meta.text_bytes) == (3, 7, 8)
     dataset.verify()
@@ -68,7 +76,7 @@ def test_a_long_document_is_several_sequences(tmp_path, monkeypatch):
         writer.end_document()
     dataset = IndexedDataset(tmp_path / "train")
     assert dataset.lengths.tolist() == [3, 4]
-    assert dataset.document(0).tolist() == [1, 2, 3, 4, 5, 6, EOD]
+    assert documents(dataset)[0] == [1, 2, 3, 4, 5, 6, EOD]
 
 
 def test_reads_what_megatron_wrote(tmp_path):
@@ -79,7 +87,7 @@ def test_reads_what_megatron_wrote(tmp_path):
     (tmp_path / "m.idx").write_bytes(header + arrays)
     dataset = IndexedDataset(tmp_path / "m")
     assert dataset.meta is None
-    assert [dataset.document(n).tolist() for n in range(3)] == [[0, 1, 2], [], [3, 4, 5]]
+    assert documents(dataset) == [[0, 1, 2], [], [3, 4, 5]]
 
 
 def test_no_documents_at_all(tmp_path):

@@ -86,6 +86,53 @@ def test_reading_ahead_never_changes_what_is_asked_for():
     reader.close()
 
 
+def test_a_whole_global_batch_is_read_ahead(monkeypatch):
+    """Once a step has taken its six micro-batches, the six of the next come to be without anyone asking."""
+    read = []
+    real = Loader._read
+    monkeypatch.setattr(Loader, "_read", lambda self, *key: read.append(key) or real(self, *key))
+    reader = loader()
+    step = [(0, m) for m in range(6)]
+    for key in step:
+        reader.batch(*key)
+    reader._thread.shutdown(wait=True)  # what was submitted is still done
+    assert read == step + [(12, m) for m in range(6)]
+
+
+def test_a_run_in_order_reads_each_micro_batch_once(monkeypatch):
+    read = []
+    real = Loader._read
+    monkeypatch.setattr(Loader, "_read", lambda self, *key: read.append(key) or real(self, *key))
+    reader = loader()
+    order = [(12 * step, m) for step in range(5) for m in range(6)]
+    for key in order:
+        reader.batch(*key)
+    reader.close()
+    assert read[: len(order)] == order
+    assert len(set(read)) == len(read)
+
+
+def test_what_goes_wrong_in_the_background_reaches_the_caller(monkeypatch):
+    reader = loader()
+    real = Loader._read
+
+    def broken(self, *key):
+        if key == (12, 3):
+            raise OSError("the disk is gone")
+        return real(self, *key)
+
+    monkeypatch.setattr(Loader, "_read", broken)
+    for m in range(6):
+        reader.batch(0, m)
+    for m in range(3):
+        reader.batch(12, m)
+    with pytest.raises(OSError, match="the disk is gone"):
+        reader.batch(12, 3)
+    monkeypatch.undo()
+    assert torch.equal(reader.batch(12, 3).tokens, loader().batch(12, 3).tokens)
+    reader.close()
+
+
 def test_an_epoch_holds_every_chunk_once():
     reader = loader(micro=12)
     first = [int(t) // LENGTH for step in range(0, 132, 12) for t in reader.batch(step, 0).tokens[:, 0]]

@@ -5,13 +5,13 @@ import random
 import numpy as np
 import pytest
 
+from gptlite.data.sentence_piece import train_sentencepiece
 from gptlite.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     NumberTokenizer,
     StreamDecoder,
     load_tokenizer,
-    train_sentencepiece,
 )
 from gptlite.errors import ConfigError
 
@@ -92,7 +92,7 @@ def test_sentencepiece_agrees_with_its_own_decoder_and_is_cut_anywhere(tokenizer
     ids = tokenizer.encode(TRAINING)
     assert tokenizer._processor.decode(ids) == TRAINING
     for size in (1, 7, 100):
-        monkeypatch.setattr("gptlite.data.tokenizer._CHUNK", size)
+        monkeypatch.setattr("gptlite.data.sentence_piece._CHUNK", size)
         assert tokenizer.encode(TRAINING) == ids
 
 

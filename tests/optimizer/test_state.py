@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gptlite.errors import ConfigError
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig
-from gptlite.optimizer.state import load_optimizer_state, optimizer_state
+from gptlite.optimizer.state import optimizer_state
 
 CONFIGS = [
     AdamWConfig(lr=0.1),
@@ -52,7 +51,8 @@ def test_continuing_from_saved_state_is_bitwise_the_same(config):
     saved = {key: tensor.clone() for key, tensor in optimizer_state(first.optimizer).items()}
     second = Run(config)
     second.model.load_state_dict(first.model.state_dict())
-    load_optimizer_state(second.optimizer, {**saved, "model.0.weight": torch.zeros(1)})
+    for key, tensor in optimizer_state(second.optimizer).items():
+        tensor.copy_(saved[key])
     second.train(3, 6)
     assert_equal_bits(second.weights(), unbroken.weights())
 
@@ -93,24 +93,3 @@ def test_foreach_optimizers_count_steps_on_the_host():
     state = optimizer_state(build_optimizer(AdamWConfig(), [("weight", parameter)]))
     assert state["optim.weight.step"].device.type == "cpu"
     assert state["optim.weight.exp_avg"].device.type == "meta"
-
-
-def test_state_of_another_optimizer_is_refused():
-    saved = optimizer_state(Run(SGDConfig()).optimizer)
-    with pytest.raises(ConfigError, match=r"has no optim\.0\.bias\.exp_avg; resume"):
-        load_optimizer_state(Run(AdamWConfig()).optimizer, saved)
-
-
-def test_state_of_more_parameters_is_refused():
-    run = Run(AdamWConfig())
-    saved = optimizer_state(run.optimizer) | {"optim.9.weight.exp_avg": torch.zeros(1)}
-    with pytest.raises(ConfigError, match=r"has an unexpected optim\.9\.weight\.exp_avg"):
-        load_optimizer_state(run.optimizer, saved)
-
-
-def test_state_of_another_shape_is_refused_and_nothing_is_loaded():
-    wide, run = Run(AdamWConfig(), width=5), Run(AdamWConfig())
-    wide.train(0, 1)
-    with pytest.raises(ConfigError, match=r"is \(5, 4\) in the checkpoint and \(3, 4\) here"):
-        load_optimizer_state(run.optimizer, optimizer_state(wide.optimizer))
-    assert not any(tensor.any() for tensor in optimizer_state(run.optimizer).values())

@@ -235,3 +235,122 @@ def test_an_unwritable_run_folder_is_refused(tiny: list[str], tmp_path: Path) ->
         assert process.returncode == 2
         assert process.stderr.startswith(f"error: run.dir={folder}")
         assert process.stderr.count("\n") == 1
+
+
+def test_a_run_started_from_weights_goes_on_given_its_folder_alone(tiny: list[str], tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b, with a comma"
+    assert start(tiny, first, "trainer.max_steps=2").wait(60) == 0
+    quoted = f"run.dir='{second}'"
+    process = start(tiny, first, quoted, "trainer.max_steps=2", f"checkpoint.resume={first}", "checkpoint.load=weights")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    process = start([], first, quoted, "trainer.max_steps=4")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert curve(second) == [(1,), (2,), (3,), (4,)]
+
+
+def test_ctrl_c_on_a_pipe_whose_reader_dies_with_it_still_saves(tiny: list[str], tmp_path: Path) -> None:
+    """`python train.py | tee log`: the terminal sends SIGINT to both, and tee goes at once."""
+    folder = tmp_path / "a"
+    process = start(tiny, folder, "trainer.max_steps=1000000")
+    wait_for(folder / "metrics.jsonl", process)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    result = json.loads((folder / "result.json").read_text())
+    assert (folder / "checkpoints" / f"step-{result['step']:08d}").is_dir()
+
+
+def test_two_processes_do_not_train_in_one_folder(tiny: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    process = start(tiny, folder, "trainer.max_steps=1000000", "trainer.log_interval=100")
+    wait_for(folder / "metrics.jsonl", process)
+    second = start(tiny, folder, "trainer.max_steps=1000000", "trainer.log_interval=100")
+    output, _ = second.communicate(timeout=60)
+    assert second.returncode == 2
+    assert "another process trains in it" in output
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+
+
+def test_a_put_off_evaluation_is_made_up_for(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped where an evaluation was due, the resumed run has the evaluations of the uninterrupted one."""
+    common = ("trainer.eval_interval=2", "checkpoint.interval=0")
+    run("whole", *common)
+    from gptlite.trainer import loop
+
+    evaluate = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", lambda *arguments: None)
+    run("parts", *common, "trainer.max_steps=4")
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    run("parts", *common)
+    rows = [
+        {row["step"]: row["val_loss"] for row in read_metrics(tmp_path / name) if "val_loss" in row}
+        for name in ("whole", "parts")
+    ]
+    assert list(rows[0]) == [2, 4, 6, 8]
+    assert list(rows[1]) == [4, 6, 8]
+    assert rows[1].items() <= rows[0].items()
+
+
+def test_a_finished_run_started_again_adds_nothing(run, tmp_path: Path) -> None:
+    run("a")
+    before = read_metrics(tmp_path / "a")
+    assert run("a")[0] == 0
+    assert read_metrics(tmp_path / "a") == before
+    with pytest.raises(ConfigError, match=r"trainer.max_steps=3 is below step 8"):
+        run("a", "trainer.max_steps=3")
+
+
+def test_old_configurations_are_kept(run, tmp_path: Path) -> None:
+    for steps in (2, 3, 4):
+        run("a", f"trainer.max_steps={steps}")
+    folder = tmp_path / "a"
+    kept = [from_yaml((folder / name).read_text()).trainer.max_steps for name in ("config.1.yaml", "config.2.yaml")]
+    assert kept == [2, 3]
+    (folder / "config.1.yaml").unlink()
+    run("a", "trainer.max_steps=5")
+    assert from_yaml((folder / "config.2.yaml").read_text()).trainer.max_steps == 3
+
+
+def test_what_fails_is_in_the_log_and_the_result(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gptlite.trainer import loop
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("the disk is on fire")
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    with pytest.raises(RuntimeError):
+        run("a")
+    assert json.loads((tmp_path / "a" / "result.json").read_text())["status"].endswith("the disk is on fire")
+    assert "Traceback" in (tmp_path / "a" / "train.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_sweep_gives_each_job_a_folder_and_outlives_a_failing_one(tiny: list[str], tmp_path: Path) -> None:
+    process = start(
+        [*tiny, "-m", "hydra.sweep.dir=sweep"], tmp_path / "s", "optimizer.lr=1e-3,1e30,2e-3", "optimizer.clip_norm=0"
+    )
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    status = [json.loads((tmp_path / "s" / str(job) / "result.json").read_text())["status"] for job in range(3)]
+    assert status[0] == status[2] == "done"
+    assert status[1].startswith("diverged")
+
+
+def test_under_torchrun_a_refusal_is_said_once(tiny: list[str], tmp_path: Path) -> None:
+    import os
+
+    outputs = []
+    for rank in ("0", "1"):
+        process = subprocess.run(
+            [sys.executable, TRAIN, *tiny, f"run.dir={tmp_path / 'a'}"],
+            capture_output=True, text=True, timeout=60, env=os.environ | {"WORLD_SIZE": "2", "RANK": rank},
+        )  # fmt: skip
+        assert process.returncode == 2
+        outputs.append(process.stderr)
+    assert outputs[0].startswith("error: WORLD_SIZE=2")
+    assert outputs[1] == ""

@@ -1,0 +1,44 @@
+"""From a path that a person gives to the verified checkpoint it means."""
+
+from pathlib import Path
+
+from gptlite.checkpoint import store
+from gptlite.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, verify
+from gptlite.errors import ConfigError, did_you_mean
+from gptlite.progress import Log
+
+
+def find_checkpoint(path: str, key: str, log: Log = print, *, words: tuple[str, ...] = ()) -> Path:
+    """The verified step folder at `path`: that folder itself, or the newest intact one of a checkpoints or run folder.
+
+    Each one rejected on the way is logged with the reason. Raises ConfigError naming `key`, the setting that `path`
+    is the value of, where there is none; `words` are the other values that `key` takes.
+    """
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        others = "".join(f"{word}, " for word in words) + ("or " if words else "")
+        hint = did_you_mean(path.lower(), words) or f"; give {others}a run folder or a checkpoint in one"
+        raise ConfigError(f"{key}={path} does not exist{hint}")
+    if (folder / FILE_NAME).exists() or store.step_of(folder) is not None:
+        verify(folder, log)
+        return folder
+    folders = store.step_folders(folder) or store.step_folders(folder / "checkpoints")
+    if not folders:
+        raise ConfigError(f"{key}={path} holds no checkpoint; give a run folder or a checkpoint in one")
+    return newest_intact(folders, f"{key}={path}", f"give {key} another path", log)
+
+
+def newest_intact(folders: list[Path], where: str, fix: str, log: Log) -> Path:
+    """The first of `folders` that verifies. Raises ConfigError, saying `where` they are and the `fix`, if none does."""
+    reasons = []
+    for folder in folders:
+        try:
+            verify(folder, log)
+        except DamagedCheckpoint as error:
+            reasons.append(error.reason)
+            log(f"checkpoint: rejected {folder}: {error.reason}")
+        else:
+            return folder
+    raise ConfigError(
+        f"{where}: none of the {len(folders)} checkpoints is intact ({folders[0].name}: {reasons[0]}); {fix}"
+    )

@@ -1,0 +1,34 @@
+"""One line now and then on work that takes longer than a few seconds."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+Log = Callable[[str], None]
+
+
+class Progress:
+    """A line every `interval` seconds with what is done and when it ends; a job shorter than that stays silent."""
+
+    def __init__(self, label: str, total_bytes: int, log: Log, interval: float = 5.0):
+        self._label = label
+        self._total = total_bytes
+        self._log = log
+        self._interval = interval
+        self._done = 0
+        self._started = self._reported = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes just handled."""
+        self._done += num_bytes
+        now = time.monotonic()
+        if now - self._reported < self._interval or not self._done:
+            return
+        self._reported = now
+        left = max(0, self._total - self._done)
+        eta = timedelta(seconds=round((now - self._started) * left / self._done))
+        scale, unit = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
+        share = self._done / max(self._total, 1)
+        self._log(
+            f"{self._label}: {self._done / scale:.2f} of {self._total / scale:.2f} {unit} ({share:.0%}), ETA {eta}"
+        )
