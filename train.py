@@ -1,6 +1,11 @@
 """Train a GPT: `python train.py [GROUP=PRESET] [KEY=VALUE]`. The same as the installed command `gptlite`."""
 
-from gptlite.cli import main
+import sys
+
+try:
+    from gptlite.cli import main
+except KeyboardInterrupt:  # Ctrl-C within the first moment
+    sys.exit(130)
 
 if __name__ == "__main__":
     main()

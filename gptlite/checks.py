@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from gptlite.checkpoint.config import CheckpointConfig
@@ -37,13 +38,19 @@ def _positive(config: Config) -> None:
         "model": ("num_layers", "num_heads", "d_model", "d_ff", "vocab_size", "vocab_multiple", "sequence_length"),
         "parallelism": ("tensor", "pipeline", "context", "data", "dp_replicate"),
         "data": ("global_batch_size", "micro_batch_size", "sequence_length"),
-        "trainer": ("max_steps", "log_interval", "max_time", "eval_samples"),
+        "trainer": ("max_steps", "log_interval", "eval_samples"),
     }
     for section, keys in sections.items():
         for key in keys:
             value = getattr(getattr(config, section), key)
             if value is not None and value <= 0:
                 raise ConfigError(f"{section}.{key}={value} must be at least 1")
+    for key in ("name", "dir"):
+        if not getattr(config.run, key).strip():
+            raise ConfigError(f"run.{key} is empty; give one, or leave it out")
+    minutes = config.trainer.max_time
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ConfigError(f"trainer.max_time={minutes} must be above 0: it is in minutes")
 
 
 def _model(config: Config) -> None:

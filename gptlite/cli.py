@@ -1,6 +1,7 @@
 """The command `train.py`: compose, check, launch. Each kind of failure has its exit code, and prints one line."""
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -12,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gptlite.config import CONF_DIR, help_text, register, saved_overrides, typed
+from gptlite.config import CONF_DIR, SCHEMAS, choices, help_text, register, saved_overrides, typed
 from gptlite.config_errors import refusals
 from gptlite.errors import ConfigError
 
@@ -62,12 +63,22 @@ def main() -> NoReturn:
 def command() -> int:
     """What the arguments ask for: help, or a run composed from them and from what its folder remembers."""
     with refusals():
-        if {"-h", "--help"} & set(sys.argv[1:]):
-            print(help_text([argument for argument in sys.argv[1:] if not argument.startswith("-")]))
+        flags, overrides = sort_arguments(sys.argv[1:])
+        if {"-h", "--help"} & set(flags):
+            print(help_text(overrides))
             return 0
-        sys.argv[1:1] = saved_overrides(sys.argv[1:])
+        sys.argv[1:] = [*flags, *saved_overrides(overrides), *overrides]
         run()
     return 0
+
+
+def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags with their values, and the overrides, which Hydra only reads when nothing stands between them."""
+    overrides = [each for each in arguments if re.match(r"[+~]*[\w./@:]+=|~\w", each)]
+    for group in SCHEMAS:
+        if f"{group}=null" in overrides:
+            raise ConfigError(f"{group}=null: a run needs one; {choices(group)}")
+    return [each for each in arguments if each not in overrides], overrides
 
 
 def guarded(action: Callable[[], int]) -> int:
@@ -81,6 +92,9 @@ def guarded(action: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except OSError as error:  # a full disk, a missing permission: the trace is in train.log, if there is one
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
     except Exception:
         traceback.print_exc()
         return EXIT_FAILED

@@ -138,12 +138,16 @@ def help_text(overrides: list[str]) -> str:
 def typed(config: DictConfig) -> Config:
     """The typed form of a composed configuration, checked across sections. Raises ConfigError."""
     from gptlite.checks import check
+    from gptlite.config_errors import refusals
 
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=...")
-    result = OmegaConf.to_object(config)
+    with refusals():
+        result = OmegaConf.to_object(config)
     assert isinstance(result, Config)
+    for group in SCHEMAS.keys() - schema_names(result).keys():
+        raise ConfigError(f"{group} has no preset; {choices(group)}")
     _refuse_added_keys(config, result)
     check(result)
     return result
@@ -167,9 +171,16 @@ def _refuse_added_keys(config: DictConfig, typed_config: Config) -> None:
     from gptlite.config_errors import unknown_key
 
     for section in ("", "run", *SCHEMAS):
+        if section and section not in config:  # taken out with ~: the defaults of its class
+            continue
         node, schema = (config[section], getattr(typed_config, section)) if section else (config, typed_config)
         for key in set(node) - {item.name for item in dataclasses.fields(schema)}:
             raise ConfigError(unknown_key(f"{section}.{key}".lstrip(".")))
+
+
+def choices(group: str) -> str:
+    """`choose optimizer=adam, adamw, sgd`."""
+    return f"choose {group}={', '.join(sorted(file.stem for file in (CONF_DIR / group).glob('*.yaml')))}"
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -203,6 +214,14 @@ def from_yaml(text: str) -> Config:
     return result
 
 
+def read_saved(path: Path) -> Config:
+    """The configuration in a run's config.yaml. Raises ConfigError naming the file where it cannot be read."""
+    try:
+        return from_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"{path}: {error}; move it away, or give another run.dir") from error
+
+
 def schema_names(config: Config) -> dict[str, str]:
     """Which schema each section has: its class, by the name presets use."""
     sections = {group: type(getattr(config, group)) for group in SCHEMAS}
@@ -216,9 +235,9 @@ def saved_overrides(arguments: list[str]) -> list[str]:
     """
     given = {argument.partition("=")[0].lstrip("+~"): argument.partition("=")[2] for argument in arguments}
     saved = Path(given.get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"
-    if not given.get("run.dir") or not saved.is_file():
+    if not given.get("run.dir") or not saved.exists():
         return []
-    run = from_yaml(saved.read_text(encoding="utf-8")).run
+    run = read_saved(saved).run
     candidates = [*run.overrides, f"run.name={hydra_value(run.name)}"]
     kept = {c.partition("=")[0].lstrip("+~"): c for c in candidates}
     # A preset given anew takes its group's remembered keys with it: another preset may not have them.

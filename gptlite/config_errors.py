@@ -36,7 +36,7 @@ def explain(error: BaseException) -> str:
         if match := re.search(r"full_key: (\S+)", str(item)):
             return f"{match[1]}: {str(item).splitlines()[0]}"
     if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read as KEY=VALUE; put quotes around a value with signs of its own"
+        return f"{error.override} cannot be read; quote a value with signs of its own for Hydra too: \"KEY='VALUE'\""
     if "Ambiguous value" in text:
         return f"{str(error).splitlines()[0]}: several values need --multirun (-m), or quotes if they are one"
     return str(error).splitlines()[0]

@@ -31,5 +31,5 @@ def restore(checkpoint: str, precision: str = "auto") -> tuple[GPT, Tokenizer, C
         model = GPT(config.model, select_ops(config.ops, mesh.device))
     materialize([model], mesh.device)
     model.compute_dtype = resolve_precision(PrecisionConfig(Precision[precision]), mesh.device).compute_dtype
-    load_tensors(path, model_tensors([model]), strict=False)
+    load_tensors(path, model_tensors([model]), strict=False, verified=True)
     return model.eval(), load_tokenizer(path / "tokenizer"), config, mesh

@@ -15,7 +15,7 @@ from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.compare import compare_configs
 from gptlite.checkpoint.load import load_tensors, read_config, read_meta
 from gptlite.checkpoint.manifest import environment_changes, read_manifest
-from gptlite.config import Config, from_yaml, to_dict, to_yaml
+from gptlite.config import Config, from_yaml, read_saved, to_dict, to_yaml
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.files import write_whole
@@ -38,7 +38,7 @@ class RunFolder:
         self._refuse_unwritable()
         saved = self.path / "config.yaml"
         if saved.exists():
-            self._refuse(from_yaml(saved.read_text(encoding="utf-8")), f"run.dir={config.run.dir}")
+            self._refuse(read_saved(saved), f"run.dir={config.run.dir}")
         self.checkpointer = Checkpointer(config.checkpoint, self.path)
         self.resume_from = self.checkpointer.find(config.checkpoint.resume, self.log)
         if self.resume_from is not None:
@@ -59,7 +59,7 @@ class RunFolder:
                 f"give {meta['step']} or more, or start anew in another run.dir"
             )
         tensors = model_tensors(state.parts) if weights_only else state.tensors()
-        load_tensors(self.resume_from, tensors, strict=not weights_only, log=self.log)
+        load_tensors(self.resume_from, tensors, strict=not weights_only, verified=True, log=self.log)
         if not weights_only:
             state.load_meta(meta)
             if not self.resume_from.resolve().is_relative_to(self.path.resolve()):

@@ -1,5 +1,7 @@
 """What the command lines in tools/ share: `key=value` arguments, one-line errors, exit codes."""
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -23,3 +25,6 @@ def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | 
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+        sys.exit(128 + signal.SIGPIPE)

@@ -71,8 +71,13 @@ REFUSED = {
     "checkpoint.keep=-1": "checkpoint.keep=-1 must not be negative",
     "data=text": "data.path is not set; give it as data.path=...",
     "+run.foo=1": "run.foo is not a key",
+    "run.dir=": "run.dir is empty",
+    "trainer.max_time=nan": "trainer.max_time=nan must be above 0",
+    "optimizer.lr=inf": "optimizer.lr=inf",
+    "~optimizer": "optimizer has no preset; choose optimizer=adam, adamw, sgd",
+    "model.d_model=${nope}": "model.d_model: Interpolation key 'nope' not found",
     "trainer.profile_steps=[5000,5001]": "trainer.profile_steps=[5000, 5001] begins after",
-    "a=b=c": "a=b=c cannot be read as KEY=VALUE",
+    "a=b=c": "a=b=c cannot be read; quote a value",
 }
 
 
@@ -108,6 +113,17 @@ def test_a_saved_configuration_of_another_version_is_refused() -> None:
     for damaged in (text, text[: len(text) // 2], "run: [", ""):
         with pytest.raises(ConfigError, match="another version of gptlite"):
             from_yaml(damaged)
+
+
+def test_flags_may_stand_anywhere() -> None:
+    from gptlite.cli import sort_arguments
+
+    arguments = ["--config-dir", "mine", "run.dir=a", "-m", "seed=1,2", "--cfg", "job", "+x.y=1", "~z"]
+    flags, overrides = sort_arguments(arguments)
+    assert flags == ["--config-dir", "mine", "-m", "--cfg", "job"]
+    assert overrides == ["run.dir=a", "seed=1,2", "+x.y=1", "~z"]
+    with pytest.raises(ConfigError, match="optimizer=null: a run needs one; choose optimizer=adam, adamw, sgd"):
+        sort_arguments(["optimizer=null"])
 
 
 def test_tool_arguments() -> None:

@@ -37,7 +37,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Prints a line for a person and one of JSON."""
-    if arguments.micro_batch_size < 1 or (arguments.samples or 1) < 1:
+    if arguments.micro_batch_size < 1 or (arguments.samples is not None and arguments.samples < 1):
         raise ConfigError(f"micro_batch_size={arguments.micro_batch_size}, samples={arguments.samples}: at least 1")
     from gptlite.data.build import build_loader
     from gptlite.restore import restore

@@ -44,10 +44,10 @@ class Span:
 def find_files(path: str) -> list[Path]:
     """The file at `path`, or all *.txt below it in order of name. ConfigError if there is nothing to read."""
     root = Path(path).expanduser()
-    if not root.exists():
+    if not path.strip() or not root.exists():
         raise ConfigError(f"data.path={path} does not exist; give a text file or a folder of .txt files")
     files = sorted(file for file in root.rglob("*.txt") if file.is_file()) if root.is_dir() else [root]
-    if not files:
+    if not files or not files[0].is_file():  # nothing, or a device or pipe that never ends
         raise ConfigError(f"data.path={path} holds no .txt files; give a text file or a folder of .txt files")
     return files
 

@@ -1,5 +1,6 @@
 """Sampling text from a model, one token after the other."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,8 +21,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature} must not be negative; 0 takes the likeliest token")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be 0 (the likeliest token) or more, and finite")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be at least 0 and below 2**63")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must not be negative; 0 keeps all tokens")
         if not 0 < self.top_p <= 1:

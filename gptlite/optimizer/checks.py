@@ -25,7 +25,7 @@ def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_st
 
 
 def _check_update(config: OptimizerConfig) -> None:
-    _require(0 < config.lr < math.inf, "optimizer.lr", config.lr, "must be above 0, e.g. optimizer.lr=6e-4")
+    _require(0 < config.lr < math.inf, "optimizer.lr", config.lr, "must be above 0 and finite, e.g. optimizer.lr=6e-4")
     _require(0 <= config.weight_decay < math.inf, "optimizer.weight_decay", config.weight_decay, "must be 0 or more")
     _require(
         0 <= config.clip_norm < math.inf, "optimizer.clip_norm", config.clip_norm, "must be 0 (no clipping) or more"

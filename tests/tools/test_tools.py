@@ -1,0 +1,93 @@
+"""The command lines in tools/, as a user calls them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptlite.config import CONF_DIR
+
+TOOLS = CONF_DIR.parent / "tools"
+
+
+def call(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOLS / f"{tool}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def trained(run, tmp_path: Path) -> Path:
+    """The folder of a tiny run of two steps more than nothing."""
+    assert run("a", "trainer.max_steps=8")[0] == 0
+    return tmp_path / "a"
+
+
+def test_generate_streams_the_same_text_with_and_without_the_cache(trained: Path) -> None:
+    arguments = (f"checkpoint={trained}", "prompt=the cat: {sat}", "max_tokens=40", "seed=3")
+    cached, again, uncached = (call("generate", *arguments, *more) for more in ((), (), ("cache=false",)))
+    assert cached.returncode == 0, cached.stderr
+    assert cached.stdout.startswith("the cat: {sat}")
+    assert len(cached.stdout) > 30
+    assert cached.stdout == again.stdout == uncached.stdout
+    assert call("generate", *arguments, "seed=4").stdout != cached.stdout
+
+
+def test_eval_agrees_with_the_run_and_reads_any_text(trained: Path, text: Path) -> None:
+    result = json.loads((trained / "result.json").read_text())
+    same = call("eval", f"checkpoint={trained}", "samples=8", "precision=fp32")
+    assert same.returncode == 0, same.stderr
+    row = json.loads(same.stdout.splitlines()[-1])
+    assert row["loss"] == pytest.approx(result["val_loss"], rel=1e-6)
+    assert row["bits_per_byte"] == pytest.approx(result["val_bits_per_byte"], rel=1e-6)
+    whole = call("eval", f"checkpoint={trained}", f"data={text}")
+    assert json.loads(whole.stdout.splitlines()[-1])["tokens"] == len(text.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "named"),
+    [
+        ("generate", ["checkpoint=nowhere"], "checkpoint=nowhere does not exist"),
+        ("generate", [], "checkpoint is not set"),
+        ("generate", ["checkpoint=.", "temperature=nan"], "temperature=nan"),
+        ("generate", ["checkpoint=.", "top_p=0"], "top_p=0"),
+        ("generate", ["checkpoint=.", "max_tokens=0"], "max_tokens=0"),
+        ("generate", ["checkpoint=.", "temprature=1"], "did you mean temperature?"),
+        ("eval", ["checkpoint=nowhere"], "checkpoint=nowhere does not exist"),
+        ("eval", ["checkpoint=.", "samples=0"], "samples=0"),
+        ("bench_step", ["sizes=huge"], "sizes=huge"),
+        ("bench_step", ["peer=nowhere", "sizes=char"], "peer=nowhere"),
+        ("compare_nanogpt", ["peer=nowhere"], "peer=nowhere"),
+    ],
+)
+def test_a_tool_refuses_in_one_line(tool: str, arguments: list[str], named: str) -> None:
+    result = call(tool, *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert named in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_eval_refuses_data_of_another_tokenizer(trained: Path) -> None:
+    result = call("eval", f"checkpoint={trained}", "data=synthetic")
+    assert result.returncode == 2
+    assert "data=synthetic has another tokenizer" in result.stderr
+
+
+def test_bench_step_times_a_step() -> None:
+    result = call("bench_step", "sizes=char", "repeats=2", "precision=fp32")
+    assert result.returncode == 0, result.stderr
+    assert "tok/s" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [[], ["trainer.compile=true", "parallelism.activation_checkpointing=selective"]])
+def test_the_default_run_learns_shakespeare(tmp_path: Path, overrides: list[str]) -> None:
+    """The main job, cut to 60 steps: it downloads, tokenizes, trains, and is below 6.4 nats a token."""
+    command = [sys.executable, str(TOOLS.parent / "train.py"), "trainer.max_steps=60", f"data.cache_dir={tmp_path}"]
+    more = [f"run.dir={tmp_path / 'run'}", "trainer.eval_samples=64", *overrides]
+    result = subprocess.run([*command, *more], capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["val_loss"] < 6.4
+    assert "ROMEO" in result.stdout
