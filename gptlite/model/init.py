@@ -1,7 +1,7 @@
-"""Initial weights that do not depend on the layout: each is drawn from (seed, global name, global offset).
+"""Initial weights that do not depend on the layout: each element is drawn from (seed, global name, global offset).
 
-A parameter is drawn in blocks of BLOCK elements of its flattened global tensor, each block from a generator of its
-own, so that any shard can draw its part and get the bits the whole would have had (within one device type).
+The generator is Philox, keyed by seed and name and counting offsets, so any shard draws its part by itself, and gets
+what the whole would have had, on a CPU and on a GPU.
 """
 
 import hashlib
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.model.config import GPTConfig
+from gptlite.ops.philox import WORD, philox
 
-BLOCK = 2**20
+BLOCK = 2**20  # elements drawn at a time: bounds the memory of drawing
 RESIDUAL_PROJECTIONS = ("attn.proj.weight", "mlp.down.weight")
 
 
@@ -30,18 +31,35 @@ def init_weights(model: nn.Module, config: GPTConfig, seed: int) -> None:
                 draw_normal_(parameter, config.init_std * scale, seed, name)
 
 
-def draw_normal_(parameter: Tensor, std: float, seed: int, name: str) -> None:
-    """Fills a contiguous fp32 parameter with N(0, std) from (seed, name)."""
-    flat = parameter.view(-1)
-    for index, block in enumerate(flat.split(BLOCK)):
-        # A whole block is always drawn: short draws take another path in torch's CPU generator.
-        block.copy_(_block(seed, name, index, parameter.device)[: len(block)] * std)
+def draw_normal_(parameter: Tensor, std: float, seed: int, name: str, offset: int = 0) -> None:
+    """Fills a contiguous fp32 parameter with N(0, std) from (seed, name); `offset` is its first element's in the whole.
+
+    Any piece of a parameter is drawn to the same bits as within the whole. Raises ValueError for a negative offset.
+    """
+    if offset < 0:
+        raise ValueError(f"offset={offset} must not be negative")
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+    start = offset
+    for block in parameter.view(-1).split(BLOCK):
+        block.copy_(_normal(start, len(block), key, parameter.device) * std)
+        start += len(block)
 
 
-def _block(seed: int, name: str, index: int, device: torch.device) -> Tensor:
-    digest = hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(BLOCK, generator=generator, device=device)
+def _normal(start: int, count: int, key: tuple[int, int], device: torch.device) -> Tensor:
+    """N(0, 1) of elements start ... start + count, float64: two Box-Muller pairs from each Philox counter.
+
+    In double precision, so that devices whose logarithms differ in the last digit round to the same fp32.
+    """
+    counter = torch.arange(start // 4, (start + count + 3) // 4, device=device)
+    zero = torch.zeros_like(counter)
+    words = philox((counter & WORD, counter >> 32, zero, zero), key)
+    u0, u1, u2, u3 = ((word.double() + 0.5) / 2**32 for word in words)
+    pairs = []
+    for radius, angle in ((u0, u1), (u2, u3)):
+        r, a = (-2 * radius.log()).sqrt(), 2 * math.pi * angle
+        pairs += [r * a.cos(), r * a.sin()]
+    return torch.stack(pairs, dim=1).flatten()[start % 4 : start % 4 + count]
 
 
 def parameter_count(parameters: Iterable[Tensor]) -> int:

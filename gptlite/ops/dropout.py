@@ -10,10 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_WORD = 0xFFFFFFFF
-_ROUNDS = 10
+from gptlite.ops.philox import WORD, philox
 
 
 @dataclass(frozen=True)
@@ -25,22 +22,6 @@ class DropoutKey:
     sample_ids: Tensor  # [B] int64
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int | Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four 32-bit random words (in int64 tensors) for each counter.
-
-    The four counter words are int64 tensors below 2**32 that broadcast together.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        # The 64-bit product may wrap into the sign bit: the bits are right, and the masks drop the sign's copies.
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        high0, high1 = (product0 >> 32) & _WORD, (product1 >> 32) & _WORD
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _WORD, high0 ^ c3 ^ k1, product0 & _WORD
-        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
-    return c0, c1, c2, c3
-
-
 def keep_mask(shape: torch.Size, p: float, key: DropoutKey) -> Tensor:
     """A bool mask [B, S, C] or [B, H, S, C], False with probability p."""
     device = key.sample_ids.device
@@ -50,7 +31,7 @@ def keep_mask(shape: torch.Size, p: float, key: DropoutKey) -> Tensor:
     position = torch.arange(positions, device=device).unsqueeze(-1)
     head = torch.arange(shape[1], device=device).view(-1, 1, 1) if len(shape) == 4 else torch.zeros_like(sample)
     # Sample numbers may pass 2**32: their upper half shares a word with the head.
-    counter = (torch.arange(lanes, device=device), position, sample & _WORD, head + ((sample >> 32) << 16))
+    counter = (torch.arange(lanes, device=device), position, sample & WORD, head + ((sample >> 32) << 16))
     words = torch.broadcast_tensors(*philox(counter, (key.seed, key.site)))
     return torch.stack(words, dim=-1).flatten(-2)[..., :width] >= int(p * 2**32)
 

@@ -1,5 +1,6 @@
 """Initial weights: GPT-2's distribution, and each a function of (seed, name, offset) alone."""
 
+import hashlib
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from gptlite.model.config import GPTConfig
 from gptlite.model.gpt import GPT
 from gptlite.model.init import BLOCK, draw_normal_, init_weights, parameter_count
+from gptlite.ops.philox import philox
 
 SHAPE = {"num_heads": 2, "d_model": 64, "vocab_size": 1000, "sequence_length": 128}
 
@@ -82,11 +84,35 @@ def test_parameters_of_one_shape_differ(initial):
     assert abs(correlation) < 5 / math.sqrt(matrices[0].numel())
 
 
-def test_a_shard_can_draw_its_blocks_alone():
-    """A parameter past the block size is its blocks, whatever else of it is drawn."""
-    whole, shorter = drawn(2 * BLOCK + 77), drawn(BLOCK + 5)
-    assert torch.equal(whole[: BLOCK + 5], shorter)
-    assert torch.equal(whole[:3], drawn(3))
+@pytest.mark.parametrize(("start", "stop"), [(0, 3), (1, 2), (5, 11), (BLOCK - 3, BLOCK + 6), (7, BLOCK + 30)])
+def test_any_piece_is_drawn_as_within_the_whole(start: int, stop: int):
+    piece = torch.empty(stop - start)
+    draw_normal_(piece, 1.0, 0, "w", offset=start)
+    assert torch.equal(piece, drawn(BLOCK + 77)[start:stop])
+
+
+def test_offsets_past_32_bits():
+    far = torch.empty(8)
+    draw_normal_(far, 1.0, 0, "w", offset=2**34 - 4)
+    near = drawn(4)
+    assert not torch.equal(far[4:], near)  # the counter's upper word counts
+    with pytest.raises(ValueError, match="offset=-1"):
+        draw_normal_(far, 1.0, 0, "w", offset=-1)
+
+
+def test_values_are_the_published_ones():
+    """The first element by hand, from Philox's words and Box and Muller's formula."""
+    digest = hashlib.sha256(b"0/w").digest()
+    key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+    zero = torch.zeros(1, dtype=torch.int64)
+    u0, u1, u2, u3 = ((int(word) + 0.5) / 2**32 for word in philox((zero, zero, zero, zero), key))
+    expected = [math.sqrt(-2 * math.log(u0)) * f(2 * math.pi * u1) for f in (math.cos, math.sin)]
+    expected += [math.sqrt(-2 * math.log(u2)) * f(2 * math.pi * u3) for f in (math.cos, math.sin)]
+    assert drawn(4).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_blocks_are_independent():
+    whole = drawn(2 * BLOCK + 77)
     first, second, third = whole.split(BLOCK)
     assert not torch.equal(first, second)
     assert not torch.equal(first[:77], third)
