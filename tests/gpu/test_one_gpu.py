@@ -1,4 +1,4 @@
-"""What a GPU must do as the CPU does. Skipped where there is none; docs/benchmarks.md says when they last ran on one."""
+"""What a GPU must do as the CPU does. docs/benchmarks.md says when these last ran on one; elsewhere they are skipped."""
 
 import copy
 from pathlib import Path
