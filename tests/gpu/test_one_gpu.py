@@ -1,4 +1,4 @@
-"""What a GPU must do as the CPU does. docs/benchmarks.md says when these last ran on one; elsewhere they are skipped."""
+"""What a GPU must do as the CPU does. Skipped without one; docs/benchmarks.md says when they last ran."""
 
 import copy
 from pathlib import Path
