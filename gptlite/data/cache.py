@@ -1,5 +1,6 @@
 """Folders that are made once, under a name that is the hash of what goes into them."""
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -8,8 +9,9 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from gptlite.errors import ConfigError
 from gptlite.files import sync_folder
@@ -64,17 +66,30 @@ def _sync_tree(folder: Path) -> None:
 
 @contextmanager
 def _locked(root: Path, name: str, notice: str, log: Log) -> Iterator[None]:
-    with ExitStack() as stack:
+    """Holds the lock file `root/name`, which dies with its process and is gone after the block."""
+    path = root / name
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        file = _hold(path, notice, log)
+    except OSError as error:
+        raise ConfigError(f"data.cache_dir={root} cannot be written: {error}; give another data.cache_dir") from error
+    with file:
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            # The lock dies with its process, and the file stays: removing it would let two in at once.
-            file = stack.enter_context(open(root / name, "w"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                log(notice)
-                fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            reason = f"{error}; give another data.cache_dir"
-            raise ConfigError(f"data.cache_dir={root} cannot be written: {reason}") from error
-        yield
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _hold(path: Path, notice: str, log: Log) -> TextIO:
+    while True:
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(notice)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # Its last holder may have removed the file meanwhile: then this locks a name that others no longer see.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()
