@@ -12,6 +12,7 @@ from gptlite.files import write_whole
 from gptlite.progress import Log
 
 _VERSION = 1  # of what `scan` checks: a new one reads every text anew
+_LARGE = 16 * 2**20  # bytes
 _SETTLED = 2_000_000_000  # nanoseconds; the coarsest clock a file system stamps its files with (FAT)
 
 
@@ -32,8 +33,9 @@ def text_digest(files: list[Path], cache_dir: Path, log: Log) -> str:
     digest = scan(files, log)
     if _stamps(files) != stamps:
         raise ConfigError(f"data.path: {files[0].parent} changed while it was read; start again when nothing writes it")
-    # A file stamped a moment ago could change once more under the same stamp.
-    if time.time_ns() - max(max(times) for _, _, *times in stamps) > _SETTLED:
+    # A small text is read again in no time. A file stamped a moment ago could change once more under the same stamp.
+    large = sum(size for _, size, *_ in stamps) >= _LARGE
+    if large and time.time_ns() - max(max(times) for _, _, *times in stamps) > _SETTLED:
         with suppress(OSError):  # a cache that others prepared may be read-only
             cache_dir.mkdir(parents=True, exist_ok=True)
             write_whole(note, json.dumps({"state": state, "sha256": digest}) + "\n")

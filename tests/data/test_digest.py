@@ -29,6 +29,7 @@ def reads(monkeypatch):
         return scan(files, log)
 
     monkeypatch.setattr(digest, "scan", counted)
+    monkeypatch.setattr(digest, "_LARGE", 0)
     monkeypatch.setattr(digest, "_SETTLED", -(1 << 62))
     return seen
 
@@ -93,3 +94,9 @@ def test_text_that_changes_while_it_is_read_is_refused(files, monkeypatch, tmp_p
     monkeypatch.setattr(digest, "scan", grows)
     with pytest.raises(ConfigError, match="changed while it was read"):
         text_digest(files, tmp_path, print)
+
+
+def test_a_small_text_leaves_no_note(tmp_path, files, monkeypatch):
+    monkeypatch.setattr(digest, "_LARGE", 1 << 20)
+    assert text_digest(files, tmp_path / "cache", print) == scan(files)
+    assert not (tmp_path / "cache").exists()
