@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -99,29 +100,30 @@ def train(
     # Due when the run stopped, and put off: a resumed run has the evaluations of an uninterrupted one.
     if _due(state.step, config.eval_interval) and state.step < config.max_steps:
         evaluation = _evaluate(state, config, reporter, stopping)
-    while state.step < config.max_steps and not stopping():
-        clock.mark()
-        profiler.before(state.step + 1)
-        result = train_step(state, accumulation, settings.optimizer.lr, settings.optimizer.clip_norm)
-        reporter.throughput.step()
-        clock.step()
-        if trace := profiler.after(state.step):
+    with closing(profiler):
+        while state.step < config.max_steps and not stopping():
+            clock.mark()
+            profiler.before(state.step + 1)
+            result = train_step(state, accumulation, settings.optimizer.lr, settings.optimizer.clip_norm)
+            reporter.throughput.step()
+            clock.step()
+            if trace := profiler.after(state.step):
+                reporter.log(f"profile: {trace}")
+            if state.step % config.log_interval == 0 or state.step in (1, config.max_steps):
+                reporter.step(state, result)
+            if state.step == config.max_steps:
+                break  # the end has its own evaluation and save
+            if _due(state.step, config.eval_interval) and not stopping():
+                evaluation = _evaluate(state, config, reporter, stopping) or evaluation
+            if _due(state.step, settings.checkpoint.interval) and not stopping():
+                checkpoint, saved = _save(save, reporter, clock), state.step
+        if trace := profiler.after(state.step, ending=True):
             reporter.log(f"profile: {trace}")
-        if state.step % config.log_interval == 0 or state.step in (1, config.max_steps):
-            reporter.step(state, result)
-        if state.step == config.max_steps:
-            break  # the end has its own evaluation and save
-        if _due(state.step, config.eval_interval) and not stopping():
-            evaluation = _evaluate(state, config, reporter, stopping) or evaluation
-        if _due(state.step, settings.checkpoint.interval) and not stopping():
-            checkpoint, saved = _save(save, reporter, clock), state.step
     ending = Ending.done
     if state.step == config.max_steps and stop.received is None:
         evaluation = _evaluate(state, config, reporter, lambda: stop.received is not None) or evaluation
     elif stop.received is None:
         ending = Ending.max_time
-    if trace := profiler.after(state.step, ending=True):
-        reporter.log(f"profile: {trace}")
     if checkpoint is None or saved != state.step:
         checkpoint = _save(save, reporter, clock)
     if stop.received is not None:

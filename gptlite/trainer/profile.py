@@ -32,3 +32,9 @@ class StepProfiler:
         partial.rename(path)
         self._profiler, self.last = None, 0
         return path
+
+    def close(self) -> None:
+        """Stops recording where a step has failed: left on, it would take the process down at its exit."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None

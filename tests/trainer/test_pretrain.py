@@ -130,6 +130,14 @@ def test_the_profiler_writes_a_chrome_trace(run, tmp_path: Path) -> None:
     assert any("aten::" in event.get("name", "") for event in trace["traceEvents"])
 
 
+def test_a_trace_cut_short_by_the_end_or_a_failure(run, tmp_path: Path) -> None:
+    run("a", "trainer.profile_steps=[3,9]", "trainer.max_steps=4")
+    assert (tmp_path / "a" / "trace-steps-3-4.json").stat().st_size > 1000
+    code, _ = run("b", "trainer.profile_steps=[1,9]", "optimizer.lr=1e30", "optimizer.clip_norm=0")
+    assert code == 1
+    assert list((tmp_path / "b").glob("trace*")) == []
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [
