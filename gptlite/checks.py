@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from gptlite.config import Config
 
 
+MAX_STEP_TOKENS = 2**31  # twenty times the largest batches published; past it a typo, not a plan
+
+
 def check(config: Config) -> None:
     """Raises ConfigError, one line, at the first key that cannot work."""
     _positive(config)
@@ -84,6 +87,8 @@ def _parallelism(config: Config) -> None:
 def _batch(config: Config) -> None:
     data, ranks = config.data, config.parallelism.data or 1
     per_pass = data.micro_batch_size * ranks
+    if (tokens := data.global_batch_size * data.sequence_length) > MAX_STEP_TOKENS:
+        raise ConfigError(f"data.global_batch_size={data.global_batch_size} is {tokens:,} tokens a step; lower it")
     if data.global_batch_size % per_pass:
         below = data.global_batch_size // per_pass * per_pass
         nearest = " or ".join(str(n) for n in (below, below + per_pass) if n > 0)

@@ -70,6 +70,7 @@ REFUSED = {
     "checkpoint.load=weigths": "checkpoint.load=weigths is not all or weights; did you mean weights?",
     "checkpoint.keep=-1": "checkpoint.keep=-1 must not be negative",
     "data=text": "data.path is not set; give it as data.path=...",
+    "data.global_batch_size=999999999999": "data.global_batch_size=999999999999 is",
     "+run.foo=1": "run.foo is not a key",
     "run.dir=": "run.dir is empty",
     "trainer.max_time=nan": "trainer.max_time=nan must be above 0",
