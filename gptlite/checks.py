@@ -21,13 +21,13 @@ MAX_STEP_TOKENS = 2**31  # twenty times the largest batches published; past it a
 def check(config: Config) -> None:
     """Raises ConfigError, one line, at the first key that cannot work."""
     _positive(config)
+    check_data(config.data)
     _model(config)
     _parallelism(config)
     _batch(config)
     _trainer(config)
     check_optimizer(config.optimizer, config.schedule, config.trainer.max_steps)
     _checkpoint(config.checkpoint)
-    check_data(config.data)
     check_logger(config.logger)
 
 
@@ -40,7 +40,6 @@ def _positive(config: Config) -> None:
     sections = {
         "model": ("num_layers", "num_heads", "d_model", "d_ff", "vocab_size", "vocab_multiple", "sequence_length"),
         "parallelism": ("tensor", "pipeline", "context", "data", "dp_replicate"),
-        "data": ("global_batch_size", "micro_batch_size", "sequence_length"),
         "trainer": ("max_steps", "log_interval", "eval_samples"),
     }
     for section, keys in sections.items():

@@ -142,7 +142,7 @@ def _due(step: int, interval: int) -> bool:
 
 def _save(save: Callable[[], Path], reporter: Reporter, clock: Clock) -> Path:
     start = time.monotonic()
-    with reporter.aside():
+    with reporter.throughput.excluded():
         path = save()
     clock.save_seconds = max(clock.save_seconds, time.monotonic() - start)
     return path
@@ -155,7 +155,7 @@ def _evaluate(
     if state.evaluated_step == state.step:
         return None
     (part,) = state.parts
-    with reporter.aside():
+    with reporter.throughput.excluded():
         batches = state.loader.validation_batches(config.eval_samples)
         text_bytes = state.loader.validation_bytes(config.eval_samples)
         result = evaluate(part, batches, text_bytes, interrupted)

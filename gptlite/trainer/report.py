@@ -1,7 +1,6 @@
 """What the loop says: a row for every sink and a line for the person, at each log interval and evaluation."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -33,8 +32,8 @@ class Reporter:
 
     def step(self, state: TrainState, result: StepResult) -> None:
         """A training row: the loss of this step, the speed since the last row."""
-        values = asdict(result) | {"tokens": state.tokens}
-        row: dict[str, Any] = {"step": state.step} | values | self.throughput.read() | memory_bytes(self.device)
+        row: dict[str, Any] = {"step": state.step} | asdict(result) | {"tokens": state.tokens}
+        row |= self.throughput.read() | memory_bytes(self.device)
         if row["tokens_per_second"] is not None:
             self.speeds.append(row["tokens_per_second"])
         self._write(row)
@@ -50,12 +49,6 @@ class Reporter:
         }
         self._write(row)
         self.log(eval_line(row, self.max_steps))
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Evaluating and saving: no part of the training speed."""
-        with self.throughput.excluded():
-            yield
 
     def close(self, failed: bool = False) -> None:
         """Closes every sink."""

@@ -22,7 +22,6 @@ class StepResult:
     loss: float
     grad_norm: float
     lr: float
-    tokens: int
 
 
 def train_step(state: TrainState, accumulation: int, peak_lr: float, clip_norm: float) -> StepResult:
@@ -47,8 +46,7 @@ def train_step(state: TrainState, accumulation: int, peak_lr: float, clip_norm: 
     set_lr(state.optimizer, lr)
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
-    samples, length = sum(len(batch.tokens) for batch in batches), batches[0].tokens.shape[1]
     state.step += 1
-    state.consumed_samples += samples
-    state.tokens += samples * length
-    return StepResult(loss_value, norm_value, lr, samples * length)
+    state.consumed_samples += sum(len(batch.tokens) for batch in batches)
+    state.tokens += sum(batch.tokens.numel() for batch in batches)
+    return StepResult(loss_value, norm_value, lr)
