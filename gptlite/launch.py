@@ -1,11 +1,14 @@
-"""Starting the ranks of a run. One rank runs in this process."""
+"""Starting the ranks of a run: in this process where there is one, else as processes of their own."""
 
 import ctypes
 import os
 import sys
 
+from gptlite.checks import check_world
 from gptlite.config import Config
 from gptlite.errors import ConfigError
+from gptlite.parallelism.layout import wanted_world
+from gptlite.starter import starter
 
 # glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -16,15 +19,32 @@ def launch(config: Config, started: float) -> int:
     """Runs the configuration and returns the exit code. Raises ConfigError before anything is written.
 
     `started` is when the command began, in time.monotonic() seconds: `trainer.max_time` counts from there.
+    Under torchrun or srun this process is one rank of theirs; else it starts as many as the layout asks for.
     """
-    for name, starter in (("WORLD_SIZE", "torchrun"), ("SLURM_NTASKS", "srun")):
-        ranks = os.environ.get(name, "")
-        if ranks.isdigit() and int(ranks) > 1 and (name != "SLURM_NTASKS" or "SLURM_STEP_ID" in os.environ):
-            raise ConfigError(f"{name}={ranks}: this version runs one device; start it once, without {starter}")
-    keep_freed_memory()
-    from gptlite.pretrain import pretrain
+    import torch
 
-    return pretrain(config, started)
+    outer, gpus = starter(), torch.cuda.device_count()
+    world = outer.world_size if outer else wanted_world(config.parallelism, gpus)
+    check_world(config, world)
+    here = outer.local_world_size if outer else world
+    # srun may show each rank its own GPU alone.
+    if gpus and here > gpus and not (outer and outer.name == "srun" and gpus == 1):
+        raise ConfigError(
+            f"the layout has {here} ranks on this machine, which shows {gpus} GPU{'s' * (gpus > 1)}; lower the degrees "
+            f"of parallelism, or set CUDA_VISIBLE_DEVICES= for ranks on the CPU"
+        )
+    if world == 1:
+        keep_freed_memory()
+        from gptlite.pretrain import pretrain
+
+        return pretrain(config, started)
+    if outer:
+        from gptlite.worker import under
+
+        return under(outer, config, started)
+    from gptlite.elastic import run_ranks
+
+    return run_ranks(config, world, started)
 
 
 def keep_freed_memory() -> None:
@@ -41,3 +61,12 @@ def keep_freed_memory() -> None:
         return
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, KEEP_ALL)
+
+
+def share_cores(ranks: int) -> None:
+    """Leaves the other ranks on this machine their part of the cores, unless someone has dealt them out already."""
+    import torch
+
+    bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+    if "OMP_NUM_THREADS" not in os.environ and not (bound and "SLURM_STEP_ID" in os.environ):
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))

@@ -31,6 +31,9 @@ from gptlite.data.loader import Loader
 from gptlite.data.text import Span, find_files, split
 from gptlite.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.layout import largest_micro_batch
+from gptlite.parallelism.main_rank import ALONE, from_all, from_main, together
 from gptlite.parallelism.mesh import Mesh
 from gptlite.progress import Log, Progress
 
@@ -72,39 +75,66 @@ class PreparedData:
         )
 
 
-def prepare(config: DataConfig, seed: int, log: Log = print) -> PreparedData:
+def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE) -> PreparedData:
     """The data of a run, from the cache or made now. `seed` draws synthetic tokens and touches no text.
 
+    To be called by all ranks of `mesh`. Rank 0 prepares while the others wait, however long it takes; then all open
+    the folder. Where a machine does not see it, its ranks prepare one of their own, of the same name.
+
     Raises ConfigError for all that `check` refuses, text shorter than a sequence, a recipe that failed, and damaged
-    files; in none of these cases is there a prepared folder that was not there before.
+    files; in none of these cases is there a prepared folder that was not there before. What one rank raises, all raise.
     """
+    if isinstance(config, SyntheticConfig):
+        check_settings(config)
+        return _synthetic(config, seed)
+    folder = from_main(mesh, lambda: _folder(config, log))
+    data = together(mesh, lambda: _opened(folder, config, log))
+    if len({tuple(identity.items()) for identity in from_all(mesh, lambda: data.identity)}) > 1:
+        raise ConfigError(f"data.cache_dir={folder.parent}: machines prepared different data; give one that all share")
+    return data
+
+
+def _folder(config: DataConfig, log: Log) -> Path:
+    """The prepared folder, found or made."""
     check_settings(config)
     match config:
         case TextConfig():
-            return _open(_text_folder(config, log), "text", config)
+            return _text_folder(config, log)
         case CorpusConfig():
-            return _open(_corpus_folder(config, log), config.corpus, config)
-        case SyntheticConfig():
-            return _synthetic(config, seed)
+            return _corpus_folder(config, log)
         case _:
             raise TypeError(f"{type(config).__name__} names no source")
 
 
-def build_loader(config: DataConfig, prepared: PreparedData, mesh: Mesh, seed: int) -> Loader:
-    """The loader of this rank. ConfigError if the global batch is no whole number of micro-batches on every rank."""
-    per_pass = config.micro_batch_size * mesh.data_size
-    if config.global_batch_size % per_pass:
+def _opened(folder: Path, config: DataConfig, log: Log) -> PreparedData:
+    """The data that rank 0 found or made in `folder`; made here, once a machine, if that is on another one's disk."""
+    if not folder.is_dir():
+        folder = _folder(config, log)
+    return _open(folder, config.corpus if isinstance(config, CorpusConfig) else "text", config)
+
+
+def build_loader(
+    config: DataConfig, prepared: PreparedData, mesh: Mesh, seed: int, parallelism: ParallelismConfig | None = None
+) -> Loader:
+    """The loader of this rank. `micro_batch_size: null` is the largest that the schedule of `parallelism` can run.
+
+    Raises ConfigError if the global batch is no whole number of micro-batches on every rank.
+    """
+    batch, micro = config.global_batch_size, config.micro_batch_size
+    if micro is None:
+        micro = largest_micro_batch(parallelism or ParallelismConfig(), batch, mesh.data_size)
+    if micro is None or batch % (micro * mesh.data_size):
         raise ConfigError(
-            f"data.global_batch_size={config.global_batch_size} is not divisible by data.micro_batch_size="
-            f"{config.micro_batch_size} x {mesh.data_size} data-parallel ranks = {per_pass}"
+            f"data.global_batch_size={batch} is not divisible by data.micro_batch_size={micro} x "
+            f"{mesh.data_size} data-parallel ranks"
         )
     train = TokenDataset(prepared.train, config.sequence_length)
     return Loader(
         train,
         TokenDataset(prepared.validation, config.sequence_length),
         TrainSampler(train.num_samples, seed, prepared.identity["train"]),
-        global_batch_size=config.global_batch_size,
-        micro_batch_size=config.micro_batch_size,
+        global_batch_size=batch,
+        micro_batch_size=micro,
         token_bytes=prepared.tokenizer.token_bytes(),
         device=mesh.device,
         data_rank=mesh.data_rank,

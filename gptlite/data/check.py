@@ -13,8 +13,8 @@ TOKENIZERS = ("sentencepiece", "char", "byte")
 def check_settings(config: DataConfig) -> None:
     """Raise ConfigError, naming the key and the fix, for data that could not be prepared. Reads no text."""
     for key in ("global_batch_size", "micro_batch_size", "sequence_length"):
-        if getattr(config, key) < 1:
-            raise ConfigError(f"data.{key}={getattr(config, key)} must be at least 1")
+        if (value := getattr(config, key)) is not None and value < 1:
+            raise ConfigError(f"data.{key}={value} must be at least 1")
     match config:
         case TextConfig():
             check_tokenizer(config.tokenizer, config.vocab_size)

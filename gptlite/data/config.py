@@ -8,7 +8,7 @@ class DataConfig:
     """Batch shape, the same for every corpus. Sizes are in sequences of `sequence_length` tokens."""
 
     global_batch_size: int = 16
-    micro_batch_size: int = 16
+    micro_batch_size: int | None = None  # null: the largest up to 16 that the layout can run
     sequence_length: int = 256
     cache_dir: str = "~/.cache/gptlite"
 

@@ -54,7 +54,7 @@ class Loader:
         self._train = train
         self._validation = validation
         self._sampler = sampler
-        self._micro_batch_size = micro_batch_size
+        self.micro_batch_size = micro_batch_size
         self._token_bytes = token_bytes
         self._device = device
         self._data_rank = data_rank
@@ -96,10 +96,10 @@ class Loader:
         batch, is padding with targets IGNORE: each held-out target counts once over all ranks.
         """
         chunks = self._validation_chunks(limit)
-        step = self._micro_batch_size * self._data_size
+        step = self.micro_batch_size * self._data_size
         for start in range(0, len(chunks), step):
-            begin = start + self._data_rank * self._micro_batch_size
-            rows = chunks[begin : begin + self._micro_batch_size]
+            begin = start + self._data_rank * self.micro_batch_size
+            rows = chunks[begin : begin + self.micro_batch_size]
             yield self._collate(self._validation, rows, rows).to(self._device)
 
     def validation_bytes(self, limit: int | None = None) -> int:
@@ -129,7 +129,7 @@ class Loader:
         return consumed_samples + self.global_batch_size, 0
 
     def _read(self, consumed_samples: int, micro_index: int) -> Batch:
-        size = self._micro_batch_size
+        size = self.micro_batch_size
         first = consumed_samples + (micro_index * self._data_size + self._data_rank) * size
         batch = self._collate(
             self._train, self._sampler.samples(first, size), np.arange(first, first + size, dtype=np.int64)
@@ -137,10 +137,10 @@ class Loader:
         return batch.pin_memory() if self._device.type == "cuda" else batch
 
     def _collate(self, dataset: TokenDataset, chunks: np.ndarray, sample_ids: np.ndarray) -> Batch:
-        shape = (self._micro_batch_size, dataset.sequence_length)
+        shape = (self.micro_batch_size, dataset.sequence_length)
         tokens = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORE, dtype=np.int64)
-        ids = np.zeros(self._micro_batch_size, dtype=np.int64)
+        ids = np.zeros(self.micro_batch_size, dtype=np.int64)
         ids[: len(chunks)] = sample_ids
         for row, chunk in enumerate(chunks):
             values = dataset[int(chunk)]

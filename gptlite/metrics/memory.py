@@ -10,8 +10,8 @@ import torch
 def memory_bytes(device: torch.device) -> dict[str, int | None]:
     """The row keys `memory_allocated_bytes` and `memory_peak_bytes` (the highest since the process started).
 
-    On a GPU: bytes of live tensors, as the caching allocator counts them. On a CPU: the resident set of the process;
-    None where the system does not say it.
+    On a GPU: bytes of live tensors, as the caching allocator counts them; the peak begins anew with the step whose
+    memory is measured, a run's second. On a CPU: the process's resident set; None where the system does not say it.
     """
     if device.type == "cuda":
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)

@@ -1,5 +1,7 @@
 """Multi-head causal self-attention."""
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from gptlite.model.cache import LayerCache
@@ -20,17 +22,20 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.first_head = 0  # of the whole model's, where this rank holds only some
         self.dropout = config.dropout
         self.implementation = ops.attention
         self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.bias)
         self.proj = Linear(config.d_model, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor, key: DropoutKey | None = None, cache: LayerCache | None = None) -> Tensor:
-        batch, length, _ = x.shape
         # The local number of heads follows from the tensor, so a shard of the heads needs no other code.
-        qkv = self.qkv(x).view(batch, length, -1, 3, self.head_dim)
-        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # [B, H, S, D] each
+        qkv = self.qkv(x)
+        batch, length, _ = qkv.shape  # not x's, which may be a slice of the sequence
+        q, k, v = qkv.view(batch, length, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4).unbind(0)  # [B, H, S, D] each
         if cache is not None:
             k, v = cache.append(k, v)
+        if key is not None:
+            key = replace(key, first_head=self.first_head)
         out = causal_attention(q, k, v, self.implementation, self.dropout, key)
         return self.proj(out.transpose(1, 2).reshape(batch, length, -1))

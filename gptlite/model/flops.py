@@ -1,4 +1,4 @@
-"""The arithmetic of a training step, for MFU."""
+"""The arithmetic of a training step, for MFU and for a pipeline's balance."""
 
 from gptlite.model.config import GPTConfig
 
@@ -16,4 +16,15 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
     two S×S matmuls a layer, half of them masked (PaLM's 12·L·d·S, arXiv:2204.02311 appendix B, halved).
     Recomputation is not counted: MFU is of the model's FLOPs, not the hardware's.
     """
-    return 6 * matmul_parameters(config) + 6 * config.num_layers * config.d_model * sequence_length
+    return config.num_layers * layer_flops(config, sequence_length) + head_flops(config)
+
+
+def layer_flops(config: GPTConfig, sequence_length: int | None = None) -> int:
+    """A block's share of `flops_per_token`; by default at the longest sequence."""
+    matrices = 4 * config.d_model**2 + 2 * config.d_model * config.ffn_size
+    return 6 * matrices + 6 * config.d_model * (sequence_length or config.sequence_length)
+
+
+def head_flops(config: GPTConfig) -> int:
+    """The output head's share of `flops_per_token`."""
+    return 6 * config.d_model * (config.vocab_size or config.padded_vocab_size)

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gptlite.model.cache import LayerCache
 from gptlite.model.gpt import GPT
+from gptlite.parallelism.chain import Chain
 
 
 @dataclass(frozen=True)
@@ -32,24 +34,29 @@ class Sampling:
 
 
 def generate(
-    model: GPT, prompt: list[int], max_tokens: int, sampling: Sampling, *, stop: int | None = None, cache: bool = True
+    model: GPT | Chain,
+    prompt: list[int],
+    max_tokens: int,
+    sampling: Sampling,
+    *,
+    stop: int | None = None,
+    cache: bool = True,
 ) -> Iterator[int]:
     """Yields up to `max_tokens` tokens that continue `prompt`, and ends before the first `stop`.
 
     Past the learned positions the older half of the context is dropped, with and without the cache alike, so both give
-    the same tokens (exactly, but for rounding). Raises ValueError for an empty prompt.
+    the same tokens (exactly, but for rounding). Where a model is cut over ranks, all of them call this and get the same
+    tokens. Raises ValueError for an empty prompt.
     """
     if not prompt:
         raise ValueError("an empty prompt: give at least one token, such as the end of a document")
-    device = model.token_embedding.weight.device
-    limit = model.config.sequence_length
+    chain = model if isinstance(model, Chain) else Chain([model])
+    limit = _first(chain).config.sequence_length
     generator = torch.Generator().manual_seed(sampling.seed)
-    context, unread, caches = prompt[-limit:], prompt[-limit:], _caches(model) if cache else None
+    context, unread, caches = prompt[-limit:], prompt[-limit:], _caches(chain) if cache else None
     for _ in range(max_tokens):
-        with torch.inference_mode():
-            tokens = torch.tensor([unread if caches else context], device=device)
-            logits = model.logits(tokens, caches)[0].cpu()
-        token = _draw(logits, sampling, generator)
+        logits = _logits(chain, unread if caches else context, caches)
+        token = chain.from_last(partial(_draw, logits, sampling, generator))
         if token == stop:
             return
         yield token
@@ -57,11 +64,33 @@ def generate(
         unread = [token]
         if len(context) > limit:
             context = context[limit // 2 + 1 :]
-            unread, caches = context, _caches(model) if cache else None
+            unread, caches = context, _caches(chain) if cache else None
 
 
-def _caches(model: GPT) -> list[LayerCache]:
-    return [LayerCache(model.config.sequence_length) for _ in model.layers]
+def _logits(chain: Chain, context: list[int], caches: list[list[LayerCache]] | None) -> Tensor:
+    """Logits [V] of the next token where this rank holds the last part, else an empty tensor."""
+    tokens = torch.tensor([context], device=chain.mesh.device)
+    shape, dtype = (1, len(context), _first(chain).config.d_model), _first(chain).compute_dtype
+
+    def call(index: int, part: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(part, GPT)
+        return part(x, None, caches=caches[index] if caches else None)
+
+    with chain.reading(whole_sequence=True):
+        out = chain.run(tokens, call, shape, dtype)
+    return torch.empty(0) if out is None else out[0].cpu()
+
+
+def _first(chain: Chain) -> GPT:
+    part = chain.parts[0]
+    assert isinstance(part, GPT)
+    return part
+
+
+def _caches(chain: Chain) -> list[list[LayerCache]]:
+    """A cache for each layer of each of this rank's parts."""
+    limit = _first(chain).config.sequence_length
+    return [[LayerCache(limit) for _ in part.layers] for part in chain.parts if isinstance(part, GPT)]
 
 
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -3,20 +3,34 @@
 Shapes: B sequences, S positions, d model width, H heads, D head width, V vocabulary.
 """
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
 from gptlite.model.attention import CausalSelfAttention
 from gptlite.model.cache import LayerCache
 from gptlite.model.config import GPTConfig
-from gptlite.model.layers import LayerNorm
+from gptlite.model.layers import Head, LayerNorm
 from gptlite.model.mlp import MLP
-from gptlite.ops.cross_entropy import linear_cross_entropy
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.select import Ops
 
 # Dropout sites, unique in the model: the embedding is 0, block i has 3i+1 ... 3i+3.
 EMBEDDING_SITE, SITES_PER_BLOCK = 0, 3
+
+
+class SequenceCut(Protocol):
+    """What a model knows of the ranks its layers are cut over."""
+
+    sequence: bool  # whether activations between layers are slices of the sequence
+    rank: int
+
+
+def slice_index(axis: SequenceCut | None) -> int:
+    """Which slice of the sequence the activations between layers are."""
+    return axis.rank if axis is not None and axis.sequence else 0
 
 
 class Block(nn.Module):
@@ -25,6 +39,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops, seed: int) -> None:
         super().__init__()
         self.seed, self.dropout = seed, config.dropout
+        self.tensor_axis: SequenceCut | None = None
         self.attn_norm = LayerNorm(config.d_model, config.layer_norm_eps, bias=config.bias)
         self.attn = CausalSelfAttention(config, ops)
         self.mlp_norm = LayerNorm(config.d_model, config.layer_norm_eps, bias=config.bias)
@@ -34,70 +49,124 @@ class Block(nn.Module):
         self, x: Tensor, sample_ids: Tensor | None = None, sites: Tensor | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         """Dropout needs the batch's sample_ids [B] and the numbers of its sites [3]."""
-        attention_key, residual_key, mlp_key = (self._key(i, sample_ids, sites) for i in range(SITES_PER_BLOCK))
+        first = slice_index(self.tensor_axis) * x.shape[1]
+        attention_key = self._key(0, sample_ids, sites, 0)  # attention sees the whole sequence
+        residual_key, mlp_key = (self._key(i, sample_ids, sites, first) for i in (1, 2))
         x = x + dropout(self.attn(self.attn_norm(x), attention_key, cache), self.dropout, residual_key)
         return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, mlp_key)
 
-    def _key(self, i: int, sample_ids: Tensor | None, sites: Tensor | None) -> DropoutKey | None:
+    def _key(self, i: int, sample_ids: Tensor | None, sites: Tensor | None, first: int) -> DropoutKey | None:
         if sample_ids is None or sites is None:
             return None
-        return DropoutKey(self.seed, sites[i], sample_ids)
+        return DropoutKey(self.seed, sites[i], sample_ids, first)
 
 
 class GPT(nn.Module):
-    """The whole model. `seed` keys its dropout masks; `compute_dtype` is the activations' dtype.
+    """The whole model, or a part of a pipeline, which lacks what comes before or after it.
 
-    Layers are stored under their global number, so that a part of a pipeline keeps the names of the whole.
+    `seed` keys the dropout masks; `compute_dtype` is the activations' dtype. Layers are stored under their global
+    number, so that a part keeps the names of the whole.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops | None = None, seed: int = 0) -> None:
         super().__init__()
         self.config, self.seed = config, seed
         self.compute_dtype = torch.float32
-        width = config.d_model
-        self.token_embedding = nn.Embedding(config.padded_vocab_size, width)
-        self.position_embedding = nn.Embedding(config.sequence_length, width)
+        self.tensor_axis: SequenceCut | None = None  # set where layers are cut over ranks
+        width, rows = config.d_model, config.padded_vocab_size
+        self.token_embedding: nn.Module | None = nn.Embedding(rows, width)
+        self.position_embedding: nn.Embedding | None = nn.Embedding(config.sequence_length, width)
         self.layers = nn.ModuleDict({str(i): Block(config, ops or Ops(), seed) for i in range(config.num_layers)})
-        self.final_norm = LayerNorm(width, config.layer_norm_eps, bias=config.bias)
-        self.head = nn.Linear(width, config.padded_vocab_size, bias=False)
+        self.final_norm: nn.Module | None = LayerNorm(width, config.layer_norm_eps, bias=config.bias)
+        self.head: nn.Module | None = Head(width, rows)
         self.tie()
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this part begins with tokens."""
+        return self.token_embedding is not None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this part ends with the loss."""
+        return self.head is not None
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """The head's weight, where it is a copy of an embedding that the first part of the pipeline holds."""
+        is_copy = self.config.tied_embeddings and self.head is not None and self.token_embedding is None
+        return self.head.weight if is_copy and self.head is not None else None  # type: ignore[return-value]
+
+    def blocks(self) -> list[Block]:
+        """The layers that this part holds, in order."""
+        return list(self.layers.values())  # type: ignore[arg-type]
+
+    def keep(self, layers: range) -> None:
+        """Makes the whole model the part that holds these layers: all else is dropped."""
+        if layers.start > 0:
+            self.token_embedding = self.position_embedding = None
+        if layers.stop < self.config.num_layers:
+            self.final_norm = self.head = None
+        for number in [number for number in self.layers if int(number) not in layers]:
+            del self.layers[number]
+
     def tie(self) -> None:
-        """Makes the head's weight the token embedding's, if the configuration says so."""
-        if self.config.tied_embeddings:
+        """Makes the head's weight the token embedding's, if the configuration says so and both are here."""
+        if self.config.tied_embeddings and self.head is not None and self.token_embedding is not None:
             self.head.weight = self.token_embedding.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor, sample_ids: Tensor | None = None) -> Tensor:
-        """The sum of the token losses, fp32, in nats.
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by the names they have in the whole model: a tied head is the token embedding."""
+        for name, parameter in self.named_parameters():
+            yield "token_embedding.weight" if parameter is self.tied_copy else name, parameter
 
-        tokens, targets [B, S] int64 (a target of -100 counts nothing); sample_ids [B], the global sample numbers that
-        dropout is drawn from while training.
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor | None,
+        sample_ids: Tensor | None = None,
+        caches: list[LayerCache] | None = None,
+    ) -> Tensor:
+        """The sum of the token losses, fp32, in nats; without targets, logits [B, V] of the token after the last.
+
+        A part without the head gives its activations [B, S, d]. x: tokens [B, S] int64, or the activations of the
+        part before. targets [B, S] int64 (-100 counts nothing); sample_ids [B], the global sample numbers that
+        dropout is drawn from while training. With caches, one a layer, `x` continues what they hold.
         """
-        hidden = self.hidden(tokens, sample_ids)
-        weight = self.head.weight.to(hidden.dtype)
-        vocab_size = self.config.vocab_size or len(weight)
-        return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), vocab_size)
+        hidden = self.hidden(x, sample_ids, caches)
+        if self.head is None:
+            return hidden
+        vocab_size = self.config.vocab_size or self.config.padded_vocab_size
+        return self.head(hidden if targets is not None else hidden[:, -1:], targets, vocab_size)
 
     def logits(self, tokens: Tensor, caches: list[LayerCache] | None = None) -> Tensor:
-        """Logits [B, V] of the token after the last. With caches, `tokens` continue what they hold."""
-        last = self.hidden(tokens, None, caches)[:, -1]
-        return (last @ self.head.weight[: self.config.vocab_size].to(last.dtype).t()).float()
+        """Logits [B, V] of the token after the last."""
+        return self(tokens, None, caches=caches)
 
-    def hidden(self, tokens: Tensor, sample_ids: Tensor | None, caches: list[LayerCache] | None = None) -> Tensor:
-        """The final norm's output [B, S, d]. Raises ValueError past the learned positions."""
-        start = caches[0].length if caches else 0
-        end = start + tokens.shape[1]
-        if end > self.config.sequence_length:
-            raise ValueError(f"{end} positions, but model.sequence_length={self.config.sequence_length}")
-        # Each cast before they are added, as FSDP2 casts parameters before they are used.
-        x = self.token_embedding(tokens).to(self.compute_dtype)
-        x = x + self.position_embedding.weight[start:end].to(self.compute_dtype)
+    def hidden(self, x: Tensor, sample_ids: Tensor | None, caches: list[LayerCache] | None = None) -> Tensor:
+        """The last layer's output [B, S, d], normed in the last part. Raises ValueError past the learned positions."""
+        dropping = sample_ids is not None and self.training and self.config.dropout > 0.0
+        if self.token_embedding is not None:
+            x = self._embed(x, sample_ids if dropping else None, caches[0].length if caches else 0)
         sites = None
-        if sample_ids is not None and self.training and self.config.dropout > 0.0:
-            x = dropout(x, self.config.dropout, DropoutKey(self.seed, EMBEDDING_SITE, sample_ids))
+        if dropping:
             # A tensor: as a Python number it would be compiled into each block, a graph a layer.
             count = SITES_PER_BLOCK * self.config.num_layers
             sites = EMBEDDING_SITE + 1 + torch.arange(count, device=x.device).view(-1, SITES_PER_BLOCK)
         for i, (number, block) in enumerate(self.layers.items()):
             x = block(x, sample_ids, None if sites is None else sites[int(number)], caches[i] if caches else None)
-        return self.final_norm(x)
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def _embed(self, tokens: Tensor, sample_ids: Tensor | None, start: int) -> Tensor:
+        """tokens [B, S] from position `start` on -> [B, S, d], or this rank's slice of the sequence."""
+        assert self.token_embedding is not None
+        assert self.position_embedding is not None
+        if (end := start + tokens.shape[1]) > self.config.sequence_length:
+            raise ValueError(f"{end} positions, but model.sequence_length={self.config.sequence_length}")
+        # Each cast before they are added, as FSDP2 casts parameters before they are used.
+        x = self.token_embedding(tokens).to(self.compute_dtype)
+        first = start + slice_index(self.tensor_axis) * x.shape[1]
+        x = x + self.position_embedding.weight[first : first + x.shape[1]].to(self.compute_dtype)
+        if sample_ids is None:
+            return x
+        return dropout(x, self.config.dropout, DropoutKey(self.seed, EMBEDDING_SITE, sample_ids, first))

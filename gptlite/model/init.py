@@ -9,26 +9,45 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from gptlite.model.config import GPTConfig
+from gptlite.model.gpt import GPT
 from gptlite.ops.philox import WORD, philox
+from gptlite.parallelism.boxes import local_box
 
 BLOCK = 2**20  # elements drawn at a time: bounds the memory of drawing
 RESIDUAL_PROJECTIONS = ("attn.proj.weight", "mlp.down.weight")
 
 
-def init_weights(model: nn.Module, config: GPTConfig, seed: int) -> None:
+def init_weights(model: GPT, config: GPTConfig, seed: int) -> None:
     """GPT-2's initialisation: N(0, init_std), residual projections by 1/sqrt(2 * layers) less, biases 0, norms 1."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_weights():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
             elif name.endswith("bias"):
                 parameter.zero_()
             else:
                 scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else 1.0
-                draw_normal_(parameter, config.init_std * scale, seed, name)
+                draw_box_(parameter, config.init_std * scale, seed, name)
+
+
+def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:
+    """Fills this rank's part of a parameter, a box of rows and columns of the whole, with what the whole has there."""
+    if not isinstance(parameter, DTensor):
+        draw_normal_(parameter, std, seed, name)
+        return
+    (rows, columns), (row, column) = local_box(parameter)
+    width, target = parameter.shape[1], parameter.to_local()
+    if columns == width:
+        draw_normal_(target, std, seed, name, offset=row * width)
+        return
+    for start in range(0, rows, step := max(1, BLOCK // width)):
+        block = target.new_empty(min(step, rows - start), width)
+        draw_normal_(block, std, seed, name, offset=(row + start) * width)
+        target[start : start + step] = block[:, column : column + columns]
 
 
 def draw_normal_(parameter: Tensor, std: float, seed: int, name: str, offset: int = 0) -> None:

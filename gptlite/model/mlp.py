@@ -21,5 +21,4 @@ class MLP(nn.Module):
         if self.activation is Activation.relu:
             return self.down(F.relu(self.up(x)))
         approximate = "tanh" if self.activation is Activation.gelu_tanh else "none"
-        bias = None if self.up.bias is None else self.up.bias.to(x.dtype)
-        return self.down(bias_gelu(F.linear(x, self.up.weight.to(x.dtype)), bias, approximate))
+        return self.down(bias_gelu(self.up.project(x), self.up.local_bias(x.dtype), approximate))

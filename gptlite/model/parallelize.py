@@ -1,14 +1,32 @@
-"""The GPT's plan: which submodule is cut, recomputed, compiled, and in what dtype it computes."""
+"""The GPT's plan: which submodule is cut along which axis, recomputed, compiled, and in what dtype it computes."""
 
+import copy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from gptlite.model.flops import head_flops, layer_flops
 from gptlite.model.gpt import GPT
+from gptlite.model.vocab_parallel import VocabParallelHead
+from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
+from gptlite.parallelism.layout import num_stages, rule, split_layers, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.pipeline import OnePart, Pipeline, add_across_ends
+from gptlite.parallelism.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorAxis,
+    VocabParallelEmbedding,
+    axis_of,
+    sum_sliced_gradients,
+    tensor_axis,
+)
+from gptlite.parallelism.torch_private import KeptForAll
+from gptlite.parallelism.zero import shard
 from gptlite.precision import Policy
 
 # What selective checkpointing keeps: the linear layers and SDPA. Pointwise ops are cheap to make again, and so, for
@@ -26,18 +44,25 @@ KEPT = (
 def parallelize(
     model: GPT, mesh: Mesh, config: ParallelismConfig, policy: Policy, *, compile: bool = False
 ) -> list[GPT]:
-    """This rank's parts of the pipeline, ready to be materialized. Order: recomputation, compilation, precision.
+    """This rank's parts of the pipeline, ready to be materialized; on one device the only part is the model itself.
 
-    `mesh` decides how the model is cut; on one device the only part is the whole.
+    Order: pipeline, tensor, recomputation, compilation, ZeRO, as each wraps what the one before has made.
     """
-    if mesh.world_size != 1:
-        raise ValueError(f"a mesh of {mesh.world_size} ranks: this version runs one device")
-    for block in model.layers.values():
-        _recompute(block, config.activation_checkpointing)
-        if compile:
-            block.compile()
-    model.compute_dtype = policy.compute_dtype
-    return [model]
+    parts = _cut_layers(model, mesh, config)
+    split_backward = config.pipeline > 1 and rule(config).splits_backward
+    # A backward pass in two halves would run an overlapping layer's communication in both; compiled code is reordered
+    # by the compiler.
+    axis = tensor_axis(mesh, config.sequence, overlap=not (split_backward or compile))
+    for part in parts:
+        if axis is not None:
+            _cut_tensors(part, axis)
+        for block in part.blocks():
+            _recompute(block, config.activation_checkpointing, split_backward)
+            if compile:
+                block.compile()
+        part.compute_dtype = policy.compute_dtype
+        shard(part, part.blocks(), mesh, config, policy.compute_dtype)
+    return parts
 
 
 def materialize(parts: list[GPT], device: torch.device) -> None:
@@ -47,19 +72,91 @@ def materialize(parts: list[GPT], device: torch.device) -> None:
         part.tie()  # leaving the meta device makes every parameter anew, a shared one twice
 
 
-def _recompute(block: nn.Module, mode: ActivationCheckpointing) -> None:
+def build_passes(
+    chain: Chain, config: ParallelismConfig, *, micro_batches: int, micro_batch_size: int, sequence_length: int
+) -> OnePart | Pipeline:
+    """How a step runs forward and backward through this rank's parts, over that many micro-batches."""
+    part = chain.parts[0]
+    assert isinstance(part, GPT)
+    if chain.mesh.size("pp") == 1:
+        return OnePart(part, config.zero)
+    tokens = (micro_batch_size, sequence_length)
+    activations = (micro_batch_size, chain.slice_length(sequence_length), part.config.d_model)
+    return Pipeline(chain.parts, chain.mesh, config, micro_batches, tokens, activations, part.compute_dtype)
+
+
+def stage_layers(model: GPT, config: ParallelismConfig) -> list[range]:
+    """The layers of each pipeline stage, balanced by FLOPs with the head on the last."""
+    shape = model.config
+    return split_layers(shape.num_layers, num_stages(config), layer_flops(shape), head_flops(shape))
+
+
+@torch.no_grad()
+def finish_gradients(parts: list[GPT], mesh: Mesh) -> None:
+    """What no layer sums: gradients of slices of the sequence, over the tensor axis; a tied embedding's, over the ends.
+
+    To be called once a step, after ZeRO's reduction and before clipping.
+    """
+    for part in parts:
+        axis = axis_of(part)
+        if axis is not None and axis.sequence:
+            sum_sliced_gradients(part.parameters(), axis)
+    if mesh.size("pp") > 1 and parts[0].config.tied_embeddings:
+        first = next((part.token_embedding.weight for part in parts if part.token_embedding is not None), None)
+        last = next((part.head.weight for part in parts if part.head is not None), None)
+        add_across_ends(first, last, mesh)  # type: ignore[arg-type]
+
+
+def _cut_layers(model: GPT, mesh: Mesh, config: ParallelismConfig) -> list[GPT]:
+    if mesh.size("pp") == 1:
+        return [model]
+    layers = stage_layers(model, config)
+    parts = []
+    for stage in stages_of_rank(config, mesh.coordinate("pp")):
+        part = copy.deepcopy(model)
+        part.keep(layers[stage])
+        parts.append(part)
+    return parts
+
+
+def _cut_tensors(part: GPT, axis: TensorAxis) -> None:
+    part.tensor_axis = axis
+    if part.token_embedding is not None:
+        part.token_embedding = VocabParallelEmbedding(part.token_embedding, axis)  # type: ignore[arg-type]
+    if part.head is not None:
+        part.head = VocabParallelHead(part.head, axis)  # type: ignore[arg-type]
+    part.tie()
+    for block in part.blocks():
+        block.tensor_axis = axis
+        block.attn.qkv = ColumnParallelLinear(block.attn.qkv, axis)  # type: ignore[assignment]
+        block.attn.proj = RowParallelLinear(block.attn.proj, axis)  # type: ignore[assignment]
+        block.attn.first_head = axis.rank * (part.config.num_heads // axis.size)
+        block.mlp.up = ColumnParallelLinear(block.mlp.up, axis)  # type: ignore[assignment]
+        block.mlp.down = RowParallelLinear(block.mlp.down, axis)  # type: ignore[assignment]
+
+
+def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: bool) -> None:
     """Replaces a block's forward, so that its parameters keep their names. Dropout replays from its key."""
     if mode is ActivationCheckpointing.none:
         return
     forward = block.forward
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if mode is ActivationCheckpointing.selective:
-        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+        run = partial(run, context_fn=_keep_for_both_halves if split_backward else _keep)
 
     def recomputed(*args: object) -> object:  # a function, which torch.compile looks into: a partial stays eager
         return run(forward, *args)
 
     block.forward = recomputed
+
+
+def _keep() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _keep_for_both_halves() -> tuple[Any, Any]:
+    forward, backward = _keep()
+    return forward, KeptForAll(backward)
 
 
 def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:

@@ -15,11 +15,16 @@ from gptlite.ops.philox import WORD, philox
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What names a mask: the run's seed, the place in the model, and the global sample numbers of the batch."""
+    """What names a mask: the run's seed, the place in the model, and the global sample numbers of the batch.
+
+    A tensor that is a piece of a whole says where it starts, and gets the whole's mask for that piece.
+    """
 
     seed: int  # 0 <= seed < 2**32
     site: int | Tensor  # unique to each dropout in the model; a 0-dim tensor keeps one compiled graph for all layers
     sample_ids: Tensor  # [B] int64
+    first_position: int = 0
+    first_head: int = 0
 
 
 def keep_mask(shape: torch.Size, p: float, key: DropoutKey) -> Tensor:
@@ -28,8 +33,10 @@ def keep_mask(shape: torch.Size, p: float, key: DropoutKey) -> Tensor:
     batch, positions, width = shape[0], shape[-2], shape[-1]
     lanes = -(-width // 4)
     sample = key.sample_ids.view(batch, *[1] * (len(shape) - 1))
-    position = torch.arange(positions, device=device).unsqueeze(-1)
-    head = torch.arange(shape[1], device=device).view(-1, 1, 1) if len(shape) == 4 else torch.zeros_like(sample)
+    position = torch.arange(key.first_position, key.first_position + positions, device=device).unsqueeze(-1)
+    head = torch.zeros_like(sample)
+    if len(shape) == 4:
+        head = torch.arange(key.first_head, key.first_head + shape[1], device=device).view(-1, 1, 1)
     # Sample numbers may pass 2**32: their upper half shares a word with the head.
     counter = (torch.arange(lanes, device=device), position, sample & WORD, head + ((sample >> 32) << 16))
     words = torch.broadcast_tensors(*philox(counter, (key.seed, key.site)))

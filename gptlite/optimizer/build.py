@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig
 
@@ -15,8 +16,8 @@ FUSED_DEVICES = ("cpu", "cuda")
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """The optimizer of `config` over named parameters (`model.named_parameters()`); frozen ones are left out.
 
-    There are at most two parameter groups: matrices, embeddings among them, with `config.weight_decay`, and
-    vectors (biases and norms) without. Each group carries `names`, in the order of its `params`.
+    Matrices, embeddings among them, decay by `config.weight_decay`, and vectors (biases and norms) do not. Each group
+    carries `names`, in the order of its `params`, and holds tensors of one mesh: a kernel over many takes no mixture.
 
     Raises TypeError for a configuration class without a builder, ValueError if nothing is trainable.
     """
@@ -29,6 +30,8 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[tuple[str, nn.
         case AdamConfig(lr=lr, eps=eps):
             return torch.optim.Adam(groups, lr=lr, betas=(config.beta1, config.beta2), eps=eps, **kernels)
         case SGDConfig(lr=lr):
+            if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
+                kernels = {"foreach": True}  # torch has no fused SGD of DTensors
             return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, **kernels)
     raise TypeError(f"no builder for {type(config).__name__}: add a case to build_optimizer")
 
@@ -36,10 +39,12 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[tuple[str, nn.
 def _parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """Split by number of dims: decaying a gain or a bias towards 0 regularises nothing, it shifts activations."""
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    matrices = [pair for pair in trainable if pair[1].ndim >= 2]
-    vectors = [pair for pair in trainable if pair[1].ndim < 2]
-    return [
-        {"params": [parameter for _, parameter in pairs], "names": [name for name, _ in pairs], "weight_decay": decay}
-        for pairs, decay in ((matrices, weight_decay), (vectors, 0.0))
-        if pairs
-    ]
+    groups: dict[Any, dict[str, Any]] = {}
+    for vectors, decay in ((False, weight_decay), (True, 0.0)):
+        for name, parameter in trainable:
+            if (parameter.ndim < 2) == vectors:
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                group = groups.setdefault((vectors, mesh), {"params": [], "names": [], "weight_decay": decay})
+                group["params"].append(parameter)
+                group["names"].append(name)
+    return list(groups.values())

@@ -1,9 +1,11 @@
-"""The norm of all gradients together, and clipping by it. Nothing here waits for the device."""
+"""The norm of all gradients together, over all ranks, and clipping by it. Nothing here waits for the device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from gptlite.parallelism.zero import local_tensor
 
 # One CPU kernel call adds up its squares in fp32, and the rounding grows with their number: a norm of 40M elements
 # came out 3e-3 wrong, in pieces of this size 2e-7, at about the same speed. CUDA's kernel cuts such pieces itself.
@@ -11,23 +13,9 @@ CPU_PIECE = 2**16
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients in place so that their norm is at most `max_norm`; 0 only measures.
-
-    Returns the norm before clipping: 0-dim, fp32, on the gradients' device, and not yet computed there if that
-    is a GPU. If it is inf or NaN the scaled gradients are worthless: look at the norm before stepping.
-    """
-    parameters = list(parameters)
-    norm = global_grad_norm(parameters)
-    if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
-
-
-@torch.no_grad()
-def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The L2 norm of all gradients as if they were one vector: 0-dim, fp32. 0 where there are no gradients."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+def local_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The L2 norm of this rank's part of the gradients as if they were one vector: 0-dim, fp32; 0 without gradients."""
+    gradients = gradients_of(parameters)
     if not gradients:
         return torch.zeros(())
     pieces = [piece for gradient in gradients for piece in _pieces(gradient)]
@@ -36,7 +24,31 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _pieces(gradient: Tensor) -> tuple[Tensor, ...]:
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scales all gradients in place as `norm`, theirs together, comes down to `max_norm`; 0 leaves them.
+
+    If the norm is inf or NaN the scaled gradients are worthless: look at it before stepping.
+    """
+    if max_norm > 0 and (gradients := gradients_of(parameters)):
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Both of the above on one device. Returns the norm before clipping."""
+    parameters = list(parameters)
+    norm = local_grad_norm(parameters)
+    clip_gradients(parameters, max_norm, norm)
+    return norm
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This rank's part of each gradient there is."""
+    return [local_tensor(p.grad) for p in parameters if p.grad is not None]
+
+
+def _pieces(gradient: Tensor) -> Sequence[Tensor]:
     """Views of at most CPU_PIECE elements on a CPU, elsewhere the gradient itself."""
     if gradient.device.type != "cpu" or gradient.numel() <= CPU_PIECE:
         return (gradient,)

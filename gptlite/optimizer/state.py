@@ -18,11 +18,11 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     from, so that a checkpoint can be read into a fresh optimizer in place. Moments have the parameter's shape,
     `step` is 0-dim fp32.
     """
-    return {
-        f"optim.{name}.{key}": value
-        for name, parameter in _named_parameters(optimizer)
-        for key, value in _materialized(optimizer, parameter).items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in _named_parameters(optimizer):
+        for key, value in _materialized(optimizer, parameter).items():
+            tensors.setdefault(f"optim.{name}.{key}", value)  # of two copies of a parameter, the first
+    return tensors
 
 
 def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

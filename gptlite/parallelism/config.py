@@ -14,12 +14,19 @@ class ActivationCheckpointing(Enum):
 
 @dataclass
 class ParallelismConfig:
-    """Degrees of each mesh axis. `data: null` is what is left of the world."""
+    """Degrees of each mesh axis, and how each is run. `data: null` is what is left of the world."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     data: int | None = None
-    dp_replicate: int = 1
-    zero: int = 0
+    dp_replicate: int = 1  # copies of the shards; the other data / dp_replicate ranks shard (HSDP)
+    zero: int = 0  # what data ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    sequence: bool = False  # cut the activations between tensor-parallel layers along the sequence
+    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved_1f1b, zero_bubble or zbv
+    virtual_stages: int | None = None  # stages a pipeline rank holds; null: 1 for gpipe and 1f1b, else 2
+    spread: bool = False  # data: null takes every GPU, or 2 ranks on a CPU, where train.py starts the ranks itself
+    bucket_layers: int = 1  # blocks whose parameters are gathered, and gradients reduced, together
+    prefetch: int = 1  # buckets gathered ahead
+    timeout_seconds: float = 300.0  # a collective that takes longer ends the run
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none

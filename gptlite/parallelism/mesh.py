@@ -1,44 +1,73 @@
 """The mesh of devices a run is cut over. Everything that talks to other ranks is handed this object."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.layout import AXES, Layout, resolve
+from gptlite.parallelism.torch_private import set_timeout
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The degrees of the five axes, slowest first, and this rank's place on them.
+    """The degrees of the five axes, slowest first, this rank's place on them, and the process groups along them.
 
-    With one rank there is nothing to communicate, so no process group exists.
+    With one rank there is nothing to communicate, so no process group exists and `device_mesh` is None.
     """
 
     device: torch.device
-    sizes: tuple[int, ...] = (1, 1, 1, 1, 1)  # in the order of AXES
+    layout: Layout = field(default_factory=Layout)
     rank: int = 0
+    device_mesh: DeviceMesh | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Degrees in the order of AXES."""
+        return self.layout.sizes
 
     @property
     def world_size(self) -> int:
         """Number of ranks: the product of the axes."""
-        return torch.Size(self.sizes).numel()
+        return self.layout.world_size
 
     def size(self, axis: str) -> int:
         """Degree of one axis, by its name in AXES."""
-        return self.sizes[AXES.index(axis)]
+        return self.layout.size(axis)
 
     def coordinate(self, axis: str) -> int:
         """This rank's index along an axis."""
+        return self.coordinate_of(self.rank, axis)
+
+    def coordinate_of(self, rank: int, axis: str) -> int:
+        """Any rank's index along an axis."""
         index = AXES.index(axis)
         inner = torch.Size(self.sizes[index + 1 :]).numel()
-        return self.rank // inner % self.sizes[index]
+        return rank // inner % self.sizes[index]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank's line along an axis. Raises ValueError on one device, which has none."""
+        return self.along(axis).get_group()
+
+    def along(self, *axes: str) -> DeviceMesh:
+        """This rank's sub-mesh of some axes. Raises ValueError on one device."""
+        if self.device_mesh is None:
+            raise ValueError(f"one device has no mesh along {', '.join(axes)}")
+        if len(axes) == 1:
+            (axis,) = axes
+            return self.device_mesh[axis]
+        return self.device_mesh[axes]
 
     @property
     def data_size(self) -> int:
         """Number of data-parallel parts of a global batch: dp_replicate * dp_shard."""
-        return self.size("dp_replicate") * self.size("dp_shard")
+        return self.layout.data_size
 
     @property
     def data_rank(self) -> int:
@@ -50,10 +79,26 @@ class Mesh:
         """Whether this rank writes files and keeps the terminal."""
         return self.rank == 0
 
+    def close(self) -> None:
+        """Destroys the mesh's process groups, though not the world's: each holds file descriptors."""
+        if self.device_mesh is None:
+            return
+        groups = {id(group): group for axis in AXES for group in [self.group(axis)]}
+        for group in groups.values():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
 
 def build_mesh(config: ParallelismConfig) -> Mesh:
-    """The mesh of one device: a GPU if there is one, else the CPU."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    replicate = config.dp_replicate
-    shard = (config.data or 1) // replicate
-    return Mesh(device, sizes=(config.pipeline, replicate, shard, config.context, config.tensor))
+    """One device if no process group has been joined, else the five axes over the world. Raises ConfigError."""
+    cuda = torch.cuda.is_available()
+    if not dist.is_initialized():
+        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        return Mesh(device, resolve(config, 1))
+    rank, layout = dist.get_rank(), resolve(config, dist.get_world_size())
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    ranks = torch.arange(layout.world_size).view(layout.sizes)
+    mesh = Mesh(device, layout, rank, DeviceMesh(device.type, ranks, mesh_dim_names=AXES))
+    for axis in AXES:  # torch gives each half an hour
+        set_timeout(mesh.group(axis), config.timeout_seconds)
+    return mesh

@@ -13,6 +13,8 @@ class TrainerConfig:
     eval_samples: int | None = None  # sequences an evaluation reads; null: the whole validation set
     log_interval: int = 10
     compile: bool = False
+    max_restarts: int = 0  # times a run whose rank died goes on from its last checkpoint
+    replica_check_interval: int = 0  # steps between comparisons of parameters that should be equal; 0: never
     profile_steps: list[int] = field(default_factory=list)  # [first, last]: writes a Chrome trace of these steps
     sample_prompt: str = "\n"  # text continued at the end of the run; "" for none
     sample_tokens: int = 200

@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from gptlite.data.loader import IGNORE, Batch
 from gptlite.model.gpt import GPT
+from gptlite.parallelism.chain import Chain
+from gptlite.parallelism.collectives import all_reduce
 
 
 @dataclass(frozen=True)
@@ -35,19 +38,29 @@ class Evaluation:
 
 
 def evaluate(
-    part: GPT, batches: Iterable[Batch], text_bytes: int | None, interrupted: Callable[[], bool] = lambda: False
+    model: GPT | Chain,
+    batches: Iterable[Batch],
+    text_bytes: int | None,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """The loss over all batches, dropout off; None if `interrupted` came true meanwhile."""
-    was_training = part.training
-    part.eval()
-    try:
-        nats, tokens = 0.0, 0
-        with torch.no_grad():
-            for batch in batches:
-                if interrupted():
-                    return None
-                nats += part(batch.tokens, batch.targets).item()
-                tokens += int((batch.targets != IGNORE).sum())
-        return Evaluation(nats, tokens, text_bytes)
-    finally:
-        part.train(was_training)
+    """The loss over all batches of all ranks, dropout off; None if `interrupted` came true meanwhile."""
+    chain = model if isinstance(model, Chain) else Chain([model])
+    part, mesh = chain.parts[0], chain.mesh
+    assert isinstance(part, GPT)
+    counts = mesh.coordinate("tp") == 0  # all ranks of the tensor axis know the same loss
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    with chain.reading():
+        for batch in batches:
+            if interrupted():
+                return None
+            shape = (len(batch.tokens), chain.slice_length(batch.tokens.shape[1]), part.config.d_model)
+            call = partial(_forward, batch.targets)
+            loss = chain.run(batch.tokens, call, shape, part.compute_dtype)
+            if loss is not None and counts:
+                sums += torch.stack([loss.double(), (batch.targets != IGNORE).sum().double()])
+    nats, tokens = all_reduce(sums, mesh).tolist()
+    return Evaluation(nats, int(tokens), text_bytes)
+
+
+def _forward(targets: torch.Tensor, index: int, part: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return part(x, targets)

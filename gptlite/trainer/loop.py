@@ -7,18 +7,21 @@ from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.data.config import DataConfig
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.pipeline import OnePart, Pipeline
+from gptlite.parallelism.replicas import check_replicas
+from gptlite.parallelism.watchdog import Watch
 from gptlite.trainer.config import TrainerConfig
 from gptlite.trainer.eval import Evaluation, evaluate
 from gptlite.trainer.profile import StepProfiler
 from gptlite.trainer.report import Reporter
-from gptlite.trainer.signals import StopSignal
+from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
-from gptlite.trainer.step import train_step
+from gptlite.trainer.step import Step
 
 SLOW_DISK = 200e6  # bytes a second: what the first save is taken to need, before one has been timed
 
@@ -36,7 +39,6 @@ class Settings:
     """The sections of the configuration that the loop reads."""
 
     trainer: TrainerConfig
-    data: DataConfig
     optimizer: OptimizerConfig
     checkpoint: CheckpointConfig
 
@@ -49,6 +51,28 @@ class Outcome:
     evaluation: Evaluation | None
     checkpoint: Path
     exit_code: int = 0
+
+
+class Saves(Protocol):
+    """What keeps the state."""
+
+    @property
+    def save_seconds(self) -> float:
+        """How long the longest save took so far."""
+        ...
+
+    @property
+    def save_failed(self) -> bool:
+        """Whether a save beside the training has failed; `finish_saves` then raises."""
+        ...
+
+    def save(self, state: TrainState) -> Path:
+        """Commits a checkpoint, or begins to, and returns its folder."""
+        ...
+
+    def finish_saves(self) -> None:
+        """Waits until what was begun is committed."""
+        ...
 
 
 class Clock:
@@ -76,75 +100,85 @@ class Clock:
 
 def train(
     state: TrainState,
+    passes: OnePart | Pipeline,
     mesh: Mesh,
     settings: Settings,
     reporter: Reporter,
-    save: Callable[[], Path],
+    run: Saves,
     stop: StopSignal,
+    watch: Watch,
     started: float,
     run_dir: Path,
 ) -> Outcome:
     """Trains until `trainer.max_steps`, a signal or `trainer.max_time`. Always ends with a checkpoint.
 
-    `save` commits the state; `started` is when the process began, in time.monotonic() seconds.
-    Raises Diverged where the loss or gradient is not finite; the checkpoints before it stay as they are.
+    `run` keeps the state; `started` is when the process began, in time.monotonic() seconds.
+    Raises Diverged where the loss or gradient is not finite, ReplicasDiffer where copies of a parameter are not alike,
+    and what a save raises, one beside the training at the next step; the checkpoints before it stay as they are.
     """
-    config, accumulation = settings.trainer, accumulation_steps(settings.data, mesh)
+    config = settings.trainer
     clock = Clock(config.max_time, started, save_seconds=state.num_bytes() / SLOW_DISK)
-    profiler = StepProfiler(config.profile_steps, run_dir)
+    profiler = StepProfiler(config.profile_steps, run_dir, mesh.rank)
+    stopping = Stopping(mesh, stop, clock.over, lambda: run.save_failed)
+    take_step = Step(
+        mesh,
+        passes,
+        state.loader.num_micro_batches,
+        settings.optimizer.lr,
+        settings.optimizer.clip_norm,
+        stopping,
+    )
     evaluation, checkpoint, saved = None, None, -1
-
-    def stopping() -> bool:
-        return stop.received is not None or clock.over()
 
     # Due when the run stopped, and put off: a resumed run has the evaluations of an uninterrupted one.
     if _due(state.step, config.eval_interval) and state.step < config.max_steps:
-        evaluation = _evaluate(state, config, reporter, stopping)
+        evaluation = _evaluate(state, config, reporter, stopping.poll)
     with closing(profiler):
-        while state.step < config.max_steps and not stopping():
+        while state.step < config.max_steps and not stopping.now:
             clock.mark()
             profiler.before(state.step + 1)
-            result = train_step(state, accumulation, settings.optimizer.lr, settings.optimizer.clip_norm)
+            with watch.step(state.step + 1):
+                result = reporter.take(take_step, state)
             reporter.throughput.step()
             clock.step()
             if trace := profiler.after(state.step):
                 reporter.log(f"profile: {trace}")
             if state.step % config.log_interval == 0 or state.step in (1, config.max_steps):
-                reporter.step(state, result)
+                reporter.step(state, result, watch.communication)
+            if _due(state.step, config.replica_check_interval):
+                check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
             if state.step == config.max_steps:
                 break  # the end has its own evaluation and save
-            if _due(state.step, config.eval_interval) and not stopping():
-                evaluation = _evaluate(state, config, reporter, stopping) or evaluation
-            if _due(state.step, settings.checkpoint.interval) and not stopping():
-                checkpoint, saved = _save(save, reporter, clock), state.step
+            if _due(state.step, config.eval_interval) and not stopping.now:
+                evaluation = _evaluate(state, config, reporter, stopping.poll) or evaluation
+            if _due(state.step, settings.checkpoint.interval) and not stopping.now:
+                checkpoint, saved = _save(run, state, reporter, clock), state.step
         if trace := profiler.after(state.step, ending=True):
             reporter.log(f"profile: {trace}")
+    if stopping.save_failed:
+        run.finish_saves()  # raises
     ending = Ending.done
-    if state.step == config.max_steps and stop.received is None:
-        evaluation = _evaluate(state, config, reporter, lambda: stop.received is not None) or evaluation
-    elif stop.received is None:
+    if state.step == config.max_steps and stopping.signal is None:
+        evaluation = _evaluate(state, config, reporter, stopping.poll_signal) or evaluation
+    elif stopping.signal is None:
         ending = Ending.max_time
     if checkpoint is None or saved != state.step:
-        checkpoint = _save(save, reporter, clock)
-    if stop.received is not None:
+        checkpoint = _save(run, state, reporter, clock)
+    run.finish_saves()
+    if stopping.signal is not None:
         ending = Ending.signal
-    return Outcome(ending, evaluation, checkpoint, stop.exit_code)
-
-
-def accumulation_steps(data: DataConfig, mesh: Mesh) -> int:
-    """Micro-batches of each rank in a global batch."""
-    return data.global_batch_size // (data.micro_batch_size * mesh.data_size)
+    return Outcome(ending, evaluation, checkpoint, stopping.exit_code)
 
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _save(save: Callable[[], Path], reporter: Reporter, clock: Clock) -> Path:
+def _save(run: Saves, state: TrainState, reporter: Reporter, clock: Clock) -> Path:
     start = time.monotonic()
     with reporter.throughput.excluded():
-        path = save()
-    clock.save_seconds = max(clock.save_seconds, time.monotonic() - start)
+        path = run.save(state)
+    clock.save_seconds = max(clock.save_seconds, time.monotonic() - start, run.save_seconds)
     return path
 
 
@@ -154,11 +188,10 @@ def _evaluate(
     """The held-out loss; None where it was interrupted, or is known already from before the run was resumed."""
     if state.evaluated_step == state.step:
         return None
-    (part,) = state.parts
     with reporter.throughput.excluded():
         batches = state.loader.validation_batches(config.eval_samples)
         text_bytes = state.loader.validation_bytes(config.eval_samples)
-        result = evaluate(part, batches, text_bytes, interrupted)
+        result = evaluate(state.chain, batches, text_bytes, interrupted)
     if result is not None:
         state.best_val_loss = min(state.best_val_loss, result.loss)
         state.evaluated_step = state.step

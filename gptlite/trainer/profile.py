@@ -5,11 +5,14 @@ from typing import Any
 
 
 class StepProfiler:
-    """Records steps first..last (from 1) into `<folder>/trace-steps-<first>-<last>.json`; none for an empty list."""
+    """Records steps first..last (from 1) into `<folder>/trace-steps-<first>-<last>.json`; none for an empty list.
 
-    def __init__(self, steps: list[int], folder: Path) -> None:
+    Ranks above 0 write beside it, their number in the name.
+    """
+
+    def __init__(self, steps: list[int], folder: Path, rank: int = 0) -> None:
         self.first, self.last = steps if steps else (0, 0)
-        self._folder = folder
+        self._folder, self._rank = folder, f"-rank-{rank}" if rank else ""
         self._profiler: Any = None
 
     def before(self, step: int) -> None:
@@ -26,7 +29,7 @@ class StepProfiler:
         if self._profiler is None or (step < self.last and not ending):
             return None
         self._profiler.stop()
-        path = self._folder / f"trace-steps-{self.first}-{step}.json"
+        path = self._folder / f"trace-steps-{self.first}-{step}{self._rank}.json"
         partial = path.with_suffix(".tmp")
         self._profiler.export_chrome_trace(str(partial))
         partial.rename(path)

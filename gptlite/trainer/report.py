@@ -11,8 +11,9 @@ from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.sinks import Sink
 from gptlite.trainer.eval import Evaluation
+from gptlite.trainer.memory import MemoryReport
 from gptlite.trainer.state import TrainState
-from gptlite.trainer.step import StepResult
+from gptlite.trainer.step import Step, StepResult
 
 
 class Reporter:
@@ -29,11 +30,19 @@ class Reporter:
         self.sinks, self.throughput, self.device = sinks, throughput, device
         self.max_steps, self.log = max_steps, log
         self.speeds: list[float] = []
+        self.memory = MemoryReport()
 
-    def step(self, state: TrainState, result: StepResult) -> None:
-        """A training row: the loss of this step, the speed since the last row."""
+    def take(self, step: Step, state: TrainState) -> StepResult:
+        """Takes a step; memory is measured in one of them."""
+        return self.memory.take(step, state, state.step + 1 == self.max_steps, self.throughput.excluded)
+
+    def step(
+        self, state: TrainState, result: StepResult, communication: Callable[[float], dict[str, Any]] = lambda _: {}
+    ) -> None:
+        """A training row: the loss of this step, the speed since the last row, the communication of a step so long."""
         row: dict[str, Any] = {"step": state.step} | asdict(result) | {"tokens": state.tokens}
-        row |= self.throughput.read() | memory_bytes(self.device)
+        row |= self.throughput.read() | memory_bytes(self.device) | self.memory.row
+        row |= communication(row["step_seconds"])
         if row["tokens_per_second"] is not None:
             self.speeds.append(row["tokens_per_second"])
         self._write(row)

@@ -1,31 +1,36 @@
-"""Ctrl-C and SIGTERM as a request that the loop answers between two steps."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and the end of the time allowed: requests that the loop answers between two steps."""
 
 import contextlib
 import os
 import signal
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
+
+import torch
+from torch import Tensor
+
+from gptlite.parallelism.collectives import all_reduce
+from gptlite.parallelism.mesh import Mesh
+
+POLL_EVERY = 8  # batches of an evaluation between two questions to all ranks
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what `sbatch --signal=USR1@120` sends
 
 
 class StopSignal:
-    """While entered, the first SIGINT or SIGTERM sets `received`; a second one ends the process at once."""
+    """While entered, the first of SIGNALS sets `received`; a second one ends the process at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-
-    @property
-    def exit_code(self) -> int:
-        """128 + the signal, as a shell counts it; 0 where none came."""
-        return 0 if self.received is None else 128 + self.received
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
@@ -34,3 +39,81 @@ class StopSignal:
         # Not print: the signal may have interrupted one, and the terminal or pipe may be gone with the same Ctrl-C.
         with contextlib.suppress(OSError):
             os.write(2, f"\n{signal.Signals(number).name}: saving after this step (again: stop at once)\n".encode())
+
+
+class Stopping:
+    """What all ranks know about stopping: a signal that reached any of them, whether rank 0's time is over, and whether
+    a save beside the training has failed on any.
+
+    Ranks must act alike, or one would wait for another that has left. Each step carries the words in its own sum
+    (`words`, `heard`); outside a step, `poll` asks.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        stop: StopSignal,
+        over: Callable[[], bool] = lambda: False,
+        failed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._mesh, self._stop, self._over, self._failed = mesh, stop, over, failed
+        self._signal: int | None = None
+        self._time_over = self._save_failed = False
+        self._polls = 0
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that was sent, if any."""
+        self._refresh()
+        return self._signal
+
+    @property
+    def now(self) -> bool:
+        """Whether to stop before the next step."""
+        self._refresh()
+        return self._signal is not None or self._time_over or self._save_failed
+
+    @property
+    def save_failed(self) -> bool:
+        """Whether a save beside the training has failed, as all ranks know it."""
+        self._refresh()
+        return self._save_failed
+
+    def poll(self) -> bool:
+        """`now`, after asking all ranks, at every few calls: to be called by all of them."""
+        self._polls += 1
+        if self._mesh.world_size > 1 and self._polls % POLL_EVERY == 1:
+            self.heard(all_reduce(self.words().to(self._mesh.device), self._mesh).tolist())
+        return self.now
+
+    def poll_signal(self) -> bool:
+        """Whether a signal was sent, after asking all ranks."""
+        self.poll()
+        return self._signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal, as a shell counts it; 0 where none came."""
+        return 0 if self.signal is None else 128 + self.signal
+
+    def words(self) -> Tensor:
+        """What this rank has to say, float64[3], to be summed over the ranks."""
+        return torch.tensor(
+            [
+                *(self._stop.received == number for number in SIGNALS),
+                self._mesh.is_main and self._over(),
+                self._failed(),
+            ],
+            dtype=torch.float64,
+        )
+
+    def heard(self, sums: Sequence[float]) -> None:
+        """Takes the sums of all ranks' words."""
+        for number, count in zip(SIGNALS, sums, strict=False):
+            if count and self._signal is None:
+                self._signal = number
+        self._time_over, self._save_failed = sums[-2] > 0, sums[-1] > 0
+
+    def _refresh(self) -> None:
+        if self._mesh.world_size == 1:
+            self._signal, self._time_over, self._save_failed = self._stop.received, self._over(), self._failed()

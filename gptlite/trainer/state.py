@@ -1,31 +1,39 @@
 """Everything a checkpoint holds."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gptlite.data.loader import Loader
 from gptlite.model.gpt import GPT
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
+from gptlite.parallelism.boxes import num_local_elements
+from gptlite.parallelism.chain import Chain
 
 
 def model_tensors(parts: list[GPT]) -> dict[str, Tensor]:
-    """The parameters by their global names; a tied embedding is one key."""
-    return {f"model.{name}": p.detach() for part in parts for name, p in part.named_parameters()}
+    """The parameters by their global names. A tied embedding is one key, whichever of its copies a rank holds."""
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        for name, parameter in part.named_weights():
+            tensors.setdefault(f"model.{name}", parameter.detach())
+    return tensors
 
 
 @dataclass
 class TrainState:
-    """The parts of the model on this rank, what trains them, and how far training is.
+    """The model in its parts, what trains it, and how far training is.
 
     Dropout and the data's order are functions of (seed, consumed_samples), so there is no RNG state.
     """
 
-    parts: list[GPT]
+    chain: Chain
     optimizer: Optimizer
     schedule: Schedule
     loader: Loader
@@ -41,9 +49,40 @@ class TrainState:
         """Every tensor, live: writing into one changes the state."""
         return model_tensors(self.parts) | optimizer_state(self.optimizer)
 
+    @property
+    def parts(self) -> list[GPT]:
+        """The parts of the model on this rank; one, unless there is a pipeline."""
+        return self.chain.parts  # type: ignore[return-value]
+
+    def weights(self) -> Iterator[nn.Parameter]:
+        """Every parameter of this rank's parts but for the head's copy of a tied embedding."""
+        for part in self.parts:
+            copy = part.tied_copy
+            yield from (parameter for parameter in part.parameters() if parameter is not copy)
+
+    def refresh_copies(self) -> None:
+        """To be called after loading: where this rank holds both copies of a tied embedding, one has been read."""
+        copy = next((part.tied_copy for part in self.parts if part.tied_copy is not None), None)
+        embedding = self.parts[0].token_embedding
+        if copy is None or embedding is None:
+            return
+        with torch.no_grad():
+            copy.copy_(embedding.weight)  # type: ignore[arg-type]
+            for key, value in self.optimizer.state[embedding.weight].items():  # type: ignore[index]
+                self.optimizer.state[copy][key] = value.clone() if isinstance(value, Tensor) else value
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter of this rank's parts by its global name, which the head's copy of a tied embedding shares."""
+        for part in self.parts:
+            yield from part.named_weights()
+
+    def tied_names(self) -> list[str]:
+        """Names of parameters that a pipeline's first and last part both hold."""
+        return ["token_embedding.weight"] if self.parts[0].config.tied_embeddings else []
+
     def num_bytes(self) -> int:
-        """Size of a checkpoint's tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        """Size of this rank's part of a checkpoint's tensors."""
+        return sum(num_local_elements(tensor) * tensor.element_size() for tensor in self.tensors().values())
 
     def meta(self) -> dict[str, Any]:
         """What is not a tensor, as JSON."""

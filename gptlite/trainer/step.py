@@ -1,13 +1,21 @@
 """One optimizer step: forward and backward over the micro-batches, clip, update."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gptlite.data.loader import IGNORE
-from gptlite.optimizer.clip import clip_grad_norm
+from gptlite.model.parallelize import finish_gradients
+from gptlite.optimizer.clip import clip_gradients, local_grad_norm
 from gptlite.optimizer.schedule import set_lr
+from gptlite.parallelism.collectives import all_reduce
+from gptlite.parallelism.mesh import DATA_AXES, Mesh
+from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
+from gptlite.parallelism.tensor import is_cut
+from gptlite.trainer.signals import Stopping
 from gptlite.trainer.state import TrainState
 
 
@@ -24,29 +32,66 @@ class StepResult:
     lr: float
 
 
-def train_step(state: TrainState, accumulation: int, peak_lr: float, clip_norm: float) -> StepResult:
-    """Takes the optimizer step `state.step` and advances the state. Raises Diverged before the parameters change.
+@dataclass(frozen=True)
+class Step:
+    """How a step is taken: over which ranks and micro-batches, at which peak rate, clipped to which norm."""
 
-    The loss is a sum over tokens divided once by the number of valid tokens of the global batch, so it does not
-    depend on how the batch is cut into micro-batches.
-    """
-    (part,) = state.parts
-    batches = [state.loader.batch(state.consumed_samples, index) for index in range(accumulation)]
-    valid = torch.stack([(batch.targets != IGNORE).sum() for batch in batches]).sum()
-    total = torch.zeros((), device=valid.device)
-    for batch in batches:
-        loss = part(batch.tokens, batch.targets, batch.sample_ids) / valid
-        loss.backward()
-        total += loss.detach()
-    norm = clip_grad_norm(part.parameters(), clip_norm)
-    loss_value, norm_value = torch.stack([total, norm]).tolist()  # the step's one wait for the device
-    if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-        raise Diverged(f"step {state.step + 1}: loss {loss_value}, gradient norm {norm_value}")
-    lr = peak_lr * state.schedule.factor(state.step)
-    set_lr(state.optimizer, lr)
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
-    state.step += 1
-    state.consumed_samples += sum(len(batch.tokens) for batch in batches)
-    state.tokens += sum(batch.tokens.numel() for batch in batches)
-    return StepResult(loss_value, norm_value, lr)
+    mesh: Mesh
+    passes: OnePart | Pipeline
+    accumulation: int
+    peak_lr: float
+    clip_norm: float
+    stopping: Stopping
+
+    def __call__(self, state: TrainState, inspect: Callable[[TrainState], None] | None = None) -> StepResult:
+        """Takes the optimizer step `state.step` and advances the state. Raises Diverged before the parameters change.
+
+        The loss is a sum over tokens divided once by the number of valid tokens of the global batch, so it does not
+        depend on how the batch is cut into micro-batches and over ranks. `inspect` is called with the gradients
+        complete, before they are clipped.
+        """
+        batches = [state.loader.batch(state.consumed_samples, index) for index in range(self.accumulation)]
+        valid = torch.stack([(batch.targets != IGNORE).sum() for batch in batches]).sum()
+        all_reduce(valid, self.mesh, DATA_AXES)
+        total = self.passes.run(
+            MicroBatches(
+                [batch.tokens for batch in batches],
+                [batch.targets for batch in batches],
+                [batch.sample_ids for batch in batches],
+            ),
+            valid,
+        )
+        finish_gradients(state.parts, self.mesh)
+        if inspect is not None:
+            inspect(state)
+        norm, loss_value, norm_value = self._settle(state, total)
+        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+            raise Diverged(f"step {state.step + 1}: loss {loss_value}, gradient norm {norm_value}")
+        clip_gradients((p for part in state.parts for p in part.parameters()), self.clip_norm, norm)
+        lr = self.peak_lr * state.schedule.factor(state.step)
+        set_lr(state.optimizer, lr)
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
+        state.step += 1
+        state.consumed_samples += state.loader.global_batch_size
+        state.tokens += state.loader.global_batch_size * batches[0].tokens.shape[1]
+        return StepResult(loss_value, norm_value, lr)
+
+    def _settle(self, state: TrainState, total: Tensor) -> tuple[Tensor, float, float]:
+        """The gradient norm on the device, then loss and norm as numbers: the step's one wait for device and ranks."""
+        if self.mesh.world_size == 1:
+            norm = local_grad_norm(p for part in state.parts for p in part.parameters())
+            loss_value, norm_value = torch.stack([total, norm]).tolist()
+            return norm, loss_value, norm_value
+        mesh = self.mesh
+        first_of_tensor = mesh.coordinate("tp") == 0
+        # Each element of the gradient on one of the ranks that hold it.
+        counted = state.weights() if mesh.coordinate("dp_replicate") == 0 else ()
+        square = local_grad_norm(p for p in counted if first_of_tensor or is_cut(p)).double() ** 2
+        loss = total.double() if first_of_tensor else torch.zeros_like(total, dtype=torch.float64)
+        sums = torch.cat([torch.stack([loss, square.to(loss.device)]), self.stopping.words().to(loss.device)])
+        sums = all_reduce(sums, mesh)
+        norm = sums[1].sqrt().float()
+        values = sums.tolist()
+        self.stopping.heard(values[2:])
+        return norm, values[0], math.sqrt(values[1]) if values[1] >= 0 else math.nan

@@ -137,11 +137,6 @@ def test_materialized_is_as_built_directly(batch, tied):
     assert float(got["loss"]) == pytest.approx(float((batch[1] >= 0).sum()) * math.log(53), rel=0.01)
 
 
-def test_a_mesh_of_several_ranks_is_refused(tiny):
-    with pytest.raises(ValueError, match="2 ranks"):
-        parallelize(tiny(), Mesh(CPU, (1, 1, 1, 1, 2)), ParallelismConfig(tensor=2), FP32)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("recompute", [NONE, FULL, SELECTIVE], ids=lambda mode: mode.value)
 def test_all_layers_share_one_compiled_graph(tiny, batch, monkeypatch, recompute, dropout):

@@ -136,12 +136,18 @@ def test_inputs_are_not_changed():
     assert all(torch.equal(a, b) for a, b in zip((hidden, weight, targets), copies, strict=True))
 
 
-def test_gradients_are_computed_once_and_cannot_be_asked_for_twice():
+def test_a_backward_pass_in_two_halves_gives_the_gradients_of_one():
+    """As a zero-bubble schedule takes them; a pass with another upstream gradient scales them anew."""
     hidden, weight, targets = draw()
-    loss = fused(hidden.requires_grad_(), weight, targets)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    (whole,) = torch.autograd.grad(fused(hidden.requires_grad_(), weight.requires_grad_(), targets) / 7, [weight])
+    loss = fused(hidden, weight, targets)
+    (first,) = torch.autograd.grad(loss / 7, [hidden], retain_graph=True)
+    kept = first.clone()
+    (second,) = torch.autograd.grad(loss / 7, [weight], retain_graph=True)
+    torch.testing.assert_close(second, whole, rtol=1e-6, atol=0)
+    (third,) = torch.autograd.grad(loss / 14, [hidden])
+    torch.testing.assert_close(third, kept / 2, rtol=1e-6, atol=0)
+    assert torch.equal(first, kept)
 
 
 @pytest.mark.parametrize("target", [VOCAB, PADDED, -1])

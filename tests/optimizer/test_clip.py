@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gptlite.optimizer.clip import CPU_PIECE, clip_grad_norm, global_grad_norm
+from gptlite.optimizer.clip import CPU_PIECE, clip_grad_norm, local_grad_norm
 
 SHAPES = [(300, 500), (500,), (), (CPU_PIECE + 1,)]
 
@@ -54,7 +54,7 @@ def test_max_norm_0_only_measures():
 def test_norm_is_0_dim_fp32_whatever_the_gradients_are(dtype, scale):
     """At a scale of 1000 the norm of the fp16 gradients is above 65504, the largest fp16 number."""
     parameters = with_gradients(dtype, scale)
-    norm = global_grad_norm(parameters)
+    norm = local_grad_norm(parameters)
     assert (norm.shape, norm.dtype) == ((), torch.float32)
     assert norm.item() == pytest.approx(exact_norm(gradients(parameters)), rel=1e-5)
 
@@ -63,7 +63,7 @@ def test_a_large_gradient_is_measured_exactly():
     """16M elements: a single fp32 CPU reduction is off by 8e-4 here, more than clipping may differ by layout."""
     parameter = nn.Parameter(torch.empty(2**24))
     parameter.grad = torch.randn(2**24, generator=torch.Generator().manual_seed(0)).add_(0.5)
-    assert global_grad_norm([parameter]).item() == pytest.approx(exact_norm([parameter.grad]), rel=1e-6)
+    assert local_grad_norm([parameter]).item() == pytest.approx(exact_norm([parameter.grad]), rel=1e-6)
 
 
 def test_parameters_may_be_a_generator():

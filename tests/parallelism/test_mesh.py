@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.mesh import AXES, Mesh, build_mesh
+from gptlite.parallelism.layout import AXES, Layout
+from gptlite.parallelism.mesh import Mesh, build_mesh
 
 CPU = torch.device("cpu")
 SIZES = (2, 2, 3, 1, 2)  # pp, dp_replicate, dp_shard, cp, tp
@@ -15,18 +16,18 @@ SIZES = (2, 2, 3, 1, 2)  # pp, dp_replicate, dp_shard, cp, tp
 def test_ranks_are_counted_with_the_last_axis_fastest():
     places = list(product(*(range(size) for size in SIZES)))
     for rank, place in enumerate(places):
-        mesh = Mesh(CPU, SIZES, rank)
+        mesh = Mesh(CPU, Layout(SIZES), rank)
         assert tuple(mesh.coordinate(axis) for axis in AXES) == place
-    assert Mesh(CPU, SIZES).world_size == len(places) == 24
+    assert Mesh(CPU, Layout(SIZES)).world_size == len(places) == 24
 
 
 def test_sizes_by_name():
-    mesh = Mesh(CPU, SIZES)
+    mesh = Mesh(CPU, Layout(SIZES))
     assert [mesh.size(axis) for axis in AXES] == list(SIZES)
 
 
 def test_data_parallel_parts_span_replicate_and_shard():
-    meshes = [Mesh(CPU, SIZES, rank) for rank in range(24)]
+    meshes = [Mesh(CPU, Layout(SIZES), rank) for rank in range(24)]
     assert {mesh.data_size for mesh in meshes} == {6}
     for mesh in meshes:
         assert mesh.data_rank == mesh.coordinate("dp_replicate") * 3 + mesh.coordinate("dp_shard")
@@ -39,7 +40,7 @@ def test_data_parallel_parts_span_replicate_and_shard():
 
 
 def test_one_rank_is_the_main_one():
-    assert [Mesh(CPU, SIZES, rank).is_main for rank in range(3)] == [True, False, False]
+    assert [Mesh(CPU, Layout(SIZES), rank).is_main for rank in range(3)] == [True, False, False]
 
 
 @pytest.mark.parametrize(("has_gpu", "device"), [(False, "cpu"), (True, "cuda:0")])
@@ -48,8 +49,3 @@ def test_one_device(monkeypatch, has_gpu, device):
     mesh = build_mesh(ParallelismConfig())
     assert mesh.device == torch.device(device)
     assert (mesh.world_size, mesh.rank, mesh.data_size, mesh.data_rank, mesh.is_main) == (1, 0, 1, 0, True)
-
-
-def test_degrees_come_from_the_configuration():
-    mesh = build_mesh(ParallelismConfig(tensor=5, pipeline=2, context=3, data=8, dp_replicate=4))
-    assert {axis: mesh.size(axis) for axis in AXES} == {"pp": 2, "dp_replicate": 4, "dp_shard": 2, "cp": 3, "tp": 5}

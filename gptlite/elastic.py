@@ -1,0 +1,217 @@
+"""The launcher of train.py's own ranks, around torch's elastic agent: restarts, signals, and who failed first."""
+
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.config import Config, to_yaml
+from gptlite.errors import ConfigError
+from gptlite.rank_log import log_path
+from gptlite.rank_stop import EXIT_TERMINATED, SAME_SECONDS, SIGNALS
+
+SHOWN_LINES = 12  # of a failed rank's traceback or log
+# What the others say once a rank has died: libraries have no type for it.
+FOLLOWS = re.compile(
+    r"Dist\w*Error|gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe", re.IGNORECASE
+)
+Failures = dict[int, ProcessFailure]
+# The package that runs here, whichever is installed; not what lies where the command is given, which -m would take.
+HOME = str(Path(__file__).parents[1])
+START = f"""\
+import sys
+if {HOME!r} not in sys.path:
+    sys.path.insert(0, {HOME!r})
+from gptlite.worker import main
+main(sys.argv[1:])
+"""
+
+
+def run_ranks(config: Config, world: int, started: float, worker: tuple[str, ...] = ("-c", START)) -> int:
+    """Runs a configuration on `world` new processes here; returns the exit code. Raises ConfigError if it is refused.
+
+    Rank 0 has the terminal. If a rank fails, the others are ended and, `trainer.max_restarts` times, all start again
+    from the last checkpoint. `worker` are the arguments of Python that make a process a rank.
+    """
+    restarts = config.trainer.max_restarts
+    with tempfile.TemporaryDirectory(prefix="gptlite-") as name, Requests(Path(name) / "stop") as requests:
+        for attempt in range(restarts + 1):
+            folder = Path(name) / str(attempt)
+            folder.mkdir()
+            (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            failures = run_once(folder, world, requests, (*worker, str(folder), str(started), str(os.getpid())))
+            results = [_result(folder, rank) for rank in range(world)]
+            for result in results:
+                if "refused" in result:
+                    raise ConfigError(result["refused"])
+            if requests.received and (requests.insisted or all(map(_follows, failures.values()))):
+                return results[0].get("exit_code", 128 + requests.received)
+            if not failures and "exit_code" in results[0]:
+                return results[0]["exit_code"]
+            print(blame(failures, folder, Path(config.run.dir).expanduser()), file=sys.stderr)
+            if requests.received:
+                break
+            if attempt < restarts:
+                print(f"starting the ranks again ({attempt + 1} of {restarts})", file=sys.stderr, flush=True)
+                config = going_on(config)
+    return 1
+
+
+def run_once(folder: Path, world: int, requests: "Requests", arguments: tuple[str, ...]) -> Failures:
+    """Starts the ranks and waits until all have ended; returns those that failed."""
+    options = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world,
+        run_id="gptlite",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # a free port, so that runs do not meet
+        local_addr="localhost",  # the machine's own name may not resolve
+        max_restarts=0,  # run_ranks does it: it knows what failed, and what must not be tried again
+        # SIGINT, SIGTERM and SIGUSR1 are ours; a SIGHUP that nohup has turned off stays off.
+        signals_to_handle="SIGQUIT" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "SIGQUIT,SIGHUP",
+        logs_specs=DefaultLogsSpecs(str(folder / "agent")),
+    )
+    launcher = elastic_launch(options, sys.executable)
+    try:
+        with _silent(), requests.interrupting():
+            launcher("-P", "-u", *arguments)
+    except ChildFailedError as error:
+        return error.failures
+    except SignalException as error:
+        requests.received = requests.received or error.sigval
+        requests.insisted = True
+    return {}
+
+
+class Requests:
+    """While entered, the first of SIGNALS asks the ranks to save and stop, by a file; a second one ends them."""
+
+    def __init__(self, file: Path) -> None:
+        self.received: int | None = None
+        self.insisted = False
+        self._file, self._launching, self._since = file, False, 0.0
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "Requests":
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._receive)
+        for number in (signal.SIGQUIT, signal.SIGHUP):  # which the agent takes, and keeps
+            self._previous[number] = signal.getsignal(number)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """While the agent runs, which answers its SignalException by ending every rank."""
+        self._launching = True
+        try:
+            yield
+        finally:
+            self._launching = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._since = number, time.monotonic()
+            # Whole at once, for the ranks look for it all the time.
+            temporary = self._file.with_suffix(".new")
+            temporary.write_text(str(number))
+            temporary.rename(self._file)
+        elif time.monotonic() - self._since > SAME_SECONDS / 2:  # not the same one by way of the process group
+            self.insisted = True
+            if self._launching:
+                raise SignalException("asked twice", signal.SIGKILL)
+
+
+def going_on(config: Config) -> Config:
+    """The configuration of a run whose ranks start again: where it came from is behind it, if it has checkpoints."""
+    if not any((Path(config.run.dir).expanduser() / "checkpoints").glob("step-*")):
+        return config
+    fresh = CheckpointConfig()
+    return replace(config, checkpoint=replace(config.checkpoint, resume=fresh.resume, load=fresh.load))
+
+
+def blame(failures: Failures, folder: Path, run_dir: Path) -> str:
+    """`rank 3 failed: ValueError: ...`, with its last lines: of the rank that failed by itself, not after another.
+
+    Its output is in `folder`, or in `run_dir` if it came so far.
+    """
+    if not failures:
+        return "rank 0 ended without a result"
+    first = min(failure.timestamp for failure in failures.values())
+
+    def order(rank: int) -> tuple[int, float]:
+        failure = failures[rank]
+        if error := _exception(failure):
+            return (2 if FOLLOWS.search(error[0]) else 0), Path(failure.error_file).stat().st_mtime
+        late = failure.timestamp > first + 1  # the agent has ended it
+        return (3 if late or failure.exitcode == -signal.SIGABRT else 1), failure.timestamp
+
+    rank = min(failures, key=order)
+    failure, log = failures[rank], log_path(run_dir, rank)
+    early = folder / log.name
+    if error := _exception(failure):
+        headline, text = f"rank {rank} failed: {error[0].splitlines()[0]}", error[1]
+    else:
+        headline, text = f"rank {rank} {_ending(failure.exitcode)}", ""
+        if rank and failure.exitcode not in (-signal.SIGKILL, EXIT_TERMINATED):  # which leave no time for words
+            text = (early if early.exists() else log).read_text(errors="replace")
+    lines = [headline, *(f"  {line}" for line in text.strip().splitlines()[-SHOWN_LINES:])]
+    return "\n".join([*lines, f"  its output: {log}"] if rank and not early.exists() else lines)
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code == EXIT_TERMINATED:
+        exit_code = -signal.SIGTERM
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    hint = " (out of memory? the kernel's log would say)" if -exit_code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+def _exception(failure: ProcessFailure) -> tuple[str, str] | None:
+    """`ValueError: ...` and the traceback that a rank has left, if any."""
+    message: Any = failure.message  # text where the rank left none
+    return (message["message"], message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else None
+
+
+def _follows(failure: ProcessFailure) -> bool:
+    """Whether a failure is what a rank says when others have left, or how it ends when told to."""
+    if error := _exception(failure):
+        return bool(FOLLOWS.search(error[0]))
+    return failure.exitcode in (EXIT_TERMINATED, -signal.SIGTERM)
+
+
+def _result(folder: Path, rank: int) -> dict:
+    path = folder / f"result-{rank}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """The agent logs what it does to the ranks; what matters of it is said here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,75 @@
+"""An estimate of the memory that activations take, for the banner."""
+
+from dataclasses import dataclass
+
+from gptlite.model.config import GPTConfig
+from gptlite.ops.attention import QUERY_BLOCK
+from gptlite.ops.config import Attention
+from gptlite.ops.cross_entropy import LOGIT_BYTES
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank computes at a time: sequences of that length, in elements of `itemsize` bytes, on a kind of device.
+
+    `tensor`: ranks that share each layer; `sequence`: whether they cut the sequence between layers too.
+    """
+
+    sequences: int
+    length: int
+    itemsize: int
+    device: str
+    attention: Attention
+    tensor: int = 1
+    sequence: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Positions in it."""
+        return self.sequences * self.length
+
+
+def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -> int:
+    """What autograd keeps of one block for the backward pass.
+
+    Korthikanti et al. (2022, arXiv:2205.05198) count s b h (10 + 24/t + 5 a s / (h t)) bytes in 16 bits, with t ranks
+    sharing a layer; with sequence parallelism the 10 is divided by t too. Ours has the 24 (queries, keys, values, what
+    attention gives to its projection, and both sides of the GELU) and 8 of the 10 (what enters norms and matrices). The
+    other 2, dropout's masks, and the attention's 5 (probabilities, their mask, and both multiplied) are there only with
+    dropout. Without, probabilities are kept only by matmul attention of one block of queries.
+    `recompute`: "full" keeps a block's input, "selective" also what its matrices give.
+    """
+    width, inner, ranks = config.d_model, config.ffn_size, batch.tensor
+    between = ranks if batch.sequence else 1
+    if recompute == "full":
+        return batch.tokens * width * batch.itemsize // between
+    if recompute == "selective":
+        elements = width / between + (3 * width + inner) / ranks + 2 * width
+        if batch.attention is Attention.sdpa and not config.dropout:
+            elements += width / ranks
+        return round(batch.tokens * elements * batch.itemsize)
+    elements = 4 * width / between + (4 * width + 2 * inner) / ranks
+    masks, scores = 0.0, config.num_heads / ranks * batch.length
+    if config.dropout:
+        elements += 2 * scores
+        masks = scores + 2 * width / between
+    elif batch.attention is Attention.matmul and batch.length <= QUERY_BLOCK:
+        elements += scores
+    return round(batch.tokens * (elements * batch.itemsize + masks))
+
+
+def scores_bytes(config: GPTConfig, batch: MicroBatch) -> int:
+    """What attention by matmul takes while it runs, in one block: scores, their probabilities and gradients, of some
+    queries at a time. SDPA takes next to nothing."""
+    if batch.attention is not Attention.matmul:
+        return 0
+    rows = batch.sequences * (config.num_heads // batch.tensor) * min(batch.length, QUERY_BLOCK)
+    return 3 * rows * batch.length * batch.itemsize
+
+
+def head_bytes(config: GPTConfig, batch: MicroBatch) -> int:
+    """What the head takes: logits of as many tokens as it takes at a time, the gradients it makes with the loss, and
+    the final norm's input."""
+    rows = config.padded_vocab_size // batch.tensor
+    logits = min(batch.tokens * rows * batch.itemsize, LOGIT_BYTES[batch.device])
+    return logits + (rows + 3 * batch.tokens) * config.d_model * batch.itemsize

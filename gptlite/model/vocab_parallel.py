@@ -1,0 +1,29 @@
+"""The output head where the ranks of the tensor axis share its rows."""
+
+from torch import Tensor, nn
+
+from gptlite.ops.cross_entropy import VocabShard, linear_cross_entropy
+from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, local, rows_per_rank
+
+
+class VocabParallelHead(nn.Module):
+    """Head, of this rank's rows of the table; logits of other ranks' rows never come here while training."""
+
+    def __init__(self, whole: nn.Linear, axis: TensorAxis) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = cut(whole.weight, axis, 0)
+
+    def forward(self, hidden: Tensor, targets: Tensor | None, vocab_size: int) -> Tensor:
+        """The sum of the losses of the whole sequence, fp32; without targets, logits [B, V], fp32, of one position.
+
+        hidden [B, S or s, d]; targets [B, S]. Logits are gathered: of one position there are few.
+        """
+        longest = rows_per_rank(self.weight, self.axis)
+        weight = local(self.weight, hidden.dtype)
+        if targets is None:
+            mine = (hidden[:, 0] @ weight.t()).float()
+            return self.axis.gather_columns(mine, longest)[:, :vocab_size]
+        shard = VocabShard(first_row(self.weight, self.axis), longest, self.axis.gather)
+        hidden = enter(hidden, self.axis)
+        return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), vocab_size, shard)

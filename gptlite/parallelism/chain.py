@@ -1,0 +1,97 @@
+"""Forward passes outside training through the parts of a pipeline, for evaluation and generation.
+
+torch's schedules run a fixed number of micro-batches of a fixed shape; these are any number, of any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.layout import num_stages, stages_of_rank
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.tensor import axis_of
+from gptlite.parallelism.zero import reshard
+
+
+class Chain:
+    """All parts of a model, of which this rank holds `parts`. By default a whole model on one device."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        mesh: Mesh | None = None,
+        config: ParallelismConfig | None = None,
+    ) -> None:
+        config = config or ParallelismConfig()
+        self.parts, self.axis = list(parts), axis_of(parts[0])
+        self.mesh = mesh or Mesh(next(parts[0].parameters()).device)
+        self._owner = {stage: rank for rank in range(config.pipeline) for stage in stages_of_rank(config, rank)}
+        self._mine = stages_of_rank(config, self.mesh.coordinate("pp"))
+        self._last = num_stages(config) - 1
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank holds the last part."""
+        return self._last in self._mine
+
+    def slice_length(self, length: int) -> int:
+        """Positions of a sequence that the activations between parts have on this rank."""
+        return length // self.axis.size if self.axis is not None and self.axis.sequence else length
+
+    def run(
+        self,
+        tokens: Tensor,
+        call: Callable[[int, nn.Module, Tensor], Tensor],
+        activations: Sequence[int],
+        dtype: torch.dtype,
+    ) -> Tensor | None:
+        """The last part's result where this rank holds it, else None. To be called by all ranks.
+
+        `call` applies the i-th of this rank's parts to tokens, or to the `activations` of the part before.
+        """
+        out = tokens
+        for index, (stage, part) in enumerate(zip(self._mine, self.parts, strict=True)):
+            if stage > 0 and self._owner[stage - 1] != self._owner[stage]:
+                out = torch.empty(tuple(activations), dtype=dtype, device=tokens.device)
+                dist.recv(out, self._peer(stage - 1), self.mesh.group("pp"))
+            out = call(index, part, out)
+            if stage < self._last and self._owner[stage + 1] != self._owner[stage]:
+                dist.send(out.contiguous(), self._peer(stage + 1), self.mesh.group("pp"))
+        return out if self.has_last else None
+
+    def from_last(self, number: Callable[[], int]) -> int:
+        """A number that one rank with the last part computes, on every rank."""
+        if self.mesh.world_size == 1:
+            return number()
+        rank = self._owner[self._last] * (self.mesh.world_size // self.mesh.size("pp"))
+        box = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        if self.mesh.rank == rank:
+            box.fill_(number())
+        dist.broadcast(box, rank)
+        return int(box)
+
+    @contextmanager
+    def reading(self, whole_sequence: bool = False) -> Iterator[None]:
+        """No gradients and no dropout while entered; afterwards what ZeRO has gathered is freed.
+
+        `whole_sequence` turns sequence parallelism off: a single token has no sequence to cut.
+        """
+        training = [part.training for part in self.parts]
+        for part in self.parts:
+            part.eval()
+        try:
+            with torch.no_grad(), self.axis.whole_sequence() if whole_sequence and self.axis else nullcontext():
+                yield
+        finally:
+            reshard(self.parts)
+            for part, mode in zip(self.parts, training, strict=True):
+                part.train(mode)
+
+    def _peer(self, stage: int) -> int:
+        return dist.get_global_rank(self.mesh.group("pp"), self._owner[stage])

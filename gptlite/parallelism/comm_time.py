@@ -1,0 +1,96 @@
+"""How much of a training step each axis's communication takes, and whom the others wait for.
+
+On a CPU a thread waits where it communicates, so looking twenty times a second at where the main thread stands gives
+its share of the time, and the training pays next to nothing for it. On GPUs the process groups time what they do.
+Time in a collective is time spent waiting for its slowest rank, too: a rank that spends less of it than the others is
+the one they wait for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gptlite.parallelism.flight_recorder import RecordedTime
+from gptlite.parallelism.layout import AXES
+from gptlite.parallelism.mesh import DATA_AXES, Mesh
+from gptlite.parallelism.stack import WORLD
+
+KINDS = ("tp", "pp", "dp", WORLD)
+WINDOW_SECONDS = 20.0  # of training over which a share is averaged, if rows come more often: 400 looks
+NOTABLE = 0.1  # of a step: a rank that computes longer than the mean by less is not slower
+
+
+class CommunicationTime:
+    """Shares of the training time, smoothed over WINDOW_SECONDS. `add` is called from another thread than `row`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._new: dict[str, float] = dict.fromkeys(KINDS, 0.0)  # seconds since the last row
+        self._new_total = 0.0
+        self._seconds, self._total = dict.fromkeys(KINDS, 0.0), 0.0
+        groups = [dist.group.WORLD, *(mesh.group(axis) for axis in AXES if mesh.size(axis) > 1)]
+        self._recorded = RecordedTime(groups) if mesh.device.type == "cuda" else None
+
+    def add(self, axis: str | None, seconds: float) -> None:
+        """So long the main thread has stood in a collective along an axis, or has computed (None)."""
+        if axis is not None:
+            self._new[axis] += seconds
+        self._new_total += seconds
+
+    def row(self, step_seconds: float) -> dict[str, Any]:
+        """The keys of a metrics row, the same on all ranks; to be called by all of them, after as many steps.
+
+        `comm_seconds_<axis>`: seconds of a step in collectives along tp, pp, dp (both data axes) and of all ranks
+        (world), the mean over the ranks. `slowest_rank`: which rank of the world the others waited for, None if all
+        computed about as long. `slowest_rank_<axis>`: the same along an axis, as an index on it.
+        """
+        shares = self._shares()
+        own = torch.tensor(shares, dtype=torch.float64, device=self._mesh.device)
+        everyone = own.new_empty(self._mesh.world_size, len(KINDS))
+        dist.all_gather(list(everyone.unbind()), own)
+        return summary(everyone.cpu(), self._mesh, step_seconds)
+
+    def _shares(self) -> list[float]:
+        if self._recorded is not None:
+            return [self._recorded.shares().get(kind, 0.0) for kind in KINDS]
+        # What is added meanwhile counts now or in the next row.
+        total, self._new_total = self._new_total, 0.0
+        keep = 0.5 ** (total / WINDOW_SECONDS)
+        self._total = keep * self._total + total
+        for kind in KINDS:
+            seconds, self._new[kind] = self._new[kind], 0.0
+            self._seconds[kind] = keep * self._seconds[kind] + seconds
+        return [self._seconds[kind] / max(self._total, 1e-9) for kind in KINDS]
+
+
+def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, Any]:
+    """A row's keys from every rank's shares [world, KINDS] of a step."""
+    sizes = {"tp": mesh.size("tp"), "pp": mesh.size("pp"), "dp": mesh.data_size, WORLD: mesh.world_size}
+    seconds = (shares.mean(0) * step_seconds).tolist()
+    row: dict[str, Any] = {
+        f"comm_seconds_{kind}": value for kind, value in zip(KINDS, seconds, strict=True) if sizes[kind] > 1
+    }
+    computing = 1 - shares.sum(1)
+    row["slowest_rank"] = _slowest(computing)
+    for kind in KINDS[:3]:
+        if sizes[kind] > 1:
+            axes = DATA_AXES if kind == "dp" else (kind,)
+            index = torch.tensor([_index(mesh, rank, axes) for rank in range(mesh.world_size)])
+            sums = torch.zeros(sizes[kind], dtype=computing.dtype).index_add_(0, index, computing)
+            row[f"slowest_rank_{kind}"] = _slowest(sums * sizes[kind] / mesh.world_size)
+    return row
+
+
+def _index(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
+    index = 0
+    for axis in axes:
+        index = index * mesh.size(axis) + mesh.coordinate_of(rank, axis)
+    return index
+
+
+def _slowest(computing: torch.Tensor) -> int | None:
+    slowest = int(computing.argmax())
+    return slowest if computing[slowest] - computing.mean() > NOTABLE else None

@@ -1,0 +1,77 @@
+"""What the process groups know of their own collectives. None of it has a public name in torch."""
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch._C._distributed_c10d as c10d
+
+READ_SECONDS = 30.0
+
+
+def counts(groups: Sequence[Any]) -> tuple[int, ...]:
+    """How many collectives each group has started on this rank: a number that stands is a rank that stands."""
+    return tuple(group._get_sequence_number_for_group() for group in groups)
+
+
+class RecordedTime:
+    """The share of the time that GPUs spend in collectives, by mesh axis, overlapped or not.
+
+    From the recorder's buffer, which holds the last 2,000 collectives: a sample, where there were more.
+    """
+
+    def __init__(self, groups: Iterable[Any]) -> None:
+        for group in groups:
+            group._enable_collectives_timing()
+        self._since = time.time()
+        self._shares: dict[str, float] = {}
+
+    def shares(self) -> dict[str, float]:
+        """Of the time since it was last read, which costs up to 0.1 s and so is done every READ_SECONDS."""
+        now = time.time()
+        if not self._shares or now - self._since >= READ_SECONDS:
+            self._shares, self._since = shares_of(_entries(active=False), self._since, now), now
+        return self._shares
+
+
+def shares_of(entries: Sequence[dict[str, Any]], since: float, now: float) -> dict[str, float]:
+    """By axis, the share of the time between two moments (seconds of the epoch) that recorded collectives took."""
+    done = [entry for entry in entries if entry.get("duration_ms") and entry["time_created_ns"] / 1e9 >= since]
+    if not done:
+        return {}
+    # The buffer may have lost the first of them.
+    since = max(since, min(entry["time_created_ns"] for entry in done) / 1e9)
+    shares: dict[str, float] = {}
+    for entry in done:
+        axis = axis_of(entry)
+        shares[axis] = shares.get(axis, 0.0) + entry["duration_ms"] / 1000 / max(now - since, 1e-9)
+    return shares
+
+
+def oldest_under_way() -> tuple[str, str] | None:
+    """Name and mesh axis of the collective that has been under way for longest on this rank, or None.
+
+    `("all_reduce", "tp")`; the axis is "world" for a group of all ranks. Point-to-point messages over gloo are not
+    recorded.
+    """
+    entries = [entry for entry in _entries(active=True) if not entry.get("retired")]
+    if not entries:
+        return None
+    first = min(entries, key=lambda entry: entry["record_id"])
+    return first["profiling_name"].partition(":")[2], axis_of(first)
+
+
+def axis_of(entry: dict[str, Any]) -> str:
+    """The mesh axis of a recorded collective: DeviceMesh describes its groups as `mesh_tp`."""
+    _, _, axis = entry["process_group"][1].partition("mesh_")
+    return {"dp_replicate": "dp", "dp_shard": "dp"}.get(axis, axis) or "world"
+
+
+def _entries(active: bool) -> list[dict[str, Any]]:
+    """Collectives in the order they were started: those under way, or all that fit the recorder's buffer."""
+    found: list[dict[str, Any]] = []
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # GPUs' and CPUs'; the first only in a CUDA build
+        if dump := getattr(c10d, name, None):
+            found += json.loads(dump(True, active)).get("entries", [])
+    return found

@@ -1,0 +1,208 @@
+"""The arithmetic of a layout: its axes, the stages of a pipeline and what each schedule can run. No torch here."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from gptlite.errors import ConfigError, did_you_mean
+from gptlite.parallelism.config import ParallelismConfig
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MAX_MICRO_BATCH = 16  # sequences; the most that a micro-batch left open becomes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The degrees of the five axes, slowest first, in the order of AXES."""
+
+    sizes: tuple[int, ...] = (1, 1, 1, 1, 1)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: the product of the axes."""
+        return math.prod(self.sizes)
+
+    @property
+    def data_size(self) -> int:
+        """Number of data-parallel parts of a global batch: dp_replicate * dp_shard."""
+        return self.size("dp_replicate") * self.size("dp_shard")
+
+    def size(self, axis: str) -> int:
+        """Degree of one axis, by its name in AXES."""
+        return self.sizes[AXES.index(axis)]
+
+
+@dataclass(frozen=True)
+class ScheduleRule:
+    """What a schedule of torch.distributed.pipelining asks for."""
+
+    virtual: int  # stages a rank holds unless told otherwise
+    fixed: bool = False  # and it cannot be told otherwise
+    fill: bool = False  # needs at least as many micro-batches as the pipeline has ranks
+    even_rounds: bool = False  # runs in as many rounds as whole pipelines fit in the micro-batches, all equally long
+    splits_backward: bool = False  # the gradients of weights are computed apart from those of activations, later
+    v_shape: bool = False  # a rank's second stage mirrors its first, so that rank 0 holds the first and the last
+
+    def runs(self, pipeline: int, micro_batches: int) -> bool:
+        """Whether a pipeline of that many ranks can run that many micro-batches a step."""
+        rounds = max(1, micro_batches // pipeline)
+        return not (self.fill and micro_batches < pipeline) and not (self.even_rounds and micro_batches % rounds)
+
+
+SCHEDULES: dict[str, ScheduleRule] = {
+    "gpipe": ScheduleRule(virtual=1, fixed=True),
+    "1f1b": ScheduleRule(virtual=1, fixed=True, fill=True),
+    "interleaved_1f1b": ScheduleRule(virtual=2, even_rounds=True),
+    "zero_bubble": ScheduleRule(virtual=2, even_rounds=True, splits_backward=True),
+    "zbv": ScheduleRule(virtual=2, fixed=True, splits_backward=True, v_shape=True),
+}
+
+
+def rule(config: ParallelismConfig) -> ScheduleRule:
+    """The rule of the configured schedule. Raises ConfigError for one there is not."""
+    if config.schedule not in SCHEDULES:
+        hint = did_you_mean(config.schedule, SCHEDULES)
+        raise ConfigError(f"parallelism.schedule={config.schedule} is none of {', '.join(SCHEDULES)}{hint}")
+    return SCHEDULES[config.schedule]
+
+
+def resolve(config: ParallelismConfig, world: int) -> Layout:
+    """The layout on that many ranks: `data: null` is what is left of them. Raises ConfigError with the equation.
+
+    Without ZeRO the data ranks hold copies; with it they shard, in `dp_replicate` copies.
+    """
+    inner = config.pipeline * config.context * config.tensor
+    data = world // inner if config.data is None else config.data
+    if data < 1 or inner * data != world:
+        raise ConfigError(_unequal(config, world))
+    replicate = config.dp_replicate
+    if data % replicate:
+        raise ConfigError(
+            f"parallelism.dp_replicate={replicate} does not divide the {data} data-parallel ranks; "
+            f"try parallelism.dp_replicate={listed(divisors(data))}"
+        )
+    if config.zero == 0 and replicate not in (1, data):
+        raise ConfigError(
+            f"parallelism.dp_replicate={replicate} of {data} data-parallel ranks: parallelism.zero=0 copies all to all "
+            f"of them; use parallelism.dp_replicate=1, or shard with parallelism.zero=1, 2 or 3"
+        )
+    replicate = data if config.zero == 0 else replicate
+    return Layout((config.pipeline, replicate, data // replicate, config.context, config.tensor))
+
+
+def _unequal(config: ParallelismConfig, world: int) -> str:
+    """`world size 8 = parallelism.pipeline=2 x data x ... has no whole number for data; try ...`."""
+    degrees = {key: getattr(config, key) for key in ("pipeline", "data", "context", "tensor")}
+    equation = " x ".join("data" if value is None else f"parallelism.{key}={value}" for key, value in degrees.items())
+    product = math.prod(value or 1 for value in degrees.values())
+    tries = []
+    for key in ("data", "tensor", "pipeline"):
+        others = product // (degrees[key] or 1)
+        if world % others == 0 and degrees[key] is not None:
+            most = world // others
+            tries.append(f"parallelism.{key}={listed([most] if config.data else divisors(most))}")
+    if config.data is None:
+        counts = [count for count in (world // product * product, world // product * product + product) if count]
+        tries.append(f"{listed(counts, 'or')} ranks")
+        return f"world size {world} = {equation} has no whole number for data; try {', or '.join(tries)}"
+    tries.append(f"{product} ranks")
+    return f"world size {world} is not {equation} = {product}; try {', or '.join(tries)}"
+
+
+def wanted_world(config: ParallelismConfig, gpus: int) -> int:
+    """How many ranks train.py starts by itself on a machine with that many GPUs, 0 for a CPU.
+
+    Where `data` is null and the layout spreads, that is every GPU that completes a copy, or a data degree of 2.
+    """
+    inner, replicate = config.pipeline * config.context * config.tensor, config.dp_replicate
+    if config.data is not None:
+        return inner * config.data
+    if config.zero == 0 and (replicate > 1 or not config.spread):
+        return inner * replicate
+    shards = gpus // (inner * replicate) if gpus else 2
+    return inner * replicate * max(shards, 1)
+
+
+def stages_per_rank(config: ParallelismConfig) -> int:
+    """Parts of the model that each pipeline rank holds. Without a pipeline there is one, the whole."""
+    return 1 if config.pipeline == 1 else config.virtual_stages or rule(config).virtual
+
+
+def num_stages(config: ParallelismConfig) -> int:
+    """Parts that the model is cut into."""
+    return config.pipeline * stages_per_rank(config)
+
+
+def stages_of_rank(config: ParallelismConfig, pp_rank: int) -> list[int]:
+    """The stages of one pipeline rank, first to last: r, r + pp, ... or, in a V, r and 2 * pp - 1 - r."""
+    if config.pipeline > 1 and rule(config).v_shape:
+        return [pp_rank, 2 * config.pipeline - 1 - pp_rank]
+    return list(range(pp_rank, num_stages(config), config.pipeline))
+
+
+def split_layers(num_layers: int, num_stages: int, layer_cost: float, head_cost: float) -> list[range]:
+    """The layers of each stage, contiguous and at least one each, so that the most expensive stage costs least.
+
+    Costs are in any unit. The last stage also has the head; the embedding on the first is a lookup and costs nothing.
+    """
+    others = num_stages - 1
+    if not others:
+        return [range(num_layers)]
+
+    def most(last: int) -> float:
+        return max(-(-(num_layers - last) // others) * layer_cost, last * layer_cost + head_cost)
+
+    # Among equals the longest last stage, which leaves the others the least.
+    last = min(range(1, num_layers - others + 1), key=lambda count: (most(count), -count))
+    each, longer = divmod(num_layers - last, others)
+    # The later stages are the longer ones: the earlier ones hold more micro-batches at a time.
+    sizes = [each] * (others - longer) + [each + 1] * longer + [last]
+    ends = [sum(sizes[: stage + 1]) for stage in range(num_stages)]
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def accumulation(global_batch: int, micro_batch: int, data_size: int) -> int:
+    """Micro-batches that each data-parallel rank runs in a step."""
+    return global_batch // (micro_batch * data_size)
+
+
+def check_micro_batches(config: ParallelismConfig, accumulation: int) -> None:
+    """Raises ConfigError if the schedule cannot run that many micro-batches a step."""
+    if reason := schedule_refuses(config, accumulation):
+        raise ConfigError(reason)
+
+
+def schedule_refuses(config: ParallelismConfig, accumulation: int) -> str:
+    """Why the schedule cannot run that many micro-batches a step; empty where it can."""
+    its, ranks = rule(config), config.pipeline
+    if ranks == 1 or its.runs(ranks, accumulation):
+        return ""
+    words = f"parallelism.schedule={config.schedule} with parallelism.pipeline={ranks}"
+    if its.fill:
+        return f"{words} needs at least {ranks} micro-batches a step, not {accumulation}"
+    below = next(count for count in range(accumulation, 0, -1) if its.runs(ranks, count))
+    above = next(count for count in itertools.count(accumulation) if its.runs(ranks, count))
+    return (
+        f"{words} runs {below} or {above} micro-batches a step, in equal rounds of {ranks} or more, not {accumulation}"
+    )
+
+
+def largest_micro_batch(config: ParallelismConfig, global_batch: int, data_size: int) -> int | None:
+    """The largest micro-batch up to MAX_MICRO_BATCH that the layout can run; None where there is none."""
+    for size in range(MAX_MICRO_BATCH, 0, -1):
+        whole = global_batch % (size * data_size) == 0
+        if whole and not schedule_refuses(config, accumulation(global_batch, size, data_size)):
+            return size
+    return None
+
+
+def divisors(number: int) -> list[int]:
+    """The degrees that divide a number, smallest first."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def listed(values: list[int], word: str = "") -> str:
+    """`1, 2, 4`, or with a word `1, 2 or 4`."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} {word} {last}" if word and most else ", ".join([*most, last])

@@ -1,0 +1,111 @@
+"""Bytes that a rank's part of the model takes while training, as the layout promises them.
+
+Model state is parameters (a rank's shards, and what FSDP2 has gathered of them), gradients (accumulating in full, or
+reduced to shards) and optimizer state. FSDP2 keeps the shards beside what it gathers, even where a shard is the whole.
+So with N data ranks, Adam, and more than one micro-batch a step the bytes a parameter are
+
+| stage | bf16     | the paper's | fp32     | the paper's |
+|-------|----------|-------------|----------|-------------|
+| 0     | 18       | 16          | 20       | 16          |
+| 1     | 6 + 12/N | 4 + 12/N    | 8 + 12/N | 8 + 8/N     |
+| 2     | 2 + 16/N | 2 + 14/N    | 4 + 16/N | 4 + 12/N    |
+| 3     | 16/N     | 16/N        | 16/N     | 16/N        |
+
+at the instant when they are most, which is inside the step's last backward pass (the paper: ZeRO, arXiv:1910.02054,
+section 3; its fp32 column is ours, counted its way). Without data parallelism there is no FSDP2: 16 in both. All else
+is activations here: what autograd keeps (on one data rank bf16 copies of the weights among it), what an op or a
+collective needs for a moment, the block that stage 3 has gathered, the gradients of a block on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.layout import stages_per_rank
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.zero import local_tensor, sharded_modules
+
+MASTER = 4  # bytes of a parameter, and of a gradient that accumulates: fp32
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of a rank's model state at one instant."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def predicted_state(
+    parts: Sequence[nn.Module], optimizer: Optimizer, mesh: Mesh, zero: int, itemsize: int, micro_batches: int
+) -> StateBytes:
+    """Model state when it will be most. `itemsize` is of the compute dtype; the optimizer's state must exist."""
+    modules: list[nn.Module] = [m for part in parts for m in sharded_modules(part) if m is not part]  # type: ignore[misc]
+    blocks = {id(p) for module in modules for p in module.parameters()}
+    copied = [p for p in shards_of(optimizer) if mesh.data_size > 1 and (zero < 3 or id(p) not in blocks)]
+    shards, whole = MASTER * _elements(shards_of(optimizer)), MASTER * whole_elements(optimizer, mesh)
+    gathered = itemsize * _elements(copied) * mesh.size("dp_shard")
+    accumulated = 0 if micro_batches == 1 else whole if zero < 2 else shards
+    moments = sum(storage_sizes(state_of(optimizer)).values())
+    in_backward = StateBytes(shards + gathered, accumulated, moments)
+    return max(in_backward, StateBytes(shards, shards, moments), key=lambda state: state.total)
+
+
+def whole_elements(optimizer: Optimizer, mesh: Mesh) -> int:
+    """Parameters of this rank's parts before ZeRO cuts them, with the padding that equal shards need."""
+    return _elements(shards_of(optimizer)) * mesh.size("dp_shard")
+
+
+def paper_bytes_a_parameter(zero: int, shards: int, itemsize: int) -> float:
+    """The paper's column of the table: gradients and parameters in the compute dtype, 16-bit ones with an fp32 copy."""
+    moments = 8 + (MASTER if itemsize < MASTER else 0)
+    divided = {0: 0, 1: moments, 2: moments + itemsize, 3: moments + 2 * itemsize}[zero]
+    return moments + 2 * itemsize - divided + divided / shards
+
+
+def micro_batches_in_flight(config: ParallelismConfig, pp_rank: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a rank holds at once, in all of its stages."""
+    ranks = config.pipeline
+    if ranks == 1:
+        return 1
+    if config.schedule == "gpipe":
+        return micro_batches
+    if config.schedule == "1f1b":
+        return min(ranks - pp_rank, micro_batches)
+    stages = stages_per_rank(config)
+    # Forward passes of single stages before the first backward pass (Narayanan et al. 2021, arXiv:2104.04473); in a V
+    # as many as 1F1B's first rank has (Qi et al. 2024, arXiv:2405.15362).
+    started = 2 * ranks if config.schedule == "zbv" else 2 * (ranks - pp_rank - 1) + (stages - 1) * ranks + 1
+    return min(started / stages, micro_batches)
+
+
+def shards_of(optimizer: Optimizer) -> Iterable[Tensor]:
+    """Its parameters: the shards, whatever is gathered."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """Its tensors, local."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [local_tensor(value) for value in values if isinstance(value, Tensor)]
+
+
+def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of each distinct storage under some local tensors, by its address; freed ones left out."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+
+
+def _elements(shards: Iterable[Tensor]) -> int:
+    return sum(local_tensor(shard).untyped_storage().nbytes() // shard.itemsize for shard in shards)

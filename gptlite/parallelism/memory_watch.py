@@ -1,0 +1,147 @@
+"""Bytes that a rank's part of the model takes in a training step, as found: see `memory.py` for what counts as what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gptlite.parallelism.memory import StateBytes, shards_of, state_of, storage_sizes
+from gptlite.parallelism.torch_private import fsdp_buffers, recorded_allocations
+from gptlite.parallelism.zero import local_tensor
+
+Allocation = tuple[int, int, int]  # nanoseconds since 1970, address, bytes (negative: given back)
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Model state at the instant of a step when it was most, and the most that all else took at one instant."""
+
+    state: StateBytes
+    activations: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Model state at an instant: bytes of each storage of a category of StateBytes, by address.
+
+    `allocated` is all that a GPU holds.
+    """
+
+    time: int  # nanoseconds since 1970
+    held: dict[str, dict[int, int]]
+    allocated: int = 0
+
+    @property
+    def state(self) -> StateBytes:
+        """The sum of each category."""
+        return StateBytes(**{category: sum(sizes.values()) for category, sizes in self.held.items()})
+
+    def has(self, address: int, start: float, end: float) -> bool:
+        """Whether memory allocated from `start` to `end` was model state at that instant."""
+        return start <= self.time < end and any(address in sizes for sizes in self.held.values())
+
+
+class MemoryWatch:
+    """While entered, watches one step of `micro_batches`; `found` then has what it took.
+
+    On a CPU the allocations of tensors' memory are recorded, for about 10 us each, so torch.profiler must not run; on a
+    GPU the allocator counts, and its peak begins anew.
+    """
+
+    def __init__(
+        self, parts: Sequence[nn.Module], optimizer: Optimizer, device: torch.device, micro_batches: int
+    ) -> None:
+        self.parts, self.optimizer, self.device, self.micro_batches = parts, optimizer, device, micro_batches
+        self.samples: list[Sample] = []
+        self._allocations: list[Allocation] = []
+        self._open = ExitStack()
+
+    def __enter__(self) -> MemoryWatch:
+        for part in self.parts:
+            # Inside the backward pass of the last micro-batch the gradients of all others are there, and a part's
+            # output is where that pass begins.
+            self._open.callback(part.register_forward_hook(_LastBackward(self)).remove)
+        self._open.callback(self.optimizer.register_step_pre_hook(lambda *_: self.sample()).remove)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self._allocations = self._open.enter_context(recorded_allocations())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def sample(self) -> None:
+        """Notes the model state of this instant."""
+        allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        self.samples.append(Sample(time.time_ns(), held(self.parts, self.optimizer), allocated))
+
+    def found(self) -> StepBytes:
+        """What the step took. Raises ValueError if there was none."""
+        state = max((sample.state for sample in self.samples), key=lambda state: state.total)
+        if self.device.type == "cuda":
+            # At least: the instants of the two peaks may differ.
+            peak = torch.cuda.max_memory_allocated(self.device)
+            beside = max(peak - state.total, *(sample.allocated - sample.state.total for sample in self.samples))
+        else:
+            beside = most_beside(self._allocations, self.samples)
+        return StepBytes(state, max(beside, 0))
+
+
+class _LastBackward:
+    """A forward hook that has the watch sample where the backward pass of a part's last micro-batch begins."""
+
+    def __init__(self, watch: MemoryWatch) -> None:
+        self.watch, self.left = watch, watch.micro_batches
+
+    def __call__(self, part: nn.Module, inputs: object, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(self._begins)
+
+    def _begins(self, gradient: Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.watch.sample()
+
+
+def held(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, dict[int, int]]:
+    """Bytes of each distinct storage of the model state, by address, for the categories of StateBytes."""
+    parameters = [local_tensor(shard) for shard in shards_of(optimizer)]
+    gradients = [local_tensor(shard.grad) for shard in shards_of(optimizer) if shard.grad is not None]
+    for part in parts:
+        gathered, unreduced = fsdp_buffers(part)
+        parameters += gathered
+        gradients += [local_tensor(gradient) for gradient in unreduced]
+    return {
+        "parameters": storage_sizes(parameters),
+        "gradients": storage_sizes(gradients),
+        "optimizer": storage_sizes(state_of(optimizer)),
+    }
+
+
+def most_beside(allocations: Iterable[Allocation], samples: Sequence[Sample]) -> int:
+    """The most bytes at once, among these allocations, of what no sample says is model state.
+
+    What is never given back is left out: no activation outlives its step. A collective's thread may be the last to hold
+    a buffer, and what that gives back is not seen, at the latest until its address is given out again.
+    """
+    live: dict[int, tuple[int, int]] = {}
+    changes: list[tuple[int, int]] = []
+    for when, address, size in allocations:
+        if address in live:
+            start, before = live.pop(address)
+            if not any(sample.has(address, start, when) for sample in samples):
+                changes += [(start, before), (when, -before)]
+        if size > 0:
+            live[address] = (when, size)
+    now = most = 0
+    for _, change in sorted(changes):  # of one instant, what is given back first
+        now += change
+        most = max(most, now)
+    return most

@@ -1,0 +1,220 @@
+"""Forward and backward over the micro-batches of a step: through one part, or a pipeline of them.
+
+The schedules are torch.distributed.pipelining's: GPipe (Huang et al. 2019, arXiv:1811.06965), 1F1B (Narayanan et al.
+2019, arXiv:1806.03377), interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), and the zero-bubble schedules,
+which compute input gradients first and weight gradients later (Qi et al. 2023, arXiv:2401.10241).
+
+A part is a module called with (tokens or activations, targets, sample_ids). It returns activations [B, S, d]; the last
+part returns the sum of the token losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.layout import num_stages, stages_of_rank
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.torch_private import accumulate_gradients_now, reduce_gradients_now
+from gptlite.parallelism.zero import before_backward, gather, local_tensor, reshard
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of a step on this rank: int64 tokens and targets [B, S] and sample_ids [B] of each."""
+
+    tokens: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    sample_ids: Sequence[Tensor]
+
+
+class OnePart:
+    """A model that is not cut into a pipeline: one micro-batch after the other."""
+
+    def __init__(self, part: nn.Module, zero: int) -> None:
+        self.part, self.zero = part, zero
+
+    def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
+        """Adds gradients of the loss, the sum over tokens divided by `valid`, and returns this rank's share of it."""
+        total = torch.zeros((), device=valid.device)
+        count = len(batches.tokens)
+        for index in range(count):
+            before_backward(self.part, self.zero, last=index == count - 1)
+            out = self.part(batches.tokens[index], batches.targets[index], batches.sample_ids[index])
+            loss = out / valid
+            loss.backward()
+            total += loss.detach()
+        return total
+
+
+class Pipeline:
+    """This rank's parts of a pipeline.
+
+    `tokens` and `activations` are the shapes of what the first part and the others are given of one micro-batch,
+    `dtype` that of activations.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        mesh: Mesh,
+        config: ParallelismConfig,
+        micro_batches: int,
+        tokens: tuple[int, int],
+        activations: tuple[int, int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        self.valid = torch.ones(())
+        total, numbers = num_stages(config), stages_of_rank(config, mesh.coordinate("pp"))
+        self.has_first, self.has_last = 0 in numbers, total - 1 in numbers
+        between = torch.empty(activations, dtype=dtype, device="meta", requires_grad=True)
+        first = torch.empty(tokens, dtype=torch.int64, device="meta")
+        stages = [
+            _Stage(
+                _Plain(part),
+                number,
+                total,
+                mesh.device,
+                input_args=(first if number == 0 else between,),
+                output_args=(torch.empty((), device="meta") if number == total - 1 else between,),
+                group=mesh.group("pp"),
+            ).over(part, micro_batches, config.zero)
+            for number, part in zip(numbers, parts, strict=True)
+        ]
+        one = config.schedule in ("gpipe", "1f1b")
+        self.schedule = SCHEDULES[config.schedule](
+            stages[0] if one else stages, micro_batches, loss_fn=self._loss, scale_grads=False
+        )
+
+    def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
+        """Adds gradients of the loss, the sum over tokens divided by `valid`, and returns this rank's share of it."""
+        self.valid = valid
+        targets, sample_ids = torch.cat(list(batches.targets)), torch.cat(list(batches.sample_ids))
+        inputs = (torch.cat(list(batches.tokens)),) if self.has_first else ()
+        losses: list[Tensor] = []
+        self.schedule.step(
+            *inputs, target=targets, losses=losses, return_outputs=False, targets=targets, sample_ids=sample_ids
+        )
+        total = torch.zeros((), device=valid.device)
+        for loss in losses:
+            total += loss.detach()
+        return total
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return output / self.valid
+
+
+class _Plain(nn.Module):
+    """A part that torch's stage does not know to be FSDP2's.
+
+    It would hold back every reduction, and the freeing of gathered parameters, until the last micro-batch (so that
+    ZeRO 2 and 3 cost what ZeRO 1 does), and gather a whole part where ZeRO 3 gathers block by block.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor, targets: Tensor, sample_ids: Tensor) -> Tensor:
+        return self.part(x, targets, sample_ids)
+
+
+class _Stage(PipelineStage):
+    """A stage whose backward passes follow the ZeRO stage, see `zero.py`.
+
+    Where the backward pass is split, a part's gradients are reduced after its weight half; with ZeRO 3 the part is
+    gathered for each half and freed after it.
+    """
+
+    def over(self, part: nn.Module, micro_batches: int, zero: int) -> _Stage:
+        """Sets what it runs. The constructor's signature is torch's."""
+        self._part, self._count, self._zero, self._done = part, micro_batches, zero, 0
+        return self
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # torch 2.11 has the last rank of a V greet itself, for which gloo has no connection.
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if full_backward:
+            before_backward(self._part, self._zero, self._is_last_pass())
+            super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
+        elif self.is_first:  # nothing to compute: nobody wants the gradient of tokens
+            super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
+        else:
+            with self._held():
+                super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        last = self._is_last_pass()
+        with self._held():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            if not isinstance(self._part, FSDPModule):
+                return
+            accumulate_gradients_now(self._part)
+            if last or self._zero >= 2:
+                before_backward(self._part, self._zero, last)
+                reduce_gradients_now(self._part)
+
+    def _is_last_pass(self) -> bool:
+        self._done += 1
+        return self._done % self._count == 0
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Half a backward pass: nothing is reduced or freed in it, and with ZeRO 3 the part is gathered around it."""
+        if not isinstance(self._part, FSDPModule):
+            yield
+            return
+        if self._zero == 3:
+            gather(self._part)
+        before_backward(self._part, 0, last=False)
+        yield
+        if self._zero == 3:
+            reshard([self._part])
+
+
+def add_across_ends(first: nn.Parameter | None, last: nn.Parameter | None, mesh: Mesh) -> None:
+    """Makes the gradients of a parameter's two copies, on the first and the last part, both their sum.
+
+    Each rank passes the copies it holds. The two ends hold the same shard of it.
+    """
+    held = [local_tensor(p.grad) for p in (first, last) if p is not None and p.grad is not None]
+    if len(held) == 2:
+        held[0].add_(held[1])
+        held[1].copy_(held[0])
+    elif held:
+        mine = held[0].contiguous()
+        other = torch.empty_like(mine)
+        group = mesh.group("pp")
+        peer = dist.get_global_rank(group, mesh.size("pp") - 1 if first is not None else 0)
+        ops = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        held[0].copy_(mine + other)

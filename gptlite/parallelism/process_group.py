@@ -1,0 +1,82 @@
+"""Joining and leaving the process group of all ranks, under torchrun's variables."""
+
+import os
+import socket
+import struct
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+SIOCGIFADDR = 0x8915  # Linux: an interface's address
+NOWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): the way to it is the way out of this machine
+
+
+def join(timeout_seconds: float) -> None:
+    """Joins the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe: NCCL with GPUs, else gloo.
+
+    With GPUs, LOCAL_RANK's becomes the current device, or the only one there is. A collective that takes longer than
+    `timeout_seconds` fails. Raises torch.distributed.DistError where the others cannot be reached.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if torch.cuda.is_available():
+        local_rank = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()  # srun may show each rank its own alone
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
+    else:
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface()):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+        dist.init_process_group("gloo", timeout=timeout)
+
+
+def leave() -> None:
+    """Leaves the group, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def broadcast_text(text: str) -> str:
+    """Rank 0's text, on every rank."""
+    box = [text]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _interface() -> str | None:
+    """The network interface for gloo, which else takes the one its host name resolves to, if it resolves.
+
+    Loopback where all ranks are on this machine; else the one that reaches rank 0. None leaves it to gloo.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    # Where rank 0's name is this machine's own, it may resolve to loopback, which the others do not reach.
+    for host in (os.environ["MASTER_ADDR"], NOWHERE):
+        if (address := _address_towards(host)) and not address.startswith("127."):
+            return _interface_of(address)
+    return None
+
+
+def _address_towards(host: str) -> str | None:
+    """This machine's IPv4 address that packets to a host leave from. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+            return probe.getsockname()[0]
+        except OSError:
+            return None
+
+
+def _interface_of(address: str) -> str | None:
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,92 @@
+"""Whether what several ranks hold alike is still alike, bit by bit: a fault of memory or of our own ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from gptlite.parallelism.boxes import local_part
+from gptlite.parallelism.collectives import all_reduce, gather_objects
+from gptlite.parallelism.layout import AXES
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.tensor import is_cut
+
+ROW = 256  # 64-bit words that are added up before they are weighted
+MORE = 3  # names of differing parameters that are said, the first included
+
+
+class ReplicasDiffer(RuntimeError):
+    """A parameter is not the same on ranks that hold copies of it."""
+
+
+def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str], mesh: Mesh, step: int) -> None:
+    """Compares this rank's parameters with their copies. To be called by all ranks; raises ReplicasDiffer on all.
+
+    All have copies over dp_replicate, those that are not cut over tp, and those named in `tied` (the same names on all
+    ranks) on the first and the last part of a pipeline. The message names the first that differs, on which ranks.
+    """
+    named = list(parameters)
+    hashes = torch.stack([fingerprint(local_part(tensor)) for _, tensor in named]).to(mesh.device)
+    tables = {"dp_replicate": [name for name, _ in named], "tp": [n for n, tensor in named if not is_cut(tensor)]}
+    tables["pp"] = list(tied)
+    found: dict[tuple[str, str], list[int]] = {}
+    for axis, names in tables.items():
+        if mesh.size(axis) == 1 or not names:
+            continue
+        held = {name: [i for i, (own, _) in enumerate(named) if own == name] for name in names}
+        for name in _differing(held, hashes, mesh, axis):
+            found[axis, name] = [int(hashes[i]) for i in held[name]]
+    any_found = torch.tensor(len(found), device=mesh.device)
+    if all_reduce(any_found, mesh, op="max"):
+        raise ReplicasDiffer(_message(gather_objects(mesh, found), mesh, step))
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A number of a tensor's bits, int64 [], computed on its device in one pass. Any one bit that flips changes it.
+
+    Sums of rows of 64-bit words, each times an odd number of its own, modulo 2^64.
+    """
+    bits = tensor.contiguous().flatten()
+    if tensor.numel() * tensor.element_size() % (8 * ROW) or bits.storage_offset() * bits.element_size() % 8:
+        words = 8 * ROW // bits.element_size()
+        bits = torch.nn.functional.pad(bits, (0, -len(bits) % words))
+    rows = bits.view(torch.int64).view(-1, ROW).sum(1)
+    return (rows * (2 * torch.arange(len(rows), device=rows.device) + 1)).sum()
+
+
+def _differing(held: dict[str, list[int]], hashes: Tensor, mesh: Mesh, axis: str) -> list[str]:
+    """The names whose copies along an axis are not all alike; `held` says which of the hashes are of which name."""
+    least = torch.iinfo(torch.int64).min
+    table = torch.full((2, len(held)), least, dtype=torch.int64, device=hashes.device)
+    for column, places in enumerate(held.values()):
+        if places:
+            mine = hashes[places]
+            # The bitwise complement turns the order around, so that one reduction gives the largest and the smallest.
+            table[:, column] = torch.stack([mine.max(), (~mine).max()])
+    all_reduce(table, mesh, [axis], "max")
+    same = table[0] == ~table[1]
+    return [name for name, equal in zip(held, same.tolist(), strict=True) if not equal]
+
+
+def _message(found: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: int) -> str:
+    """`parameter x differs between dp_replicate ranks 0 and 1 (world ranks 0 and 4) after step 200`."""
+    first = next(rank for rank, differing in enumerate(found) if differing)
+    axis, name = next(iter(found[first]))
+    line = [r for r in range(mesh.world_size) if _same_line(mesh, r, first, axis) and (axis, name) in found[r]]
+    by_hash: dict[int, list[int]] = {}
+    for rank in line:
+        for number in found[rank][axis, name]:
+            by_hash.setdefault(number, []).append(rank)
+    sides = sorted(by_hash.values(), key=lambda ranks: (-len(ranks), ranks))
+    places = " and ".join(", ".join(str(mesh.coordinate_of(rank, axis)) for rank in side) for side in sides)
+    ranks = " and ".join(", ".join(map(str, side)) for side in sides)
+    others = sorted({other for differing in found for _, other in differing} - {name})
+    more = f"; so do {len(others)} more, such as {', '.join(others[: MORE - 1])}" if others else ""
+    return f"parameter {name} differs between {axis} ranks {places} (world ranks {ranks}) after step {step}{more}"
+
+
+def _same_line(mesh: Mesh, rank: int, other: int, axis: str) -> bool:
+    """Whether two ranks differ in their place along one axis alone."""
+    return all(mesh.coordinate_of(rank, each) == mesh.coordinate_of(other, each) for each in AXES if each != axis)

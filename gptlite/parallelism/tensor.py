@@ -1,0 +1,285 @@
+"""Megatron's tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) with sequence parallelism (Korthikanti et al.
+2022, arXiv:2205.05198).
+
+A column-parallel layer holds some of the output features, a row-parallel one some of the input features; a pair of them
+needs one sum over the ranks. With sequence parallelism the sum leaves each rank a slice of the sequence (a
+reduce-scatter), and the next column-parallel layer gathers it: the same traffic, and between the layers
+activations are cut too. Parameters are DTensors, so that ZeRO and checkpoints know the whole; compute is on the local
+tensors, with the collectives below. What is not cut stays a plain parameter; with sequence parallelism its gradient is
+of a slice of the sequence, and `sum_sliced_gradients` makes it whole.
+
+Shapes: B sequences, S positions, s = S / tp, d and f features, T = tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.torch_private import all_gather_single, reduce_scatter_single
+
+
+@dataclass
+class TensorAxis:
+    """The ranks that share each layer. All of a model's layers hold the same object.
+
+    `sequence`: activations between layers are cut along the sequence. `overlap`: the backward pass of a column-parallel
+    layer computes its weight's gradient while the input's is being summed.
+    """
+
+    mesh: DeviceMesh
+    sequence: bool
+    overlap: bool
+
+    def __post_init__(self) -> None:
+        self.group = self.mesh.get_group()
+        self.size, self.rank = self.mesh.size(), self.mesh.get_local_rank()
+
+    @contextmanager
+    def whole_sequence(self) -> Iterator[None]:
+        """While entered, no sequence is cut: a single token, in generation, cannot be."""
+        sequence, self.sequence = self.sequence, False
+        try:
+            yield
+        finally:
+            self.sequence = sequence
+
+    def gather_columns(self, x: Tensor, longest: int) -> Tensor:
+        """x [B, at most `longest`], cut in order over the ranks -> all columns on each rank, then padding."""
+        return self.gather(F.pad(x, (0, longest - x.shape[1]))).transpose(0, 1).reshape(len(x), -1)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's x [...], as [T, ...]."""
+        out, _ = _gather(x, self, wait=True)
+        return out
+
+
+def tensor_axis(mesh: Mesh, sequence: bool, overlap: bool) -> TensorAxis | None:
+    """The tensor axis of a mesh; None where its degree is 1."""
+    return TensorAxis(mesh.along("tp"), sequence, overlap) if mesh.size("tp") > 1 else None
+
+
+def axis_of(part: nn.Module) -> TensorAxis | None:
+    """The axis that a part's layers are cut over; None where they are whole."""
+    axes = (getattr(module, "axis", None) for module in part.modules())
+    return next((axis for axis in axes if isinstance(axis, TensorAxis)), None)
+
+
+def cut(parameter: Tensor, axis: TensorAxis, dim: int) -> nn.Parameter:
+    """A parameter as a DTensor, cut along `dim` over the axis as torch.chunk does."""
+    return nn.Parameter(distribute_tensor(parameter.detach(), axis.mesh, [Shard(dim)], src_data_rank=None))
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Whether a parameter is cut over the tensor axis; the others are whole on each of its ranks."""
+    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A parameter's part on this rank, in a compute dtype. Its gradient flows back to the parameter."""
+    if isinstance(parameter, DTensor):
+        parameter = parameter.to_local()
+    return parameter if dtype is None else parameter.to(dtype)
+
+
+class ColumnParallelLinear(nn.Module):
+    """x [B, S or s, d] -> [B, S, f / T]: this rank's output features."""
+
+    def __init__(self, whole: nn.Linear, axis: TensorAxis) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = cut(whole.weight, axis, 0)
+        self.bias = None if whole.bias is None else cut(whole.bias, axis, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.project(x)
+        return out if self.bias is None else out + local(self.bias, x.dtype)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Without the bias, for an op that adds it."""
+        weight = local(self.weight, x.dtype)
+        if self.axis.overlap:
+            return _OverlappedColumn.apply(x, weight, self.axis)
+        return F.linear(enter(x, self.axis), weight)
+
+    def local_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """This rank's part of the bias."""
+        return None if self.bias is None else local(self.bias, dtype)
+
+
+class RowParallelLinear(nn.Module):
+    """x [B, S, f / T], this rank's input features -> [B, S or s, d]."""
+
+    def __init__(self, whole: nn.Linear, axis: TensorAxis) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = cut(whole.weight, axis, 1)
+        self.bias = whole.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = leave(F.linear(x, local(self.weight, x.dtype)), self.axis)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """tokens [B, S] -> [B, S or s, d], each rank holding some rows of the table; any number of rows will do."""
+
+    def __init__(self, whole: nn.Embedding, axis: TensorAxis) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = cut(whole.weight, axis, 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = local(self.weight)
+        row = tokens - first_row(self.weight, self.axis)
+        mine = (row >= 0) & (row < len(weight))
+        # A rank without rows, where the vocabulary is smaller than the axis is long, has nothing to look up.
+        table = weight if len(weight) else weight.new_zeros(1, weight.shape[1])
+        out = F.embedding(row.masked_fill(~mine, 0), table) * mine.unsqueeze(-1)
+        return leave(out, self.axis)
+
+
+def sum_sliced_gradients(parameters: Iterable[Tensor], axis: TensorAxis) -> None:
+    """Sums over the axis the gradients of whole parameters, each of which has seen a slice of the sequence."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None and not is_cut(p)]
+    if gradients:
+        flat = _sum(torch.cat([gradient.flatten() for gradient in gradients]), axis)
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def first_row(weight: Tensor, axis: TensorAxis) -> int:
+    """Which row of the whole table this rank's part starts at."""
+    return min(axis.rank * rows_per_rank(weight, axis), weight.shape[0])
+
+
+def rows_per_rank(weight: Tensor, axis: TensorAxis) -> int:
+    """Rows of the longest part; the last may be shorter, or empty."""
+    return -(-weight.shape[0] // axis.size)
+
+
+def enter(x: Tensor, axis: TensorAxis) -> Tensor:
+    """The input of layers that each compute a part: x itself, or gathered along the sequence; gradients are summed."""
+    return (_Gather if axis.sequence else _Copy).apply(x, axis)
+
+
+def leave(x: Tensor, axis: TensorAxis) -> Tensor:
+    """The sum of the ranks' x [B, S, d]: whole, or a slice of the sequence on each."""
+    return (_Scatter if axis.sequence else _Sum).apply(x, axis)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return _sum(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: TensorAxis) -> Tensor:
+        return _sum(x.clone(memory_format=torch.contiguous_format), axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return _joined(*_gather(x, axis))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return _finished(*_scatter(grad, ctx.axis)), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return _finished(*_scatter(x, axis))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return _joined(*_gather(grad, ctx.axis)), None
+
+
+class _OverlappedColumn(torch.autograd.Function):
+    """x weightᵀ, whose backward pass hides its communication: the input is gathered again while its gradient is
+    computed (so only a slice is kept), and the gradient is summed while the weight's is computed."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis, ctx.sequence = axis, axis.sequence
+        ctx.save_for_backward(x, weight)
+        return F.linear(_joined(*_gather(x, axis)) if axis.sequence else x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        gathering = _gather(x, ctx.axis) if ctx.sequence else None
+        dx = grad @ weight
+        if ctx.sequence:
+            out, work = _scatter(dx, ctx.axis)
+        else:
+            out, work = dx, dist.all_reduce(dx, group=ctx.axis.group, async_op=True)
+        whole = x if gathering is None else _joined(*gathering)
+        dweight = grad.flatten(0, -2).t() @ whole.flatten(0, -2)
+        return _finished(out, work), dweight, None
+
+
+def _sum(x: Tensor, axis: TensorAxis) -> Tensor:
+    dist.all_reduce(x, group=axis.group)
+    return x
+
+
+def _gather(x: Tensor, axis: TensorAxis, wait: bool = False) -> tuple[Tensor, dist.Work | None]:
+    """Starts gathering the ranks' x [B, ...] into [T, B, ...]."""
+    x = x.contiguous()
+    out = x.new_empty(axis.size * len(x), *x.shape[1:])
+    work = all_gather_single(out, x, group=axis.group, async_op=not wait)
+    return out.view(axis.size, *x.shape), work
+
+
+def _joined(parts: Tensor, work: dist.Work | None) -> Tensor:
+    """[T, B, s, d] -> [B, S, d], once it is there."""
+    if work is not None:
+        work.wait()
+    size, batch, length, width = parts.shape
+    return parts.transpose(0, 1).reshape(batch, size * length, width)
+
+
+def _scatter(x: Tensor, axis: TensorAxis) -> tuple[Tensor, dist.Work | None]:
+    """Starts summing the ranks' x [B, S, d] into a slice [B, s, d] for each."""
+    batch, length, width = x.shape
+    slices = x.view(batch, axis.size, length // axis.size, width).transpose(0, 1).flatten(0, 1).contiguous()
+    out = x.new_empty(batch, length // axis.size, width)
+    return out, reduce_scatter_single(out, slices, group=axis.group, async_op=True)
+
+
+def _finished(out: Tensor, work: dist.Work | None) -> Tensor:
+    if work is not None:
+        work.wait()
+    return out

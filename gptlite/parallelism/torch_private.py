@@ -1,0 +1,143 @@
+"""What the design needs of torch that has no public name. All of it is here; tests run it on each torch supported."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import _autograd
+from torch._C._profiler import RecordScope, _EventType
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+autograd: Any = _autograd  # not all of it is in its type stub
+
+# Named so since torch 2.13, where the older name warns.
+all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Sets a group's time limit for a collective."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def reduce_gradients_now(part: nn.Module) -> None:
+    """Reduces what gradients there are, as the end of a backward pass would.
+
+    A backward pass in two halves computes weight gradients where FSDP2 has no hook. The same calls as torch's own
+    PipelineStage.perform_reduce_grad makes.
+    """
+    for group in _groups(part):
+        group.post_backward()
+    root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
+    root._root_post_backward_final_callback()
+
+
+def accumulate_gradients_now(part: nn.Module) -> None:
+    """Adds what gradients there are to those of earlier micro-batches, in the reduction's dtype.
+
+    FSDP2's hooks would, but miss the weight half of a backward pass, whose gradients would add up in 16 bits.
+    """
+    for group in _groups(part):
+        for param in group.fsdp_params:
+            if hasattr(param, "_unsharded_param"):  # made by the first gathering
+                param.accumulate_unsharded_grad_if_needed()
+                param.to_accumulated_grad_if_needed()
+
+
+def _groups(part: nn.Module) -> list[Any]:
+    """FSDP2's groups of parameters in a part, whatever it is a part of."""
+    root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
+    each = [
+        state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for state in root._state_ctx.all_states
+    ]
+    return [group for groups in each for group in groups if group is not None]
+
+
+def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """What FSDP2 holds of a part besides its shards and their gradients: parameters gathered, gradients not reduced.
+
+    Parameters that are freed between the forward and the backward pass are left out: they come and go with each block.
+    """
+    gathered: list[Tensor] = []
+    gradients: list[Tensor | None] = []
+    states: list[Any] = [fully_shard.state(m) for m in part.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
+    for state in states:
+        for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
+            if group is None:
+                continue
+            gradients.append(group._partial_reduce_output)
+            for param in group.fsdp_params:
+                gathered += [] if group._reshard_after_forward else param.all_gather_outputs
+                whole = getattr(param, "_unsharded_param", None)  # made by the first gathering
+                gradients += [param.unsharded_accumulated_grad, None if whole is None else whole.grad]
+    return gathered, [gradient for gradient in gradients if gradient is not None]
+
+
+@contextmanager
+def recorded_allocations() -> Iterator[list[tuple[int, int, int]]]:
+    """This thread's allocations of tensors' memory on a CPU while entered, in order; the list is filled at the end.
+
+    Each is (nanoseconds since 1970, address, bytes), the bytes negative where memory is given back, which is seen only
+    of what was allocated while entered. torch.profiler's recorder, told to leave out the operators: about 10 us an
+    allocation. It must not run already, see `profiler_runs`.
+    """
+    allocations: list[tuple[int, int, int]] = []
+    settings: Any = torch.autograd.profiler.profile(use_cpu=True, use_kineto=True, profile_memory=True)
+    no_operators = {RecordScope.STATIC_RUNTIME_MODEL}
+    older = torch.empty(1)
+    with _silent_stderr():
+        autograd._prepare_profiler(settings.config(), settings.kineto_activities)
+        autograd._enable_profiler(settings.config(), settings.kineto_activities, no_operators)
+        del older  # the first memory given back that was not seen allocated brings a warning, the next 999 do not
+    try:
+        yield allocations
+    finally:
+        with _silent_stderr():
+            events: Any = autograd._disable_profiler().experimental_event_tree()
+        for event in events:
+            if event.tag == _EventType.Allocation:
+                allocations.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+
+
+def profiler_runs() -> bool:
+    """Whether torch.profiler is recording."""
+    return autograd._profiler_enabled()
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """The recorder writes to the process's stderr that it starts and stops (torch 2.13)."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+class KeptForAll:
+    """Selective checkpointing's context for the backward pass, which may be entered for each half of a split one.
+
+    torch's own forgets what it kept as it is used, and raises "Trying to backward an extra time" the second time.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context, self._kept = context, context.storage
+
+    def __enter__(self) -> Any:
+        self._context.storage = {key: copy(entries) for key, entries in self._kept.items()}
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._context.__exit__(*error)

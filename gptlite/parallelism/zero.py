@@ -1,0 +1,100 @@
+"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) by FSDP2: one engine, and flags that give the stages.
+
+| stage | parameters                        | gradients while accumulating              | optimizer state |
+|-------|-----------------------------------|-------------------------------------------|-----------------|
+| 0     | replicated                        | full, all-reduced at the boundary         | replicated      |
+| 1     | gathered through the step         | full, reduce-scattered at the boundary    | sharded         |
+| 2     | gathered through the step         | reduce-scattered after every micro-batch  | sharded         |
+| 3     | gathered per block, freed after   | reduce-scattered after every micro-batch  | sharded         |
+
+Stage 0 is FSDP2's hybrid mesh with a shard axis of 1. With dp_replicate above 1, the shards of stages 1 to 3 are
+replicated (HSDP), and their gradients all-reduced at the boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduceScatter
+
+
+def shard(
+    part: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, config: ParallelismConfig, dtype: torch.dtype
+) -> None:
+    """Shards a part of the model over the data axes, in place; without data parallelism it is left as it is.
+
+    `blocks` are gathered and reduced `bucket_layers` at a time, the rest of the part together. Parameters are gathered
+    in `dtype`, gradients reduced in fp32.
+    """
+    if mesh.data_size == 1:
+        return
+    hybrid = config.zero == 0 or mesh.size("dp_replicate") > 1
+    axes = ("dp_replicate", "dp_shard") if hybrid else ("dp_shard",)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    size = config.bucket_layers
+    buckets = [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
+    for bucket in buckets:
+        fully_shard(bucket, mesh=mesh.along(*axes), mp_policy=policy, reshard_after_forward=config.zero == 3)
+    fully_shard(part, mesh=mesh.along(*axes), mp_policy=policy, reshard_after_forward=False)
+    for module in sharded_modules(part):
+        # Gradients are sums over the tokens of the global batch: nothing is averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # else gloo is asked for PREMUL_SUM, which it does not have
+        if mesh.device.type == "cpu" and mesh.size("dp_shard") > 1:
+            module.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(PairwiseReduceScatter())  # type: ignore[arg-type]
+    if config.zero == 3 and config.prefetch > 1:
+        _prefetch([bucket[0] for bucket in buckets], config.prefetch)
+
+
+def sharded_modules(part: nn.Module) -> list[FSDPModule]:
+    """The modules that FSDP2 gathers; none without data parallelism."""
+    return [module for module in part.modules() if isinstance(module, FSDPModule)]
+
+
+def before_backward(part: nn.Module, zero: int, last: bool) -> None:
+    """Says what the coming backward pass does with gradients and parameters: see the table above.
+
+    `last` says that it is the step's last one for this part.
+    """
+    if not isinstance(part, FSDPModule):
+        return
+    part.set_is_last_backward(last)
+    part.set_requires_gradient_sync(last or zero >= 2)
+    part.set_requires_all_reduce(last)
+    part.set_reshard_after_backward(last or zero == 3)
+
+
+def gather(part: nn.Module) -> None:
+    """Gathers all parameters of a part."""
+    for module in sharded_modules(part):
+        module.unshard()
+
+
+def reshard(parts: Iterable[nn.Module]) -> None:
+    """Frees gathered parameters: after an evaluation, say, which ends with them gathered."""
+    for part in parts:
+        for module in sharded_modules(part):
+            module.reshard()
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's elements of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _prefetch(modules: list[nn.Module], ahead: int) -> None:
+    """Gathers buckets ahead of their use; one ahead is what FSDP2 does by itself in the backward pass."""
+    for index, module in enumerate(modules):
+        assert isinstance(module, FSDPModule)
+        module.set_modules_to_forward_prefetch(modules[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]
+        module.set_modules_to_backward_prefetch(modules[max(0, index - ahead) : index][::-1])  # type: ignore[arg-type]

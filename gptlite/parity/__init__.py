@@ -1,0 +1,1 @@
+"""Two layouts of one configuration, step by step: recorded, compared, and the first difference named."""

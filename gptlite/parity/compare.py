@@ -1,0 +1,209 @@
+"""How far two recorded steps are from each other, and whether that is too far.
+
+Losses and gradient norms are compared relative to the reference, a gradient by the norm of its difference relative to
+its own, updated values by their difference in units of the step's learning rate: Adam's first steps are about one rate
+long whatever the gradient, so 0.1 is a tenth of a step. Attention's key bias has no gradient but rounding; the fused
+bias it is stored in is judged as a whole, like every other tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from gptlite.parity.gather import Box, Whole
+from gptlite.parity.record import StepRecord
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Of one step from the reference's. inf or NaN where a tensor is missing or not finite."""
+
+    loss: float  # relative
+    grad_norm: float  # relative
+    gradients: dict[str, float]  # |g - g'| / |g'|, by name
+    values: dict[str, float]  # |p - p'| / learning rate, by name: the largest, or the root mean square
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest distances that pass. `rms`: values are judged by the root mean square, not the largest."""
+
+    loss: float
+    grad_norm: float
+    gradient: Callable[[str], float]
+    value: Callable[[str], float]
+    rms: bool = False
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something past its limit. `what` is loss, gradient norm, gradient, value, copies or report."""
+
+    step: int
+    what: str
+    name: str  # of the tensor, or empty
+    error: float
+    limit: float
+    where: str = ""
+
+    def __str__(self) -> str:
+        words = f"step {self.step}: {self.what}{' of ' + self.name if self.name else ''} is off by {self.error:.1e}"
+        return f"{words} (limit {self.limit:.1e}){', ' + self.where if self.where else ''}"
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """A step of both runs side by side, and all that is past its limit, in the order of the model. No tensors."""
+
+    step: int
+    loss: tuple[float, float]  # the reference's, and the other's
+    grad_norm: tuple[float, float]
+    distances: Distances
+    differences: list[Difference]
+
+
+def fp32_limits() -> Limits:
+    """What summing in another order explains."""
+    return Limits(1e-5, 1e-5, lambda _: 1e-4, lambda _: 0.1)
+
+
+def bf16_limits(apart: Sequence[Distances], factor: float = 2.0) -> Limits:
+    """For a bf16 run judged by the one-process bf16 run; `apart` is that one's distances (rms) from fp32, each step.
+
+    A layout that is as close to fp32 as one process is, is within twice that of one process: the triangle inequality.
+    So a tensor may be off by twice the largest distance it had. Luck has a share where there is little to average over:
+    losses and norms, single numbers, may always be off by 3e-5 and 2e-3 (a rounding of bf16), and values by 0.6 of a
+    learning rate, as if Adam had moved one in eleven the other way; an update left out is off by 0.7 or more. A bias of
+    a few elements may have been close to fp32 by luck: a gradient may always be off as much as the middle one of them.
+    """
+    gradients, values = (
+        {name: factor * max(getattr(each, kind)[name] for each in apart) for name in getattr(apart[0], kind)}
+        for kind in ("gradients", "values")
+    )
+    middle = median(gradients.values())
+    return Limits(
+        max(3e-5, factor * max(each.loss for each in apart)),
+        max(2e-3, factor * max(each.grad_norm for each in apart)),
+        lambda name: max(middle, gradients.get(name, 0.0)),
+        lambda name: max(0.6, values.get(name, 0.0)),
+        rms=True,
+    )
+
+
+def distances(step: StepRecord, reference: StepRecord, rms: bool = False) -> Distances:
+    """How far a step is from the reference's same step; `rms` as in Limits."""
+    gradients = _each(_relative_norm, step.gradients, reference.gradients)
+    values = _each(_root_mean_square if rms else _largest, step.values, reference.values)
+    return Distances(
+        _ratio(abs(step.loss - reference.loss), abs(reference.loss)),
+        _ratio(abs(step.grad_norm - reference.grad_norm), reference.grad_norm),
+        gradients,
+        {name: _ratio(value, reference.lr) for name, value in values.items()},
+    )
+
+
+def compare(step: StepRecord, reference: StepRecord, limits: Limits) -> StepComparison:
+    """Judges every tensor and number of a step."""
+    found = distances(step, reference, limits.rms)
+    losses, norms = (reference.loss, step.loss), (reference.grad_norm, step.grad_norm)
+    return StepComparison(step.step, losses, norms, found, list(_judged(step, reference, found, limits)))
+
+
+def _judged(step: StepRecord, reference: StepRecord, found: Distances, limits: Limits) -> Iterator[Difference]:
+    for name, error in found.gradients.items():
+        if not error <= limits.gradient(name):
+            where = _where(step.gradients.get(name), reference.gradients.get(name))
+            yield Difference(step.step, "gradient", name, error, limits.gradient(name), where)
+    for what, error, limit in (("loss", found.loss, limits.loss), ("gradient norm", found.grad_norm, limits.grad_norm)):
+        if not error <= limit:
+            yield Difference(step.step, what, "", error, limit)
+    for name, error in found.values.items():
+        if not error <= limits.value(name):
+            where = _where(step.values.get(name), reference.values.get(name))
+            yield Difference(step.step, "value", name, error, limits.value(name), where)
+    yield from _copies(step)
+
+
+def _copies(step: StepRecord) -> Iterator[Difference]:
+    """What several ranks hold must be the same bits on all, or they drift apart."""
+    for what, wholes in (("copies of the gradient", step.gradients), ("copies of the value", step.values)):
+        for name, whole in wholes.items():
+            for each in whole.disagreements:
+                ranks = f"ranks {each.ranks[0]} and {each.ranks[1]} differ in {_rows(each.box, whole.value)}"
+                yield Difference(step.step, what, name, each.error, 0.0, ranks)
+    for rank, report in enumerate(step.reports):
+        for what, value, first in zip(("loss", "gradient norm", "rate"), report, step.reports[0], strict=True):
+            if value != first:
+                yield Difference(step.step, f"reported {what}", "", abs(value - first), 0.0, f"rank {rank} and rank 0")
+
+
+def _where(whole: Whole | None, reference: Whole | None) -> str:
+    """Which rows are off, and which ranks hold them, if the tensor is cut and not all of it is off."""
+    if whole is None or reference is None:
+        return "only one of the two runs has it"
+    if whole.value.shape != reference.value.shape:
+        return f"its shape is {tuple(whole.value.shape)}, the reference's {tuple(reference.value.shape)}"
+    if whole.value.isnan().any():
+        return "some of it is held by no rank, or not a number"
+    error = (whole.value - reference.value).abs()
+    boxes = [box for box in whole.holders if error[_slices(box)].numel()]
+    if len(boxes) < 2:
+        return ""
+    norms = {box: torch.linalg.vector_norm(error[_slices(box)]).item() for box in boxes}
+    worst = max(norms.values())
+    off = [box for box, norm in norms.items() if norm > 0.1 * worst]
+    box = max(norms, key=lambda box: norms[box])
+    ranks = ", ".join(map(str, whole.holders[box]))
+    most = f"most in {_rows(box, whole.value)} on rank{'s' if len(whole.holders[box]) > 1 else ''} {ranks}"
+    return f"in {len(off)} of {len(boxes)} shards, {most}"
+
+
+def _rows(box: Box, whole: Tensor) -> str:
+    cut = [
+        f"{name} {start} to {stop - 1}"
+        for name, (start, stop), size in zip(("rows", "columns"), box, whole.shape, strict=False)
+        if (start, stop) != (0, size)
+    ]
+    return " of ".join(cut) or "all of it"
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _each(
+    measure: Callable[[Tensor, Tensor], float], ours: dict[str, Whole], theirs: dict[str, Whole]
+) -> dict[str, float]:
+    """The measure of every tensor of either, in the reference's order; inf where there is nothing to compare."""
+    result = {}
+    for name in [*theirs, *(ours.keys() - theirs.keys())]:
+        pair = [wholes[name].value for wholes in (ours, theirs) if name in wholes]
+        same = len(pair) == 2 and pair[0].shape == pair[1].shape
+        result[name] = measure(*pair) if same else math.inf
+    return result
+
+
+def _ratio(part: float, whole: float) -> float:
+    return 0.0 if part == 0 else part / whole if whole else math.inf
+
+
+def _norm(tensor: Tensor) -> float:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
+
+
+def _relative_norm(ours: Tensor, theirs: Tensor) -> float:
+    return _ratio(_norm(ours - theirs), _norm(theirs))
+
+
+def _largest(ours: Tensor, theirs: Tensor) -> float:
+    return (ours - theirs).abs().max().item() if ours.numel() else 0.0
+
+
+def _root_mean_square(ours: Tensor, theirs: Tensor) -> float:
+    return _norm(ours - theirs) / math.sqrt(max(ours.numel(), 1))

@@ -1,0 +1,119 @@
+"""What the steps of a run did to every tensor, on any layout: the first steps of `pretrain`, recorded on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gptlite.config import Config, with_vocabulary
+from gptlite.data.build import build_loader, prepare
+from gptlite.model.gpt import GPT
+from gptlite.model.init import init_weights
+from gptlite.model.parallelize import build_passes, materialize, parallelize
+from gptlite.ops.select import select_ops
+from gptlite.optimizer.build import build_optimizer
+from gptlite.optimizer.schedule import Schedule
+from gptlite.parallelism.chain import Chain
+from gptlite.parallelism.collectives import gather_objects
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.parity.gather import Whole, gather
+from gptlite.precision import resolve_precision
+from gptlite.trainer.signals import Stopping, StopSignal
+from gptlite.trainer.state import TrainState
+from gptlite.trainer.step import Step
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step: its loss and gradient norm, every gradient (reduced, not clipped) and every updated value.
+
+    Tensors are whole, by global name, in the order of the model. `reports` is every rank's (loss, gradient norm, rate).
+    """
+
+    step: int  # from 1
+    loss: float  # nats per token
+    grad_norm: float
+    lr: float
+    gradients: dict[str, Whole]
+    values: dict[str, Whole]
+    reports: list[tuple[float, float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The steps of a run. Ranks other than 0 have none."""
+
+    steps: list[StepRecord]
+
+
+def record(config: Config, steps: int, mesh: Mesh | None = None) -> Record:
+    """The first steps of a run, all at once. Collective: every rank of the mesh calls it. See `recorded`."""
+    return Record([each for each in recorded(config, steps, mesh) if each is not None])
+
+
+def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[StepRecord | None]:
+    """The first steps of a run, one after the other, None on ranks other than 0. Without a mesh, one process.
+
+    It builds what `pretrain` builds and takes its steps; nothing is written. Raises ConfigError as that does, and
+    Diverged. Collective: every rank goes through all the steps.
+    """
+    mesh = build_mesh(ParallelismConfig()) if mesh is None else mesh
+    state, take_step = build(config, mesh)
+    gradients: dict[str, Whole] | None = None
+
+    def inspect(state: TrainState) -> None:
+        nonlocal gradients
+        gradients = gather(_gradients(state))
+
+    with closing(state.loader):
+        for _ in range(steps):
+            result = take_step(state, inspect)
+            values = gather(_named(state))
+            reports = gather_objects(mesh, (result.loss, result.grad_norm, result.lr))
+            if gradients is None or values is None:
+                yield None
+            else:
+                yield StepRecord(state.step, result.loss, result.grad_norm, result.lr, gradients, values, reports)
+
+
+def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
+    """A run's state before its first step, and how it takes steps."""
+    policy = resolve_precision(config.precision, mesh.device)
+    ops = select_ops(config.ops, mesh.device)
+    data = prepare(config.data, config.seed, lambda _: None, mesh)
+    config = with_vocabulary(config, data.tokenizer.vocab_size)
+    with torch.device("meta"):
+        model = GPT(config.model, ops, config.seed)
+    parts = parallelize(model, mesh, config.parallelism, policy, compile=config.trainer.compile)
+    materialize(parts, mesh.device)
+    for part in parts:
+        init_weights(part, config.model, config.seed)
+    optimizer = build_optimizer(config.optimizer, [named for part in parts for named in part.named_weights()])
+    loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
+    schedule = Schedule(config.schedule, config.trainer.max_steps)
+    chain = Chain(parts, mesh, config.parallelism)
+    state = TrainState(chain, optimizer, schedule, loader, data.identity)
+    passes = build_passes(
+        chain,
+        config.parallelism,
+        micro_batches=loader.num_micro_batches,
+        micro_batch_size=loader.micro_batch_size,
+        sequence_length=config.data.sequence_length,
+    )
+    stopping, optimizing = Stopping(mesh, StopSignal()), config.optimizer
+    return state, Step(mesh, passes, loader.num_micro_batches, optimizing.lr, optimizing.clip_norm, stopping)
+
+
+def _gradients(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """A parameter that got no gradient has one of zeros."""
+    for name, p in _named(state):
+        yield name, torch.zeros_like(p) if p.grad is None else p.grad
+
+
+def _named(state: TrainState) -> list[tuple[str, Tensor]]:
+    return [named for part in state.parts for named in part.named_weights()]

@@ -1,0 +1,59 @@
+"""What a comparison says to a person: a row a step, and a verdict that names the first tensor that differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gptlite.parity.compare import Limits, StepComparison
+
+HEADER = (
+    f"{'step':>4}  {'loss':>9} {'on layout':>9} {'apart':>7}  {'grad norm':>9} {'on layout':>9} {'apart':>7}  "
+    "worst gradient, worst updated value"
+)
+
+
+def row(comparison: StepComparison) -> str:
+    """One step: the reference's loss and gradient norm, the layout's, how far apart, and the worst tensors by name."""
+    found = comparison.distances
+    numbers = (*comparison.loss, found.loss, *comparison.grad_norm, found.grad_norm)
+    left = "{:9.5f} {:9.5f} {:7.1e}  {:9.5f} {:9.5f} {:7.1e}".format(*numbers)
+    return f"{comparison.step:4d}  {left}  {worst(found.gradients)}, {worst(found.values)}"
+
+
+def worst(errors: dict[str, float]) -> str:
+    """`3.1e-07 layers.0.attn.qkv.bias`, the largest; what is not a number is larger than any."""
+    name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    return f"{errors[name]:.1e} {name}"
+
+
+def verdict(comparisons: Sequence[StepComparison], limits: Limits) -> tuple[bool, str]:
+    """Whether the runs are the same, and the words for it."""
+    first = next((each for each in comparisons if each.differences), None)
+    tensors = len(comparisons[0].distances.gradients)
+    if first is None:
+        text = f"same: {len(comparisons)} steps, {tensors} tensors; {described(comparisons, limits)}"
+        return True, text
+    gradients = [each for each in first.differences if each.what == "gradient"]
+    lines = [f"different: {first.differences[0]}"]
+    if len(gradients) > 1:
+        worst_one = max(gradients, key=lambda each: each.error)
+        lines.append(f"in that step {len(gradients)} of {tensors} gradients differ, {worst_one.name} most")
+    others = [each for each in first.differences if each.what != "gradient"]
+    lines += [str(each) for each in others[:3] if each is not first.differences[0]]
+    return False, "\n".join(lines)
+
+
+def described(comparisons: Sequence[StepComparison], limits: Limits) -> str:
+    """The largest distances of all steps beside their limits."""
+    found = [each.distances for each in comparisons]
+    gradient, value = (
+        max((error, name) for each in found for name, error in errors(each).items())
+        for errors in (lambda each: each.gradients, lambda each: each.values)
+    )
+    return (
+        f"loss within {max(each.loss for each in found):.1e} (limit {limits.loss:.1e}), "
+        f"gradient norm {max(each.grad_norm for each in found):.1e} ({limits.grad_norm:.1e}), "
+        f"gradients {gradient[0]:.1e} ({limits.gradient(gradient[1]):.1e}), "
+        f"values {value[0]:.1e} of a learning rate ({limits.value(value[1]):.1e})"
+    )

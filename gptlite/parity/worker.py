@@ -1,0 +1,66 @@
+"""One rank of a comparison: it takes a layout's steps, and rank 0 says how far each is from one process's.
+
+`python -m gptlite.parity.worker REFERENCE FOLDER STARTED LAUNCHER`, as gptlite/elastic.py starts it. REFERENCE is a
+folder that `save_reference` wrote.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptlite.config import Config
+from gptlite.parallelism.mesh import build_mesh
+from gptlite.parity.compare import Distances, Limits, StepComparison, bf16_limits, compare, fp32_limits
+from gptlite.parity.record import StepRecord, recorded
+from gptlite.parity.report import HEADER, row, verdict
+
+APART = "apart"
+
+
+def save_reference(folder: Path, steps: Iterator[StepRecord], exact: Iterator[StepRecord] | None = None) -> None:
+    """Writes one process's steps, a file each; with `exact`, its fp32 steps, also how far bf16 is from those."""
+    from gptlite.parity.compare import distances
+
+    apart = []
+    for step in steps:
+        torch.save(step, folder / str(step.step))
+        if exact is not None:
+            apart.append(distances(step, next(exact), rms=True))
+    torch.save(apart if exact is not None else None, folder / APART)
+
+
+def compare_run(reference: Path, config: Config, *_: Any) -> int:
+    """On every rank: as many steps as the reference has. Rank 0 prints a row each and the verdict.
+
+    Returns the exit code: 0 the same, 1 different.
+    """
+    mesh = build_mesh(config.parallelism)
+    steps = sum(file.name != APART for file in reference.iterdir())
+    apart: list[Distances] | None = torch.load(reference / APART, weights_only=False)
+    limits: Limits = fp32_limits() if apart is None else bf16_limits(apart)
+    comparisons: list[StepComparison] = []
+    if mesh.is_main:
+        print(HEADER)
+    for step in recorded(config, steps, mesh):
+        if step is not None:
+            expected = torch.load(reference / str(step.step), weights_only=False, mmap=True)
+            comparisons.append(compare(step, expected, limits))
+            print(row(comparisons[-1]), flush=True)
+    mesh.close()
+    if not mesh.is_main:
+        return 0
+    same, words = verdict(comparisons, limits)
+    print(words)
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    from gptlite.worker import main
+
+    main(sys.argv[2:], partial(compare_run, Path(sys.argv[1])))

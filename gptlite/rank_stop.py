@@ -1,0 +1,110 @@
+"""How a request to stop reaches a rank whose launcher forwards signals, and may send some of its own."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from gptlite.trainer.signals import SIGNALS, StopSignal
+
+SAME_SECONDS = 2.0  # signals closer to each other than this are one request
+UNWIND_SECONDS = 5.0  # that a rank which does not train yet has for tidying up
+LOOK_SECONDS = 0.05
+EXIT_TERMINATED = 143
+
+
+class ForwardedStop(StopSignal):
+    """Under torchrun and srun: a signal to the whole job reaches a rank twice, once through the launcher.
+
+    So a second one ends the process at once only if it comes later than that.
+    """
+
+    _first = 0.0
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            super()._receive(number, frame)
+            self._first = time.monotonic()
+            for each in self._previous:
+                signal.signal(each, self._receive)
+        elif time.monotonic() - self._first > SAME_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+class LauncherStop(StopSignal):
+    """In a rank that train.py started: the request is a file that the launcher writes, the signal's number in it.
+
+    A signal alone has another meaning. The elastic agent sends SIGTERM to the ranks that survive another: they must
+    not save, nor may they wait in a collective for the dead one. So a thread watches, which answers even then.
+
+    `stopped(code)` is called before a rank that does not train yet, or no more, ends by the request.
+    """
+
+    def __init__(self, file: Path, launcher: int, stopped: Callable[[int], None]) -> None:
+        super().__init__()
+        self._file, self._launcher, self._stopped = file, launcher, stopped
+        self._training = self._unwinding = False
+        self._noticed: float | None = None  # when the file was seen
+        self._signalled: float | None = None  # when a signal last came
+        self._turn = threading.RLock()
+        self._bytes, wake = socket.socketpair()
+        self._bytes.settimeout(LOOK_SECONDS)
+        wake.setblocking(False)
+        self._wake = wake  # kept open
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, daemon=True, name="launcher's requests").start()
+
+    def __enter__(self) -> "LauncherStop":
+        self._training = True
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._turn:
+            self._look()  # the others may have seen it first, and this rank have stopped with them
+            self._training = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._unwinding:
+            raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        while os.getppid() == self._launcher:
+            now = time.monotonic()
+            if self._heard_signal():
+                self._signalled = now
+            with self._turn:
+                self._look()
+            if self._unwinding and self._noticed is not None and now - self._noticed > UNWIND_SECONDS:
+                os._exit(0)
+            # The signal of a request comes to all, the launcher too. One without a request ends this rank.
+            if self._signalled is not None and now - self._signalled > SAME_SECONDS:
+                if self._noticed is None or self._signalled - self._noticed > SAME_SECONDS:
+                    os._exit(EXIT_TERMINATED)
+                self._signalled = None
+        os._exit(EXIT_TERMINATED)
+
+    def _heard_signal(self) -> bool:
+        try:
+            return any(number in SIGNALS for number in self._bytes.recv(64))
+        except TimeoutError:
+            return False
+
+    def _look(self) -> None:
+        if self._noticed is not None or not self._file.exists():
+            return
+        self._noticed, number = time.monotonic(), int(self._file.read_text())
+        if self._training:
+            super()._receive(number, None)  # sets `received` and says so
+            return
+        self.received, self._unwinding = number, True
+        self._stopped(128 + number)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)  # wakes it from a wait, to raise KeyboardInterrupt

@@ -1,0 +1,139 @@
+"""What a run says of its memory, per rank: the banner's prediction, and what one step took, measured."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from gptlite.metrics.console import format_bytes
+from gptlite.model.activations import MicroBatch, block_bytes, head_bytes, scores_bytes
+from gptlite.ops.select import Ops
+from gptlite.optimizer.state import optimizer_state
+from gptlite.parallelism.collectives import all_reduce, gather_objects
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.memory import (
+    MASTER,
+    StateBytes,
+    micro_batches_in_flight,
+    paper_bytes_a_parameter,
+    predicted_state,
+    whole_elements,
+)
+from gptlite.parallelism.memory_watch import MemoryWatch
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.torch_private import profiler_runs
+from gptlite.precision import Policy
+from gptlite.trainer.state import TrainState
+from gptlite.trainer.step import Step, StepResult
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """A rank's bytes, as predicted; and its bytes of model state a parameter, with the ZeRO paper's beside them."""
+
+    state: StateBytes
+    activations: int
+    a_parameter: float
+    paper: float
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.state.total + self.activations
+
+    @classmethod
+    def of(
+        cls, state: TrainState, mesh: Mesh, config: ParallelismConfig, policy: Policy, ops: Ops, length: int
+    ) -> "RankMemory":
+        """This rank's, with sequences of `length` tokens."""
+        optimizer_state(state.optimizer)  # made now, as it would be at the first step
+        itemsize, micro_batches = policy.compute_dtype.itemsize, state.loader.num_micro_batches
+        model_state = predicted_state(state.parts, state.optimizer, mesh, config.zero, itemsize, micro_batches)
+        whole = max(1, whole_elements(state.optimizer, mesh))
+        batch = MicroBatch(
+            sequences=state.loader.global_batch_size // (micro_batches * mesh.data_size),
+            length=length,
+            itemsize=itemsize,
+            device=mesh.device.type,
+            attention=ops.attention,
+            tensor=mesh.size("tp"),
+            sequence=config.sequence,
+        )
+        kept = _kept(state, batch, config)
+        if mesh.data_size == 1 and itemsize < MASTER:
+            kept += whole * itemsize  # the weights, which layers have cast
+        model = state.parts[0].config
+        passing = [scores_bytes(model, batch)] + [head_bytes(model, batch) for part in state.parts if part.is_last]
+        activations = kept * micro_batches_in_flight(config, mesh.coordinate("pp"), micro_batches) + max(passing)
+        paper = paper_bytes_a_parameter(config.zero, mesh.size("dp_shard"), itemsize)
+        return cls(model_state, round(activations), model_state.total / whole, paper)
+
+
+def predicted(
+    state: TrainState, mesh: Mesh, config: ParallelismConfig, policy: Policy, ops: Ops, length: int
+) -> list[tuple[str, str]]:
+    """The banner's line on memory: rank 0's, and the most of any rank. Collective."""
+    ranks = gather_objects(mesh, RankMemory.of(state, mesh, config, policy, ops, length))
+    mine, most = ranks[0], max(range(len(ranks)), key=lambda rank: ranks[rank].total)
+    text = ", ".join([*_listed(mine.state), f"activations about {format_bytes(mine.activations)}"])
+    if mesh.data_size > 1:
+        text += f"; {mine.a_parameter:.4g} bytes of model state a parameter ({mine.paper:.4g} in the ZeRO paper)"
+    if mesh.world_size > 1:
+        text = f"rank 0: {text}; the most: {format_bytes(ranks[most].total)}, on rank {most}"
+    return [("memory", text)]
+
+
+class MemoryReport:
+    """Measures one step of a run: by the second, all that lives through a run exists.
+
+    `row` is for metrics rows: nothing until then, afterwards the most bytes of any rank in each category.
+    """
+
+    def __init__(self) -> None:
+        self.row: dict[str, int] = {}
+        self._steps = 0
+
+    def due(self, last: bool) -> bool:
+        """Whether the coming step is to be measured; `last`: there will be no other. All ranks say the same."""
+        return not self.row and (self._steps > 0 or last) and not profiler_runs()
+
+    def take(
+        self, step: Step, state: TrainState, last: bool, excluded: Callable[[], AbstractContextManager[None]]
+    ) -> StepResult:
+        """Takes a step; under `excluded()`, what measuring does before and after it. Raises what the step raises."""
+        due, self._steps = self.due(last), self._steps + 1
+        if not due:
+            return step(state)
+        with ExitStack() as stack:
+            with excluded():
+                watch = MemoryWatch(state.parts, state.optimizer, step.mesh.device, step.accumulation)
+                stack.enter_context(watch)
+            result = step(state)
+            with excluded():
+                stack.close()
+                found = watch.found()
+                each = (found.state.parameters, found.state.gradients, found.state.optimizer, found.activations)
+                most = all_reduce(torch.tensor(each, device=step.mesh.device), step.mesh, op="max").tolist()
+        self.row = {f"memory_{name}_bytes": size for name, size in zip(CATEGORIES, most, strict=True)}
+        return result
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The closing table's line on memory; none if nothing was measured."""
+        if not self.row:
+            return []
+        sizes = [f"{name} {format_bytes(self.row[f'memory_{name}_bytes'])}" for name in CATEGORIES]
+        return [("memory, at most", ", ".join(sizes))]
+
+
+def _listed(state: StateBytes) -> list[str]:
+    return [f"{name} {format_bytes(getattr(state, name))}" for name in CATEGORIES[:3]]
+
+
+def _kept(state: TrainState, batch: MicroBatch, config: ParallelismConfig) -> int:
+    """What autograd keeps of a micro-batch in this rank's blocks, with the block that is computed again."""
+    model, recompute = state.parts[0].config, config.activation_checkpointing.value
+    kept = sum(len(part.layers) for part in state.parts) * block_bytes(model, batch, recompute)
+    return kept + (block_bytes(model, batch) if recompute != "none" else 0)

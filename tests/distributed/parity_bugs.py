@@ -1,0 +1,178 @@
+"""Bugs of the kinds that parallel training has, to be planted in every rank: the comparison must find each.
+
+A bug is a layout it shows in, what is patched there, and what the comparison must then name first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from distributed.matrix import Cell
+from gptlite.data.loader import Loader
+from gptlite.model import attention, gpt, init, parallelize
+from gptlite.parallelism import boxes, collectives, pipeline, tensor, zero
+from gptlite.parity import record
+from gptlite.trainer import step
+from gptlite.trainer.state import TrainState
+
+Patch = tuple[Any, str, Any]  # an object, its attribute's name, and what is put there
+EMBEDDING = "gradient of token_embedding.weight"  # the first tensor of the model, whose gradient has been through all
+
+TENSOR = Cell(tensor=2, accumulation=3)
+SEQUENCE = replace(TENSOR, sequence=True)
+PIPELINE = Cell(pipeline=2, schedule="1f1b", accumulation=4)
+SPLIT = Cell(tensor=2, pipeline=2, schedule="zero_bubble", accumulation=4)  # where no layer overlaps communication
+DATA = Cell(data=2, accumulation=3)
+ZERO = replace(DATA, zero=3)
+HYBRID = Cell(data=4, replicate=2, zero=2, accumulation=3)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`names`: how the first difference begins."""
+
+    cell: Cell
+    patches: tuple[Patch, ...]
+    names: str = EMBEDDING
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """While entered, a bug is in this process; nothing for an empty name."""
+    with ExitStack() as stack:
+        for where, attribute, wrong in BUGS[name].patches if name else ():
+            stack.enter_context(patch.object(where, attribute, wrong))
+        yield
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _not_summed(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return grad, None
+
+
+def _mirrored(parameter: torch.Tensor) -> boxes.Box:
+    """local_box, of the rank at the other end."""
+    sizes, starts = boxes.local_box(parameter)
+    whole = parameter.shape
+    return sizes, tuple(whole[dim] - sizes[dim] - starts[dim] for dim in range(len(whole)))
+
+
+def _summed_twice(parameters: Any, axis: Any) -> None:
+    parameters = list(parameters)
+    for _ in range(2):
+        _sum_sliced_gradients(parameters, axis)
+
+
+def _first_slice_key(self: Any, i: int, sample_ids: Any, sites: Any, first: int) -> Any:
+    return _key(self, i, sample_ids, sites, 0)
+
+
+def _averaging(*args: Any, scale_grads: bool, **options: Any) -> Any:
+    return pipeline.Schedule1F1B(*args, scale_grads=True, **options)
+
+
+def _next_samples(self: Any, x: torch.Tensor, targets: torch.Tensor, sample_ids: torch.Tensor) -> Any:
+    return self.part(x, targets, sample_ids if self.part.is_first else sample_ids + 1)
+
+
+def _all_weights(self: TrainState) -> Iterator[Any]:
+    for part in self.parts:
+        yield from part.parameters()
+
+
+def _counted_here(value: torch.Tensor, mesh: Any, axes: Any = None, op: str = "sum") -> torch.Tensor:
+    return value if value.dtype == torch.int64 else collectives.all_reduce(value, mesh, axes, op)
+
+
+def _own_norm(value: torch.Tensor, mesh: Any, axes: Any = None, op: str = "sum") -> torch.Tensor:
+    mine = value[1].clone() if value.ndim else None
+    collectives.all_reduce(value, mesh, axes, op)
+    if mine is not None:
+        value[1] = mine
+    return value
+
+
+def _never_last(part: torch.nn.Module, zero_stage: int, last: bool) -> None:
+    zero.before_backward(part, zero=0, last=False)
+
+
+def _never_all_reduced(self: Any, wanted: bool) -> None:
+    _set_requires_all_reduce(self, False)
+
+
+def _numbered_in_the_rank(self: Loader, consumed_samples: int, micro_index: int) -> Any:
+    batch = _batch(self, consumed_samples, micro_index)
+    return replace(batch, sample_ids=torch.arange(len(batch.sample_ids)))
+
+
+def _loader_of_rank_0(*args: Any, **options: Any) -> Loader:
+    loader = _build_loader(*args, **options)
+    loader._data_rank = 0
+    return loader
+
+
+def _no_decay_on_later_ranks(config: Any, parameters: Any) -> Any:
+    return _build_optimizer(replace(config, weight_decay=0.0) if dist.get_rank() else config, parameters)
+
+
+_sum_sliced_gradients, _key, _batch = tensor.sum_sliced_gradients, gpt.Block._key, Loader.batch
+_set_requires_all_reduce = zero.FSDPModule.set_requires_all_reduce
+_build_loader, _build_optimizer = record.build_loader, record.build_optimizer
+
+BUGS: dict[str, Bug] = {
+    "tensor: a row-parallel layer's outputs are not summed": Bug(TENSOR, ((tensor, "leave", lambda x, axis: x),)),
+    "tensor: a column-parallel layer's input gradients are not summed": Bug(
+        SPLIT, ((tensor._Copy, "backward", staticmethod(_not_summed)),)
+    ),
+    "tensor: each rank's heads drop what the first heads drop": Bug(
+        TENSOR, ((attention, "replace", lambda key, first_head: key),)
+    ),
+    "tensor: ranks hold each other's shards": Bug(TENSOR, ((init, "local_box", _mirrored),)),
+    "tensor: what every rank holds counts on each in the norm": Bug(
+        TENSOR, ((step, "is_cut", lambda parameter: True),), "gradient norm"
+    ),
+    "sequence: gradients of norms and biases stay those of a slice": Bug(
+        SEQUENCE, ((parallelize, "sum_sliced_gradients", _nothing),), "gradient of position_embedding.weight"
+    ),
+    "sequence: gradients of norms and biases are summed twice": Bug(
+        SEQUENCE, ((parallelize, "sum_sliced_gradients", _summed_twice),), "gradient of position_embedding.weight"
+    ),
+    "sequence: each slice drops what the first slice drops": Bug(SEQUENCE, ((gpt.Block, "_key", _first_slice_key),)),
+    "pipeline: the tied embedding's gradients are not added across the ends": Bug(
+        PIPELINE, ((parallelize, "add_across_ends", _nothing),)
+    ),
+    "pipeline: the tied embedding counts on both ends in the norm": Bug(
+        PIPELINE, ((TrainState, "weights", _all_weights),), "gradient norm"
+    ),
+    "pipeline: gradients are divided by the number of micro-batches": Bug(
+        PIPELINE, ((pipeline, "SCHEDULES", {"1f1b": _averaging}),)
+    ),
+    "pipeline: the second part drops by another sample's number": Bug(
+        PIPELINE, ((pipeline._Plain, "forward", _next_samples),)
+    ),
+    "data: the valid tokens are those of one rank": Bug(DATA, ((step, "all_reduce", _counted_here),)),
+    "data: every rank reads the samples of rank 0": Bug(DATA, ((record, "build_loader", _loader_of_rank_0),)),
+    "data: samples are numbered within the rank": Bug(DATA, ((Loader, "batch", _numbered_in_the_rank),)),
+    "data: gradients are averaged over ranks": Bug(DATA, ((zero.FSDPModule, "set_gradient_divide_factor", _nothing),)),
+    "zero: gradients are not reduced": Bug(ZERO, ((pipeline, "before_backward", _never_last),)),
+    "zero: copies of the shards do not sum their gradients": Bug(
+        HYBRID, ((zero.FSDPModule, "set_requires_all_reduce", _never_all_reduced),)
+    ),
+    "zero: ranks hold each other's shards": Bug(ZERO, ((init, "local_box", _mirrored),)),
+    "zero: each rank clips by the norm of its own shards": Bug(
+        ZERO, ((step, "all_reduce", _own_norm),), "gradient norm"
+    ),
+    "zero: weight decay is left out on all ranks but the first": Bug(
+        ZERO, ((record, "build_optimizer", _no_decay_on_later_ranks),), "value of token_embedding.weight"
+    ),
+}

@@ -1,0 +1,115 @@
+"""Cells of the matrix, run and judged: what each rank does, and the references that rank 0 judges by."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from distributed.matrix import STEPS, Cell, reference_of
+from distributed.parity_bugs import planted
+from distributed.ranks import Ranks
+from gptlite.config import Config, load
+from gptlite.parallelism.mesh import build_mesh
+from gptlite.parity.compare import Distances, Limits, StepComparison, bf16_limits, compare, distances, fp32_limits
+from gptlite.parity.record import StepRecord, record, recorded
+from gptlite.parity.report import verdict
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell's comparisons, a step each, and the seconds it took, of which rank 0 alone knows."""
+
+    comparisons: list[StepComparison]
+    seconds: float
+
+
+def run_cell(config: Config, reference: str, apart: Sequence[Distances] | None, bug: str = "") -> Result | None:
+    """On every rank: the first steps of a layout, compared on rank 0 with the reference in a file.
+
+    `apart` is what bf16 is judged by; None: fp32. `bug` is planted meanwhile, see parity_bugs.py.
+    """
+    start = time.monotonic()
+    limits = limits_of(apart)
+    mesh = build_mesh(config.parallelism)
+    try:
+        with planted(bug):
+            steps = recorded(config, STEPS, mesh)
+            found = [
+                compare(step, expected, limits)
+                for step, expected in zip(steps, _read(reference) if mesh.is_main else [None] * STEPS, strict=True)
+                if step is not None and expected is not None
+            ]
+    finally:
+        mesh.close()
+    return Result(found, time.monotonic() - start) if mesh.is_main else None
+
+
+def limits_of(apart: Sequence[Distances] | None) -> Limits:
+    """What a cell must keep."""
+    return fp32_limits() if apart is None else bf16_limits(apart)
+
+
+def judge(references: References, cell: Cell, result: Result) -> tuple[bool, str]:
+    """Whether a cell was the same as one process, and the words for it."""
+    return verdict(result.comparisons, limits_of(references.of(cell)[1]))
+
+
+@lru_cache(maxsize=8)
+def _read(path: str) -> list[StepRecord]:
+    return pickle.loads(Path(path).read_bytes())
+
+
+class References:
+    """One-process runs, made when first asked for, in files of `folder` that ranks read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._made: dict[tuple[str, ...], Path] = {}
+
+    def of(self, cell: Cell) -> tuple[str, list[Distances] | None]:
+        """The file that a cell is judged by and, for bf16, how far that is from fp32."""
+        path = self._file(reference_of(cell, cell.precision))
+        if cell.precision == "fp32":
+            return str(path), None
+        exact = _read(str(self._file(reference_of(cell, "fp32"))))
+        return str(path), [distances(a, b, rms=True) for a, b in zip(_read(str(path)), exact, strict=True)]
+
+    def _file(self, overrides: list[str]) -> Path:
+        key = tuple(overrides)
+        if key not in self._made:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            path = self.folder / f"{len(self._made)}.pickle"
+            path.write_bytes(pickle.dumps(record(load(overrides), STEPS).steps))
+            torch.set_num_threads(threads)
+            self._made[key] = path
+        return self._made[key]
+
+
+class Pool:
+    """Runs cells on ranks that stay: those of one world size at a time."""
+
+    def __init__(self, references: References, collective_timeout: float = 60) -> None:
+        self.references, self.collective_timeout = references, collective_timeout
+        self._ranks: Ranks | None = None
+
+    def run(self, cell: Cell, bug: str = "", timeout: float = 120) -> Result:
+        """The result of a cell. Raises what Ranks.run raises; the next cell then starts new ranks."""
+        if self._ranks is None or self._ranks.world != cell.world:
+            self.close()
+            self._ranks = Ranks(cell.world, collective_timeout=self.collective_timeout)
+        reference, apart = self.references.of(cell)
+        arguments = (load(cell.overrides()), reference, apart, bug)
+        return self._ranks.run("distributed.parity_cells:run_cell", *arguments, timeout=timeout)[0]
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None

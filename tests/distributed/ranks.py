@@ -1,0 +1,196 @@
+"""Real processes over gloo on this machine, for tests: started once, given many functions to run, always ended.
+
+    ranks = Ranks(4)                                     # or `with Ranks(4) as ranks`
+    results = ranks.run("distributed.cases:save", path)  # save(path) on every rank: a list of 4 results
+    ranks.close()
+
+`run_ranks` does it for one function. A function is named `module:function`, found from `tests/` or the repository's
+root, and what goes in and comes out is pickled. Ranks have RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* set as by torchrun
+and, unless `join=False`, a gloo process group; a world of one has neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TESTS = Path(__file__).parents[1]
+GRACE = 3.0  # seconds that the others get to end by themselves after the first failure
+
+
+class RankFailed(RuntimeError):
+    """The first rank that failed, with its traceback. `rank` is which; the processes are gone."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"rank {rank} failed:\n{text}")
+        self.rank = rank
+
+
+def run_ranks(world: int, function: str, *args: Any, timeout: float = 60, **options: Any) -> list[Any]:
+    """Runs `function(*args)` on new ranks and returns each rank's result. Raises RankFailed, TimeoutError."""
+    with Ranks(world, **options) as ranks:
+        return ranks.run(function, *args, timeout=timeout)
+
+
+class Ranks:
+    """`world` processes that wait for functions. After a failure they are ended, and the next `run` starts new ones."""
+
+    def __init__(
+        self, world: int, *, join: bool = True, collective_timeout: float = 60, env: dict[str, str] | None = None
+    ) -> None:
+        self.world, self.join, self.collective_timeout, self.env = world, join, collective_timeout, env or {}
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="gptlite-ranks-")
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: str, *args: Any, timeout: float = 60) -> list[Any]:
+        """`function(*args)` on every rank at once: their results, in the order of ranks.
+
+        Raises RankFailed with the traceback (or the exit status and last words) of the rank that failed first, and
+        TimeoutError with the ranks still at it after `timeout` seconds. No process survives either.
+        """
+        if not self.processes:
+            self._start()
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, args))
+            return self._collect(function, timeout)
+        except BaseException:
+            self._end()
+            raise
+
+    def output(self, rank: int) -> str:
+        """All that a rank has printed."""
+        return (Path(self._folder.name) / f"{rank}.log").read_text(errors="replace")
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._end()
+        self._folder.cleanup()
+
+    def _start(self) -> None:
+        # The parent holds the store, on a port the kernel chooses: no port is guessed, none can be taken meanwhile.
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.world):
+            ours, theirs = Pipe()
+            options = [str(theirs.fileno()), str(os.getpid()), str(int(self.join)), str(self.collective_timeout)]
+            with open(Path(self._folder.name) / f"{rank}.log", "ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-u", __file__, *options],
+                    env=os.environ | self._environment(rank) | self.env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                )
+            theirs.close()  # so that the death of the process is the end of the pipe
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        if self.world == 1:
+            return variables
+        return variables | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(self.world),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # what torchrun says: the store is there already
+        }
+
+    def _collect(self, function: str, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: list[tuple[float, int, str]] = []
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < self.world and (left := deadline - time.monotonic()) > 0:
+            done = set(results) | {rank for _, rank, _ in failures}
+            pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in done}
+            for pipe in wait(list(pipes), left):
+                assert isinstance(pipe, Connection)
+                rank = pipes[pipe]
+                try:
+                    succeeded, value, when = pipe.recv()
+                except (EOFError, ConnectionError):
+                    status = self.processes[rank].wait(GRACE)
+                    succeeded, when = False, 0.0  # before any error: those of the others may follow from it
+                    value = f"{function}: its process ended with status {status}\n{self.output(rank)[-4000:]}"
+                if succeeded:
+                    results[rank] = value
+                else:
+                    failures.append((when, rank, value))
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if failures:
+            _, rank, text = min(failures)
+            raise RankFailed(rank, text)
+        if len(results) < self.world:
+            late = [rank for rank in range(self.world) if rank not in results]
+            words = "".join(f"\n--- rank {rank} printed:\n{self.output(rank)[-2000:]}" for rank in late)
+            raise TimeoutError(f"{function}: ranks {late} of {self.world} are not done after {timeout} s{words}")
+        return [results[rank] for rank in range(self.world)]
+
+    def _end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        self.processes, self._pipes = [], []
+
+
+def _serve() -> None:
+    """One rank: runs what the pipe says until it closes."""
+    descriptor, parent, join, timeout = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    _die_with(parent)
+    torch.set_num_threads(1)
+    pipe = Connection(descriptor)
+    if join and "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    while True:
+        try:
+            path, args = pipe.recv()
+        except EOFError:
+            os._exit(0)  # at once: the others may be gone already
+        try:
+            module, name = path.split(":")
+            result = True, getattr(importlib.import_module(module), name)(*args), time.time()
+        except BaseException:
+            result = False, traceback.format_exc(), time.time()
+        pipe.send(result)
+
+
+def _die_with(parent: int) -> None:
+    """A killed test run leaves no ranks behind."""
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    _serve()

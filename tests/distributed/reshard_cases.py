@@ -1,0 +1,147 @@
+"""What ranks do in test_reshard.py: a state full of known values is saved by one layout and loaded by another."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
+
+from gptlite.checkpoint.checkpointer import Checkpointer
+from gptlite.config import Config, to_yaml
+from gptlite.parallelism.boxes import local_box, local_part
+from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.parallelism.words import layout_words
+from gptlite.parity.gather import Whole, gather
+from gptlite.parity.record import build
+from gptlite.run_folder import RunFolder
+from gptlite.trainer.eval import evaluate
+from gptlite.trainer.state import TrainState
+
+SAVED, OTHER = "saved", "other"  # what a state is filled with
+STEP = 7
+COUNTERS = {"step": STEP, "consumed_samples": 91, "tokens": 1092, "best_val_loss": 0.1 + 0.2, "evaluated_step": 5}
+
+
+@contextmanager
+def joined(world: int, name: str) -> Iterator[bool]:
+    """A process group of the first `world` ranks, none for one; gives whether this rank is of them.
+
+    So ranks started once serve every smaller world too. `name` is one that no other group of theirs has had.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    if world == 1 or rank >= world:
+        yield rank < world
+        return
+    store = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=PrefixStore(name, store), rank=rank, world_size=world, timeout=limit)
+    try:
+        yield True
+    finally:
+        dist.destroy_process_group()
+
+
+def drawn(key: str, shape: torch.Size, filling: str) -> Tensor:
+    """The whole of a tensor, each element another: a function of its key and place alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{filling} {key}".encode()))
+    if not shape:
+        return torch.randint(1, 10**6, (), generator=generator).float()
+    values = torch.randn(shape, generator=generator) * 0.3
+    return values * values if key.endswith("exp_avg_sq") else values
+
+
+def held(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that this rank trains with, by key: of a tied embedding both copies, if it has them."""
+    state.tensors()  # makes the optimizer's
+    for group in state.optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            yield f"model.{name}", parameter.detach()
+            for key, value in state.optimizer.state[parameter].items():
+                yield f"optim.{name}.{key}", value
+
+
+def fill(state: TrainState, filling: str) -> None:
+    """Gives every tensor the values drawn for it."""
+    for key, tensor in held(state):
+        sizes, starts = local_box(tensor)
+        box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        local_part(tensor).copy_(drawn(key, tensor.shape, filling)[box])
+
+
+def filled(config: Config, mesh: Mesh, filling: str) -> TrainState:
+    """A run's state, built as training builds it, with those values."""
+    state, _ = build(config, mesh)
+    fill(state, filling)
+    return state
+
+
+def held_out_loss(state: TrainState) -> float:
+    """What the model makes of some text: it tells where the values of a layer are in the wrong place."""
+    found = evaluate(state.chain, state.loader.validation_batches(8), None)
+    assert found is not None
+    return found.loss
+
+
+def save(config: Config, world: int, name: str) -> Path | None:
+    """On the source's ranks: a checkpoint of the values. Gives its folder."""
+    with joined(world, name) as is_in:
+        if not is_in:
+            return None
+        mesh = build_mesh(config.parallelism)
+        state = filled(config, mesh, SAVED)
+        for key, value in COUNTERS.items():
+            setattr(state, key, value)
+        words = layout_words(config.parallelism, mesh.layout)
+        with closing(state.loader), closing(Checkpointer(config.checkpoint, Path(config.run.dir), mesh, words)) as into:
+            return into.save(state.tensors(), state.meta(), to_yaml(config), None, print)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a rank has after loading: how far training is, the loss, where it saved again; `wrong`: see `differing`."""
+
+    counters: dict[str, Any]
+    loss: float
+    folder: Path
+    wrong: list[str]
+
+
+def resume(config: Config, world: int, name: str) -> Resumed | None:
+    """On the target's ranks: restores the checkpoint of checkpoint.resume as a run does, and saves it again."""
+    with joined(world, name) as is_in:
+        if not is_in:
+            return None
+        mesh = build_mesh(config.parallelism)
+        state, run = filled(config, mesh, OTHER), RunFolder(config, mesh)
+        with closing(state.loader), closing(run.checkpointer):
+            run.restore(state)
+            wholes = gather(held(state))
+            loss, meta = held_out_loss(state), state.meta()
+            folder = run.checkpointer.save(state.tensors(), meta, to_yaml(config), None, print)
+            wrong = [] if wholes is None else differing(wholes)
+            return Resumed({key: meta[key] for key in COUNTERS}, loss, folder, wrong)
+
+
+def differing(wholes: dict[str, Whole]) -> list[str]:
+    """The keys of tensors that are not, bit for bit and in every copy, what was saved."""
+    wrong = []
+    for key, whole in wholes.items():
+        same = torch.equal(bits(whole.value), bits(drawn(key, whole.value.shape, SAVED)))
+        wrong += [key] * (not same or bool(whole.disagreements))
+    return wrong
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """fp32 as integers: 0.0 and -0.0 differ."""
+    return tensor.view(torch.int32)

@@ -1,0 +1,135 @@
+"""Checkpoints of several ranks: what each layout saves comes back, what fails on one rank fails on all."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from distributed.checkpoint_cases import EMBEDDING, LAYOUTS, whole_tensors
+from distributed.ranks import RankFailed, Ranks
+from gptlite.checkpoint import store
+from gptlite.checkpoint.checkpointer import Checkpointer
+from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.load import load_tensors
+from gptlite.checkpoint.manifest import describe, environment_changes, read_manifest, verify
+
+CASES = "distributed.checkpoint_cases:"
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def check_whole(folder: Path, rows: int) -> None:
+    """All tensors of all ranks are there, whole, once, and to be read by one process: ours, and torch's own."""
+    expected = whole_tensors(rows)
+    assert read_manifest(folder).tensors == {key: describe(expected[key]) for key in read_manifest(folder).tensors}
+    assert set(read_manifest(folder).tensors) == set(expected)
+    ours = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
+    load_tensors(folder, ours)
+    theirs = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
+    load(theirs, checkpoint_id=folder / "data", no_dist=True)
+    for key, tensor in expected.items():
+        assert torch.equal(ours[key], tensor), key
+        assert torch.equal(theirs[key], tensor), key
+    metadata = FileSystemReader(folder / "data").read_metadata()
+    for key, tensor in expected.items():
+        chunks = metadata.state_dict_metadata[key].chunks
+        assert sum(math.prod(chunk.sizes) for chunk in chunks) == tensor.numel(), key
+    assert len(metadata.storage_data) == sum(len(e.chunks) for e in metadata.state_dict_metadata.values())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fsdp3_tp2"])
+@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+def test_what_ranks_save_comes_back_bit_for_bit(four, tmp_path, layout, beside):
+    results = four.run(CASES + "save_and_read_back", tmp_path, layout, 9, beside)
+    assert [wrong for _, wrong in results] == [[]] * 4
+    assert {folder for folder, _ in results} == {tmp_path / "checkpoints" / "step-00000100"}
+    folder, _ = results[0]
+    check_whole(folder, 9)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000100\n"
+    files = {path.name for path in (folder / "data").iterdir()}
+    assert files == {".metadata", *(f"__{rank}_0.distcp" for rank in range(4))}  # each has written its share
+    verify(folder, print)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_rows_that_neither_axis_divides(tmp_path):
+    with Ranks(6) as ranks:
+        results = ranks.run(CASES + "save_and_read_back", tmp_path, "fsdp3_tp2", 13)
+    assert [wrong for _, wrong in results] == [[]] * 6
+    check_whole(results[0][0], 13)
+
+
+def test_the_layout_is_remembered(four, tmp_path):
+    (folder, _), *_ = four.run(CASES + "save_and_read_back", tmp_path, "ddp4", 9)
+    (change,) = environment_changes(read_manifest(folder), "pp4")
+    assert change == "layout: ddp4 then, pp4 now"
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(four, tmp_path, beside):
+    (tmp_path / "file").write_text("")
+    raised = four.run(CASES + "fail_to_save", tmp_path, "fsdp2_tp2", beside)
+    unknown = [each.pop("unknown error") for each in raised]
+    assert unknown[3] == "Unknown: 1 2"
+    assert all(text.startswith("RuntimeError: on rank 3:") and "Unknown: 1 2" in text for text in unknown[:3])
+    assert raised[1:] == raised[:1] * 3
+    words = {
+        "disk full": "OSError: [Errno 28] No space left on device",
+        "disk full on rank 0": "OSError: [Errno 28] No space left on device",
+        "interrupted": "KeyboardInterrupt: ",
+        "fsync of its tensors": "OSError: [Errno 5] Input/output error",
+        "fsync of the manifest": "OSError: [Errno 5] Input/output error",
+        "fsync of the folder": "OSError: [Errno 5] Input/output error",
+        "tokenizer": "RuntimeError: no vocabulary",
+        "no tensor": "TypeError: checkpoint key lr is a float",
+    }
+    for name, start in words.items():
+        assert raised[0][name].startswith(start), name
+    assert "not JSON serializable" in raised[0]["meta"]
+    assert raised[0]["two shapes"].startswith("ValueError")
+    assert raised[0]["unwritable"].startswith("NotADirectoryError")
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {".lock", "latest", "step-00000100"}
+    verify(tmp_path / "checkpoints" / "step-00000100", print)
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all(four, tmp_path):
+    raised = four.run(CASES + "fail_to_load", tmp_path, "pp2_tp2")
+    assert raised[1:] == raised[:1] * 3
+    assert "more is absent there, float32 [2] here" in raised[0]["missing there"]
+    assert "model.layers.3.up.bias is float32 [12] there, absent here (3 more keys differ)" in raised[0]["missing here"]
+    assert raised[0]["not strict"] == "nothing"
+    assert "model.layers.0.up.bias is float32 [12] there, float32 [7] here" in raised[0]["another shape"]
+    assert raised[0]["damaged"].startswith("DamagedCheckpoint: ")
+    assert "SHA-256 differs" in raised[0]["damaged"]
+    assert raised[0]["damaged since it was verified"] != "nothing"
+    assert raised[0]["touched"] == "[]"
+
+
+def test_the_tied_embedding_of_two_stages_is_stored_once(four, tmp_path):
+    (folder, _), *_ = four.run(CASES + "save_and_read_back", tmp_path, "pp2_fsdp2", 9)
+    stored = FileSystemReader(folder / "data").read_metadata().state_dict_metadata[f"model.{EMBEDDING}"]
+    assert sorted(tuple(chunk.offsets) for chunk in stored.chunks) == [(0, 0), (5, 0)]
+
+
+@pytest.mark.parametrize("victim", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_killed_in_a_save_leaves_the_older_ones(four, tmp_path, victim):
+    with pytest.raises(RankFailed, match="ended with status -9") as failure:
+        four.run(CASES + "die_in_save", tmp_path, "fsdp2_tp2", victim, timeout=30)
+    assert failure.value.rank == victim
+    survivors = {path.name: path.read_text() for path in tmp_path.glob("rank-*")}
+    assert len(survivors) == 3  # each knew soon that the save had failed
+    assert "nothing" not in survivors.values()
+    checkpointer = Checkpointer(CheckpointConfig(), tmp_path)
+    assert [path.name for path in store.step_folders(checkpointer.root)] == ["step-00000400"]
+    assert checkpointer.find("auto") == checkpointer.root / "step-00000400"
+    checkpointer.save({"w": torch.zeros(1)}, {"step": 600}, "", None, print)
+    assert list(checkpointer.root.glob(".tmp-*")) == []

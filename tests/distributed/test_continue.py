@@ -1,0 +1,235 @@
+"""A run that goes on from a checkpoint is the uninterrupted run: to the bit on one layout, to rounding on another."""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_files import read_metrics
+
+from distributed.continue_cases import Fed, Trained
+from distributed.launch_command import TRAIN, Start, losses
+from distributed.ranks import Ranks
+from distributed.reshard_pairs import SINGLE, Layout
+from gptlite.checkpoint.load import load_tensors
+from gptlite.checkpoint.manifest import read_manifest
+from gptlite.config import load
+
+# The rate is 1e-3 at the end of a warm-up as long as the run: at its peak from the start, Adam makes of the rounding of
+# a tiny gradient a whole step. 12 samples a batch: for 1, 2, 3, 4 or 6 data ranks.
+BASE = """
+data=synthetic data.vocab_size=37 data.num_tokens=8000 data.global_batch_size=12 data.sequence_length=16
+model.num_layers=5 model.num_heads=4 model.d_model=32 model.sequence_length=16 model.dropout=0.1 model.vocab_multiple=1
+schedule=constant schedule.warmup_steps=99 optimizer.lr=1e-3 precision=fp32 run.name=continue
+trainer.max_steps=100 trainer.log_interval=1 trainer.eval_interval=25 trainer.eval_samples=12 trainer.sample_tokens=0
+checkpoint.interval=50 checkpoint.keep=0
+""".split()
+HALF, END = "step-00000050", "step-00000100"
+EQUAL = ("step", "loss", "grad_norm", "lr", "tokens", "val_loss", "val_bits_per_byte")  # of a row, what repeats
+CLOSE = 1e-5  # relative
+
+
+@dataclass(frozen=True)
+class Run:
+    """A layout, and how many samples of a data rank go through it at once."""
+
+    layout: Layout
+    micro: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.layout.id}_micro{self.micro}"
+
+    def overrides(self) -> list[str]:
+        return [*BASE, *self.layout.overrides(), f"data.micro_batch_size={self.micro}"]
+
+
+class Trainer:
+    """Trains on ranks that stay, and remembers the uninterrupted runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ranks: Ranks | None = None
+        self._whole: dict[str, Path] = {}
+
+    def train(self, run: Run, folder: Path, *overrides: str, stop_at: int | None = None) -> list[Trained]:
+        """Every rank's share of a run, which must end as it should: in step `stop_at` a rank gets a SIGTERM."""
+        world = run.layout.world
+        if self.ranks is None or self.ranks.world < world:
+            self.close()
+            self.ranks = Ranks(next(size for size in (2, 4, 8) if size >= world), join=False)
+        config = load([*run.overrides(), f"run.dir={folder}", *overrides])
+        arguments = (config, world, uuid.uuid4().hex, stop_at)
+        trained = self.ranks.run("distributed.continue_cases:train", *arguments, timeout=250)[:world]
+        assert [each.code for each in trained] == [0 if stop_at is None else 128 + signal.SIGTERM] * world
+        return trained
+
+    def whole(self, run: Run) -> Path:
+        """The folder of a run's 100 steps, with checkpoints of the 50th and the last."""
+        if run.id not in self._whole:
+            self.train(run, self.folder / run.id)
+            self._whole[run.id] = self.folder / run.id
+        return self._whole[run.id]
+
+    def close(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path_factory.mktemp("runs"))
+    yield trainer
+    trainer.close()
+
+
+def rows(folder: Path) -> list[dict]:
+    """What a run says of its steps and evaluations, without times and memory."""
+    return [{key: row[key] for key in EQUAL if key in row} for row in read_metrics(folder)]
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    entries = read_manifest(folder).tensors
+    tensors = {key: torch.zeros(entry["shape"]) for key, entry in entries.items()}
+    assert {entry["dtype"] for entry in entries.values()} == {"float32"}
+    load_tensors(folder, tensors)
+    return tensors
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+def other(tensor: int = 1, pipeline: int = 1, data: int = 1, zero: int = 0, micro: int = 1, **more) -> Run:
+    return Run(Layout(tensor, pipeline, data, zero, **more), micro)
+
+
+ALONE, ZERO3 = Run(SINGLE, 12), other(data=2, zero=3, micro=6)
+SAME = [
+    ALONE,
+    ZERO3,
+    other(pipeline=2, data=2, zero=2, schedule="zbv", micro=3),
+    other(tensor=2, data=2, zero=1, micro=3),
+    other(tensor=2, pipeline=2, micro=3),
+    other(data=4, zero=3, replicate=2, micro=1),
+]
+
+
+def marked(values: list, of: Callable[[Any], str], quick: int, slow: int) -> list:
+    """The first `quick` are in every run, the next `slow` ones slow, the rest long."""
+    marks = [[]] * quick + [[pytest.mark.slow]] * slow + [[pytest.mark.long]] * len(values)
+    return [pytest.param(value, id=of(value), marks=mark) for value, mark in zip(values, marks, strict=False)]
+
+
+@pytest.mark.parametrize("run", marked(SAME, lambda run: run.id, quick=0, slow=3))
+def test_fifty_more_steps_on_the_same_layout_are_the_same_bits(run: Run, trainer: Trainer, tmp_path: Path):
+    whole, cut = trainer.whole(run), tmp_path / "cut"
+    trainer.train(run, cut, stop_at=50)
+    assert (cut / "checkpoints" / "latest").read_text() == HALF + "\n"
+    trainer.train(run, cut)
+    assert "resuming elsewhere" not in (cut / "train.log").read_text()
+    steps = [row for row in rows(cut) if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 101))
+    assert rows(cut) == rows(whole)
+    for name in (HALF, END):
+        theirs, ours = (stored(folder / "checkpoints" / name) for folder in (whole, cut))
+        assert ours.keys() == theirs.keys()
+        assert [key for key in ours if bits(ours[key]) != bits(theirs[key])] == []
+
+
+CHANGED = [
+    (ALONE, other(data=2, zero=3, micro=3)),
+    (ZERO3, other(tensor=2, pipeline=2, micro=3)),
+    (other(pipeline=2, data=2, micro=3), other(data=3, zero=2, micro=2)),
+    (other(data=4, zero=3, micro=3), Run(SINGLE, 4)),
+    (ALONE, other(tensor=2, data=2, zero=3, micro=2)),
+    (other(data=3, zero=1, micro=4), other(pipeline=2, data=2, zero=3, schedule="zbv", micro=1)),
+    (other(tensor=4, micro=6), other(data=4, zero=2, replicate=2, micro=1)),
+    (other(pipeline=2, data=2, zero=1, schedule="zbv", micro=3), other(tensor=2, data=2, micro=3)),
+    (other(pipeline=4, micro=3), other(data=2, zero=1, micro=2)),
+    (other(tensor=2, pipeline=2, data=2, zero=3, micro=3), other(data=6, zero=3, micro=1)),
+    (other(data=6, zero=2, micro=2), other(tensor=4, pipeline=2, micro=3)),
+    (other(tensor=2, data=3, zero=3, micro=2), other(pipeline=4, data=2, zero=2, schedule="1f1b", micro=1)),
+]
+
+
+@pytest.mark.parametrize("runs", marked(CHANGED, lambda runs: "-to-".join(run.id for run in runs), quick=1, slow=3))
+def test_fifty_more_steps_on_another_layout_are_the_same_to_rounding(
+    runs: tuple[Run, Run], trainer: Trainer, tmp_path: Path
+):
+    before, after = runs
+    whole = trainer.whole(before)
+    trainer.train(after, tmp_path, f"checkpoint.resume={whole / 'checkpoints' / HALF}")
+    assert "resuming elsewhere: layout: " in (tmp_path / "train.log").read_text()
+    found, expected = rows(tmp_path), [row for row in rows(whole) if row["step"] > 50]
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    assert [row["step"] for row in found if "loss" in row] == list(range(51, 101))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert {key: ours[key] for key in ("step", "tokens")} == {key: theirs[key] for key in ("step", "tokens")}
+        for key in {"loss", "lr", "val_loss"} & ours.keys():
+            assert ours[key] == pytest.approx(theirs[key], rel=CLOSE, abs=0), (ours["step"], key)
+
+
+# One run in pieces: each is stopped by a signal, the last is not.
+PIECES = [
+    [Run(SINGLE, 4), other(data=2, zero=1, micro=3), other(tensor=2, micro=6)],
+    [other(pipeline=2, data=2, micro=3), other(data=3, zero=2, micro=2), other(tensor=2, data=2, zero=3, micro=1)],
+    [other(data=6, zero=3, micro=1), other(tensor=2, pipeline=2, data=2, micro=3), other(data=4, replicate=2, zero=2)],
+]
+
+
+@pytest.mark.parametrize("pieces", marked(PIECES, lambda runs: "-to-".join(run.id for run in runs), quick=1, slow=1))
+def test_no_sample_is_skipped_or_repeated_where_the_data_degree_changes(
+    pieces: list[Run], trainer: Trainer, tmp_path: Path
+):
+    # 36 samples an epoch, three steps, so that the order starts anew meanwhile.
+    short = ["data.num_tokens=577", "trainer.max_steps=10", "schedule.warmup_steps=9", "checkpoint.interval=0"]
+    whole = samples(trainer.train(ALONE, tmp_path / "whole", *short))
+    assert [number for number, _ in whole] == list(range(120))
+    assert len({text for _, text in whole}) == 36
+    cut = []
+    for run, stop_at in zip(pieces, (4, 7, None), strict=True):
+        cut += samples(trainer.train(run, tmp_path / "cut", *short, stop_at=stop_at))
+        assert len(cut) == 12 * (stop_at or 10)
+    assert cut == whole
+
+
+def samples(trained: list[Trained]) -> list[tuple[int, str]]:
+    """Number and text of each sample that was fed, in order: of a micro-batch, the data ranks' parts side by side."""
+    parts: dict[int, list[Fed]] = {}
+    for each in trained:
+        assert parts.setdefault(each.data_rank, each.fed) == each.fed  # all that read the same part of a batch
+    assert sorted(parts) == list(range(trained[0].data_size))
+    side_by_side = zip(*(parts[rank] for rank in sorted(parts)), strict=True)
+    return [pair for ranks in side_by_side for fed in ranks for pair in zip(fed.ids, fed.texts, strict=True)]
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_in_its_folder_on_other_layouts(
+    start: Start, tiny: list[str], whole: Callable, tmp_path: Path
+):
+    folder = tmp_path / "a"
+    warm = "schedule.warmup_steps=3"
+
+    def train(*overrides: str) -> str:
+        code, _, errors = start(TRAIN, f"run.dir={folder}", *overrides).end()
+        assert (code, errors) == (0, "")
+        return (folder / "train.log").read_text()
+
+    train(*tiny, warm, "run.name=a", "parallelism=zero3", "parallelism.data=2", "trainer.max_steps=4")
+    log = train("parallelism=tp2_pp2", "trainer.max_steps=8")
+    assert "layout: data 2 (zero 3) then, pipeline 2 x tensor 2, 1f1b now" in log
+    assert f"resuming from {folder / 'checkpoints' / 'step-00000004'}" in log
+    log = train("parallelism=single", "trainer.max_steps=12")
+    assert "layout: pipeline 2 x tensor 2, 1f1b then, one rank now" in log
+    assert f"resuming from {folder / 'checkpoints' / 'step-00000008'}" in log
+    assert sorted(losses(folder)) == list(range(1, 13))
+    assert losses(folder) == pytest.approx(whole(warm, "trainer.max_steps=12"), rel=CLOSE)

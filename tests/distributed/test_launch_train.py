@@ -1,0 +1,107 @@
+"""Several ranks from the command line, with real training: killed, stopped, going on, in a sweep."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from run_files import read_metrics
+
+from distributed.launch_command import TRAIN, Start, losses
+
+
+def test_two_ranks_from_the_command_line(start: Start, tiny: list[str], tmp_path: Path, whole: Callable) -> None:
+    (tmp_path / "gptlite").mkdir()  # what lies where the command is given is not taken for the package
+    (tmp_path / "gptlite" / "__init__.py").touch()
+    code, output, errors = start(TRAIN, *tiny, "parallelism.tensor=2", f"run.dir={tmp_path / 'a'}").end()
+    assert (code, errors) == (0, "")
+    assert output.count("step 8/8") == 1
+    assert losses(tmp_path / "a") == pytest.approx(whole(), rel=1e-5)
+    assert (tmp_path / "a" / "ranks" / "rank-1.log").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_trains_on_within_a_minute(
+    start: Start, tiny: list[str], run: Callable, tmp_path: Path, victim: int
+) -> None:
+    """Where the run itself came from, another run's weights, is not where it goes on."""
+    assert run("other", "trainer.max_steps=2")[0] == 0
+    weights = [f"checkpoint.resume={tmp_path / 'other'}", "checkpoint.load=weights"]
+    common = [*weights, "trainer.max_steps=100", "checkpoint.interval=25", "parallelism.tensor=2"]
+    folder, uninterrupted = tmp_path / "a", tmp_path / "b"
+    assert start(TRAIN, *tiny, *common, f"run.dir={uninterrupted}").end()[0] == 0
+    command = start(TRAIN, *tiny, *common, "trainer.max_restarts=1", f"run.dir={folder}")
+    command.until(folder / "checkpoints" / "step-00000025")
+    os.kill(command.rank(victim), signal.SIGKILL)
+    killed, rows = time.monotonic(), len(read_metrics(folder))
+    while len(read_metrics(folder)) < rows + 2:
+        assert command.process.poll() is None, command.process.communicate()
+        assert time.monotonic() - killed < 60
+        time.sleep(0.05)
+    code, output, errors = command.end()
+    assert code == 0, errors
+    assert f"rank {victim} was killed by SIGKILL" in errors
+    assert "resuming from" in output
+    assert losses(folder) == losses(uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_the_run_goes_on(start: Start, tiny: list[str], tmp_path: Path, number: int) -> None:
+    folder, uninterrupted = tmp_path / "a", tmp_path / "b"
+    common = ["trainer.max_steps=100", "checkpoint.interval=25", "parallelism.tensor=2"]
+    assert start(TRAIN, *tiny, *common, f"run.dir={uninterrupted}").end()[0] == 0
+    command = start(TRAIN, *tiny, *common, f"run.dir={folder}")
+    command.until(folder / "checkpoints" / "step-00000025")
+    command.process.send_signal(number)
+    code, output, errors = command.end()
+    assert code == 128 + number, errors
+    assert "stopped: signal" in output
+    step = max(losses(folder))
+    assert (folder / "checkpoints" / f"step-{step:08d}" / "MANIFEST.json").exists()
+    code, _, errors = start(TRAIN, f"run.dir={folder}").end()
+    assert code == 0, errors
+    assert losses(folder) == losses(uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_without_restarts(start: Start, tiny: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    common = ["trainer.max_steps=100000", "checkpoint.interval=25", "parallelism.tensor=2"]
+    command = start(TRAIN, *tiny, *common, f"run.dir={folder}")
+    command.until(folder / "checkpoints" / "step-00000025")
+    os.kill(command.rank(1), signal.SIGKILL)
+    killed = time.monotonic()
+    code, _, errors = command.end()
+    assert time.monotonic() - killed < 15
+    assert code == 1
+    assert errors.startswith("rank 1 was killed by SIGKILL")
+
+
+@pytest.mark.slow
+def test_a_sweep_of_layouts(start: Start, tiny: list[str], tmp_path: Path, whole: Callable) -> None:
+    """One cell is refused, each other has its own world."""
+    sweep = ["-m", "parallelism.tensor=1,2", "parallelism.pipeline=1,3", f"run.dir={tmp_path / 'a'}"]
+    code, _, errors = start(TRAIN, *tiny, *sweep).end()
+    assert code == 2, errors  # at the end, for the cells with three pipeline ranks
+    assert "parallelism.pipeline=3" in errors
+    for job in (0, 2):
+        assert losses(tmp_path / "a" / str(job)) == pytest.approx(whole(), rel=1e-5)
+    assert not (tmp_path / "a" / "1").exists()
+
+
+@pytest.mark.slow
+def test_ranks_run_the_code_of_the_command(start: Start, tiny: list[str], tmp_path: Path) -> None:
+    """Not that of another checkout, which may be the one installed."""
+    other, here = tmp_path / "other", Path(TRAIN).parent
+    shutil.copytree(here / "gptlite", other / "gptlite")
+    shutil.copy(TRAIN, other)
+    with (other / "gptlite" / "worker.py").open("a") as file:
+        file.write("\nprint('the other checkout')\n")
+    code, output, errors = start(str(other / "train.py"), *tiny, "parallelism.tensor=2", "trainer.max_steps=2").end()
+    assert (code, errors) == (0, "")
+    assert "the other checkout\n" in output

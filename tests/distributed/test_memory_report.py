@@ -1,0 +1,171 @@
+"""What a run says of its memory: the banner's prediction, and the step that is measured."""
+
+from contextlib import closing, nullcontext
+
+import pytest
+import torch
+
+from gptlite.config import Config, load
+from gptlite.ops.select import select_ops
+from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
+from gptlite.parallelism.memory import micro_batches_in_flight
+from gptlite.parallelism.memory_watch import MemoryWatch, Sample, most_beside
+from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.torch_private import profiler_runs, recorded_allocations
+from gptlite.parity.record import build
+from gptlite.precision import resolve_precision
+from gptlite.trainer.memory import MemoryReport, RankMemory, predicted
+from gptlite.trainer.state import TrainState
+from gptlite.trainer.step import Diverged, Step
+
+BASE = """
+data=synthetic data.vocab_size=500 data.num_tokens=20000 data.global_batch_size=8 data.micro_batch_size=4
+model.num_layers=4 model.num_heads=4 model.d_model=64 model.sequence_length=64 precision=fp32
+schedule=constant schedule.warmup_steps=0 run.dir=unused run.name=memory
+""".split()
+KEYS = ["memory_parameters_bytes", "memory_gradients_bytes", "memory_optimizer_bytes", "memory_activations_bytes"]
+
+
+def started(*overrides: str) -> tuple[Config, TrainState, Step]:
+    config = load([*BASE, *overrides])
+    return config, *build(config, build_mesh(config.parallelism))
+
+
+def expected(config: Config, state: TrainState, step: Step) -> RankMemory:
+    policy, ops = resolve_precision(config.precision, step.mesh.device), select_ops(config.ops, step.mesh.device)
+    return RankMemory.of(state, step.mesh, config.parallelism, policy, ops, config.data.sequence_length)
+
+
+def take(report: MemoryReport, step: Step, state: TrainState, last: bool = False) -> float:
+    return report.take(step, state, last, nullcontext).loss
+
+
+def test_the_second_step_is_measured_and_no_other():
+    (_, state, step), (_, plain, plain_step) = started(), started()
+    report, losses = MemoryReport(), []
+    with closing(state.loader), closing(plain.loader):
+        losses.append(take(report, step, state))
+        assert report.row == {}
+        assert report.lines() == []
+        losses.append(take(report, step, state))
+        row = dict(report.row)
+        losses.append(take(report, step, state))
+        assert losses == [plain_step(plain).loss for _ in range(3)]  # it changes nothing
+    assert report.row == row
+    assert list(row) == KEYS
+    elements = sum(parameter.numel() for part in state.parts for parameter in part.parameters())
+    assert row["memory_parameters_bytes"] == row["memory_gradients_bytes"] == 4 * elements
+    assert row["memory_optimizer_bytes"] == pytest.approx(8 * elements, rel=0.001)  # and Adam's step counts
+    assert not profiler_runs()
+    ((key, text),) = report.lines()
+    assert key == "memory, at most"
+    assert text.startswith("parameters 926 KiB, gradients 926 KiB, optimizer 1.81 MiB, activations ")
+
+
+def test_a_run_of_one_step_is_measured_too():
+    _, state, step = started()
+    report = MemoryReport()
+    with closing(state.loader):
+        take(report, step, state, last=True)
+    assert list(report.row) == KEYS
+
+
+def test_a_step_that_fails_leaves_nothing_on():
+    _, state, step = started()
+    with torch.no_grad():
+        next(state.parts[0].parameters()).fill_(torch.nan)
+    with closing(state.loader), pytest.raises(Diverged):
+        take(MemoryReport(), step, state, last=True)
+    assert not profiler_runs()
+    assert not state.parts[0]._forward_hooks
+    assert not state.optimizer._optimizer_step_pre_hooks
+
+
+def test_a_step_under_the_profiler_is_not_measured():
+    _, state, step = started()
+    report = MemoryReport()
+    with closing(state.loader):
+        with torch.profiler.profile():
+            take(report, step, state, last=True)
+        assert report.row == {}
+        take(report, step, state)
+        assert list(report.row) == KEYS
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "precision=fp32",
+        "precision=bf16",
+        "model.dropout=0.1",
+        "model.tied_embeddings=false data.micro_batch_size=8",
+        "parallelism.activation_checkpointing=full model.num_layers=8",
+        "parallelism.activation_checkpointing=selective model.num_layers=8",
+        "model.sequence_length=512 ops.attention=matmul",
+        "ops.attention=sdpa model.vocab_multiple=1",
+    ],
+)
+def test_predictions_are_near_what_is_found(overrides):
+    config, state, step = started(*overrides.split())
+    with closing(state.loader):
+        step(state)
+        said = expected(config, state, step)
+        with MemoryWatch(state.parts, state.optimizer, step.mesh.device, step.accumulation) as watch:
+            step(state)
+    found = watch.found()
+    print(said.activations / found.activations, found)
+    assert said.state == found.state
+    assert said.activations == pytest.approx(found.activations, rel=0.3)
+
+
+def test_the_banner_has_a_line():
+    config, state, step = started()
+    policy, ops = resolve_precision(config.precision, step.mesh.device), select_ops(config.ops, step.mesh.device)
+    state.loader.close()
+    ((key, text),) = predicted(state, step.mesh, config.parallelism, policy, ops, config.data.sequence_length)
+    assert key == "memory"
+    assert text.startswith("parameters 926 KiB, gradients 926 KiB, optimizer 1.81 MiB, activations about ")
+    assert "rank" not in text
+
+
+def test_what_samples_have_is_left_out():
+    kept, passing, reused, unseen, left = 100, 200, 300, 400, 500
+    allocations = [
+        (1, kept, 64),
+        (2, passing, 1000),
+        (3, reused, 10),
+        (4, passing, -1000),
+        (5, 999, -77),  # from before
+        (6, reused, -10),
+        (7, reused, 500),
+        (9, kept, -64),
+        (10, reused, -500),
+        (11, unseen, 2000),
+        (12, unseen, 3000),  # so the first has been given back
+        (13, unseen, -3000),
+        (14, left, 9000),
+    ]
+    assert most_beside(allocations[:9], []) == 64 + 1000 + 10
+    assert most_beside(allocations[:9], [Sample(8, {"parameters": {kept: 64}, "gradients": {reused: 500}})]) == 1010
+    assert most_beside(allocations[:9], [Sample(20, {"parameters": {kept: 64}})]) == 64 + 1000 + 10
+    assert most_beside(allocations, []) == 3000
+
+
+def test_allocations_are_recorded_with_their_ends(capfd):
+    with recorded_allocations() as allocations:
+        assert profiler_runs()
+        tensor = torch.empty(1000)
+        address = tensor.data_ptr()
+        del tensor
+    assert [(where, size) for _, where, size in allocations] == [(address, 4000), (address, -4000)]
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("interleaved_1f1b", [5.5, 4.5, 3.5, 2.5]), ("zbv", [4] * 4)],
+)
+def test_micro_batches_in_flight(schedule, expected):
+    config = ParallelismConfig(pipeline=4, schedule=schedule)
+    assert [micro_batches_in_flight(config, rank, 8) for rank in range(4)] == expected
+    assert micro_batches_in_flight(ParallelismConfig(activation_checkpointing=ActivationCheckpointing.full), 0, 8) == 1

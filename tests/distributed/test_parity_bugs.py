@@ -1,0 +1,35 @@
+"""The comparison finds what it is for: each planted bug, named by a tensor or number it must spoil."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from distributed.parity_bugs import BUGS
+from distributed.parity_cells import Pool, References, judge
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    pool = Pool(References(tmp_path_factory.mktemp("references")))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("name", sorted(BUGS, key=lambda name: BUGS[name].cell.world))
+def test_a_planted_bug_is_found_and_named(name: str, pool: Pool):
+    bug = BUGS[name]
+    same, words = judge(pool.references, bug.cell, pool.run(bug.cell, name))
+    assert not same
+    assert words.startswith(f"different: step 1: {bug.names} is off by ")
+
+
+@pytest.mark.parametrize("cell", list({bug.cell for bug in BUGS.values()}), ids=lambda cell: cell.id)
+def test_without_a_bug_the_same_layouts_pass(cell, pool: Pool):
+    same, words = judge(pool.references, cell, pool.run(cell))
+    assert same, words
+
+
+def test_every_axis_has_its_bugs():
+    assert {name.partition(":")[0] for name in BUGS} == {"tensor", "sequence", "pipeline", "data", "zero"}

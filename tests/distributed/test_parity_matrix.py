@@ -1,0 +1,51 @@
+"""Every cell of the matrix trains as one process does. The quick ones are in every run, the others are slow."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from distributed.matrix import CELLS, CHOSEN, COMPILED, QUICK, REFUSED, Cell, Refused, legal_cells, pairs
+from distributed.parity_cells import Pool, References, judge
+from gptlite.parity.report import row
+
+COMPILING_SECONDS = 240
+
+
+def marked(cell: Cell) -> object:
+    marks = [] if cell.id in QUICK else [pytest.mark.slow]
+    return pytest.param(cell, id=cell.id, marks=marks)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    pool = Pool(References(tmp_path_factory.mktemp("references")))
+    yield pool
+    pool.close()
+
+
+# By world size, so that each world's ranks are started once.
+@pytest.mark.parametrize("cell", [marked(cell) for cell in sorted(CELLS, key=lambda cell: -cell.world)])
+def test_a_layout_trains_as_one_process_does(cell: Cell, pool: Pool):
+    result = pool.run(cell, timeout=COMPILING_SECONDS if cell in COMPILED else 120)
+    same, words = judge(pool.references, cell, result)
+    assert same, "\n".join([words, *map(row, result.comparisons)])
+
+
+def test_the_matrix_is_large_and_covers_every_pair_and_so_do_the_quick_cells():
+    everything = set().union(*map(pairs, legal_cells()))
+    assert len({cell.id for cell in CHOSEN}) >= 100
+    assert len({cell.id for cell in CELLS}) == len(CELLS)
+    assert set().union(*map(pairs, CHOSEN)) == everything
+    assert set().union(*(pairs(cell) for cell in CHOSEN if cell.id in QUICK)) == everything
+    assert {cell.world for cell in CELLS if cell.id in QUICK} == {8}
+    assert {2, 4, 6, 8} == {cell.world for cell in CELLS}
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.overrides.replace("parallelism.", ""))
+def test_an_illegal_combination_is_refused_with_its_reason(refused: Refused):
+    start = time.monotonic()
+    reason = refused.reason()
+    assert refused.names in reason
+    assert "\n" not in reason
+    assert time.monotonic() - start < 20  # no rank was started

@@ -1,0 +1,100 @@
+"""tools/parity.py as a user calls it, and what each of its ranks does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed.matrix import BASE
+from distributed.parity_bugs import planted
+from distributed.ranks import Ranks
+from gptlite.config import CONF_DIR, load
+from gptlite.parity.record import recorded
+from gptlite.parity.worker import compare_run, save_reference
+
+TOOL = CONF_DIR.parent / "tools" / "parity.py"
+TINY = ("model.num_layers=2", "model.num_heads=2", "model.d_model=32", "model.sequence_length=16", "model.dropout=0.1")
+
+
+def call(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    command = [sys.executable, str(TOOL), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, cwd=folder, env=os.environ | environment
+    )
+
+
+def test_a_layout_is_compared_with_one_process(tmp_path: Path):
+    layout = ("parallelism=tp2_pp2", "data.micro_batch_size=4", "steps=2")
+    result = call(tmp_path, *layout, *TINY)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "one process: 2 steps of gpt-lite"
+    assert lines[1] == "pipeline 2 x tensor 2, 1f1b: 4 ranks"
+    assert [line.split()[0] for line in lines[2:5]] == ["step", "1", "2"]
+    assert lines[5].startswith("same: 2 steps, 28 tensors; loss within ")
+    assert len(lines) == 6
+    assert list(tmp_path.iterdir()) == []  # nothing is written, least of all into outputs/
+
+
+@pytest.mark.slow
+def test_bf16_and_a_text_of_ones_own(tmp_path: Path, text: Path):
+    data = ("data=text", f"data.path={text}", "data.tokenizer=byte", f"data.cache_dir={tmp_path / 'cache'}")
+    result = call(tmp_path, "parallelism=zero3", "precision=bf16", "data.micro_batch_size=4", *data, *TINY)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "data 2 (zero 3): 2 ranks" in result.stdout
+    assert "same: 5 steps" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["parallelism=tp2", "model.num_heads=3", "model.d_model=48"], "model.num_heads=3 is not divisible by"),
+        (["parallelism=tp3"], "parallelism=tp3"),
+        ([], "the layout is one process, too"),
+        (["parallelism=tp2", "steps=0"], "steps=0"),
+        (["parallelism=tp2", "stepps=1"], "stepps"),
+    ],
+)
+def test_it_refuses_in_one_line(tmp_path: Path, arguments: list[str], named: str):
+    result = call(tmp_path, *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert named in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_it_is_not_for_torchrun(tmp_path: Path):
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    result = call(tmp_path, "parallelism=tp2", **rank)
+    assert result.returncode == 2
+    assert "without torchrun" in result.stderr
+
+
+def compared(folder: str, overrides: list[str], bug: str) -> int:
+    """On a rank."""
+    with planted(bug):
+        return compare_run(Path(folder), load(overrides), 0.0, None, None)
+
+
+def test_ranks_say_what_differs(tmp_path: Path):
+    run = [*BASE, "precision=fp32", "model.num_layers=2", "data.micro_batch_size=24"]
+    torch.set_num_threads(1)
+    save_reference(tmp_path, (step for step in recorded(load(run), 2) if step is not None))
+    bug = "tensor: each rank's heads drop what the first heads drop"
+    with Ranks(2) as ranks:
+        assert ranks.run(
+            "distributed.test_parity_tool:compared", str(tmp_path), [*run, "parallelism.tensor=2"], bug
+        ) == [1, 0]
+        printed = ranks.output(0)
+        assert "different: step 1: gradient of token_embedding.weight is off by " in printed
+        assert "in that step 28 of 28 gradients differ" in printed
+        assert "same" not in printed
+        assert ranks.run(
+            "distributed.test_parity_tool:compared", str(tmp_path), [*run, "parallelism.tensor=2"], ""
+        ) == [0, 0]
+        assert ranks.output(0).splitlines()[-1].startswith("same: 2 steps, 28 tensors")

@@ -1,0 +1,217 @@
+"""Layouts that cannot run are refused in one line before any rank starts; those that can are not."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from gptlite.checks import check, check_world
+from gptlite.config import CONF_DIR, from_yaml, load, to_yaml
+from gptlite.errors import ConfigError
+from gptlite.parallelism.layout import SCHEDULES, Layout, largest_micro_batch, wanted_world
+
+PRESETS = {
+    "single": (1, 1, 1, 1, 1),
+    "ddp": (1, 2, 1, 1, 1),
+    "zero1": (1, 1, 2, 1, 1),
+    "zero2": (1, 1, 2, 1, 1),
+    "zero3": (1, 1, 2, 1, 1),
+    "tp2": (1, 1, 1, 1, 2),
+    "tp4": (1, 1, 1, 1, 4),
+    "tp8": (1, 1, 1, 1, 8),
+    "pp2": (2, 1, 1, 1, 1),
+    "pp4": (4, 1, 1, 1, 1),
+    "tp2_pp2": (2, 1, 1, 1, 2),
+    "tp2_pp2_dp2": (2, 2, 1, 1, 2),
+}
+
+
+def loaded(words):
+    """The configuration of overrides; a key without a section is one of parallelism's."""
+    return load([word if word.partition("=")[0].count(".") else f"parallelism.{word}" for word in words.split()])
+
+
+def refusal(action):
+    with pytest.raises(ConfigError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF_DIR / "parallelism").glob("*.yaml")))
+def test_every_preset_runs_as_it_is_on_a_cpu(name):
+    config = load([f"parallelism={name}"])
+    assert check_world(config, wanted_world(config.parallelism, gpus=0)) == Layout(PRESETS[name])
+    assert config.parallelism.zero == int(name.removeprefix("zero") if name.startswith("zero") else 0)
+
+
+def test_a_data_parallel_preset_takes_every_gpu():
+    for name in ("ddp", "zero1", "zero2", "zero3"):
+        config = load([f"parallelism={name}"])
+        assert check_world(config, wanted_world(config.parallelism, gpus=8)).data_size == 8
+
+
+def test_one_device_by_default_with_all_of_the_batch_at_once():
+    config = load()
+    assert wanted_world(config.parallelism, gpus=8) == 1
+    assert check_world(config, 1) == Layout()
+    micro = config.data.micro_batch_size or largest_micro_batch(config.parallelism, config.data.global_batch_size, 1)
+    assert micro == config.data.global_batch_size == 16
+
+
+REFUSED = {
+    # Degrees.
+    "tensor=0": "parallelism.tensor=0 must be at least 1",
+    "data=0": "parallelism.data=0 must be at least 1",
+    "tensor=3": "model.num_heads=8 is not divisible by parallelism.tensor=3; try 1, 2, 4, 8",
+    "tensor=16": "model.num_heads=8 is not divisible by parallelism.tensor=16; try 1, 2, 4, 8",
+    "tensor=4 model.d_ff=1002": "model.d_ff=1002 is not divisible by parallelism.tensor=4; try 1, 2\n",
+    "tensor=8 model.vocab_size=4 model.vocab_multiple=1": "parallelism.tensor=8 is more than the vocabulary's 4 rows",
+    "context=2": "parallelism.context=2: not in this version yet; use parallelism.context=1",
+    # Sequence parallelism.
+    "sequence=true": "parallelism.sequence=true cuts sequences over tensor-parallel ranks, and parallelism.tensor=1; "
+    "use parallelism.sequence=false, or parallelism.tensor=2, 4 or 8",
+    "sequence=true tensor=4 data.sequence_length=250": "data.sequence_length=250 is not divisible by "
+    "parallelism.tensor=4; try 1, 2\n",
+    # ZeRO and copies.
+    "zero=4": "parallelism.zero=4 is no stage of ZeRO; use 0, 1, 2 or 3",
+    "zero=-1": "parallelism.zero=-1 is no stage of ZeRO",
+    "data=4 dp_replicate=3 zero=1": "parallelism.dp_replicate=3 does not divide the 4 data-parallel ranks; "
+    "try parallelism.dp_replicate=1, 2, 4",
+    "data=4 dp_replicate=2": "parallelism.dp_replicate=2 of 4 data-parallel ranks: parallelism.zero=0 copies all",
+    # Schedules and their stages.
+    "schedule=1f1d": "parallelism.schedule=1f1d is none of gpipe, 1f1b, interleaved_1f1b, zero_bubble, zbv; did you",
+    "schedule=zbv pipeline=2 virtual_stages=1": "parallelism.virtual_stages=1: parallelism.schedule=zbv has 2 a rank",
+    "pipeline=2 virtual_stages=2": "parallelism.virtual_stages=2: parallelism.schedule=1f1b has 1 a rank; use "
+    "parallelism.virtual_stages=1, or parallelism.schedule=interleaved_1f1b or zero_bubble",
+    "pipeline=2 schedule=gpipe virtual_stages=3": "parallelism.virtual_stages=3: parallelism.schedule=gpipe has 1",
+    "pipeline=2 virtual_stages=0": "parallelism.virtual_stages=0 must be at least 1",
+    "pipeline=5 data.micro_batch_size=1": "parallelism.pipeline=5 x 1 stages a rank = 5 stages, but "
+    "model.num_layers=4 and each holds one or more; try parallelism.pipeline=1, 2, 3, 4, or model.num_layers=5",
+    "pipeline=4 schedule=zero_bubble": "parallelism.pipeline=4 x 2 stages a rank = 8 stages, but model.num_layers=4 "
+    "and each holds one or more; try parallelism.pipeline=1, 2, or parallelism.virtual_stages=1, or model.num_layers=8",
+    "pipeline=4 schedule=zbv": "try parallelism.pipeline=1, 2, or parallelism.schedule=1f1b, or model.num_layers=8",
+    "pipeline=2 schedule=zbv trainer.compile=true": "trainer.compile=true: the backward pass of a compiled block",
+    # Batches.
+    "data=2 data.micro_batch_size=16": "data.global_batch_size=16 = data.micro_batch_size=16 x accumulation x data=2 "
+    "has no whole number for accumulation; try data.micro_batch_size=1, 2, 4 or 8, or data.global_batch_size=32",
+    "data=3 data.micro_batch_size=4": "x accumulation x data=3 has no whole number for accumulation; "
+    "try data.global_batch_size=12 or 24",
+    "pipeline=2 data.micro_batch_size=16": "data.global_batch_size=16 = data.micro_batch_size=16 x accumulation=1 x "
+    "data=1: parallelism.schedule=1f1b with parallelism.pipeline=2 needs at least 2 micro-batches a step, not 1; "
+    "try data.micro_batch_size=1, 2, 4 or 8, or data.global_batch_size=32",
+    "pipeline=4 data=2 data.micro_batch_size=4": "needs at least 4 micro-batches a step, not 2; "
+    "try data.micro_batch_size=1 or 2, or data.global_batch_size=32",
+    "pipeline=2 data=1 schedule=zero_bubble data.global_batch_size=14 data.micro_batch_size=2": "runs 6 or 8 "
+    "micro-batches a step, in equal rounds of 2 or more, not 7; try data.micro_batch_size=1, 7 or 14, or "
+    "data.global_batch_size=12 or 16",
+    # The rest.
+    "bucket_layers=0": "parallelism.bucket_layers=0 must be at least 1",
+    "prefetch=-1": "parallelism.prefetch=-1 must not be negative",
+    "timeout_seconds=0": "parallelism.timeout_seconds=0.0 must be above 0 and at most 1,000,000",
+    "timeout_seconds=nan": "parallelism.timeout_seconds=nan must be above 0",
+    "timeout_seconds=inf": "parallelism.timeout_seconds=inf must be above 0",
+    "trainer.max_restarts=-1": "trainer.max_restarts=-1 must not be negative; 0 turns it off",
+    "trainer.replica_check_interval=-1": "trainer.replica_check_interval=-1 must not be negative; 0 turns it off",
+    "activation_checkpointing=some": "parallelism.activation_checkpointing: Invalid value 'some'",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_wrong_layout_is_one_line_that_names_key_value_and_fix(words):
+    assert REFUSED[words] in refusal(lambda: loaded(words)) + "\n"
+
+
+WORLDS = {
+    ("tensor=2 pipeline=2", 6): "world size 6 = parallelism.pipeline=2 x data x parallelism.context=1 x "
+    "parallelism.tensor=2 has no whole number for data; try parallelism.tensor=1, 3, or parallelism.pipeline=1, 3, "
+    "or 4 or 8 ranks",
+    ("data=3 data.global_batch_size=15 data.micro_batch_size=5", 4): "world size 4 is not parallelism.pipeline=1 x "
+    "parallelism.data=3 x parallelism.context=1 x parallelism.tensor=1 = 3; try parallelism.data=4, or 3 ranks",
+    ("zero=1 data.micro_batch_size=4", 3): "data.global_batch_size=16 = data.micro_batch_size=4 x accumulation x "
+    "data=3 has no whole number for accumulation; try data.global_batch_size=12 or 24",
+    ("pipeline=2 data.micro_batch_size=4", 8): "needs at least 2 micro-batches a step, not 1; "
+    "try data.micro_batch_size=1 or 2, or data.global_batch_size=32",
+    ("zero=3 dp_replicate=4", 2): "parallelism.dp_replicate=4 does not divide the 2 data-parallel ranks",
+}
+
+
+@pytest.mark.parametrize(("words", "world"), WORLDS)
+def test_what_depends_on_the_world_is_refused_once_it_is_known(words, world):
+    config = loaded(words)
+    assert WORLDS[words, world] in refusal(lambda: check_world(config, world))
+
+
+def test_a_micro_batch_left_open_is_refused_where_none_would_do():
+    few = "data.global_batch_size=2 data.micro_batch_size=null pipeline=4"
+    assert "=2 = data.micro_batch_size=1 x accumulation=2 x data=1: parallelism.schedule=1f1b" in refusal(
+        lambda: loaded(few)
+    )
+    config = loaded("data.micro_batch_size=null")
+    assert "data.global_batch_size=16 = data.micro_batch_size x accumulation x data=3 has no whole" in refusal(
+        lambda: check_world(config, 3)
+    )
+    assert check_world(config, 4).data_size == 4
+    assert from_yaml(to_yaml(config)).data.micro_batch_size is None
+
+
+@pytest.fixture(scope="module")
+def deep():
+    """A configuration of eight layers, to be changed without composing it again."""
+    return load(["model.num_layers=8", "data.micro_batch_size=1", "data.global_batch_size=24"])
+
+
+def check_changed(config, batch, micro, **layout):
+    data = replace(config.data, global_batch_size=batch, micro_batch_size=micro)
+    changed = replace(config, data=data, parallelism=replace(config.parallelism, **layout))
+    check(changed)
+    return changed
+
+
+def test_every_choice_that_a_refused_batch_names_would_do(deep):
+    tried = 0
+    for schedule, pipeline, data, micro, batch in product(SCHEDULES, (1, 2, 4), (1, 2, 3), (1, 2, 3, None), (4, 7, 12)):
+        layout = {"schedule": schedule, "pipeline": pipeline, "data": data}
+        try:
+            check_changed(deep, batch, micro, **layout)
+        except ConfigError as error:
+            for choice in str(error).split("; try ")[1].split(", or "):
+                key, _, values = choice.partition("=")
+                for value in map(int, values.replace(" or ", ", ").split(", ")):
+                    sizes = (value, micro) if key == "data.global_batch_size" else (batch, value)
+                    check_changed(deep, *sizes, **layout)
+                    tried += 1
+    assert tried > 300
+
+
+def test_legal_layouts_are_accepted(deep):
+    """The axes of the parity matrix on eight ranks. Every schedule runs 24, 12, 6 or 3 micro-batches where it fills."""
+    count = 0
+    for tensor, pipeline, zero, schedule in product((1, 2, 4, 8), (1, 2, 4), (0, 1, 2, 3), SCHEDULES):
+        if tensor * pipeline <= 8:
+            layout = {"tensor": tensor, "pipeline": pipeline, "zero": zero, "schedule": schedule}
+            config = check_changed(deep, 24, 1, sequence=tensor > 1, **layout)
+            assert check_world(config, 8).data_size == 8 // (tensor * pipeline)
+            count += 1
+    assert count == 9 * 4 * 5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "zero=3 dp_replicate=2",  # the data degree is not known yet
+        "dp_replicate=4",
+        "data=4 dp_replicate=4 data.micro_batch_size=1",
+        "pipeline=4 schedule=zero_bubble virtual_stages=1 data.micro_batch_size=1",
+        "pipeline=2 schedule=zbv virtual_stages=2 data.micro_batch_size=8",
+        "pipeline=2 schedule=interleaved_1f1b trainer.compile=true data.micro_batch_size=8",
+        "pipeline=3 schedule=gpipe data.micro_batch_size=16",
+        "schedule=zbv trainer.compile=true",  # no pipeline, nothing is split
+        "virtual_stages=3 schedule=interleaved_1f1b",
+        "tensor=8 model.vocab_size=65 model.vocab_multiple=1",
+        "tensor=8 model.d_ff=1000",
+        "prefetch=0 bucket_layers=100 timeout_seconds=0.5 trainer.max_restarts=3 trainer.replica_check_interval=10",
+    ],
+)
+def test_unusual_layouts_are_accepted(words):
+    loaded(words)

@@ -1,0 +1,179 @@
+"""The peers' halves of bench_ranks.py: a training step each, as fast as the peer can be set up without changing it.
+
+DeepSpeed trains nanoGPT's model. In bf16 its parameters and the reduction of its gradients are bf16, ours reduces in
+fp32, twice the bytes. Gradients are all-reduced (`reduce_scatter: false`), which is its faster way with gloo.
+
+picotron's model is Llama's: RoPE for learned positions, RMSNorm for layer norm, SwiGLU with 8/3 of the width for GELU
+with 4, which is as many parameters and FLOPs; embeddings are not tied. Its CPU mode computes in fp32, waits for a GPU
+after each message (left out here), keeps rotary tables in bf16 (fp32 here, which is faster), and clips no gradients.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from bench_step import Size, batch
+
+from gptlite.errors import ConfigError
+
+
+def deepspeed_step(layout: str, size: Size, precision: str, fused: bool, nanogpt: Path) -> Callable[[], None]:
+    """A step of DeepSpeed's ZeRO engine on nanoGPT's model. Raises ConfigError where DeepSpeed is not installed."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        import deepspeed  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ConfigError("peer=deepspeed is not installed: DS_BUILD_OPS=0 pip install deepspeed") from None
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    sys.path.insert(0, str(nanogpt))
+    import model as nano  # pyright: ignore[reportMissingImports]
+
+    shape = nano.GPTConfig(
+        block_size=size.sequence_length,
+        vocab_size=size.vocab_size,
+        n_layer=size.num_layers,
+        n_head=size.num_heads,
+        n_embd=size.d_model,
+        dropout=0.0,
+        bias=False,
+    )
+    stage, share = int(layout.removeprefix("zero")), size.batch_size // dist.get_world_size()
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 1:
+        zero["reduce_scatter"] = False
+    config = {
+        "train_micro_batch_size_per_gpu": share,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    with redirect_stdout(StringIO()):
+        deepspeed.init_distributed(dist_backend="gloo")
+        model: Any = nano.GPT(shape)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    tokens, targets = (each[:share] for each in batch(size, torch.device("cpu")))
+
+    def step() -> None:
+        loss = engine(tokens, targets)[1]
+        engine.backward(loss)
+        engine.step()
+
+    return step
+
+
+def picotron_step(layout: str, size: Size, micro_batches: int, fused: bool, clone: Path) -> Callable[[], None]:
+    """A step of picotron's CPU mode, as its train.py takes it."""
+    _import_picotron(clone)
+    import picotron.process_group_manager as groups  # pyright: ignore[reportMissingImports]
+    from picotron.model import Llama  # pyright: ignore[reportMissingImports]
+    from picotron.pipeline_parallel import pipeline_parallel  # pyright: ignore[reportMissingImports]
+    from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel  # pyright: ignore[reportMissingImports]
+
+    degree = dist.get_world_size()
+    groups.setup_process_group_manager(
+        tp_size=degree if layout == "tp2" else 1, cp_size=1, pp_size=degree if layout == "pp2" else 1, dp_size=1
+    )
+    config = _llama_config(size)
+    model: Any = Llama(config)
+    if layout == "tp2":
+        model = apply_tensor_parallel(model)
+    else:
+        model = pipeline_parallel.PipelineParallel(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    loader = _Batches(size, micro_batches if layout == "pp2" else 1)
+    shape = (loader.micro_batch_size, size.sequence_length, size.d_model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if layout == "pp2":
+            pipeline_parallel.train_step_pipeline_1f1b(model, loader, shape, torch.device("cpu"), torch.float32)
+        else:
+            _picotron_pass(model, next(loader))
+        optimizer.step()
+
+    return step
+
+
+def llama_flops(size: Size) -> int:
+    """FLOPs a token of picotron's model, counted as gptlite/model/flops.py counts ours."""
+    config = _llama_config(size)
+    layer = 4 * size.d_model**2 + 3 * size.d_model * config.intermediate_size
+    matrices = size.num_layers * layer + size.d_model * size.vocab_size
+    return 6 * matrices + 6 * size.num_layers * size.d_model * size.sequence_length
+
+
+def _llama_config(size: Size) -> Any:
+    return SimpleNamespace(
+        hidden_size=size.d_model,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_heads,
+        intermediate_size=size.d_model * 8 // 3,
+        vocab_size=size.vocab_size,
+        num_hidden_layers=size.num_layers,
+        max_position_embeddings=size.sequence_length,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+    )
+
+
+def _picotron_pass(model: Any, batch: dict[str, Any]) -> float:
+    """picotron's train.py, train_step, of one micro-batch."""
+    outputs = model(input_ids=batch["input_ids"])
+    targets = batch["target_ids"].reshape(-1)
+    loss = F.cross_entropy(outputs.view(len(targets), -1), targets, reduction="mean")
+    loss.backward()
+    return loss.item()
+
+
+class _Batches:
+    """picotron's loader as its pipeline wants it: random tokens, the same in every step."""
+
+    def __init__(self, size: Size, micro_batches: int) -> None:
+        self.grad_acc_steps = micro_batches
+        self.micro_batch_size = size.batch_size // micro_batches
+        self._tokens, self._targets = (each[: self.micro_batch_size] for each in batch(size, torch.device("cpu")))
+
+    def __next__(self) -> dict[str, Any]:
+        positions = torch.arange(self._tokens.shape[1]).expand(len(self._tokens), -1)
+        return {
+            "input_ids": self._tokens,
+            "target_ids": self._targets,
+            "position_ids": positions,
+            "hidden_states": None,
+        }
+
+
+def _import_picotron(clone: Path) -> None:
+    """Makes picotron importable without the GPU packages it imports and, in its CPU mode, never calls."""
+    os.environ.update(FLASH_ATTEN="0", DEVICE="cpu", DTYPE="float32")  # how its train.py speaks to its model.py
+    sys.path.insert(0, str(clone))
+    unused = {
+        "flash_attn.flash_attn_interface": "flash_attn_func",
+        "flash_attn.layers.rotary": "apply_rotary_emb",
+        "flash_attn.ops.triton.layer_norm": "layer_norm_fn",
+    }
+    for module, name in unused.items():
+        sys.modules.setdefault(module, _stub(module, name))
+    from picotron.pipeline_parallel import pp_communications  # pyright: ignore[reportMissingImports]
+
+    # It waits for the GPU after each message, which a torch without CUDA refuses.
+    pp_communications.torch = SimpleNamespace(empty=torch.empty, cuda=SimpleNamespace(synchronize=lambda: None))
+
+
+def _stub(module: str, name: str) -> ModuleType:
+    stub = ModuleType(module)
+    setattr(stub, name, None)
+    return stub

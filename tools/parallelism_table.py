@@ -1,0 +1,143 @@
+"""Rebuild the tables of docs/parallelism.md: what runs, with how large an error, and what is refused, with its reason.
+
+python tools/parallelism_table.py [results=FILE] [output=docs/parallelism.md] [only_missing=false]
+
+It runs every cell of the parity matrix (tests/distributed/matrix.py) on gloo processes: about twenty minutes on two
+cores. results is a JSON file that keeps what has been measured, cell by cell; with only_missing=true the cells it has
+are not run again. Exit codes: 0, or 1 if a cell differs from one process.
+"""
+
+import json
+import math
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gptlite.errors import ConfigError
+from gptlite.files import write_whole
+from gptlite.tool import run_tool
+
+ROOT = Path(__file__).resolve().parents[1]
+if TYPE_CHECKING:
+    from distributed.matrix import Cell  # pyright: ignore[reportMissingImports]
+
+Result = dict[str, Any]  # a cell's verdict, largest errors and where they were, as JSON
+HEADS = {
+    "cells": "| layout | loss | gradient norm | worst gradient | worst updated value | |\n|---|--:|--:|---|---|---|",
+    "refused": "| overrides | refused with |\n|---|---|",
+}
+
+
+@dataclass
+class Arguments:
+    """The command line."""
+
+    results: str | None = None
+    output: str = "docs/parallelism.md"
+    only_missing: bool = False
+
+
+def main(arguments: Arguments) -> int:
+    """Runs the cells, writes the tables, and returns the exit code."""
+    if not (ROOT / "tests" / "distributed").is_dir():
+        raise ConfigError("the matrix is in tests/distributed, not in an installed package: use a checkout")
+    sys.path.insert(0, str(ROOT / "tests"))
+    from distributed.matrix import CELLS, REFUSED  # pyright: ignore[reportMissingImports]
+
+    file = Path(arguments.results) if arguments.results else None
+    known: dict[str, Result] = json.loads(file.read_text()) if file and file.exists() else {}
+    if not arguments.only_missing:
+        known = {}
+    run([cell for cell in CELLS if cell.id not in known], known, file)
+    rows = [table_row(cell.id, known[cell.id]) for cell in CELLS]
+    refusals = [f"| `{each.overrides}`{world(each.world)} | {each.reason()} |" for each in REFUSED]
+    output = Path(arguments.output)
+    text = output.read_text(encoding="utf-8")
+    lead = in_short([known[cell.id] for cell in CELLS], [known[cell.id] for cell in CELLS if cell.precision == "fp32"])
+    text = replaced(text, "cells", "\n".join([lead, "", HEADS["cells"], *rows]))
+    text = replaced(text, "refused", "\n".join([HEADS["refused"], *refusals]))
+    write_whole(output, text)
+    same = sum(known[cell.id]["same"] for cell in CELLS)
+    print(f"wrote {arguments.output}: {same} of {len(CELLS)} layouts train as one process does")
+    return 0 if same == len(CELLS) else 1
+
+
+def run(cells: "list[Cell]", known: dict[str, Result], file: Path | None) -> None:
+    """Adds the cells' results to `known` and, one by one, to the file."""
+    from distributed.parity_cells import Pool, References, judge  # pyright: ignore[reportMissingImports]
+
+    with tempfile.TemporaryDirectory(prefix="gptlite-parity-") as folder:
+        pool = Pool(References(Path(folder)))
+        try:
+            for number, cell in enumerate(sorted(cells, key=lambda cell: -cell.world)):
+                try:
+                    result = pool.run(cell, timeout=600)
+                    known[cell.id] = summary(result, *judge(pool.references, cell, result))
+                except (RuntimeError, TimeoutError) as error:
+                    known[cell.id] = {"same": False, "words": str(error).strip().splitlines()[-1], "seconds": 0.0}
+                words = "ok" if known[cell.id]["same"] else known[cell.id]["words"]
+                print(f"{number + 1}/{len(cells)} {cell.id}: {words} ({known[cell.id]['seconds']:.1f} s)", flush=True)
+                if file:
+                    write_whole(file, json.dumps(known, indent=1) + "\n")
+        finally:
+            pool.close()
+
+
+def summary(result: Any, same: bool, words: str) -> Result:
+    """The largest error of each kind over all steps, tensors with their names."""
+    found = [each.distances for each in result.comparisons]
+    return {
+        "same": same,
+        "words": words.splitlines()[0],
+        "seconds": result.seconds,
+        "loss": max(each.loss for each in found),
+        "grad_norm": max(each.grad_norm for each in found),
+        "gradient": largest([each.gradients for each in found]),
+        "value": largest([each.values for each in found]),
+    }
+
+
+def largest(steps: list[dict[str, float]]) -> tuple[float, str]:
+    """The largest error of any step, and whose."""
+    pairs = [(error, name) for errors in steps for name, error in errors.items()]
+    return max(pairs, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
+
+
+def in_short(results: list[Result], exact: list[Result]) -> str:
+    """How many are the same, and the largest errors of those that compute in fp32."""
+    same, measured = sum(each["same"] for each in results), [each for each in exact if "loss" in each]
+    loss, norm = (max(each[key] for each in measured) for key in ("loss", "grad_norm"))
+    gradient, value = (max(each[key][0] for each in measured) for key in ("gradient", "value"))
+    return (
+        f"{same} of {len(results)} layouts train as one process does. Largest errors in fp32: loss {loss:.0e}, "
+        f"gradient norm {norm:.0e}, gradients {gradient:.0e}, values {value:.0e}."
+    )
+
+
+def table_row(name: str, result: Result) -> str:
+    """`| layout | 1.3e-07 | 1.8e-07 | 3.0e-06 layers.6.mlp.up.bias | ... | ok |`."""
+    verdict = "ok" if result["same"] else result["words"].replace("|", "/")
+    if "loss" not in result:
+        return f"| {name} | | | | | {verdict} |"
+    worst = [f"{error:.0e} {tensor}" for error, tensor in (result["gradient"], result["value"])]
+    return f"| {name} | {result['loss']:.0e} | {result['grad_norm']:.0e} | {' | '.join(worst)} | {verdict} |"
+
+
+def world(size: int | None) -> str:
+    """` on 6 ranks`, where that is what is wrong."""
+    return "" if size is None else f" on {size} ranks"
+
+
+def replaced(text: str, name: str, table: str) -> str:
+    """The text with what stands between `<!-- NAME -->` and `<!-- end of NAME -->` replaced."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ConfigError(f"output: the file needs one line {begin} and one {end}")
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+
+
+if __name__ == "__main__":
+    run_tool(main, Arguments, __doc__)

@@ -1,0 +1,337 @@
+"""Draw the pictures of docs/parallelism.md from the code that runs: who holds what, ZeRO's bytes, pipeline schedules.
+
+python tools/plot_parallelism.py [folder=docs/pictures]
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+
+from gptlite.config import load
+from gptlite.errors import ConfigError
+from gptlite.files import replacing
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.layout import AXES, SCHEDULES, num_stages, resolve, split_layers, stages_of_rank
+from gptlite.tool import run_tool
+
+INK, MUTED, GRID, EMPTY = "#1c1c1c", "#6b6b6b", "#d9d9d9", "#f6f6f6"
+BLUE, ORANGE, GREEN, VIOLET = "#1f5fbf", "#d9822b", "#3d8b5f", "#7a5fb5"
+
+
+@dataclass
+class Arguments:
+    """The command line."""
+
+    folder: str = "docs/pictures"
+
+
+def main(arguments: Arguments) -> None:
+    """Draws the pictures and says where they are."""
+    folder = Path(arguments.folder)
+    for name, draw in (("layouts", layouts), ("zero", zero), ("pipeline", pipeline)):
+        figure, path = draw(), folder / f"{name}.png"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                figure.savefig(file, dpi=130, format="png")
+        except OSError as error:
+            raise ConfigError(f"folder={folder} cannot be written: {error}; give another") from None
+        print(f"wrote {path}")
+
+
+# Who holds what: a row of cells a rank, filled as far as the rank stores that piece of the model.
+
+LAYERS = 4
+PIECES = ("embedding", *(f"block {i}" for i in range(LAYERS)), "head")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A layout, and what to see in it."""
+
+    title: str
+    text: str
+    config: ParallelismConfig
+    world: int = 2
+
+
+PANELS = [
+    Panel("data 2, zero 0 to 2", "all of it on every rank, other samples", ParallelismConfig()),
+    Panel("data 2, zero 3", "half of each piece, gathered when it is used", ParallelismConfig(zero=3)),
+    Panel("tensor 2", "half of every matrix", ParallelismConfig(tensor=2)),
+    Panel("pipeline 2", "consecutive blocks", ParallelismConfig(pipeline=2)),
+    Panel(
+        "pipeline 2, interleaved_1f1b or zero_bubble",
+        "four parts, every other one",
+        ParallelismConfig(pipeline=2, schedule="interleaved_1f1b"),
+    ),
+    Panel("pipeline 2, zbv", "four parts, a V", ParallelismConfig(pipeline=2, schedule="zbv")),
+    Panel(
+        "pipeline 2 x data 2 (zero 3) x tensor 2",
+        "each axis cuts what the ones before have left",
+        ParallelismConfig(pipeline=2, tensor=2, zero=3),
+        8,
+    ),
+    Panel(
+        "data 4 (zero 3, 2 copies of 2 shards) x tensor 2",
+        "HSDP: ranks 0 to 3 hold all of it, 4 to 7 again",
+        ParallelismConfig(tensor=2, zero=3, dp_replicate=2),
+        8,
+    ),
+]
+
+
+def layouts() -> Figure:
+    """What each rank stores, layout by layout."""
+    figure = Figure(figsize=(12, 10.4), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.05, h_pad=0.12))
+    grid = figure.subplots(4, 2, height_ratios=[2, 2, 2, 7])
+    for axes, panel in zip(grid.flat, PANELS, strict=True):
+        draw_panel(axes, panel)
+    return figure
+
+
+def draw_panel(axes: Axes, panel: Panel) -> None:
+    """One layout: cut across by tensor (blue, orange), along by data shards, whole pieces by the pipeline."""
+    layout = resolve(panel.config, panel.world)
+    axes.set(xlim=(0, len(PIECES)), ylim=(panel.world, 0))
+    axes.set_xticks([x + 0.5 for x in range(len(PIECES))], PIECES, fontsize=8.5)
+    axes.xaxis.set_ticks_position("top")
+    axes.tick_params(colors=MUTED, length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=22)
+    axes.set_xlabel(panel.text, loc="left", fontsize=9.5, color=MUTED, labelpad=4)
+    labels = []
+    for rank in range(panel.world):
+        place = dict(zip(AXES, coordinates(rank, layout.sizes), strict=True))
+        held = pieces_of(panel.config, place["pp"])
+        tensor, shard = (place["tp"], layout.size("tp")), (place["dp_shard"], layout.size("dp_shard"))
+        for piece in range(len(PIECES)):
+            x, y, width, height = piece + 0.06, rank + 0.1, 0.88, 0.8
+            axes.add_patch(Rectangle((x, y), width, height, facecolor=EMPTY, edgecolor=GRID, linewidth=0.8))
+            if piece in held:
+                corner = (x + width * shard[0] / shard[1], y + height * tensor[0] / tensor[1])
+                color = (BLUE, ORANGE)[place["tp"]]
+                axes.add_patch(Rectangle(corner, width / shard[1], height / tensor[1], facecolor=color))
+        samples = place["dp_replicate"] * layout.size("dp_shard") + place["dp_shard"]
+        labels.append(f"rank {rank}" + (f", samples {'ABCD'[samples]}" if layout.data_size > 1 else ""))
+    axes.set_yticks([rank + 0.5 for rank in range(panel.world)], labels, fontsize=8.5)
+
+
+def coordinates(rank: int, sizes: Sequence[int]) -> list[int]:
+    """A rank's place on each axis, the last one fastest."""
+    place = []
+    for size in reversed(sizes):
+        place.append(rank % size)
+        rank //= size
+    return place[::-1]
+
+
+def pieces_of(config: ParallelismConfig, pp_rank: int) -> set[int]:
+    """Which of PIECES a rank of the pipeline holds."""
+    stages = num_stages(config)
+    layers = split_layers(LAYERS, stages, 1.0, 0.0)
+    held = {1 + layer for stage in stages_of_rank(config, pp_rank) for layer in layers[stage]}
+    held |= {0} if 0 in stages_of_rank(config, pp_rank) else set()
+    return held | ({1 + LAYERS} if stages - 1 in stages_of_rank(config, pp_rank) else set())
+
+
+# ZeRO's bytes a parameter.
+
+PARTS = {"gathered copy": VIOLET, "gradients": ORANGE, "fp32 parameters": BLUE, "Adam's moments": GREEN}
+DEGREES = (2, 4, 8)
+
+
+def bytes_of(stage: int, ranks: int, width: int) -> dict[str, float]:
+    """Bytes a parameter on each of `ranks` ranks; `width` of the dtype that computes. Gradients are accumulated."""
+    share = 1 if stage == 0 else ranks
+    return {
+        "gathered copy": width if stage < 3 else 0,
+        "gradients": 4 / (ranks if stage >= 2 else 1),
+        "fp32 parameters": 4 / share,
+        "Adam's moments": 8 / share,
+    }
+
+
+def zero() -> Figure:
+    """Bytes a parameter of each ZeRO stage, in bf16 and fp32, beside the paper's."""
+    from gptlite.parallelism.memory import paper_bytes_a_parameter
+
+    figure = Figure(figsize=(11, 4.4), layout=ConstrainedLayoutEngine(wspace=0.04))
+    for axes, (dtype, width) in zip(figure.subplots(1, 2, sharey=True), (("bf16", 2), ("fp32", 4)), strict=True):
+        ticks, names = [], []
+        for stage in range(4):
+            for index, ranks in enumerate(DEGREES):
+                x, bottom = stage * 4.2 + index, 0.0
+                for part, size in bytes_of(stage, ranks, width).items():
+                    axes.bar(x, size, bottom=bottom, width=0.82, color=PARTS[part])
+                    bottom += size
+                axes.text(x, bottom + 0.25, f"{bottom:g}", ha="center", fontsize=8.5, color=INK)
+                paper = paper_bytes_a_parameter(stage, ranks, width)
+                axes.plot([x - 0.41, x + 0.41], [paper, paper], color=INK, linewidth=1.6)
+                ticks.append(x)
+                names.append(str(ranks))
+            axes.text(stage * 4.2 + 1, -2.6, f"zero {stage}", ha="center", fontsize=10.5, color=INK)
+        axes.set_xticks(ticks, names, fontsize=8.5)
+        axes.set_title(dtype, loc="left", fontsize=12, fontweight="bold", color=INK)
+        axes.set(ylim=(0, 22), yticks=[0, 4, 8, 12, 16, 20])
+        axes.grid(axis="y", color=GRID, linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=MUTED, length=0)
+        axes.spines[:].set_visible(False)
+    figure.axes[0].set_ylabel("bytes a parameter on each rank", fontsize=10, color=MUTED)
+    handles: list[Artist] = [Rectangle((0, 0), 1, 1, facecolor=color) for color in PARTS.values()]
+    handles.append(Line2D([], [], color=INK, linewidth=1.6))
+    figure.legend(handles, [*PARTS, "the paper's"], loc="outside upper right", ncols=5, frameon=False, fontsize=9.5)
+    figure.supxlabel("data-parallel ranks", fontsize=10, color=MUTED)
+    return figure
+
+
+# Pipeline schedules, from the lists of actions that torch.distributed.pipelining runs.
+
+RANKS, MICRO_BATCHES = 4, 8
+COLORS = {"F": BLUE, "B": ORANGE, "I": ORANGE, "W": GREEN}
+LIGHT = {BLUE: "#8fb3e6", ORANGE: "#efc08f", GREEN: "#9cc9ae"}  # of a rank's second part
+
+
+@dataclass(frozen=True)
+class Action:
+    """A part's forward (F), whole backward (B), or its halves for inputs (I) and weights (W), of one micro-batch."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Bar:
+    """An action and when it runs, in forward passes of a quarter of the model."""
+
+    action: Action
+    start: float
+    length: float
+
+
+def pipeline() -> Figure:
+    """Five timelines, drawn to one scale."""
+    figure = Figure(figsize=(13, 11), layout=ConstrainedLayoutEngine(hspace=0.07))
+    lists = {name: actions_of(name) for name in SCHEDULES}
+    lines = {name: timeline(actions, num_stages(config(name))) for name, actions in lists.items()}
+    end = max(bar.start + bar.length for ranks in lines.values() for bars in ranks for bar in bars)
+    for axes, (name, ranks) in zip(figure.subplots(len(lines), 1, sharex=True), lines.items(), strict=True):
+        draw_timeline(axes, name, ranks)
+        axes.set_xlim(-0.1, end + 0.1)
+    handles = [Rectangle((0, 0), 1, 1, facecolor=color) for color in (BLUE, ORANGE, GREEN)]
+    words = ["forward", "backward, or its half for the inputs", "half for the weights  (light: a rank's second part)"]
+    figure.legend(handles, words, loc="outside upper right", ncols=3, frameon=False, fontsize=10)
+    figure.supxlabel("time, if a backward pass takes twice as long as a forward pass", fontsize=10, color=MUTED)
+    return figure
+
+
+def draw_timeline(axes: Axes, name: str, ranks: list[list[Bar]]) -> None:
+    """A row a rank; numbers are micro-batches, light bars a rank's second part."""
+    span = max(bar.start + bar.length for bars in ranks for bar in bars)
+    busy = sum(bar.length for bars in ranks for bar in bars)
+    for rank, bars in enumerate(ranks):
+        first = min(bar.action.stage for bar in bars)
+        for bar in bars:
+            color = COLORS[bar.action.kind]
+            color = color if bar.action.stage == first else LIGHT[color]
+            corner = (bar.start, rank + 0.08)
+            axes.add_patch(Rectangle(corner, bar.length, 0.84, facecolor=color, edgecolor="white", linewidth=0.8))
+            words = {"x": bar.start + bar.length / 2, "y": rank + 0.52, "s": str(bar.action.micro_batch)}
+            dark = color in LIGHT.values()
+            axes.text(**words, ha="center", va="center", fontsize=7.5, color=INK if dark else "white")
+    axes.set(ylim=(len(ranks), 0))
+    axes.set_yticks([rank + 0.5 for rank in range(len(ranks))], [f"rank {rank}" for rank in range(len(ranks))])
+    axes.tick_params(colors=MUTED, length=0)
+    axes.spines[:].set_visible(False)
+    title = f"{name}: {1 - busy / (span * len(ranks)):.0%} of the time idle"
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+
+
+def config(schedule: str) -> ParallelismConfig:
+    """The layout of a timeline."""
+    return ParallelismConfig(pipeline=RANKS, schedule=schedule)
+
+
+def actions_of(schedule: str) -> list[list[Action]]:
+    """What each rank does, in order, of the schedule object that training would run. Nothing is sent."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from gptlite.parallelism.mesh import build_mesh
+    from gptlite.parity.record import build
+
+    run = load(
+        [
+            *"data=synthetic data.vocab_size=16 data.num_tokens=1000 data.micro_batch_size=1 precision=fp32".split(),
+            *"model.num_layers=8 model.num_heads=1 model.d_model=8 model.sequence_length=8".split(),
+            *(f"parallelism.pipeline={RANKS}", f"parallelism.schedule={schedule}"),
+            f"data.global_batch_size={MICRO_BATCHES}",
+        ]
+    )
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    try:
+        mesh = build_mesh(run.parallelism)
+        state, step = build(run, mesh)
+        state.loader.close()
+        order = step.passes.schedule.pipeline_order  # type: ignore[union-attr]
+    finally:
+        dist.destroy_process_group()
+    result = []
+    for rank in range(RANKS):
+        # Numbered anew: torch's own list of 1F1B counts the last rank's forward passes from 1.
+        seen: dict[tuple[str, int], int] = defaultdict(int)
+        actions = []
+        for each in order[rank]:
+            if found := re.fullmatch(r"(\d+)([FBIW])\d+", str(each)):
+                stage, kind = int(found[1]), found[2]
+                actions.append(Action(kind, stage, seen[kind, stage]))
+                seen[kind, stage] += 1
+        result.append(actions)
+    return result
+
+
+def timeline(lists: list[list[Action]], stages: int) -> list[list[Bar]]:
+    """When each action runs: as soon as its rank is free and what it needs has been computed. Messages take no time."""
+    parts = stages // len(lists)
+    length = {"F": 1 / parts, "B": 2 / parts, "I": 1 / parts, "W": 1 / parts}
+    ends: dict[tuple[str, int, int], float] = {}
+    bars: list[list[Bar]] = [[] for _ in lists]
+    waiting = [list(actions) for actions in lists]
+    while any(waiting):
+        before = len(ends)
+        for rank, queue in enumerate(waiting):
+            while queue and all(need in ends for need in needs(queue[0], stages)):
+                action = queue.pop(0)
+                free = bars[rank][-1].start + bars[rank][-1].length if bars[rank] else 0.0
+                start = max([free, *(ends[need] for need in needs(action, stages))])
+                bars[rank].append(Bar(action, start, length[action.kind]))
+                kind = "B" if action.kind == "I" else action.kind
+                ends[kind, action.stage, action.micro_batch] = start + length[action.kind]
+        assert len(ends) > before, "the schedule waits for itself"
+    return bars
+
+
+def needs(action: Action, stages: int) -> list[tuple[str, int, int]]:
+    """The kind, stage and micro-batch of what must have been computed before; a backward pass counts from its inputs'
+    half on."""
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.kind == "F":
+        return [("F", stage - 1, micro_batch)] if stage else []
+    if action.kind == "W":
+        return [("B", stage, micro_batch)]
+    return [("F", stage, micro_batch), *([("B", stage + 1, micro_batch)] if stage + 1 < stages else [])]
+
+
+if __name__ == "__main__":
+    run_tool(main, Arguments, __doc__)
