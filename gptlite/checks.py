@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gptlite.checkpoint.config import CheckpointConfig
@@ -10,12 +12,25 @@ from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check as check_logger
 from gptlite.optimizer.checks import check_optimizer
+from gptlite.parallelism.layout import (
+    Layout,
+    accumulation,
+    divisors,
+    largest_micro_batch,
+    listed,
+    num_stages,
+    resolve,
+    rule,
+    schedule_refuses,
+    stages_per_rank,
+)
 
 if TYPE_CHECKING:
     from gptlite.config import Config
 
 
 MAX_STEP_TOKENS = 2**31  # twenty times the largest batches published; past it a typo, not a plan
+MAX_TIMEOUT = 1_000_000  # seconds, eleven days
 
 
 def check(config: Config) -> None:
@@ -31,15 +46,26 @@ def check(config: Config) -> None:
     check_logger(config.logger)
 
 
-def divisors(number: int) -> str:
-    """`1, 2, 3, 6`: the degrees that divide a number."""
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+def check_world(config: Config, world: int) -> Layout:
+    """The layout of a run on that many ranks. Raises ConfigError, one line, where the arithmetic does not come out."""
+    layout = resolve(config.parallelism, world)
+    if problem := _batch_problem(config, layout.data_size):
+        raise ConfigError(problem)
+    return layout
 
 
 def _positive(config: Config) -> None:
     sections = {
         "model": ("num_layers", "num_heads", "d_model", "d_ff", "vocab_size", "vocab_multiple", "sequence_length"),
-        "parallelism": ("tensor", "pipeline", "context", "data", "dp_replicate"),
+        "parallelism": (
+            "tensor",
+            "pipeline",
+            "context",
+            "data",
+            "dp_replicate",
+            "virtual_stages",
+            "bucket_layers",
+        ),
         "trainer": ("max_steps", "log_interval", "eval_samples"),
     }
     for section, keys in sections.items():
@@ -60,7 +86,7 @@ def _model(config: Config) -> None:
     if model.d_model % model.num_heads:
         raise ConfigError(
             f"model.d_model={model.d_model} is not divisible by model.num_heads={model.num_heads}; "
-            f"the heads can be {divisors(model.d_model)}"
+            f"the heads can be {listed(divisors(model.d_model))}"
         )
     if not 0 <= model.dropout < 1:
         raise ConfigError(f"model.dropout={model.dropout} must be at least 0 and below 1")
@@ -75,27 +101,108 @@ def _model(config: Config) -> None:
 
 def _parallelism(config: Config) -> None:
     layout = config.parallelism
-    for key in ("tensor", "pipeline", "context", "data", "dp_replicate"):
-        value = getattr(layout, key)
-        if value not in (None, 1):
-            raise ConfigError(f"parallelism.{key}={value}: this version runs one device; use parallelism.{key}=1")
-    if layout.zero != 0:
-        raise ConfigError(f"parallelism.zero={layout.zero}: this version runs one device; use parallelism.zero=0")
+    if layout.context != 1:
+        raise ConfigError(f"parallelism.context={layout.context}: not in this version yet; use parallelism.context=1")
+    if not 0 <= layout.zero <= 3:
+        raise ConfigError(f"parallelism.zero={layout.zero} is no stage of ZeRO; use 0, 1, 2 or 3")
+    if layout.prefetch < 0:
+        raise ConfigError(f"parallelism.prefetch={layout.prefetch} must not be negative; 0 gathers nothing ahead")
+    if not 0 < layout.timeout_seconds <= MAX_TIMEOUT:
+        raise ConfigError(
+            f"parallelism.timeout_seconds={layout.timeout_seconds} must be above 0 and at most {MAX_TIMEOUT:,}"
+        )
+    _tensor(config)
+    _pipeline(config)
+
+
+def _tensor(config: Config) -> None:
+    model, tensor, sequence = config.model, config.parallelism.tensor, config.parallelism.sequence
+    length = config.data.sequence_length
+    degrees = divisors(math.gcd(model.num_heads, model.ffn_size, length if sequence else 0))
+    if sequence and tensor == 1:
+        others = f", or parallelism.tensor={listed(degrees[1:], 'or')}" if degrees[1:] else ""
+        raise ConfigError(
+            f"parallelism.sequence=true cuts sequences over tensor-parallel ranks, and parallelism.tensor=1; "
+            f"use parallelism.sequence=false{others}"
+        )
+    cut = {"model.num_heads": model.num_heads, "model.d_ff": model.ffn_size}
+    if sequence:
+        cut["data.sequence_length"] = length
+    for key, size in cut.items():
+        if size % tensor:
+            raise ConfigError(f"{key}={size} is not divisible by parallelism.tensor={tensor}; try {listed(degrees)}")
+    if model.vocab_size is not None and tensor > (rows := model.padded_vocab_size):
+        raise ConfigError(f"parallelism.tensor={tensor} is more than the vocabulary's {rows} rows; use {rows} at most")
+
+
+def _pipeline(config: Config) -> None:
+    layout, layers = config.parallelism, config.model.num_layers
+    its, ranks, virtual = rule(layout), layout.pipeline, layout.virtual_stages
+    if its.fixed and virtual not in (None, its.virtual):
+        raise ConfigError(
+            f"parallelism.virtual_stages={virtual}: parallelism.schedule={layout.schedule} has {its.virtual} a rank; "
+            f"use parallelism.virtual_stages={its.virtual}, or parallelism.schedule=interleaved_1f1b or zero_bubble"
+        )
+    each, stages = stages_per_rank(layout), num_stages(layout)
+    if stages > layers:
+        tries = [f"parallelism.pipeline={listed(list(range(1, layers // each + 1)))}"] if layers >= each else []
+        if each > 1 and ranks <= layers:
+            fewer = "parallelism.schedule=1f1b" if its.fixed else f"parallelism.virtual_stages={layers // ranks}"
+            tries.append(fewer)
+        raise ConfigError(
+            f"parallelism.pipeline={ranks} x {each} stages a rank = {stages} stages, but model.num_layers={layers} and "
+            f"each holds one or more; try {', or '.join([*tries, f'model.num_layers={stages}'])}"
+        )
+    if config.trainer.compile and ranks > 1 and its.splits_backward:
+        raise ConfigError(
+            f"trainer.compile=true: the backward pass of a compiled block cannot be split, as parallelism.schedule="
+            f"{layout.schedule} does; use trainer.compile=false, or parallelism.schedule=interleaved_1f1b or 1f1b"
+        )
 
 
 def _batch(config: Config) -> None:
-    data, ranks = config.data, config.parallelism.data or 1
-    per_pass = data.micro_batch_size * ranks
+    data, layout = config.data, config.parallelism
     if (tokens := data.global_batch_size * data.sequence_length) > MAX_STEP_TOKENS:
         raise ConfigError(f"data.global_batch_size={data.global_batch_size} is {tokens:,} tokens a step; lower it")
-    if data.global_batch_size % per_pass:
-        below = data.global_batch_size // per_pass * per_pass
-        nearest = " or ".join(str(n) for n in (below, below + per_pass) if n > 0)
-        raise ConfigError(
-            f"data.global_batch_size={data.global_batch_size} is not data.micro_batch_size={data.micro_batch_size} "
-            f"x {ranks} data-parallel ranks x a whole number of accumulation steps; "
-            f"try data.global_batch_size={nearest}, or a micro-batch of {divisors(data.global_batch_size // ranks)}"
-        )
+    if layout.data is not None:
+        check_world(config, layout.pipeline * layout.data * layout.context * layout.tensor)
+        return
+    # How many ranks there will be is not known yet: refuse what no number of them can run.
+    most = data.global_batch_size // (data.micro_batch_size or 1)
+    problems = [_batch_problem(config, data_size) for data_size in (1, max(most, 1))]
+    if all(problems):
+        raise ConfigError(problems[0])
+
+
+def _batch_problem(config: Config, data_size: int) -> str:
+    """Why the batch cannot be cut for that many data-parallel ranks, with the equation; empty where it can."""
+    batch, micro, layout = config.data.global_batch_size, config.data.micro_batch_size, config.parallelism
+
+    def fits(batch: int, micro: int) -> bool:
+        whole = batch % (micro * data_size) == 0
+        return whole and not schedule_refuses(layout, accumulation(batch, micro, data_size))
+
+    if largest_micro_batch(layout, batch, data_size) if micro is None else fits(batch, micro):
+        return ""
+    step = (micro or 1) * data_size
+    if batch % step:
+        size = "data.micro_batch_size" + ("" if micro is None else f"={micro}")
+        problem = f"{size} x accumulation x data={data_size} has no whole number for accumulation"
+    else:
+        count = batch // step
+        problem = f"data.micro_batch_size={micro or 1} x accumulation={count} x data={data_size}: "
+        problem += schedule_refuses(layout, count)
+    sizes = [s for s in divisors(batch // data_size) if fits(batch, s)] if batch % data_size == 0 else []
+    tries = [f"data.micro_batch_size={listed(sizes, 'or')}"] if sizes else []
+    tries.append(f"data.global_batch_size={listed(_nearest(batch, step, lambda b: fits(b, micro or 1)), 'or')}")
+    return f"data.global_batch_size={batch} = {problem}; try {', or '.join(tries)}"
+
+
+def _nearest(value: int, step: int, fits: Callable[[int], bool]) -> list[int]:
+    """The multiples of `step` nearest to `value` that fit, below and above."""
+    below = next((n for n in range(value // step * step, 0, -step) if fits(n)), None)
+    above = next(n for n in itertools.count(value // step * step + step, step) if fits(n))
+    return [above] if below is None else [below, above]
 
 
 def _trainer(config: Config) -> None:
@@ -105,15 +212,17 @@ def _trainer(config: Config) -> None:
         raise ConfigError(f"trainer.profile_steps={steps} must be [first, last] with 1 <= first <= last, or []")
     if steps and steps[0] > trainer.max_steps:
         raise ConfigError(f"trainer.profile_steps={steps} begins after trainer.max_steps={trainer.max_steps}")
-    for key in ("eval_interval", "sample_tokens"):
+    for key in ("eval_interval", "sample_tokens", "max_restarts", "replica_check_interval"):
         if getattr(trainer, key) < 0:
             raise ConfigError(f"trainer.{key}={getattr(trainer, key)} must not be negative; 0 turns it off")
 
 
 def _checkpoint(config: CheckpointConfig) -> None:
-    for key, zero in (("interval", "saves only at the end"), ("keep", "keeps all")):
+    for key, zero in (("interval", "saves only at the end"), ("keep", "keeps all"), ("keep_every", "turns it off")):
         if getattr(config, key) < 0:
             raise ConfigError(f"checkpoint.{key}={getattr(config, key)} must not be negative; 0 {zero}")
+    if not config.timeout_seconds > 0:
+        raise ConfigError(f"checkpoint.timeout_seconds={config.timeout_seconds:g} must be above 0; the default is 1800")
     if config.load not in ("all", "weights"):
         hint = did_you_mean(config.load, ("all", "weights"))
         raise ConfigError(f"checkpoint.load={config.load} is not all or weights{hint}")

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from gptlite.config import CONF_DIR, SCHEMAS, choices, help_text, register, saved_overrides, typed
 from gptlite.config_errors import refusals
 from gptlite.errors import ConfigError
+from gptlite.starter import is_main, let_main_speak, refuse_sweep
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -24,6 +25,8 @@ EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 def run(raw: DictConfig) -> None:
     """One job: of a single run or, under --multirun, of a sweep."""
     if HydraConfig.get().mode is RunMode.MULTIRUN:
+        if code := guarded(refuse_sweep):  # an experiment may be a sweep, unseen by `command`
+            sys.exit(code)
         job_of_sweep(raw)
     else:
         # Leaves by SystemExit: Hydra has words of its own for an exception.
@@ -67,6 +70,8 @@ def command() -> int:
         if {"-h", "--help"} & set(flags):
             print(help_text(overrides))
             return 0
+        if {"-m", "--multirun"} & set(flags):
+            refuse_sweep()
         sys.argv[1:] = [*flags, *saved_overrides(overrides), *overrides]
         run()
     return 0
@@ -81,16 +86,19 @@ def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     return [each for each in arguments if each not in overrides], overrides
 
 
-def guarded(action: Callable[[], int]) -> int:
+def guarded(action: Callable[[], int | None]) -> int:
     """The exit code of an action, its failure printed: in one line where a user caused it, with a traceback else."""
     try:
-        return action()
+        return action() or 0
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank is refused, and one says so
-            print(f"error: {error}", file=sys.stderr)
+        if is_main():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:  # under torchrun every rank is refused, and one says so
+            let_main_speak()
         return EXIT_REFUSED
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        if is_main():
+            print("stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as error:  # a full disk, a missing permission: the trace is in train.log, if there is one
         print(f"error: {error}", file=sys.stderr)

@@ -1,7 +1,9 @@
 """Pretraining from a configuration, in the order it happens. Read this file first."""
 
 import time
+from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 import torch
 
@@ -9,11 +11,13 @@ from gptlite.config import Config, with_vocabulary
 from gptlite.data.build import build_loader, prepare
 from gptlite.model.gpt import GPT
 from gptlite.model.init import init_weights
-from gptlite.model.parallelize import materialize, parallelize
+from gptlite.model.parallelize import build_passes, materialize, parallelize
 from gptlite.ops.select import select_ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.schedule import Schedule
+from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.watchdog import Watch
 from gptlite.precision import resolve_precision
 from gptlite.run_folder import RunFolder
 from gptlite.summary import announce, conclude
@@ -22,18 +26,26 @@ from gptlite.trainer.signals import StopSignal
 from gptlite.trainer.state import TrainState
 
 
-def pretrain(config: Config, started: float | None = None) -> int:
+def pretrain(
+    config: Config,
+    started: float | None = None,
+    stop_signal: StopSignal | None = None,
+    opened: Callable[[Path], None] | None = None,
+) -> int:
     """Trains, and returns the exit code: 0 done, 1 diverged, 128 + signal stopped.
 
-    `started` is when the command began, in time.monotonic() seconds; by default now. Raises ConfigError for what
-    cannot run here, before the run folder is written to (a tracker's server may refuse later).
+    To be called by every rank, the process group joined. `started` is when the command began, in time.monotonic()
+    seconds; by default now. `stop_signal` is how a rank hears a request to stop, and `opened` is told the run folder
+    once it stands. Raises ConfigError for what cannot run here, before the run folder is written to (a tracker's server
+    may refuse later).
     """
     started = time.monotonic() if started is None else started
     mesh = build_mesh(config.parallelism)
+    watch = Watch(mesh, config.parallelism.timeout_seconds)
     policy = resolve_precision(config.precision, mesh.device)
     ops = select_ops(config.ops, mesh.device)
-    run = RunFolder(config)
-    data = prepare(config.data, config.seed, run.log)
+    run = RunFolder(config, mesh)
+    data = prepare(config.data, config.seed, run.log, mesh)
     config = with_vocabulary(config, data.tokenizer.vocab_size)
 
     with torch.device("meta"):
@@ -42,17 +54,26 @@ def pretrain(config: Config, started: float | None = None) -> int:
     materialize(parts, mesh.device)
     for part in parts:
         init_weights(part, config.model, config.seed)
-    optimizer = build_optimizer(config.optimizer, [named for part in parts for named in part.named_parameters()])
-    loader = build_loader(config.data, data, mesh, config.seed)
+    optimizer = build_optimizer(config.optimizer, [named for part in parts for named in part.named_weights()])
+    loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
     schedule = Schedule(config.schedule, config.trainer.max_steps)
-    state = TrainState(parts, optimizer, schedule, loader, data.identity)
+    chain = Chain(parts, mesh, config.parallelism)
+    state = TrainState(chain, optimizer, schedule, loader, data.identity)
+    passes = build_passes(
+        chain,
+        config.parallelism,
+        micro_batches=loader.num_micro_batches,
+        micro_batch_size=loader.micro_batch_size,
+        sequence_length=config.data.sequence_length,
+    )
     run.restore(state)
+    run.check_space(state)
 
-    with run.opened(config, data.tokenizer), closing(loader):
+    with run.opened(config, data.tokenizer), closing(loader), closing(watch):
+        if opened is not None:
+            opened(run.path)
         reporter = announce(config, run, mesh, state, data, policy, ops)
-        settings = Settings(config.trainer, config.data, config.optimizer, config.checkpoint)
-        with conclude(config, run, state, reporter, started) as conclusion, StopSignal() as stop:
-            conclusion.outcome = train(
-                state, mesh, settings, reporter, lambda: run.save(state), stop, started, run.path
-            )
+        settings = Settings(config.trainer, config.optimizer, config.checkpoint)
+        with conclude(config, run, state, reporter, started, watch) as conclusion, stop_signal or StopSignal() as stop:
+            conclusion.outcome = train(state, passes, mesh, settings, reporter, run, stop, watch, started, run.path)
         return conclusion.exit_code

@@ -19,7 +19,7 @@ class Progress:
         self._started = self._reported = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """Counts bytes just handled."""
+        """Counts bytes just handled. Threads may share it: a count lost between two only delays a line."""
         self._done += num_bytes
         now = time.monotonic()
         if now - self._reported < self._interval or not self._done:
@@ -29,6 +29,8 @@ class Progress:
         eta = timedelta(seconds=round((now - self._started) * left / self._done))
         scale, unit = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
         share = self._done / max(self._total, 1)
+        rate = self._done / (now - self._started) / 1e6
         self._log(
-            f"{self._label}: {self._done / scale:.2f} of {self._total / scale:.2f} {unit} ({share:.0%}), ETA {eta}"
+            f"{self._label}: {self._done / scale:.2f} of {self._total / scale:.2f} {unit} ({share:.0%}), "
+            f"{rate:.0f} MB/s, ETA {eta}"
         )

@@ -23,6 +23,11 @@ def restore(checkpoint: str, precision: str = "auto") -> tuple[GPT, Tokenizer, C
     """
     path = find_checkpoint(checkpoint, "checkpoint")
     config = from_yaml(read_config(path))
+    if not (path / "tokenizer").is_dir():
+        raise ConfigError(
+            f"checkpoint={checkpoint} holds imported weights without a tokenizer: train on from it with your data "
+            f"(checkpoint.resume={checkpoint} checkpoint.load=weights), and give the run that comes of it"
+        )
     if precision not in Precision.__members__:
         hint = did_you_mean(precision, Precision.__members__)
         raise ConfigError(f"precision={precision} is not one of {', '.join(Precision.__members__)}{hint}")

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.compare import compare_configs
-from gptlite.checkpoint.load import load_tensors, read_config, read_meta
+from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import environment_changes, read_manifest
+from gptlite.checkpoint.store import step_folders
 from gptlite.config import Config, from_yaml, read_saved, to_dict, to_yaml
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.files import write_whole
+from gptlite.parallelism.main_rank import from_all, from_main
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.words import layout_words
 from gptlite.trainer.state import TrainState, model_tensors
+
+LOG = "train.log"
+OWNER = ".owner"
+# How long another rank may take to see a file that rank 0 has made: network file systems remember what was not there.
+APPEARS_SECONDS = 30.0
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written. Earlier ones are as they were."""
 
 
 class RunFolder:
@@ -27,70 +43,54 @@ class RunFolder:
 
     Making one leaves nothing behind, and raises ConfigError where training here would mix two runs; nothing is
     written before `opened`. `resume_from` is the checkpoint that training starts from, or None.
+
+    All ranks make it and call `restore`, `opened`, `write_config` and `save` together. Rank 0 decides and writes; what
+    it refuses, all refuse. The others print what they log, and leave the folder alone but for their tensors.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, mesh: Mesh) -> None:
         self.path = Path(config.run.dir).expanduser()
-        self.config = config
+        self.config, self.mesh = config, mesh
         self._early: list[str] = []  # lines said before there was a log
         self._log_file: TextIO | None = None
         self.tokenizer: Tokenizer | None = None
-        self._refuse_unwritable()
-        saved = self.path / "config.yaml"
-        if saved.exists():
-            self._refuse(read_saved(saved), f"run.dir={config.run.dir}")
-        self.checkpointer = Checkpointer(config.checkpoint, self.path)
+        self.layout = layout_words(config.parallelism, mesh.layout)
+        self.checkpointer = Checkpointer(config.checkpoint, self.path, mesh, self.layout)
+        from_main(mesh, self._refuse_folder)
         self.resume_from = self.checkpointer.find(config.checkpoint.resume, self.log)
-        if self.resume_from is not None:
-            self._refuse(from_yaml(read_config(self.resume_from)), f"checkpoint {self.resume_from}")
+        if found := self.resume_from:
+            from_main(mesh, lambda: self._refuse(from_yaml(read_config(found)), f"checkpoint {found}"))
 
     def restore(self, state: TrainState) -> None:
         """Loads the checkpoint there is into a state. Raises ConfigError if it read other data or is past the end."""
         if self.resume_from is None:
             return
-        meta, weights_only = read_meta(self.resume_from), self.config.checkpoint.load == "weights"
-        old, new = ({"data_identity": identity} for identity in (meta["data_identity"], state.data_identity))
-        if refusal := compare_configs(old, new, self.config.checkpoint.load).refusal():
-            raise ConfigError(f"checkpoint {self.resume_from}: {refusal}")
-        steps = self.config.trainer.max_steps
-        if not weights_only and meta["step"] > steps:
-            raise ConfigError(
-                f"trainer.max_steps={steps} is below step {meta['step']} of {self.resume_from}; "
-                f"give {meta['step']} or more, or start anew in another run.dir"
-            )
+        meta, changes = from_main(self.mesh, lambda: self._accepted(state))
+        weights_only = self.config.checkpoint.load == "weights"
         tensors = model_tensors(state.parts) if weights_only else state.tensors()
-        load_tensors(self.resume_from, tensors, strict=not weights_only, verified=True, log=self.log)
+        load_tensors(self.resume_from, tensors, strict=not weights_only, verified=True, log=self.log, mesh=self.mesh)
+        state.refresh_copies()
         if not weights_only:
             state.load_meta(meta)
             if not self.resume_from.resolve().is_relative_to(self.path.resolve()):
                 state.wandb_id = None  # that tracker's run belongs to the folder it was started in
-        for change in environment_changes(read_manifest(self.resume_from)):
+        for change in changes:
             self.log(f"resuming elsewhere: {change}; the curve may differ from an uninterrupted run's by rounding")
         self.log(f"{'weights' if weights_only else 'resuming'} from {self.resume_from}")
 
     @contextmanager
     def opened(self, config: Config, tokenizer: Tokenizer) -> Iterator[None]:
         """The folder, made, logging, and locked against another process that trains in it."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._log_file = (self.path / "train.log").open("a", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"run.dir={config.run.dir} cannot be written: {error}; give another run.dir") from None
-        with self._log_file:
-            _lock(self._log_file, f"run.dir={config.run.dir}: another process trains in it; wait, or give another")
-            self._log_file.writelines(line + "\n" for line in self._early)
+        with ExitStack() as held:
+            held.callback(self.checkpointer.close, self.log)
+            from_main(self.mesh, lambda: self._open_log(config, held))
+            from_all(self.mesh, self._refuse_unseen)
             self.config, self.tokenizer = config, tokenizer
             yield
 
     def write_config(self) -> None:
         """config.yaml: what runs, resolved. An older one stays beside it, under a number."""
-        target, text = self.path / "config.yaml", to_yaml(self.config)
-        if target.exists() and (old := target.read_text(encoding="utf-8")) != text:
-            number = 1
-            while (kept := self.path / f"config.{number}.yaml").exists():
-                number += 1
-            write_whole(kept, old)
-        write_whole(target, text)
+        from_main(self.mesh, self._write_config)
 
     def log(self, text: str) -> None:
         """Lines for train.log, where there is none yet once there is, and for the terminal."""
@@ -102,24 +102,161 @@ class RunFolder:
 
     def record(self, text: str) -> None:
         """Lines for train.log alone."""
+        if not self.mesh.is_main:
+            return
         if self._log_file is None:
             self._early.append(text)
         elif not self._log_file.closed:
-            self._log_file.write(text + "\n")
-            self._log_file.flush()
+            with suppress(OSError):  # a full disk: the terminal has the line, and a save will say what it means
+                self._log_file.write(text + "\n")
+                self._log_file.flush()
+
+    def check_space(self, state: TrainState) -> None:
+        """Raises ConfigError where there is no room for one checkpoint, and says so where there is not for all."""
+        size, keep = self.checkpointer.size(state.tensors()), self.config.checkpoint.keep
+        free = from_main(self.mesh, lambda: shutil.disk_usage(_existing(self.path)).free)
+        words = (
+            f"run.dir={self.config.run.dir}: a checkpoint takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
+        )
+        if free < size:
+            raise ConfigError(f"{words}; free some, or give another run.dir")
+        held = len(step_folders(self.path / "checkpoints")) if self.mesh.is_main else 0
+        if self.mesh.is_main and free < (needed := max(1, keep + 1 - held)) * size:
+            self.log(f"warning: {words}: too little for the {needed} that checkpoint.keep={keep} needs")
 
     def save(self, state: TrainState) -> Path:
-        """Commits a checkpoint of the state and returns its folder."""
-        return self.checkpointer.save(state.tensors(), state.meta(), to_yaml(self.config), self.tokenizer, self.log)
+        """Commits a checkpoint of the state, or begins to, and returns its folder. Raises SaveFailed."""
+        with self._failing_in_words(f"the checkpoint of step {state.step}"):
+            return self.checkpointer.save(state.tensors(), state.meta(), to_yaml(self.config), self.tokenizer, self.log)
+
+    def finish_saves(self) -> None:
+        """Waits for the save in flight. Raises SaveFailed."""
+        with self._failing_in_words("a checkpoint"):
+            self.checkpointer.finish()
+
+    @property
+    def save_failed(self) -> bool:
+        """Whether the save in flight has failed on this rank."""
+        return self.checkpointer.failed
+
+    @property
+    def save_seconds(self) -> float:
+        """How long the longest save took, from its beginning to its commit."""
+        return self.checkpointer.save_seconds
+
+    @contextmanager
+    def _failing_in_words(self, what: str) -> Iterator[None]:
+        """What the file system refuses is for the user to mend: in one line, with what is left."""
+        try:
+            yield
+        except OSError as error:
+            held = step_folders(self.checkpointer.root)
+            left = f"the last one, {held[0]}, is as it was" if held else "there is none yet"
+            raise SaveFailed(
+                f"{what} was not saved: {error}; {left}; run the same command again once it is mended"
+            ) from error
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """result.json: how the run ended, for scripts and sweeps."""
-        write_whole(self.path / "result.json", json.dumps(result, indent=2) + "\n")
+        """result.json: how the run ended, for scripts and sweeps. Rank 0 waits for nobody: the others may be gone."""
+        if self.mesh.is_main:
+            write_whole(self.path / "result.json", json.dumps(result, indent=2) + "\n")
+
+    def _refuse_folder(self) -> None:
+        """Refuses a folder that cannot be written, or holds another run."""
+        self._refuse_unwritable()
+        self._refuse_busy()
+        saved = self.path / "config.yaml"
+        if saved.exists():
+            self._refuse(read_saved(saved), f"run.dir={self.config.run.dir}")
+
+    def _accepted(self, state: TrainState) -> tuple[dict[str, Any], list[str]]:
+        """The checkpoint's `meta`, if it may be loaded into this state, and what differs from where it was written."""
+        assert self.resume_from is not None
+        manifest, load = read_manifest(self.resume_from), self.config.checkpoint.load
+        old, new = ({"data_identity": each} for each in (manifest.meta["data_identity"], state.data_identity))
+        if refusal := compare_configs(old, new, load).refusal():
+            raise ConfigError(f"checkpoint {self.resume_from}: {refusal}")
+        size, was = state.parts[0].config.vocab_size, from_yaml(read_config(self.resume_from)).model.vocab_size
+        if was not in (None, size):  # where nothing says of which tokenizer the checkpoint is
+            raise ConfigError(f"checkpoint {self.resume_from}: model.vocab_size={size} (was {was}); give {was}")
+        step, steps = manifest.meta["step"], self.config.trainer.max_steps
+        if load == "all" and step > steps:
+            raise ConfigError(
+                f"trainer.max_steps={steps} is below step {step} of {self.resume_from}; "
+                f"give {step} or more, or start anew in another run.dir"
+            )
+        return manifest.meta, environment_changes(manifest, self.layout)
+
+    def _open_log(self, config: Config, held: ExitStack) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._log_file = (self.path / LOG).open("a", encoding="utf-8")
+            held.callback(self._close_log)
+        except OSError as error:
+            raise ConfigError(f"run.dir={config.run.dir} cannot be written: {error}; give another run.dir") from None
+        self._lock(held)
+        self._log_file.writelines(line + "\n" for line in self._early)
+
+    def _close_log(self) -> None:
+        assert self._log_file is not None
+        with suppress(OSError):  # lines that a full disk has refused before
+            self._log_file.close()
+
+    def _lock(self, held: ExitStack) -> None:
+        """Holds the log until this process ends, and says who that is. A file system without locks holds nothing.
+
+        The kernel drops a lock with its process, however that dies; the note may be of a dead one.
+        """
+        assert self._log_file is not None
+        note = self.path / OWNER
+        if not self._try_lock(self._log_file):
+            return
+        write_whole(note, f"process {os.getpid()} on {platform.node()}\n")
+        held.callback(note.unlink, missing_ok=True)
+
+    def _try_lock(self, file: TextIO) -> bool:
+        """Whether it is locked now; not where there are no locks. Raises ConfigError if another process has it."""
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            who = "another process"
+            with suppress(OSError):
+                who = (self.path / OWNER).read_text(encoding="utf-8").strip()
+            where = f"run.dir={self.config.run.dir}"
+            raise ConfigError(f"{where}: {who} trains in it; wait, stop it, or give another run.dir") from None
+        except (ImportError, OSError):
+            return False
+
+    def _refuse_busy(self) -> None:
+        """Refuses a folder that a process trains in, before its checkpoints are read: they may go meanwhile."""
+        with suppress(OSError), open(self.path / LOG, "r+", encoding="utf-8") as log:
+            self._try_lock(log)
+
+    def _write_config(self) -> None:
+        target, text = self.path / "config.yaml", to_yaml(self.config)
+        if target.exists() and (old := target.read_text(encoding="utf-8")) != text:
+            number = 1
+            while (kept := self.path / f"config.{number}.yaml").exists():
+                number += 1
+            write_whole(kept, old)
+        write_whole(target, text)
+
+    def _refuse_unseen(self) -> None:
+        """Raises ConfigError where this rank does not see what rank 0 has made."""
+        until = time.monotonic() + APPEARS_SECONDS
+        while not (self.path / LOG).exists():
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"run.dir={self.config.run.dir}: rank {self.mesh.rank} on {platform.node()} does not see what "
+                    "rank 0 writes there; give an absolute path on a file system that all machines share"
+                )
+            time.sleep(0.1)
 
     def _refuse_unwritable(self) -> None:
-        folder = self.path
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent
+        folder = _existing(self.path)
         if not folder.is_dir():
             raise ConfigError(f"run.dir={self.config.run.dir}: {folder} is a file; give a folder")
         try:
@@ -138,18 +275,15 @@ class RunFolder:
         differences = compare_configs(to_dict(old), to_dict(new), self.config.checkpoint.load)
         if refusal := differences.refusal():
             raise ConfigError(f"{where}: {refusal}")
-        notice = differences.notice()
-        if notice and notice not in self._early:  # the folder and its checkpoint may both say it
-            self.log(notice)
+        for notice in (differences.notice(), differences.resharding()):
+            if notice and notice not in self._early:  # the folder and its checkpoint may both say it
+                self.log(notice)
+        if (harmless := differences.harmless()) and harmless not in self._early:
+            self.record(harmless)
 
 
-def _lock(file: TextIO, refusal: str) -> None:
-    """Holds a file until this process ends. Where the file system has no locks, nothing is held."""
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(refusal) from None
-    except (ImportError, OSError):
-        pass
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gptlite.config import Config, hydra_value, to_dict
 from gptlite.data.build import PreparedData
@@ -21,17 +22,22 @@ from gptlite.metrics.devices import device_peak_flops
 from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.plot import plot_curves
-from gptlite.metrics.sinks import build_sinks, wandb_id
+from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
 from gptlite.model.flops import flops_per_token
 from gptlite.model.generate import Sampling, generate
-from gptlite.model.init import parameter_count
 from gptlite.ops.select import Ops
+from gptlite.parallelism.boxes import num_local_elements
+from gptlite.parallelism.collectives import gather_objects
+from gptlite.parallelism.main_rank import from_main
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.replicas import ReplicasDiffer
+from gptlite.parallelism.watchdog import RankStuck, Watch
 from gptlite.precision import Policy, cpu_name
-from gptlite.run_folder import RunFolder
-from gptlite.trainer.loop import Ending, Outcome, accumulation_steps
+from gptlite.run_folder import RunFolder, SaveFailed
+from gptlite.trainer.loop import Ending, Outcome
+from gptlite.trainer.memory import predicted
 from gptlite.trainer.report import Reporter
-from gptlite.trainer.state import TrainState
+from gptlite.trainer.state import TrainState, model_tensors
 from gptlite.trainer.step import Diverged
 
 # A step in fp32 against one in bf16 where the CPU has it in hardware: docs/benchmarks.md.
@@ -41,33 +47,39 @@ FP32_SLOWDOWN = 3
 def announce(
     config: Config, run: RunFolder, mesh: Mesh, state: TrainState, data: PreparedData, policy: Policy, ops: Ops
 ) -> Reporter:
-    """Prints the banner and opens the trackers."""
+    """Prints the banner and opens the trackers: on rank 0, with what all ranks know."""
     batch, model, length = config.data, config.model, config.data.sequence_length
-    accumulation, per_token = accumulation_steps(batch, mesh), flops_per_token(model, length)
+    accumulation, per_token = state.loader.num_micro_batches, flops_per_token(model, length)
     per_step, steps = batch.global_batch_size * length, config.trainer.max_steps
-    count = parameter_count(p for part in state.parts for p in part.parameters())
-    total = per_step * steps
+    total, shares = per_step * steps, gather_objects(mesh, Share.of(state))
+    count = sum({name: size for share in shares for name, size in share.sizes.items()}.values())
     lines = [
         ("device", f"{device_words(mesh.device)}, torch {torch.__version__}"),
+        *_layout(run.layout, mesh, accumulation, shares),
         ("model", f"{model.name}: {format_count(count)} parameters, {model.num_layers} layers, "
                   f"{model.num_heads} heads, d {model.d_model}, "
                   f"vocabulary {model.vocab_size} in {model.padded_vocab_size} rows"),
         ("precision", f"{policy.name} ({policy.reason}){_slowdown(policy, mesh.device)}"),
         ("ops", ", ".join(ops.reasons)),
+        *predicted(state, mesh, config.parallelism, policy, ops, length),
         ("data", f"{data.describe()}"),
         ("batch", f"{batch.global_batch_size} sequences of {length} = {per_step:,} tokens a step; "
-                  f"{batch.global_batch_size} = micro-batch {batch.micro_batch_size} x {accumulation} accumulation "
-                  f"x {mesh.data_size} data-parallel"),
+                  f"{batch.global_batch_size} = micro-batch {state.loader.micro_batch_size} x "
+                  f"{accumulation} accumulation x {mesh.data_size} data-parallel"),
         ("length", f"{steps} steps = {format_count(total)} tokens, {total / count:.1f} a parameter, "
                    f"{total / max(1, data.num_train_tokens):.1f} epochs, {format_count(total * per_token)} FLOP"),
         ("run folder", str(run.path)),
     ]  # fmt: skip
-    run.log(banner(lines))
-    sinks = []
     if mesh.is_main:
-        sinks = build_sinks(
-            config.logger, run.path, config.run.name, to_dict(config), state.wandb_id, state.step, run.log
+        run.log(banner(lines))
+    sinks: list[Sink] = []
+
+    def open_trackers() -> None:
+        sinks.extend(
+            build_sinks(config.logger, run.path, config.run.name, to_dict(config), state.wandb_id, state.step, run.log)
         )
+
+    from_main(mesh, open_trackers)
     state.wandb_id = wandb_id(sinks) or state.wandb_id
     run.write_config()
     throughput = Throughput(
@@ -78,6 +90,43 @@ def announce(
         num_devices=mesh.world_size,
     )
     return Reporter(sinks, throughput, mesh.device, steps, run.log)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank holds: the whole sizes of its parameters by name, its elements of them, the layers of each part."""
+
+    sizes: dict[str, int]
+    elements: int
+    layers: list[list[int]]
+
+    @classmethod
+    def of(cls, state: TrainState) -> Share:
+        """This rank's."""
+        tensors = model_tensors(state.parts)
+        return cls(
+            sizes={name: tensor.numel() for name, tensor in tensors.items()},
+            elements=sum(num_local_elements(p) for part in state.parts for p in part.parameters()),
+            layers=[[int(number) for number in part.layers] for part in state.parts],
+        )
+
+
+def _layout(words: str, mesh: Mesh, accumulation: int, shares: list[Share]) -> list[tuple[str, str]]:
+    """The banner's line on several ranks: `8 ranks on CPU (gloo): pipeline 2 x ... ; layers 0-1 | 2-3; ...`."""
+    if mesh.world_size == 1:
+        return []
+    text = f"{mesh.world_size} ranks on {mesh.device.type.upper()} ({dist.get_backend()}): {words}"
+    if mesh.size("pp") > 1:
+        first_ranks = range(0, mesh.world_size, mesh.world_size // mesh.size("pp"))
+        held = [" + ".join(map(_span, shares[rank].layers)) for rank in first_ranks]
+        text += f" over {accumulation} micro-batches; layers {' | '.join(held)}"
+    least, most = (format_count(choose(share.elements for share in shares)) for choose in (min, max))
+    return [("layout", f"{text}; {least if least == most else f'{least} to {most}'} parameters a rank")]
+
+
+def _span(layers: list[int]) -> str:
+    """`0-3`, or `2` for one layer."""
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
 def device_words(device: torch.device) -> str:
@@ -103,11 +152,20 @@ class Conclusion:
 
 @contextmanager
 def conclude(
-    config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float
+    config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float, watch: Watch
 ) -> Iterator[Conclusion]:
-    """Whatever ends the block: closed trackers and result.json, and for a run that trained, its results."""
+    """Whatever ends the block: closed trackers and result.json, and for a run that trained, its results.
+
+    Rank 0 writes. Where the block fails nobody waits for another rank, which may be gone.
+    """
     conclusion = Conclusion()
     status = "failed"
+
+    def note(error: RankStuck) -> None:  # this process is about to end, from another thread
+        run.record(f"error: {error}")
+        run.write_result(_result(f"failed: {error}", state, reporter, None, started))
+
+    watch.ending = note
     try:
         yield conclusion
         assert conclusion.outcome is not None
@@ -118,15 +176,29 @@ def conclude(
             f"error: {error}. Stopped with the parameters of the step before; earlier checkpoints are intact. "
             f"Try a lower optimizer.lr (now {config.optimizer.lr:g}), more schedule.warmup_steps, optimizer.clip_norm=1"
         )
+    except ReplicasDiffer as error:
+        status, conclusion.exit_code = f"failed: {error}", 1
+        run.log(
+            f"error: {error}. Nothing was saved; of the earlier checkpoints, which are intact, resume from one before "
+            f"the last check that passed, on other hardware if it happens again"
+        )
+    except SaveFailed as error:
+        status, conclusion.exit_code = f"failed: {error}", 1
+        run.log(f"error: {error}")
     except BaseException as error:
-        status = f"failed: {type(error).__name__}: {error}"
+        status = f"failed: {watch.verdict() or f'{type(error).__name__}: {error}'}"
         run.record(traceback.format_exc())
         raise
     finally:
         try:
             reporter.close(failed=conclusion.outcome is None)
         finally:
-            run.write_result(_result(status, state, reporter, conclusion.outcome, started))
+            try:
+                run.write_result(_result(status, state, reporter, conclusion.outcome, started))
+            except OSError as error:
+                if conclusion.outcome is not None:
+                    raise
+                print(f"warning: no result.json: {error}")  # a full disk: what ended the run has been told
     if conclusion.outcome is not None:
         try:
             _close(config, run, state, reporter, conclusion.outcome, started)
@@ -156,9 +228,11 @@ def _result(
 def _close(
     config: Config, run: RunFolder, state: TrainState, reporter: Reporter, outcome: Outcome, started: float
 ) -> None:
-    """The sample, the curves and the next commands."""
+    """The sample, which all ranks make together, the curves and the next commands."""
     if outcome.ending is Ending.done:
         _sample(config, run, state)
+    if not run.mesh.is_main:
+        return
     lines = [("ended", f"{outcome.ending.value}, step {state.step} of {config.trainer.max_steps}, "
                        f"{format_duration(time.monotonic() - started)}")]  # fmt: skip
     if (best := state.meta()["best_val_loss"]) is not None:
@@ -169,6 +243,7 @@ def _close(
         lines.append(("last validation", f"{outcome.evaluation.loss:.4f} nats per token{words}"))
     if (peak := memory_bytes(reporter.device)["memory_peak_bytes"]) is not None:
         lines.append(("peak memory", format_bytes(peak)))
+    lines += reporter.memory.lines()
     if reporter.speeds:
         lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / "curves.png"))))
     more = "" if state.step < config.trainer.max_steps else f" trainer.max_steps={2 * config.trainer.max_steps}"
@@ -183,12 +258,13 @@ def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
     if tokenizer is None or not trainer.sample_prompt or not trainer.sample_tokens:
         return
     prompt = tokenizer.encode(trainer.sample_prompt)
-    decoder, (part,) = StreamDecoder(tokenizer), state.parts
-    part.eval()
+    decoder = StreamDecoder(tokenizer)
     sampling = Sampling(seed=config.seed)
     # Compiled blocks would be compiled again for every length of the cache.
     with torch.compiler.set_stance("force_eager"):
-        tokens = generate(part, prompt, trainer.sample_tokens, sampling, stop=tokenizer.eod)
+        tokens = generate(state.chain, prompt, trainer.sample_tokens, sampling, stop=tokenizer.eod)
         text = "".join([decoder.push(token) for token in tokens]) + decoder.flush()
+    if not run.mesh.is_main:
+        return
     run.log(banner([], title="sample").splitlines()[0])
     run.log(trainer.sample_prompt.strip("\n") + text)

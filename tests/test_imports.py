@@ -54,12 +54,17 @@ ROOMS = {
     "checkpoint": Room("parallelism", packages="torch"),
     "trainer": Room("ops parallelism precision metrics data model optimizer checkpoint", packages="torch"),
     # The composition, from the command line down.
-    "cli": Room("config config_errors launch", packages="hydra omegaconf"),
-    "launch": Room("config pretrain"),
+    "cli": Room("config config_errors launch starter", packages="hydra omegaconf"),
+    "starter": Room(),
+    "launch": Room("checks config elastic parallelism pretrain starter worker", packages="torch"),
+    "elastic": Room("checkpoint config rank_log rank_stop", packages="torch"),
+    "worker": Room("config launch parallelism pretrain rank_log rank_stop starter", packages="torch"),
+    "rank_log": Room(),
+    "rank_stop": Room("trainer"),
     "pretrain": Room(
         "config data model ops optimizer parallelism precision run_folder summary trainer", packages="torch"
     ),
-    "run_folder": Room("config checkpoint data trainer"),
+    "run_folder": Room("config checkpoint data parallelism trainer"),
     "summary": Room(
         "config checkpoint data metrics model ops optimizer parallelism precision run_folder trainer", packages="torch"
     ),
@@ -68,7 +73,10 @@ ROOMS = {
         packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
     ),
     "restore": Room("config checkpoint data model ops parallelism precision trainer", packages="torch"),
+    "huggingface": Room("checkpoint config data model", packages="torch"),
+    "checkpoint_tool": Room("config checkpoint huggingface metrics tool", packages="torch omegaconf"),
     "tool": Room("config"),
+    "parity": Room("config data model ops optimizer parallelism precision trainer worker", packages="torch"),
     "config_errors": Room("config", packages="hydra omegaconf"),
     "checks": Room("config checkpoint data metrics model ops optimizer parallelism precision trainer"),
     # Folders of their own, installed as gptlite.<name>.
@@ -77,8 +85,16 @@ ROOMS = {
     "recipes": Room("data tool", packages="numpy", lazy="sentencepiece"),
 }
 # A submodule that may import more than its room.
-WIDER = {PACKAGE / "model" / "parallelize.py": "parallelism precision"}
-CONFIG_USERS = {"cli", "pretrain", "launch", "run_folder", "summary", "checks", "config_errors", "restore", "tool"}
+WIDER = {
+    PACKAGE / "model" / "parallelize.py": "parallelism precision",
+    PACKAGE / "model" / "vocab_parallel.py": "parallelism",
+    PACKAGE / "model" / "init.py": "parallelism",  # which box of a weight is this rank's
+    PACKAGE / "model" / "generate.py": "parallelism",  # through the parts of a pipeline
+}
+CONFIG_USERS = {
+    *("cli", "launch", "elastic", "worker", "pretrain", "run_folder", "summary", "checks", "config_errors"),
+    *("restore", "tool", "parity", "huggingface", "checkpoint_tool"),
+}
 
 
 def test_every_room_has_a_row():

@@ -17,8 +17,8 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(
     ("total", "line"),
     [
-        (4_000_000_000, "loading: 1.00 of 4.00 GB (25%), ETA 0:00:30"),
-        (400_000_000, "loading: 100.00 of 400.00 MB (25%), ETA 0:00:30"),
+        (4_000_000_000, "loading: 1.00 of 4.00 GB (25%), 100 MB/s, ETA 0:00:30"),
+        (400_000_000, "loading: 100.00 of 400.00 MB (25%), 10 MB/s, ETA 0:00:30"),
     ],
 )
 def test_long_work_shows_what_is_left(clock, total, line):

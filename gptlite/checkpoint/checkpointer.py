@@ -1,16 +1,31 @@
 """Checkpoints of one run: saving them, keeping the newest, finding the one to go on from."""
 
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
-from gptlite.checkpoint import dcp, store
+from gptlite.checkpoint import dcp, retention, store
+from gptlite.checkpoint.background import Background
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.checkpoint.find import find_checkpoint, newest_intact
+from gptlite.checkpoint.find import candidates, first_intact, newest_intact
 from gptlite.checkpoint.load import read_meta
 from gptlite.checkpoint.manifest import DamagedCheckpoint, verify, write_manifest
+from gptlite.checkpoint.parts import Parts
+from gptlite.checkpoint.verify import verify_together
 from gptlite.errors import ConfigError
+from gptlite.parallelism.main_rank import ALONE, from_all, from_main, together
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.words import ONE_RANK
 from gptlite.progress import Log
 
 
@@ -21,16 +36,37 @@ class SavesItself(Protocol):
         """Writes its files into an existing folder."""
 
 
-class Checkpointer:
-    """Writes to and finds in `<run_dir>/checkpoints`. Making one touches nothing on disk."""
+@dataclass(frozen=True)
+class Contents:
+    """What is saved beside the tensors: `meta` is JSON with the step in it. Rank 0's is what is stored."""
 
-    def __init__(self, config: CheckpointConfig, run_dir: Path):
-        self.config = config
+    meta: dict[str, Any]
+    config_yaml: str
+    tokenizer: SavesItself | None
+
+
+class Checkpointer:
+    """Writes to and finds in `<run_dir>/checkpoints`. Making one touches nothing on disk.
+
+    All ranks of `mesh` make it and call `save`, `finish`, `size`, `find` and `close` together. `layout` is what the
+    manifest says of the mesh.
+    """
+
+    def __init__(self, config: CheckpointConfig, run_dir: Path, mesh: Mesh = ALONE, layout: str = ONE_RANK):
+        self.config, self.mesh, self.layout = config, mesh, layout
         self.root = Path(run_dir) / "checkpoints"
+        self.save_seconds = 0.0  # of the longest save so far, from its beginning to its commit
+        self._pending: Background | None = None
+        self._buffers: dict[str, Tensor] = {}
+        # On the CPU, whatever the run computes on, and with a limit of its own: the ranks write for different times.
+        self._group: dist.ProcessGroup | None = None
+        if mesh.world_size > 1:
+            limit = timedelta(seconds=config.timeout_seconds)
+            self._group = dist.new_group(backend="gloo", timeout=limit)  # type: ignore[assignment]
 
     def save(
         self,
-        tensors: dict[str, Tensor],
+        tensors: Mapping[str, Tensor],
         meta: dict[str, Any],
         config_yaml: str,
         tokenizer: SavesItself | None,
@@ -38,66 +74,151 @@ class Checkpointer:
     ) -> Path:
         """Commits a checkpoint of step `meta["step"]` and returns its folder; older ones beyond `keep` go after that.
 
-        `tensors` are under global names, a tied weight once. `meta` is JSON. An intact checkpoint of that step is
-        left as it is. Until the last rename everything has a hidden name, so a failure at any point leaves
-        the checkpoints as they were. Raises OSError (disk full, say), TypeError (`meta` is not JSON).
+        `tensors` are under global names, a tied weight once; a rank gives those it has, or has a part of. `meta` is
+        JSON. An intact checkpoint of that step is left as it is. Until the last rename everything has a hidden name, so
+        a failure at any point leaves the checkpoints as they were.
+
+        Rank 0 makes the folder, names it in the end, and its `meta` and all but the tensors are what is stored. What
+        one rank raises, all raise: OSError (disk full, say), TypeError (`meta` is not JSON).
+
+        With `async_save` it returns once the tensors are copied, and a thread does the rest; one save at a time, so it
+        first waits for the one before. What that one raised, or this one will, `finish` and the next `save` raise.
         """
+        self.finish()
+        began = time.monotonic()
+        parts = self._shared(tensors)
         final = self.root / store.step_name(meta["step"])
-        with store.writing(self.root, log):
-            if _make_way(final, log):
-                with store.staged(final) as folder:
-                    self._write(folder, tensors, meta, config_yaml, tokenizer, log)
-            store.point_latest(final)
-            self._retain(final, log)
+        write = partial(self._write, final, parts, Contents(meta, config_yaml, tokenizer), log, began)
+        if not self.config.async_save:
+            write(None)
+            return final
+        parts.stage(self._buffers)
+        group, limit = self._group, self.config.timeout_seconds
+        yielding = self.mesh.device.type == "cpu"
+        self._pending = Background(lambda: write(group), f"checkpoint {final}", limit, yielding=yielding)
         return final
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has gone wrong or takes too long: then `finish` raises. Ranks may differ in it."""
+        return self._pending is not None and self._pending.failed
+
+    def finish(self) -> None:
+        """Waits for the save in flight, if there is one, and raises what it raised; OSError if it takes too long."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.result()
+            finally:
+                if pending.running:  # its time is over, or Ctrl-C
+                    self._group = None  # not to be destroyed: the thread is still in there
+
+    def close(self, log: Log = print) -> None:
+        """Waits for the save in flight and logs its failure; gives back what ranks agree by. Nothing is saved later."""
+        try:
+            self.finish()
+        except BaseException as error:
+            log(f"checkpoint: the last save failed: {type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._buffers.clear()
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
+
+    def size(self, tensors: Mapping[str, Tensor]) -> int:
+        """Bytes of tensors in a checkpoint of all ranks."""
+        return self._shared(tensors).total_bytes
 
     def find(self, resume: str, log: Log = print) -> Path | None:
         """The verified step folder to start from; None for a fresh start. Each one rejected is logged with the reason.
+
+        Rank 0 looks, and all ranks hash a share of the files.
 
         `resume`: auto (the newest intact one of this run), never, or the path of a step, checkpoints or run folder.
         Raises ConfigError if a path holds no intact checkpoint, if all of this run's are damaged (starting over
         is for a person to decide), or if this run already holds steps that the new start would run into.
         """
-        held = store.step_folders(self.root)
+        held = from_main(self.mesh, lambda: store.step_folders(self.root))
+        check = partial(verify_together, log=log, mesh=self.mesh)
         if resume == "auto" and self.config.load == "all":
             fix = "move them away to start over, or give checkpoint.resume another path"
-            return newest_intact(held, str(self.root), fix, log) if held else None
+            return newest_intact(held, str(self.root), fix, log, check) if held else None
         found = None
         if resume not in ("auto", "never"):
-            found = find_checkpoint(resume, "checkpoint.resume", log, words=("auto", "never"))
-        start = read_meta(found)["step"] if found and self.config.load == "all" else 0
-        if held and (store.step_of(held[0]) or 0) > start:
-            key = f"checkpoint.load={self.config.load}" if resume == "auto" else f"checkpoint.resume={resume}"
-            raise ConfigError(
-                f"{key} starts from step {start}, but {self.root} already holds {held[0].name}; take another run.dir, "
-                "or checkpoint.resume=auto checkpoint.load=all to go on from there"
-            )
+            key = "checkpoint.resume"
+            choice = from_main(self.mesh, lambda: candidates(resume, key, words=("auto", "never")))
+            found = first_intact(choice, resume, key, log, check)
+        from_main(self.mesh, lambda: self._refuse_running_into(held, found, resume))
         return found
 
-    def _write(
-        self,
-        folder: Path,
-        tensors: dict[str, Tensor],
-        meta: dict[str, Any],
-        config_yaml: str,
-        tokenizer: SavesItself | None,
-        log: Log,
-    ) -> None:
-        dcp.write(folder / "data", tensors, log)
-        (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
-        if tokenizer is not None:
-            (folder / "tokenizer").mkdir()
-            tokenizer.save(folder / "tokenizer")
-        write_manifest(folder, tensors, meta, log)
+    def _refuse_running_into(self, held: list[Path], found: Path | None, resume: str) -> None:
+        start = read_meta(found)["step"] if found and self.config.load == "all" else 0
+        # What holds a step 0 holds imported weights, which a fresh start would not look at.
+        if held and (store.step_of(held[0]) or 0) >= start + (found is not None):
+            key = f"checkpoint.load={self.config.load}" if resume == "auto" else f"checkpoint.resume={resume}"
+            fix = "take another run.dir, or checkpoint.resume=auto checkpoint.load=all to go on from there"
+            if store.step_of(held[0]) == 0:
+                fix = f"take another run.dir, with checkpoint.resume={self.root.parent} checkpoint.load=weights"
+            raise ConfigError(f"{key} starts from step {start}, but {self.root} already holds {held[0].name}; {fix}")
 
-    def _retain(self, saved: Path, log: Log) -> None:
-        """Removes intact checkpoints beyond the newest `keep`. A damaged one neither counts nor goes."""
-        if self.config.keep == 0:
+    def _shared(self, tensors: Mapping[str, Tensor]) -> Parts:
+        """This rank's parts, and which of them it writes. Raises, on all ranks, TypeError for anything but a tensor."""
+        parts = together(self.mesh, lambda: Parts(tensors))
+        if self.mesh.world_size > 1:
+            parts.share(from_all(self.mesh, parts.offers), self.mesh.rank)
+        return parts
+
+    def _write(
+        self, final: Path, parts: Parts, contents: Contents, log: Log, began: float, agree: dist.ProcessGroup | None
+    ) -> None:
+        """Writes and commits; the ranks agree over the store, or in a thread over a group."""
+        mesh = self.mesh
+        with ExitStack() as lock, ExitStack() as staging:  # rank 0's; empty on the others
+            folder = from_main(mesh, lambda: self._begin(final, parts.total_bytes, lock, staging, log), agree)
+            if folder is not None:
+                stored, written = dcp.write(folder / "data", parts, log, mesh, self._group, agree)
+                written = {f"data/{name}": entry for name, entry in written.items()}
+
+                def commit() -> None:
+                    (folder / "config.yaml").write_text(contents.config_yaml, encoding="utf-8")
+                    if contents.tokenizer is not None:
+                        (folder / "tokenizer").mkdir()
+                        contents.tokenizer.save(folder / "tokenizer")
+                    write_manifest(folder, stored, written, contents.meta, log, self.layout)
+                    staging.close()
+
+                from_main(mesh, commit, agree)
+                self.save_seconds = max(self.save_seconds, seconds := time.monotonic() - began)
+                rate = parts.total_bytes / max(seconds, 1e-9) / 1e6
+                if mesh.is_main:
+                    log(f"saved {final.name}: {parts.total_bytes / 1e6:.1f} MB in {seconds:.2f} s, {rate:.0f} MB/s")
+            from_main(mesh, lambda: store.point_latest(final), agree)
+            self._retain(final, log, agree)
+
+    def _begin(self, final: Path, size: int, lock: ExitStack, staging: ExitStack, log: Log) -> Path | None:
+        """The folder to write in, with one for the tensors; None if the step is there intact."""
+        lock.enter_context(store.writing(self.root, log))
+        if not _make_way(final, log):
+            return None
+        store.check_space(self.root, size)
+        folder = staging.enter_context(store.staged(final))
+        (folder / "data").mkdir()
+        return folder
+
+    def _retain(self, saved: Path, log: Log, agree: dist.ProcessGroup | None) -> None:
+        """Removes checkpoints that are not to be kept, once the newest has been read back from the disk."""
+        keep, every = self.config.keep, self.config.keep_every
+        going = from_main(self.mesh, lambda: retention.beyond(self.root, saved, keep, every, log), agree)
+        if not going:
             return
-        intact = [folder for folder in store.step_folders(self.root) if _looks_intact(folder, log)]
-        for folder in intact[self.config.keep :]:
-            if folder != saved:
-                store.remove(folder)
+        try:
+            verify_together(saved, log, self.mesh, agree)
+        except DamagedCheckpoint as error:
+            log(f"checkpoint: {saved.name} does not read back: {error.reason}; older ones stay")
+        else:
+            from_main(self.mesh, lambda: [store.remove(folder) for folder in going], agree)
 
 
 def _make_way(final: Path, log: Log) -> bool:
@@ -110,11 +231,3 @@ def _make_way(final: Path, log: Log) -> bool:
         log(f"checkpoint: moving {final} to {store.set_aside(final).name}: {error.reason}")
         return True
     return False
-
-
-def _looks_intact(folder: Path, log: Log) -> bool:
-    try:
-        verify(folder, log, hashes=False)
-    except DamagedCheckpoint:
-        return False
-    return True

@@ -10,11 +10,13 @@ class Effect(Enum):
     """What a difference does to a resumed run.
 
     refused: it would be another model or other data. changes_numbers: the curve leaves that of an uninterrupted run.
-    safe: the same run, to the last bit on the same layout and to rounding on another.
+    reshards: the same work, cut otherwise over ranks and micro-batches; the same run up to rounding.
+    safe: the same run to the last bit.
     """
 
     refused = "refused"
     changes_numbers = "changes_numbers"
+    reshards = "reshards"
     safe = "safe"
 
 
@@ -33,13 +35,17 @@ EFFECTS: dict[str, Effect] = {
     "data.sequence_length": Effect.refused,
     "data.validation_fraction": Effect.refused,
     "data.num_tokens": Effect.refused,
+    "data.micro_batch_size": Effect.reshards,  # the loss is a sum over the global batch, however it is cut
     "data.cache_dir": Effect.safe,
     "data_identity": Effect.refused,
     "optimizer": Effect.changes_numbers,
     "schedule": Effect.changes_numbers,
     "precision": Effect.changes_numbers,
     "ops": Effect.changes_numbers,
-    "parallelism": Effect.safe,
+    "parallelism": Effect.reshards,
+    "parallelism.prefetch": Effect.safe,  # when something moves, not what is added to what
+    "parallelism.timeout_seconds": Effect.safe,
+    "parallelism.activation_checkpointing": Effect.safe,  # the same operations, some of them twice
     "trainer": Effect.safe,
     "trainer.compile": Effect.changes_numbers,
     "checkpoint": Effect.safe,
@@ -54,8 +60,10 @@ EFFECTS: dict[str, Effect] = {
 }
 
 # Taking the weights alone leaves the data and the optimizer free; what a token id means is still part of the model.
-_REFUSED_FOR_WEIGHTS = ("model", "data.tokenizer", "data.vocab_size", "data_identity.tokenizer")
+_TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size", "data_identity.tokenizer")
+_REFUSED_FOR_WEIGHTS = ("model", *_TOKENIZER_KEYS)
 _ABSENT = "absent"
+_NO_TOKENIZER = (None, "none")  # how a checkpoint that was made elsewhere names it
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,7 @@ class Differences:
 
     refused: list[Difference] = field(default_factory=list)
     changes_numbers: list[Difference] = field(default_factory=list)
+    reshards: list[Difference] = field(default_factory=list)
     safe: list[Difference] = field(default_factory=list)
 
     def refusal(self) -> str:
@@ -90,6 +99,17 @@ class Differences:
         if not self.changes_numbers:
             return ""
         return f"resuming with {_join(self.changes_numbers)}: the curve will not be that of an uninterrupted run"
+
+    def resharding(self) -> str:
+        """The line for the log about work that is cut otherwise; empty if it is not."""
+        if not self.reshards:
+            return ""
+        return f"reshards: {_join(self.reshards)}: the same run up to rounding"
+
+    def harmless(self) -> str:
+        """The line for the log about what changes nothing, but for the run's own names; empty if nothing does."""
+        safe = [each for each in self.safe if not each.key.startswith("run.")]
+        return f"safe: {_join(safe)}: the same run" if safe else ""
 
 
 def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], load: str = "all") -> Differences:
@@ -114,9 +134,16 @@ def _effect(difference: Difference, before: dict[str, Any], after: dict[str, Any
         effect = Effect.refused  # only another class has other fields
     if key == "trainer.max_steps" and (_follows_length(before) or _follows_length(after)):
         effect = Effect.changes_numbers
-    if effect is Effect.refused and load == "weights" and not any(p in _REFUSED_FOR_WEIGHTS for p in _prefixes(key)):
+    if effect is Effect.refused and load == "weights" and not _tied_to_weights(key, before):
         effect = Effect.changes_numbers
     return effect
+
+
+def _tied_to_weights(key: str, before: dict[str, Any]) -> bool:
+    """Whether weights alone make no sense with another value. Token ids that nothing tells the meaning of are free."""
+    if key in _TOKENIZER_KEYS and any(before.get(name, "") in _NO_TOKENIZER for name in _TOKENIZER_KEYS):
+        return False
+    return any(prefix in _REFUSED_FOR_WEIGHTS for prefix in _prefixes(key))
 
 
 def _follows_length(config: dict[str, Any]) -> bool:

@@ -2,143 +2,106 @@
 
 Seen in torch 2.13: it wraps every error, Ctrl-C too, into a BaseException; it unpickles `.metadata` without limits;
 it loads a gap in a tensor's chunks without a word; it syncs `.metadata` before its buffer is flushed (the manifest
-syncs all files again, so DCP's own sync is off).
+syncs all files again, so DCP's own sync is off); it sends errors between ranks in a form that does not always pickle,
+and then they all wait. So it never sees an error of writing: that is kept, and told afterwards.
+
+DCP gets plain local tensors and the boxes of the whole that they are, so that `.metadata` knows keys, global shapes and
+boxes, and nothing of ranks, meshes or DTensors. A box that several ranks hold is written by one of them.
 """
 
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from gptlite.progress import Log, Progress
+from gptlite.checkpoint.dcp_plugins import BoxLoadPlanner, BoxSavePlanner, MetadataUnpickler, Reader, Writer
+from gptlite.checkpoint.manifest import Entries
+from gptlite.checkpoint.parts import Parts, check_coverage, described
+from gptlite.parallelism.main_rank import from_all
+from gptlite.parallelism.mesh import Mesh
+from gptlite.progress import Log
 
-_ALLOWED = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
+# Said at every save and load of one process. For good: warnings.catch_warnings is not for threads.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
-def write(folder: Path, tensors: dict[str, Tensor], log: Log) -> None:
-    """Writes tensors, each under its global key, into a new `folder`. Raises TypeError for anything but a tensor."""
-    for key, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"checkpoint key {key} is a {type(value).__name__}: tensors only, the rest goes into meta")
-    # One thread: an error in a second one is lost, and the checkpoint is committed without its tensors.
-    writer = _Writer(folder, thread_count=1, sync_files=False, overwrite=False)
-    planner = _SavePlanner(_progress("checkpoint: saving", tensors, log))
-    with _plain_errors():
-        metadata = save(tensors, storage_writer=writer, planner=planner, no_dist=True)
-    _check_coverage(metadata, tensors)
+def write(
+    folder: Path,
+    parts: Parts,
+    log: Log,
+    mesh: Mesh,
+    group: dist.ProcessGroup | None,
+    agree: dist.ProcessGroup | None = None,
+) -> tuple[Entries, Entries]:
+    """Writes tensors, each under its global key, into a new `folder`: each rank its share, each box once.
 
-
-def read(folder: Path, into: dict[str, Tensor], log: Log) -> None:
-    """Reads into the given tensors in place. Keys, shapes and dtypes must have been compared before.
-
-    Raises pickle.UnpicklingError if `.metadata` holds anything but DCP's own classes, ValueError for missing pieces.
+    Returns, on every rank, what a manifest holds of all ranks' tensors and of the files they wrote, named relative to
+    `folder`. To be called by all ranks; DCP talks over `group`, None for one rank, and errors are agreed on as
+    `main_rank.from_all` does it, over `agree`. What one of them raises, all raise: OSError for a full disk, say.
     """
-    with open(folder / ".metadata", "rb") as file:
-        metadata = _Unpickler(file).load()
-    _check_coverage(metadata, into)
-    planner = _LoadPlanner(_progress("checkpoint: loading", into, log))
+    writer = Writer(folder)
+    planner = BoxSavePlanner(parts, log)
     with _plain_errors():
-        load(into, storage_reader=_Reader(folder, metadata), planner=planner, no_dist=True)
+        metadata = save(parts.local, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    files = from_all(mesh, lambda: writer.outcome(metadata, parts), agree)
+    return described(metadata), {name: entry for each in files for name, entry in each.items()}
 
 
-def _progress(label: str, tensors: dict[str, Tensor], log: Log) -> Progress:
-    return Progress(label, sum(tensor.nbytes for tensor in tensors.values()), log)
+def read(folder: Path, into: Mapping[str, Tensor], log: Log, files: Collection[str] | None = None) -> None:
+    """Reads this rank's part of the given tensors in place. Keys, shapes and dtypes must have been compared before.
+
+    `files` are those below `folder` that may be read; None for any. Raises, in one line, pickle.UnpicklingError if
+    `.metadata` is anything but a pickle of DCP's own classes, ValueError for missing pieces and what is no tensor.
+    """
+    parts = Parts(into)
+    metadata = _read_metadata(folder / ".metadata", parts, files)
+    try:
+        with _plain_errors():
+            load(parts.local, storage_reader=Reader(folder, metadata), planner=BoxLoadPlanner(parts, log), no_dist=True)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except pickle.UnpicklingError as error:  # not in torch's words: they tell how to load it with the door open
+        raise ValueError("what stands in place of a tensor is none") from error
+    except Exception as error:
+        words = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"a tensor cannot be read: {type(error).__name__}: {words:.150}") from error
 
 
-def _check_coverage(metadata: Metadata, tensors: dict[str, Tensor]) -> None:
-    """Every element of every tensor lies in a stored chunk. (That chunks don't overlap, DCP checks when it saves.)"""
-    for key, tensor in tensors.items():
-        entry = metadata.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.shape:
-            raise ValueError(f"checkpoint key {key} is not stored with shape {list(tensor.shape)}")
-        stored = sum(prod(chunk.sizes) for chunk in entry.chunks)
-        if stored != prod(entry.size):
-            raise ValueError(f"checkpoint key {key} is stored in part: {stored} of {prod(entry.size)} elements")
-
-
-class _Writer(FileSystemWriter):
-    def storage_meta(self) -> StorageMeta | None:
-        # DCP would pickle the staging path: stale after the rename, and a pathlib class is no portable format.
-        return None
-
-
-class _Reader(FileSystemReader):
-    def __init__(self, path: Path, metadata: Metadata):
-        super().__init__(path)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, progress: Progress):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._progress = progress
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        data = super().resolve_data(write_item)
-        if isinstance(data, Tensor):
-            self._progress.add(data.nbytes)
-        return data
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, progress: Progress):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._progress = progress
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        super().commit_tensor(read_item, tensor)
-        self._progress.add(tensor.nbytes)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows the classes of DCP's metadata and no others, so that a foreign checkpoint cannot run code here."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype))
-        if not allowed:
-            raise pickle.UnpicklingError(f"data/.metadata asks for {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
+def _read_metadata(path: Path, parts: Parts, files: Collection[str] | None) -> Metadata:
+    """What stands where, for these parts."""
+    try:
+        with open(path, "rb") as file:
+            metadata = MetadataUnpickler(file).load()
+    except Exception as error:  # a pickle of anything raises anything
+        words = " ".join(str(error).split())
+        raise pickle.UnpicklingError(f"data/.metadata: {type(error).__name__}: {words}"[:300]) from None
+    try:
+        check_coverage(metadata, parts.described)
+        named = {place.relative_path for place in metadata.storage_data.values()}
+        transformed = any(place.transform_descriptors for place in metadata.storage_data.values())
+    except (AttributeError, TypeError, KeyError):
+        raise ValueError("data/.metadata is not what torch.distributed.checkpoint writes") from None
+    if transformed:
+        raise ValueError("data/.metadata says that tensors are compressed or otherwise transformed")
+    if files is not None and (strange := named - set(files)):
+        raise ValueError(f"data/.metadata names {min(strange)!r:.100}, which is no file of the checkpoint")
+    return metadata
 
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     """Lets the original exception out: a full disk stays an OSError, Ctrl-C a KeyboardInterrupt."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        try:
-            yield
-        except CheckpointException as error:
-            original, _ = next(iter(error.failures.values()))
-            raise original from None
+    try:
+        yield
+    except CheckpointException as error:
+        original, _ = next(iter(error.failures.values()))
+        raise original from None

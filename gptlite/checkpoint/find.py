@@ -1,5 +1,7 @@
 """From a path that a person gives to the verified checkpoint it means."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from gptlite.checkpoint import store
@@ -14,26 +16,41 @@ def find_checkpoint(path: str, key: str, log: Log = print, *, words: tuple[str, 
     Each one rejected on the way is logged with the reason. Raises ConfigError naming `key`, the setting that `path`
     is the value of, where there is none; `words` are the other values that `key` takes.
     """
+    return first_intact(candidates(path, key, words=words), path, key, log, partial(verify, log=log))
+
+
+def candidates(path: str, key: str, *, words: tuple[str, ...] = ()) -> list[Path]:
+    """The step folders that `path` may mean, the first first, none of them looked into. As for find_checkpoint."""
     folder = Path(path).expanduser()
     if not folder.exists():
         others = "".join(f"{word}, " for word in words) + ("or " if words else "")
         hint = did_you_mean(path.lower(), words) or f"; give {others}a run folder or a checkpoint in one"
         raise ConfigError(f"{key}={path} does not exist{hint}")
     if (folder / FILE_NAME).exists() or store.step_of(folder) is not None:
-        verify(folder, log)
-        return folder
+        return [folder]
     folders = store.step_folders(folder) or store.step_folders(folder / "checkpoints")
     if not folders:
         raise ConfigError(f"{key}={path} holds no checkpoint; give a run folder or a checkpoint in one")
-    return newest_intact(folders, f"{key}={path}", f"give {key} another path", log)
+    return folders
 
 
-def newest_intact(folders: list[Path], where: str, fix: str, log: Log) -> Path:
-    """The first of `folders` that verifies. Raises ConfigError, saying `where` they are and the `fix`, if none does."""
+def first_intact(folders: list[Path], path: str, key: str, log: Log, check: Callable[[Path], object]) -> Path:
+    """Of the `candidates` for `path`, the one to take. Raises ConfigError; DamagedCheckpoint if `path` is a step."""
+    if folders == [Path(path).expanduser()]:
+        check(folders[0])
+        return folders[0]
+    return newest_intact(folders, f"{key}={path}", f"give {key} another path", log, check)
+
+
+def newest_intact(folders: list[Path], where: str, fix: str, log: Log, check: Callable[[Path], object]) -> Path:
+    """The first of `folders` that `check` does not find damaged. Each one rejected is logged with the reason.
+
+    Raises ConfigError, saying `where` they are and the `fix`, if none is intact.
+    """
     reasons = []
     for folder in folders:
         try:
-            verify(folder, log)
+            check(folder)
         except DamagedCheckpoint as error:
             reasons.append(error.reason)
             log(f"checkpoint: rejected {folder}: {error.reason}")

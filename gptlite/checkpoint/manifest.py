@@ -1,25 +1,36 @@
-"""MANIFEST.json: what a checkpoint folder must hold. It is written last and checked before anything is loaded."""
+"""MANIFEST.json: what a checkpoint folder must hold. It is written last and checked before anything is loaded.
+
+torch comes only with what describes tensors and this machine: checkpoints are listed without it.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 import gptlite
+from gptlite.checkpoint.store import step_of
 from gptlite.errors import ConfigError
 from gptlite.files import write_synced
+from gptlite.parallelism.words import ONE_RANK
 from gptlite.progress import Log, Progress
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FILE_NAME = "MANIFEST.json"
 FORMAT_VERSION = 1
+MOST_THREADS = 8  # that hash files at a time
+Entries = dict[str, dict[str, Any]]
 
 
 class DamagedCheckpoint(ConfigError):
@@ -27,7 +38,13 @@ class DamagedCheckpoint(ConfigError):
 
     def __init__(self, folder: Path, reason: str):
         super().__init__(f"checkpoint {folder} cannot be used: {reason}; take another one")
-        self.reason = reason
+        self.folder, self.reason = folder, reason
+
+    def __reduce__(self) -> tuple[type, tuple[Path, str]]:
+        return type(self), (
+            self.folder,
+            self.reason,
+        )  # it goes from rank to rank: pickle would call it with the message
 
 
 @dataclass(frozen=True)
@@ -42,19 +59,27 @@ class Manifest:
     created: str
     meta: dict[str, Any]
     environment: dict[str, Any]
-    files: dict[str, dict[str, Any]]
-    tensors: dict[str, dict[str, Any]]
+    files: Entries
+    tensors: Entries
 
 
 def describe(tensor: Tensor) -> dict[str, Any]:
-    """Global shape and dtype as the manifest spells them."""
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    """Shape and dtype, of a DTensor those of the whole, as the manifest spells them."""
+    return spell(tensor.shape, tensor.dtype)
 
 
-def environment() -> dict[str, Any]:
-    """Everything besides the layout that decides the last bit of a floating-point result."""
+def spell(shape: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
+    """An entry of `Manifest.tensors`."""
+    return {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def environment(layout: str = ONE_RANK) -> dict[str, Any]:
+    """Everything besides the configuration that decides the last bit of a floating-point result."""
+    import torch
+
     gpu = torch.cuda.is_available()
     return {
+        "layout": layout,
         "gptlite": gptlite.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -66,58 +91,99 @@ def environment() -> dict[str, Any]:
     }
 
 
-def environment_changes(manifest: Manifest) -> list[str]:
+def environment_changes(manifest: Manifest, layout: str = ONE_RANK) -> list[str]:
     """What differs from where the checkpoint was written, as "threads: 8 then, 4 now". Empty: resuming is bit-exact."""
-    then, now = manifest.environment, environment()
+    then, now = {"layout": ONE_RANK} | manifest.environment, environment(layout)
     keys = [*now, *(key for key in then if key not in now)]
     return [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
 
 
-def write_manifest(folder: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any], log: Log) -> None:
-    """Hashes every file below `folder`, brings each to the disk and writes the manifest over them.
+def write_manifest(
+    folder: Path, tensors: Entries, written: Entries, meta: dict[str, Any], log: Log, layout: str = ONE_RANK
+) -> None:
+    """Writes the manifest over every file below `folder`, all hashed and brought to the disk.
 
-    Raises TypeError if `meta` is not JSON, OSError if the disk is full or fails.
+    `tensors` are described, all ranks' together; `written` has the files that ranks have hashed already.
+    Raises TypeError if `meta` is not JSON, OSError if the disk is full or fails, or a rank's file is not there.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    progress = Progress("checkpoint: hashing", sum(path.stat().st_size for path in paths), log)
-    files = {}
-    for path in paths:
-        size, digest = _hash(path, progress, sync=True)
-        files[path.relative_to(folder).as_posix()] = {"bytes": size, "sha256": digest}
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    for name, entry in written.items():
+        if name not in paths or paths[name].stat().st_size != entry["bytes"]:
+            raise OSError(f"{folder / name} is not what its rank has written: all ranks must see the same folder")
+    rest = hash_files(folder, [path for name, path in paths.items() if name not in written], log)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         meta=meta,
-        environment=environment(),
-        files=files,
-        tensors={key: describe(tensor) for key, tensor in tensors.items()},
+        environment=environment(layout),
+        files={name: (written | rest)[name] for name in paths},
+        tensors=tensors,
     )
     content = asdict(manifest)
     write_synced(folder / FILE_NAME, json.dumps({"sha256": _checksum(content), **content}, indent=1) + "\n")
 
 
+def hash_files(folder: Path, paths: list[Path], log: Log) -> Entries:
+    """Size and SHA-256 of files by their names below `folder`, each brought to the disk first."""
+    progress = Progress("checkpoint: hashing", sum(path.stat().st_size for path in paths), log)
+    files = {}
+    for path in paths:
+        size, digest = _hash(path, progress, sync=True)
+        files[path.relative_to(folder).as_posix()] = {"bytes": size, "sha256": digest}
+    return files
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a step folder, itself intact; the files are not looked at. Raises DamagedCheckpoint."""
     try:
-        content = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        text = (folder / FILE_NAME).read_text(encoding="utf-8")
+        content = json.loads(text)
         checksum = content.pop("sha256")
     except FileNotFoundError:
         raise DamagedCheckpoint(folder, f"{FILE_NAME} is missing") from None
     except OSError as error:
         raise DamagedCheckpoint(folder, f"{FILE_NAME}: {error.strerror}") from None
-    except (ValueError, AttributeError, KeyError, TypeError):
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise DamagedCheckpoint(folder, f"{FILE_NAME} is not a manifest") from None
     if checksum != _checksum(content):
         raise DamagedCheckpoint(folder, f"{FILE_NAME} was altered: its checksum differs")
-    if content["format_version"] != FORMAT_VERSION:
-        found = content["format_version"]
-        raise DamagedCheckpoint(folder, f"its format_version is {found}, this gptlite reads {FORMAT_VERSION}")
+    if (found := content.get("format_version")) != FORMAT_VERSION:
+        raise DamagedCheckpoint(
+            folder, f"its format_version is {found}, this gptlite reads {FORMAT_VERSION}: update gptlite"
+        )
+    if not text.endswith("\n"):
+        raise DamagedCheckpoint(folder, f"{FILE_NAME} is cut off")
+    if not _well_formed(content):
+        raise DamagedCheckpoint(folder, f"{FILE_NAME} is not a manifest")
     return Manifest(**content)
+
+
+def _well_formed(content: dict[str, Any]) -> bool:
+    """Whether it has all that a manifest has, and no file outside its folder: the checksum is anyone's to compute."""
+    try:
+        return (
+            set(content) == {field.name for field in fields(Manifest)}
+            and isinstance(content["meta"]["step"], int)
+            and "data/.metadata" in content["files"]
+            and all(_inside(name) for name in content["files"])
+            and all(isinstance(e["bytes"], int) and isinstance(e["sha256"], str) for e in content["files"].values())
+            and all(isinstance(entry["shape"], list) for entry in content["tensors"].values())
+        )
+    except (AttributeError, KeyError, TypeError):
+        return False
+
+
+def _inside(name: str) -> bool:
+    """Whether a file's name is one below its folder, and one that a file system takes."""
+    parts = name.split("/")
+    return "\0" not in name and len(name) < 1000 and all(part not in ("", "..") and len(part) < 256 for part in parts)
 
 
 def verify(folder: Path, log: Log, *, hashes: bool = True) -> Manifest:
     """Checks that every file is there with its size and, with `hashes`, every byte. Raises DamagedCheckpoint."""
     manifest = read_manifest(folder)
+    if step_of(folder) not in (None, step := manifest.meta["step"]):
+        raise DamagedCheckpoint(folder, f"{FILE_NAME} is of step {step}")
     # Sizes first: a missing or truncated file is known before gigabytes are read.
     for name, entry in manifest.files.items():
         path = folder / name
@@ -126,16 +192,33 @@ def verify(folder: Path, log: Log, *, hashes: bool = True) -> Manifest:
         if (size := path.stat().st_size) != entry["bytes"]:
             raise DamagedCheckpoint(folder, f"{name} has {size} bytes, its manifest says {entry['bytes']}")
     if hashes:
-        total = sum(entry["bytes"] for entry in manifest.files.values())
-        progress = Progress(f"checkpoint: verifying {folder.name}", total, log)
-        for name, entry in manifest.files.items():
-            try:
-                _, digest = _hash(folder / name, progress)
-            except OSError as error:
-                raise DamagedCheckpoint(folder, f"{name} cannot be read: {error.strerror}") from None
-            if digest != entry["sha256"]:
-                raise DamagedCheckpoint(folder, f"{name} has damaged bytes: its SHA-256 differs")
+        check_hashes(folder, manifest, list(manifest.files), log, threads=min(MOST_THREADS, os.cpu_count() or 1))
     return manifest
+
+
+def check_hashes(folder: Path, manifest: Manifest, names: Sequence[str], log: Log, threads: int = 1) -> None:
+    """Compares every byte of some files with the manifest, as the disk has them and not the page cache.
+
+    Raises DamagedCheckpoint.
+    """
+    total = sum(manifest.files[name]["bytes"] for name in names)
+    progress = Progress(f"checkpoint: verifying {folder.name}", total, log)
+
+    def check(name: str) -> None:
+        try:
+            _, digest = _hash(folder / name, progress, fresh=True)
+        except OSError as error:
+            raise DamagedCheckpoint(folder, f"{name} cannot be read: {error.strerror}") from None
+        if digest != manifest.files[name]["sha256"]:
+            raise DamagedCheckpoint(folder, f"{name} has damaged bytes: its SHA-256 differs")
+
+    if threads == 1 or len(names) == 1:
+        for name in names:
+            check(name)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(check, names):
+            pass
 
 
 def read_file(folder: Path, name: str) -> bytes:
@@ -154,12 +237,15 @@ def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _hash(path: Path, progress: Progress, *, sync: bool = False) -> tuple[int, str]:
-    """Size in bytes and SHA-256 of a file, brought to the disk first if `sync`."""
-    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(1 << 22))
+def _hash(path: Path, progress: Progress, *, sync: bool = False, fresh: bool = False) -> tuple[int, str]:
+    """Size in bytes and SHA-256 of a file; `sync`: brought to the disk first, `fresh`: read from there."""
+    length = path.stat().st_size
+    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(max(1, min(length, 1 << 20))))
     with open(path, "rb", buffering=0) as file:
         if sync:
             os.fsync(file.fileno())
+        if fresh and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count

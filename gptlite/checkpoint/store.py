@@ -1,5 +1,6 @@
 """The checkpoints folder on disk: names, atomic commit, leftovers. Knows nothing of what a checkpoint holds."""
 
+import errno
 import fcntl
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from gptlite.files import sync_folder, write_whole
 from gptlite.progress import Log
 
+SMALL_FILES = 1 << 20  # bytes that a checkpoint takes beside its tensors, more or less
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -73,6 +75,14 @@ def staged(final: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     sync_folder(final.parent)
+
+
+def check_space(root: Path, size: int) -> None:
+    """Raises OSError (disk full) where `root`'s file system has no room for a checkpoint of `size` bytes of tensors."""
+    free = shutil.disk_usage(root).free
+    if free < size + SMALL_FILES:
+        needed, there = (f"{number / 1e6:.1f} MB" for number in (size + SMALL_FILES, free))
+        raise OSError(errno.ENOSPC, f"a checkpoint takes {needed}, and {there} are free", str(root))
 
 
 def point_latest(final: Path) -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint.conftest import FakeTokenizer
 
 from gptlite.checkpoint import store
+from gptlite.checkpoint.checkpointer import Checkpointer
+from gptlite.checkpoint.config import CheckpointConfig
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -57,6 +60,34 @@ def test_a_failure_at_any_sync_or_rename_before_the_commit_leaves_the_previous_o
                 save(200)
         assert tree(checkpointer.root) == before, (name, index)
         assert checkpointer.find("auto") == previous
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, tensors, monkeypatch, beside):
+    """What a power cut would find out: killing a process leaves the page cache as it is."""
+    checkpointer = Checkpointer(CheckpointConfig(async_save=beside), tmp_path)
+    synced: dict[int, int] = {}  # inode -> time of its last change, when it was brought to the disk
+    committed, fsync, rename = [], os.fsync, os.rename
+
+    def seen_fsync(descriptor):
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_mtime_ns
+
+    def seen_rename(old, new):
+        if Path(new).name.startswith("step-"):
+            below = [Path(old), *Path(old).rglob("*")]
+            committed.append([str(p) for p in below if synced.get(p.stat().st_ino) != p.stat().st_mtime_ns])
+            assert len(below) == 10
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "rename", seen_rename)
+    checkpointer.save(tensors, {"step": 1}, "seed: 1\n", FakeTokenizer(), print)
+    checkpointer.finish()
+    assert committed == [[]]
+    root = checkpointer.root
+    assert synced[root.stat().st_ino] == root.stat().st_mtime_ns  # the new name itself, and that of `latest`
 
 
 def test_an_error_inside_torch_keeps_its_type(save, checkpointer, monkeypatch):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gptlite.checkpoint.compare import compare_configs
+from gptlite.checkpoint.compare import Effect, compare_configs
 from gptlite.model.config import Activation
 
 CONFIG: dict[str, Any] = {
@@ -66,7 +66,14 @@ def changed(key: str, value: Any) -> dict[str, Any]:
         ("model.name", "other", "safe"),
         ("model.peak_lr", 1e-3, "safe"),
         ("trainer.max_steps", 200, "safe"),
-        ("parallelism.tensor", 2, "safe"),
+        ("parallelism.tensor", 2, "reshards"),
+        ("parallelism.zero", 3, "reshards"),
+        ("parallelism.schedule", "zbv", "reshards"),
+        ("parallelism.offload", "cpu", "reshards"),  # a key to come: rounding at least, until someone says more
+        ("data.micro_batch_size", 4, "reshards"),
+        ("parallelism.prefetch", 2, "safe"),
+        ("parallelism.timeout_seconds", 9.0, "safe"),
+        ("parallelism.activation_checkpointing", "full", "safe"),
         ("checkpoint.keep", 5, "safe"),
         ("logger.project", "other", "safe"),
         ("run.dir", "outputs/b", "safe"),
@@ -74,12 +81,14 @@ def changed(key: str, value: Any) -> dict[str, Any]:
 )
 def test_each_key_has_its_class(key, value, effect):
     differences = compare_configs(CONFIG, changed(key, value))
-    found = {name: getattr(differences, name) for name in ("refused", "changes_numbers", "safe")}
+    found = {effect.value: getattr(differences, effect.value) for effect in Effect}
     assert [name for name, entries in found.items() if entries] == [effect]
     (difference,) = found[effect]
     assert difference.key.startswith(key)
     assert bool(differences.refusal()) == (effect == "refused")
     assert bool(differences.notice()) == (effect == "changes_numbers")
+    assert bool(differences.resharding()) == (effect == "reshards")
+    assert bool(differences.harmless()) == (effect == "safe" and not key.startswith("run."))
 
 
 def test_equal_configurations_have_no_differences():
@@ -92,6 +101,16 @@ def test_the_refusal_is_one_line_with_both_values_and_the_fix():
     line = compare_configs(CONFIG, new).refusal()
     for part in ("model.num_layers=6 (was 4)", "seed=2 (was 1)", "run.dir"):
         assert part in line
+    assert "\n" not in line
+
+
+def test_another_layout_is_one_line_with_both_values():
+    new = changed("parallelism.tensor", 2)
+    new["data"]["micro_batch_size"] = 4
+    line = compare_configs(CONFIG, new).resharding()
+    assert line.startswith(
+        "reshards: data.micro_batch_size=4 (was absent), parallelism.tensor=2 (was 1): the same run up"
+    )
     assert "\n" not in line
 
 
@@ -120,3 +139,32 @@ def test_another_optimizer_has_other_fields():
 )
 def test_weights_alone_only_tie_the_model_and_its_tokens(key, value, refused):
     assert bool(compare_configs(CONFIG, changed(key, value), load="weights").refusal()) == refused
+
+
+IMPORTED = {"tokenizer": "none", "vocab_size": 50257, "path": "none"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"data": IMPORTED}, {"data": {"tokenizer": "byte", "vocab_size": 257, "path": "text.txt"}}),
+        ({"data": IMPORTED}, {"data": {"vocab_size": 13}}),  # data=synthetic has no tokenizer to name
+        ({"data_identity": {"tokenizer": None}}, {"data_identity": {"tokenizer": "abc", "corpus": "text"}}),
+    ],
+)
+def test_weights_without_a_tokenizer_go_with_any_and_it_is_said(old, new):
+    weights = compare_configs(old, new, load="weights")
+    assert weights.refusal() == ""
+    assert "vocab_size" in weights.notice() or "data_identity.tokenizer=abc (was None)" in weights.notice()
+    assert compare_configs(old, new).refusal()
+
+
+def test_weights_without_a_tokenizer_still_tie_the_model():
+    old, new = ({"data": IMPORTED, "model": {"vocab_size": size}} for size in (50257, 257))
+    assert compare_configs(old, new, load="weights").refusal()
+
+
+def test_weights_with_a_tokenizer_do_not_go_without_one():
+    for section in ("data", "data_identity"):
+        old, new = {section: {"tokenizer": "byte"}}, {section: {"tokenizer": None}}
+        assert compare_configs(old, new, load="weights").refusal()

@@ -24,6 +24,7 @@ def trained(run, tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
+@pytest.mark.slow
 def test_generate_streams_the_same_text_with_and_without_the_cache(trained: Path) -> None:
     arguments = (f"checkpoint={trained}", "prompt=the cat: {sat}", "max_tokens=40", "seed=3")
     cached, again, uncached = (call("generate", *arguments, *more) for more in ((), (), ("cache=false",)))

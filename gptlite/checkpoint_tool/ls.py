@@ -1,0 +1,80 @@
+"""The checkpoints of runs, newest first: ls PATH ... [hashes=true]
+
+PATH is a run folder, its checkpoints folder, or a folder of runs, three levels deep. `<- auto` marks the one that
+resuming takes. A checkpoint is intact if all its files are there with their sizes; hashes=true reads every byte, as
+resuming does. Then follows what is being written or deleted (.tmp-, .trash-), or was when its process died, and what
+was set aside (damaged-). Times are UTC. Exit code 1 if one is damaged.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptlite.checkpoint import store
+from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from gptlite.checkpoint_tool.places import damage, has_writer, leftovers, roots, size_on_disk
+from gptlite.checkpoint_tool.tables import table, when
+from gptlite.metrics.console import format_bytes, format_count
+
+HEADER = ("step", "tokens", "written", "age", "size", "best val", "layout", "status")
+
+
+@dataclass
+class Options:
+    """What may follow the paths."""
+
+    hashes: bool = False
+
+
+def run(paths: list[str], options: Options) -> int:
+    """Prints a table for each run. Returns 1 if a checkpoint is damaged."""
+    any_damaged = False
+    for root in dict.fromkeys(root for path in paths for root in roots(path)):
+        print(root)
+        any_damaged |= _list(root, options.hashes)
+    return int(any_damaged)
+
+
+def _list(root: Path, hashes: bool) -> bool:
+    folders = store.step_folders(root)
+    reasons = {folder: damage(folder, hashes=hashes) for folder in folders}
+    auto = next((folder for folder in folders if not reasons[folder]), None)
+    if folders:
+        rows = [_row(folder, reasons[folder], hashes, folder == auto) for folder in folders]
+        print(*table(HEADER, rows, right="step tokens age size"), sep="\n")
+    else:
+        print("  no checkpoint")
+    alive = has_writer(root)
+    for left in leftovers(root):
+        print(f"  {left.name}  {format_bytes(size_on_disk(left))}, {_about(left, alive)}")
+    return any(reasons.values())
+
+
+def _row(folder: Path, reason: str, hashes: bool, auto: bool) -> tuple[str, ...]:
+    step = str(store.step_of(folder))
+    status = f"DAMAGED: {reason}" if reason else "intact to the byte" if hashes else "intact"
+    status += "  <- auto" * auto
+    try:
+        manifest = read_manifest(folder)
+    except DamagedCheckpoint:
+        return step, "", "", "", format_bytes(size_on_disk(folder)), "", "", status
+    meta, (date, age) = manifest.meta, when(manifest.created)
+    tokens, best = meta.get("tokens"), meta.get("best_val_loss")
+    return (
+        step,
+        "n/a" if tokens is None else format_count(tokens),
+        date,
+        age,
+        format_bytes(size_on_disk(folder)),
+        "n/a" if best is None else f"{best:.4f}",
+        str(manifest.environment.get("layout", "n/a")),
+        status,
+    )
+
+
+def _about(left: Path, alive: bool | None) -> str:
+    if left.name.startswith("damaged-"):
+        return "a damaged one that made room for a new save; yours to delete"
+    word = "written" if left.name.startswith(".tmp-") else "deleted"
+    if alive is None:
+        return f"being {word}, or left so: this file system has no locks to tell"
+    return f"being {word}" if alive else "left by a process that died; the next save removes it, and so does prune"

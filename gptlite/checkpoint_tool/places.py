@@ -1,0 +1,131 @@
+"""From the paths a person gives to checkpoints and configurations. Nothing here reads tensors, or needs torch."""
+
+import fcntl
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from gptlite.checkpoint import store
+from gptlite.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, read_file, verify
+from gptlite.config import from_yaml, to_dict
+from gptlite.errors import ConfigError, did_you_mean
+
+DEPTH = 3  # levels below a folder of runs that runs are looked for: a sweep has date/time/job
+LEFT = (".tmp-*", ".trash-*", "damaged-*")
+
+
+def log(line: str) -> None:
+    """Progress and remarks: beside the output, which scripts may read."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def existing(path: str) -> Path:
+    """The folder or file at `path`. Raises ConfigError."""
+    found = Path(path).expanduser()
+    if not found.exists():
+        names = [each.name for each in found.parent.iterdir()] if found.parent.is_dir() else []
+        raise ConfigError(f"{path} does not exist{did_you_mean(found.name, names)}")
+    return found
+
+
+def is_step(folder: Path) -> bool:
+    """Whether a folder is one checkpoint, whatever its name."""
+    return (folder / FILE_NAME).exists() or store.step_of(folder) is not None
+
+
+def roots(path: str) -> list[Path]:
+    """The checkpoints folders at `path`: itself, a run's, or those of the runs below it. Raises ConfigError."""
+    folder = existing(path)
+    if is_step(folder):
+        raise ConfigError(f"{path} is one checkpoint; give its run, or use inspect")
+    if store.step_folders(folder) or (folder.name == "checkpoints" and folder.is_dir()):
+        return [folder]
+    if (folder / "checkpoints").is_dir():
+        return [folder / "checkpoints"]
+    below = [each for depth in range(1, DEPTH + 1) for each in folder.glob("*/" * depth + "checkpoints")]
+    found = sorted(each for each in below if store.step_folders(each) or list(leftovers(each)))
+    if not found:
+        raise ConfigError(f"{path} holds no checkpoint; give a run folder, or a folder of runs")
+    return found
+
+
+def checkpoints(path: str) -> list[Path]:
+    """The step folders at `path`, newest first within a run, none of them looked into. Raises ConfigError."""
+    folder = existing(path)
+    if is_step(folder):
+        return [folder]
+    found = [each for root in roots(path) for each in store.step_folders(root)]
+    if not found:
+        raise ConfigError(f"{path} holds no checkpoint; give a run folder or a checkpoint in one")
+    return found
+
+
+def one_checkpoint(path: str) -> Path:
+    """The checkpoint that `path` is, or the newest of a run that has all its files. Raises ConfigError."""
+    folders = checkpoints(path)
+    if len({each.parent for each in folders}) > 1:
+        raise ConfigError(f"{path} is a folder of several runs; give one of them")
+    for folder in folders if len(folders) > 1 else []:
+        if not (reason := damage(folder)):
+            return folder
+        log(f"checkpoint: passing over {folder}: {reason}")
+    return folders[0]
+
+
+def damage(folder: Path, *, hashes: bool = False) -> str:
+    """What is wrong with a checkpoint; empty if nothing is, going by sizes or, with `hashes`, by every byte."""
+    try:
+        verify(folder, log, hashes=hashes)
+    except DamagedCheckpoint as error:
+        return error.reason
+    return ""
+
+
+def leftovers(root: Path) -> Iterator[Path]:
+    """What is being written or deleted, or was when its process died; and what was set aside as damaged."""
+    for pattern in LEFT:
+        yield from sorted(root.glob(pattern))
+
+
+def has_writer(root: Path) -> bool | None:
+    """Whether a process holds the lock that writers share; None where the file system has no locks."""
+    try:
+        with open(root / ".lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError) as error:
+        return isinstance(error, BlockingIOError)
+    except OSError:
+        return None
+    return False
+
+
+def size_on_disk(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder."""
+    total = 0
+    for each in [path] if path.is_file() else path.rglob("*"):
+        with suppress(OSError):  # gone meanwhile
+            total += each.stat().st_size if each.is_file() else 0
+    return total
+
+
+def checkpoint_config(folder: Path) -> dict[str, Any]:
+    """The configuration in a checkpoint. Raises DamagedCheckpoint, ConfigError."""
+    return config_of(read_file(folder, "config.yaml").decode("utf-8"), str(folder / "config.yaml"))
+
+
+def config_of(text: str, where: str) -> dict[str, Any]:
+    """A configuration as nested dicts: completed as resuming does or, if another version wrote it, as it stands."""
+    try:
+        return to_dict(from_yaml(text))
+    except ConfigError:
+        try:
+            raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        except Exception as error:
+            raise ConfigError(f"{where} is no YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(raw, dict) or "model" not in raw:
+        raise ConfigError(f"{where} is not a run's config.yaml")
+    return {str(key): value for key, value in raw.items()}

@@ -1,0 +1,75 @@
+"""Numbers that describe a tensor, and how far two are apart."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 24  # elements converted to fp64 at a time
+
+
+def statistics(tensor: Tensor) -> dict[str, float | int | None]:
+    """Elements, least, largest, mean, standard deviation, norm, zeros, and how many are not finite.
+
+    The others are of the finite elements, in fp64; None where there are none.
+    """
+    count = zeros = nan = infinite = 0
+    total = squares = 0.0
+    low, high = float("inf"), float("-inf")
+    for (block,) in _blocks(tensor):
+        finite = block[block.isfinite()]
+        nan += int(block.isnan().sum())
+        infinite += int(block.isinf().sum())
+        zeros += int((block == 0).sum())
+        count += finite.numel()
+        total += float(finite.sum())
+        squares += float(finite.square().sum())
+        if finite.numel():
+            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+    mean = total / count if count else None
+    spread = None
+    if mean is not None:
+        deviations = (float((b[b.isfinite()] - mean).square().sum()) for (b,) in _blocks(tensor))
+        spread = (sum(deviations) / count) ** 0.5
+    return {
+        "elements": tensor.numel(),
+        "min": low if count else None,
+        "max": high if count else None,
+        "mean": mean,
+        "std": spread,
+        "norm": squares**0.5 if count else None,
+        "zero": zeros,
+        "nan": nan,
+        "inf": infinite,
+    }
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two tensors are apart: elements that differ, the largest |a - b|, and |a - b| / |a| by norms."""
+
+    differing: int
+    largest: float
+    relative: float
+
+
+def distance(a: Tensor, b: Tensor) -> Distance:
+    """Of two tensors of one shape. Equal NaNs are equal; where one alone is NaN, they are infinitely apart."""
+    differing, largest, apart, norm = 0, 0.0, 0.0, 0.0
+    for x, y in _blocks(a, b):
+        same = (x == y) | (x.isnan() & y.isnan())
+        differing += int((~same).sum())
+        gap = (x - y).abs().masked_fill(same, 0).nan_to_num(nan=float("inf"), posinf=float("inf"))
+        if gap.numel():
+            largest = max(largest, float(gap.max()))
+        apart += float(gap.square().sum())
+        norm += float(x[x.isfinite()].square().sum())
+    relative = 0.0 if not apart else (apart / norm) ** 0.5 if norm else float("inf")
+    return Distance(differing, largest, relative)
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), BLOCK):
+        yield tuple(each[start : start + BLOCK].to(torch.float64) for each in flat)

@@ -1,0 +1,49 @@
+"""Reads every byte again: verify RUN_OR_STEP ... [hashes=false]
+
+Of each checkpoint: that the files are those of its manifest, with their sizes and SHA-256, read past the page cache
+where the system allows; and that every element of every tensor lies in exactly one box of a file. All checkpoints of a
+run, or of a folder of runs, newest first. hashes=false leaves out the bytes. Exit code 1 if one is damaged.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptlite.checkpoint.manifest import DamagedCheckpoint
+from gptlite.checkpoint.manifest import verify as verify_files
+from gptlite.checkpoint_tool.places import checkpoints, log
+from gptlite.metrics.console import format_bytes
+
+
+@dataclass
+class Options:
+    """What may follow the paths."""
+
+    hashes: bool = True
+
+
+def run(paths: list[str], options: Options) -> int:
+    """Prints a line for each checkpoint. Returns 1 if one is damaged."""
+    folders = list(dict.fromkeys(folder for path in paths for folder in checkpoints(path)))
+    results = [_verify(folder, options.hashes) for folder in folders]
+    if len(results) > 1:
+        print(f"{results.count(True)} of {len(results)} intact")
+    return 0 if all(results) else 1
+
+
+def _verify(folder: Path, hashes: bool) -> bool:
+    from gptlite.checkpoint_tool.boxes import read_boxes
+
+    began = time.monotonic()
+    try:
+        manifest = verify_files(folder, log, hashes=hashes)
+        seconds = time.monotonic() - began
+        boxes = read_boxes(folder, manifest)
+    except DamagedCheckpoint as error:
+        print(f"DAMAGED  {folder}  {error.reason}", flush=True)
+        return False
+    size = sum(entry["bytes"] for entry in manifest.files.values())
+    pace = f" read in {seconds:.1f} s, {format_bytes(size / max(seconds, 1e-3))}/s" if hashes else ", sizes only"
+    parts = sum(map(len, boxes.values()))
+    print(f"ok       {folder}  {format_bytes(size)}{pace}; {len(boxes)} tensors whole in {parts} boxes", flush=True)
+    return True

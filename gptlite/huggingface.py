@@ -1,0 +1,200 @@
+"""Checkpoints to Hugging Face's GPT-2 and back: folders that `transformers.GPT2LMHeadModel` reads and writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptlite.checkpoint import store
+from gptlite.checkpoint.checkpointer import Checkpointer
+from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.find import find_checkpoint
+from gptlite.checkpoint.huggingface import Stored, open_weights, read_json, write_weights
+from gptlite.checkpoint.load import load_tensors, read_config
+from gptlite.checkpoint.manifest import read_file, read_manifest
+from gptlite.checkpoint.safetensors import Slot
+from gptlite.config import Config, from_yaml, hydra_value, load, to_yaml
+from gptlite.data.config import DataConfig, TextConfig
+from gptlite.data.tokenizer import load_tokenizer
+from gptlite.errors import ConfigError, did_you_mean
+from gptlite.files import write_synced
+from gptlite.model.config import GPTConfig
+from gptlite.model.huggingface import Weight, from_json, to_json, view_of, weights
+from gptlite.progress import Log
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOKENIZER = "gptlite_tokenizer"
+NO_TOKENIZER = "none"  # as compare.py knows it: whoever goes on from these weights says what a token is
+# What a checkpoint says besides its tensors (trainer/state.py), before the first step.
+_META: dict[str, Any] = {
+    "step": 0,
+    "consumed_samples": 0,
+    "tokens": 0,
+    "best_val_loss": None,
+    "evaluated_step": 0,
+    "wandb_id": None,
+    "data_identity": {"tokenizer": None},
+}
+
+
+def export(
+    checkpoint: Path,
+    target: Path,
+    *,
+    dtype: str = "fp32",
+    max_shard_bytes: int = 5_000_000_000,
+    log: Log = print,
+) -> None:
+    """Writes a checkpoint's model as the new folder `target`, which `GPT2LMHeadModel.from_pretrained` loads.
+
+    `checkpoint` is a step folder, or a run folder for its newest; it is verified here. One tensor is in memory at a
+    time. `dtype` is fp32, bf16 or fp16; weights of more bytes than `max_shard_bytes` go into several files. `target`
+    gets its name when all is on the disk. Raises ConfigError for what is not there, damaged, or in the way, for a full
+    disk, and for numbers that `dtype` cannot hold.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype} is not one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes={max_shard_bytes} must be at least 1")
+    target = Path(target).expanduser()
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"target={target} exists; nothing is overwritten, give a new folder")
+    if store.step_folders(target.parent):  # a run removes unfinished folders that it finds there
+        raise ConfigError(f"target={target} is among checkpoints; give a folder elsewhere")
+    step = find_checkpoint(str(checkpoint), "checkpoint", log)
+    model = from_yaml(read_config(step)).model
+    with _errors_of_the_disk(f"target={target}"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with store.staged(target) as folder:
+            _write_json(folder, step, model, dtype)
+            size = _write_tensors(folder, step, model, dtype, max_shard_bytes, log)
+    log(f"exported {step} to {target}: {size / 1e6:,.1f} MB of {dtype}, for GPT2LMHeadModel.from_pretrained")
+
+
+def _write_json(folder: Path, step: Path, model: GPTConfig, dtype: str) -> None:
+    """config.json, generation_config.json, and the tokenizer's files as they are."""
+    files = [name for name in read_manifest(step).files if name.startswith("tokenizer/")]
+    eod = load_tokenizer(step / "tokenizer").eod if files else None
+    texts = {"config.json": to_json(model, str(DTYPES[dtype]).removeprefix("torch."), eod)}
+    if eod is not None:
+        texts["generation_config.json"] = {"bos_token_id": eod, "eos_token_id": eod}
+    for name, content in texts.items():
+        write_synced(folder / name, json.dumps(content, indent=2) + "\n")
+    for name in files:
+        path = folder / TOKENIZER / name.removeprefix("tokenizer/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_synced(path, read_file(step, name))
+
+
+def _write_tensors(folder: Path, step: Path, model: GPTConfig, dtype: str, max_shard_bytes: int, log: Log) -> int:
+    """The weights; their size in bytes."""
+    stored = read_manifest(step).tensors
+    by_name = {weight.full_name: weight for weight in weights(model)}
+
+    def read(slot: Slot) -> Tensor:
+        weight = by_name[slot.name]
+        key = f"model.{weight.ours}"
+        if key not in stored and key.endswith(".bias") and not model.bias:
+            return torch.zeros(weight.shape)  # GPT-2 has biases
+        ours = torch.empty(weight.our_shape, dtype=getattr(torch, stored.get(key, {}).get("dtype", "float32")))
+        load_tensors(step, {key: ours}, strict=False, verified=True, log=log)
+        return view_of(weight, ours, model.num_heads)
+
+    slots = [Slot(name, weight.shape, DTYPES[dtype]) for name, weight in by_name.items()]
+    write_weights(folder, slots, read, max_shard_bytes, log)
+    return sum(slot.num_bytes for slot in slots)
+
+
+def import_(source: Path, run_dir: Path, *, log: Log = print) -> Path:
+    """Makes a checkpoint of step 0 in the new `run_dir` from a folder of GPT-2's; returns its folder.
+
+    `source` holds config.json and model.safetensors, model.safetensors.index.json with its files, or pytorch_model.bin.
+    Only weights are stored, in fp32, and no tokenizer; the vocabulary is padded with rows of zeros. The model is in
+    memory once (with pytorch_model.bin, twice). The last line logged is the command that goes on from it.
+
+    Raises ConfigError, naming the key or tensor, for a model that is not quite a GPT-2, and where `run_dir` is not
+    empty; nothing has been written then.
+    """
+    source, run_dir = Path(source).expanduser(), Path(run_dir).expanduser()
+    if not (source / "config.json").is_file():
+        raise ConfigError(f"source={source} holds no config.json; give a folder that save_pretrained wrote")
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise ConfigError(f"run_dir={run_dir} exists; nothing is overwritten, give a new folder")
+    model = from_json(read_json(source / "config.json"), "hf-" + re.sub(r"[^\w.-]", "-", source.resolve().name))
+    stored = open_weights(source)
+    _refuse_another_model(source, stored, model)
+    overrides, config = _composed(model, run_dir)
+    tensors = {f"model.{weight.ours}": _ours(weight, stored[weight.name], model) for weight in weights(model)}
+    with _errors_of_the_disk(f"run_dir={run_dir}"):
+        step = Checkpointer(CheckpointConfig(keep=0), run_dir).save(tensors, _META, to_yaml(config), None, log)
+    log(f"imported {source} to {step}; its tokenizer is not: token ids must mean there what they meant here")
+    start = ["python", "train.py", f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
+    log(f"go on with any data=... of at most {model.vocab_size} token ids: {shlex.join([*start, *overrides])}")
+    return step
+
+
+def _refuse_another_model(source: Path, stored: dict[str, Stored], model: GPTConfig) -> None:
+    """Raises ConfigError where tensors lack, are too many, or are not of the shapes that config.json says."""
+    expected = {weight.name: weight.shape for weight in weights(model)}
+    for name, shape in expected.items():
+        if name not in stored:
+            raise ConfigError(f"source={source}: {name} is missing, which a GPT-2 of its config.json has")
+        if stored[name].shape != shape:
+            found = list(stored[name].shape)
+            raise ConfigError(f"source={source}: {name} is {found}, by its config.json it should be {list(shape)}")
+        if stored[name].dtype not in DTYPES.values():
+            raise ConfigError(f"source={source}: {name} is {stored[name].dtype}; save it in float32 first")
+    for name in sorted(stored.keys() - expected.keys()):
+        if name != "lm_head.weight":
+            raise ConfigError(f"source={source}: {name} is nothing that a GPT-2 of its config.json has")
+        head, embedding = (stored[each].read() for each in (name, "wte.weight"))
+        if not torch.equal(head, embedding):
+            raise ConfigError(
+                f"source={source}: lm_head.weight is not wte.weight; set tie_word_embeddings=false in its config.json"
+            )
+
+
+def _ours(weight: Weight, stored: Stored, model: GPTConfig) -> Tensor:
+    """Our form of a tensor, fp32; rows of the vocabulary that are padding stay zero."""
+    ours = torch.zeros(weight.our_shape)
+    view = view_of(weight, ours, model.num_heads)
+    view.copy_(stored.read().reshape(view.shape))
+    return ours
+
+
+def _composed(model: GPTConfig, run_dir: Path) -> tuple[list[str], Config]:
+    """What train.py needs to be told to train this model, and the configuration that the checkpoint is of."""
+    default, names = load().model, [field.name for field in dataclasses.fields(model)]
+    changed = [name for name in names if getattr(model, name) != getattr(default, name)]
+    overrides = [f"model.{name}={_word(getattr(model, name))}" for name in changed]
+    config = load([*overrides, f"run.name={model.name}", f"run.dir={hydra_value(str(run_dir))}"])
+    assert config.model == model
+    batches = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(DataConfig)}
+    assert model.vocab_size is not None
+    data = TextConfig(**batches, path=NO_TOKENIZER, tokenizer=NO_TOKENIZER, vocab_size=model.vocab_size)
+    return overrides, dataclasses.replace(config, data=data)
+
+
+def _word(value: Any) -> str:
+    """A value as an override has it."""
+    if isinstance(value, Enum):
+        return value.name
+    return hydra_value(value) if isinstance(value, str) else json.dumps(value)
+
+
+@contextmanager
+def _errors_of_the_disk(where: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{where}: {(error.strerror or str(error)).lower()}; give another folder") from None

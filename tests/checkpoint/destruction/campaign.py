@@ -1,0 +1,209 @@
+"""A run that is killed again and again in one folder, each life going on where the last one ended."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from checkpoint.destruction.forks import Forked, ForkServer
+from checkpoint.destruction.lives import TINY, read_journal
+from checkpoint.destruction.points import STAGES
+from torch import Tensor
+
+from gptlite.checkpoint.checkpointer import Checkpointer
+from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.load import load_tensors
+from gptlite.checkpoint.manifest import read_manifest, verify
+from gptlite.checkpoint.store import step_folders, step_of
+
+LIVE = "checkpoint.destruction.lives:live"
+LEFTOVER = re.compile(r"\.(tmp|trash)-")
+
+
+def quiet(_: str) -> None:
+    """A log for nobody."""
+
+
+class Campaign:
+    """The run in `folder`, on `world` ranks. `lost` counts the steps that each kill has cost."""
+
+    def __init__(
+        self, server: ForkServer, folder: Path, overrides: Sequence[str], *, seed: int, interval: int, world: int = 1
+    ) -> None:
+        self.server, self.folder, self.world, self.interval = server, folder, world, interval
+        self.run, self.random = folder / "run", random.Random(seed)
+        self.overrides = [*TINY, *overrides, f"checkpoint.interval={interval}"]
+        self.hits: Counter[str] = Counter()
+        self.lost: list[int] = []
+        self.lives = 0
+        self.committed = 0  # the newest step whose save has returned, in any life
+        self.per_save: dict[str, int] = {}
+        self.seconds = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Saves that may be lost beside the one interval: that which an asynchronous run has handed over."""
+        return int("checkpoint.async_save=true" in self.overrides)
+
+    def probe(self) -> None:
+        """A whole life of four saves: how long it takes, and how many points a save has in each stage."""
+        assert self._end(self._begin([f"trainer.max_steps={4 * self.interval}"])) == [0] * self.world, self._text()
+        lines = self._journal()
+        counts: dict[str, int] = {}
+        for word, rest, _ in lines:
+            if word == "count":
+                stage, count = rest.rsplit(" ", 1)
+                counts[stage] = int(count)
+        self.per_save = {stage: max(1, counts.get(stage, 0) // 4) for stage in STAGES}
+        begun = [when for word, _, when in lines if word == "begin"]
+        self.seconds = begun[-1] - lines[0][2]
+        self.check()
+
+    def kill_at(self, stage: str, rank: int = 0) -> None:
+        """A life whose rank kills itself within its first saves, at a point of a stage."""
+        index = self.random.randrange(2 * self.per_save[stage])
+        ranks = self._begin([], rank, stage, index)
+        codes = [ranks[rank].wait()]
+        for each in ranks:  # as a launcher does
+            each.kill()
+        codes += [each.wait() for each in ranks]
+        assert codes[0] == -9, (stage, index, self._text())
+        self.hits[stage] += sum(word == "hit" for word, _, _ in self._journal(rank))
+        self.check()
+
+    def kill_by_time(self) -> None:
+        """A life that is killed at a random moment; with several ranks, one some milliseconds before the others."""
+        ranks = self._begin([])
+        self.random.shuffle(ranks)
+        time.sleep(self.random.uniform(0, self.seconds))
+        for each in ranks:
+            each.kill()
+            time.sleep(self.random.choice([0, 0.02]) if each is not ranks[-1] else 0)
+        codes = [each.wait() for each in ranks]
+        assert codes[0] == -9, self._text()
+        assert set(codes) <= {-9, 1}, self._text()  # a rank that is left alone may be quicker to fail
+        self.hits["time"] += 1
+        self.check()
+
+    def check(self) -> None:
+        """Nothing is unloadable, and nothing lost but what may be."""
+        lines = self._journal()
+        steps = {word: [int(rest) for each, rest, _ in lines if each == word] for word in ("step", "begin", "saved")}
+        root = self.run / "checkpoints"
+        folders = step_folders(root)
+        for folder in folders:
+            verify(folder, quiet)
+        newest = step_of(folders[0]) or 0 if folders else 0
+        if folders:
+            config = CheckpointConfig(keep=2)
+            assert Checkpointer(config, self.run).find("auto", quiet) == folders[0]
+        returned = steps["saved"][: len(steps["saved"]) - self.in_flight]
+        self.committed = max([self.committed, *returned])
+        assert newest >= self.committed, f"step {newest} is the newest, but {self.committed} had been saved"
+        if steps["step"]:
+            self.lost.append(max(0, steps["step"][-1] - newest))
+            assert self.lost[-1] <= self.interval * (1 + self.in_flight), f"{self.lost[-1]} steps lost"
+        if returned:
+            old = [name for name in self._before if (root / name).exists()]
+            assert old == [], f"left by an earlier life, after a save: {old}"
+
+    def finish(self) -> Path:
+        """A last life that nothing kills; its last checkpoint."""
+        held = step_folders(self.run / "checkpoints")
+        steps = (step_of(held[0]) or 0 if held else 0) + 2 * self.interval
+        assert self._end(self._begin([f"trainer.max_steps={steps}"])) == [0] * self.world, self._text()
+        self.check()
+        left = [path.name for path in (self.run / "checkpoints").iterdir() if LEFTOVER.match(path.name)]
+        assert left == []
+        newest, *older = step_folders(self.run / "checkpoints")
+        assert len(older) == 1, "checkpoint.keep is 2"
+        return newest
+
+    def differing(self) -> list[str]:
+        """The tensors of the finished run that are not to the bit those of an undisturbed one."""
+        last = self.finish()
+        return differing(last, self.uninterrupted(step_of(last) or 0))
+
+    def uninterrupted(self, steps: int) -> Path:
+        """The checkpoint of a run of the same length that nothing has disturbed."""
+        overrides = [f"run.dir={self.folder / 'whole'}", f"trainer.max_steps={steps}", "checkpoint.interval=0"]
+        assert self._end(self._begin(overrides)) == [0] * self.world, self._text()
+        return step_folders(self.folder / "whole" / "checkpoints")[0]
+
+    def _begin(self, more: Sequence[str], rank: int = 0, stage: str = "", index: int = 0) -> list[Forked]:
+        root = self.run / "checkpoints"
+        self._before = [p.name for p in root.iterdir() if LEFTOVER.match(p.name)] if root.is_dir() else []
+        self.lives += 1
+        overrides = [*self.overrides, f"run.dir={self.run}", *more]
+        return start_ranks(
+            self.server,
+            self.world,
+            [
+                (overrides, str(self._path(each)), *((stage, index) if each == rank else ()))
+                for each in range(self.world)
+            ],
+            self.folder / f"output-{self.lives}",
+        )
+
+    def _end(self, ranks: list[Forked]) -> list[int]:
+        return [each.wait() for each in ranks]
+
+    def _path(self, rank: int = 0) -> Path:
+        return self.folder / f"journal-{self.lives}-{rank}"
+
+    def _journal(self, rank: int = 0) -> list[tuple[str, str, float]]:
+        return read_journal(self._path(rank))
+
+    def _text(self) -> str:
+        files = sorted(self.folder.glob(f"output-{self.lives}*"))
+        return "\n".join(file.read_text(errors="replace")[-2000:] for file in files)
+
+
+def start_ranks(
+    server: ForkServer, world: int, arguments: Sequence[Sequence[object]], output: Path, function: str = LIVE
+) -> list[Forked]:
+    """Starts a function on each of `world` ranks, with arguments of its own."""
+    if world == 1:
+        return [server.start(function, *arguments[0], output=output)]
+    # Held by this process, on a port the kernel chooses, until the next ranks start.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+    environment = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # what torchrun says: the store is there already
+    }
+    ranks = []
+    for rank in range(world):
+        env = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(server.start(function, *arguments[rank], output=Path(f"{output}-{rank}"), env=env))
+    ranks[0].held = store
+    return ranks
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint."""
+    entries = read_manifest(folder).tensors
+    into = {key: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"])) for key, entry in entries.items()}
+    load_tensors(folder, into, log=quiet)
+    return into
+
+
+def differing(first: Path, second: Path) -> list[str]:
+    """The keys of two checkpoints whose bytes are not the same."""
+    one, two = stored(first), stored(second)
+    return [key for key in sorted({*one, *two}) if key not in one or key not in two or not same(one[key], two[key])]
+
+
+def same(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors are equal to the bit."""
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    return torch.equal(one.contiguous().reshape(-1).view(torch.uint8), two.contiguous().reshape(-1).view(torch.uint8))

@@ -1,0 +1,191 @@
+"""What is not quite a GPT-2 of Hugging Face's is refused in one line, and nothing is written."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from run_files import snapshot
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gptlite.errors import ConfigError
+from gptlite.huggingface import import_
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 that transformers has saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    config = GPT2Config(n_layer=2, n_head=3, n_embd=24, n_positions=16, vocab_size=53, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it to break."""
+    return Path(shutil.copytree(saved, tmp_path / "theirs"))
+
+
+# What a folder may have wrong, and the words that must name it.
+CONFIGS = {
+    "model_type": ({"model_type": "llama"}, "model_type='llama': only model_type='gpt2'"),
+    "no model_type": ({"model_type": None}, "model_type=None"),
+    "activation": ({"activation_function": "gelu_nwe"}, "activation_function='gelu_nwe' is none of"),
+    "inverse layer": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    "unscaled": ({"scale_attn_weights": False}, "scale_attn_weights=False"),
+    "cross": ({"add_cross_attention": True}, "add_cross_attention=True"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config="),
+    "heads": ({"n_head": 5}, "n_embd=24 is not divisible by n_head=5"),
+    "no size": ({"n_layer": None}, "n_layer=None must be a whole number"),
+    "negative": ({"n_positions": -3}, "n_positions=-3 must be a whole number"),
+    "true": ({"vocab_size": True}, "vocab_size=True must be a whole number"),
+    "epsilon": ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon='small' must be a number"),
+    "dropout": ({"attn_pdrop": 1.5}, "attn_pdrop=1.5 must be a number"),
+    "tied": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
+    "more layers": ({"n_layer": 3}, "h.2.ln_1.weight is missing"),
+    "fewer layers": ({"n_layer": 1}, "h.1.attn.c_attn.bias is nothing that a GPT-2 of its config.json has"),
+    "width": ({"n_inner": 48}, "h.0.mlp.c_fc.weight is [24, 96], by its config.json it should be [24, 48]"),
+    "rows": ({"vocab_size": 52}, "wte.weight is [53, 24], by its config.json it should be [52, 24]"),
+    "untied": ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
+}
+
+
+def refused(folder: Path, run: Path, words: str) -> None:
+    before = snapshot(folder.parent)
+    with pytest.raises(ConfigError) as refusal:
+        import_(folder, run)
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert snapshot(folder.parent) == before
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_of_something_else_is_refused(folder, tmp_path, name):
+    changes, words = CONFIGS[name]
+    content = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(content))
+    refused(folder, tmp_path / "run", words)
+
+
+def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+W = "transformer.wte.weight"
+TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
+    "missing": (lambda t: without(t, "transformer.h.1.mlp.c_proj.bias"), "h.1.mlp.c_proj.bias is missing"),
+    "too many": (lambda t: t | {"score.weight": t[W].clone()}, "score.weight is nothing that a GPT-2"),
+    "transposed": (
+        lambda t: t | {"transformer.h.0.mlp.c_fc.weight": torch.zeros(96, 24)},
+        "h.0.mlp.c_fc.weight is [96, 24]",
+    ),
+    "twice": (lambda t: t | {"wte.weight": t[W].clone()}, "is stored twice"),
+    "another head": (lambda t: t | {"lm_head.weight": t[W] + 1}, "lm_head.weight is not wte.weight"),
+    "integers": (lambda t: t | {W: t[W].to(torch.int8)}, "wte.weight is torch.int8; save it in float32 first"),
+    "doubles": (lambda t: t | {W: t[W].double()}, "wte.weight is torch.float64; save it in float32 first"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_other_tensors_are_refused(folder, tmp_path, name):
+    change, words = TENSORS[name]
+    path = folder / "model.safetensors"
+    safetensors.torch.save_file(change(safetensors.torch.load_file(path)), path)
+    refused(folder, tmp_path / "run", words)
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def another_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    text = json.dumps(change(header) or header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (truncated, "model.safetensors is no safetensors file, or a damaged one: "),
+    "longer": (lambda p: p.write_bytes(p.read_bytes() + b"more"), "its header says otherwise"),
+    "empty": (lambda p: p.write_bytes(b""), "is no safetensors file"),
+    "no header": (lambda p: p.write_bytes(b"\xff" * 100), "it ends within its header"),
+    "no object": (lambda p: another_header(p, lambda h: [1]), "is no safetensors file"),
+    "unknown dtype": (lambda p: another_header(p, lambda h: h[W].update(dtype="F4")), f"{W} is of dtype F4"),
+    "outside": (lambda p: another_header(p, lambda h: h[W].update(data_offsets=[-9, 5079])), f"{W} has no place"),
+    "a hole": (lambda p: another_header(p, lambda h: h.pop("transformer.wpe.weight") and None), "says otherwise"),
+    "unlike": (lambda p: another_header(p, lambda h: h[W].update(shape=[53, 23])), f"{W} has no place"),
+    "gone": (Path.unlink, "holds no model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_files_are_refused(folder, tmp_path, name):
+    change, words = FILES[name]
+    change(folder / "model.safetensors")
+    refused(folder, tmp_path / "run", words)
+
+
+class _Attack:
+    """Pickles to a call of Path.touch."""
+
+    def __init__(self, target: Path):
+        self.target = target
+
+    def __reduce__(self):
+        return Path.touch, (self.target,)
+
+
+def pickles(folder: Path) -> Iterator[tuple[Any, str]]:
+    yield {"wte.weight": _Attack(folder / "owned")}, "cannot be read as a state dict"
+    yield [torch.zeros(3)], "is not a state dict of tensors"
+    yield {"wte.weight": 3}, "is not a state dict of tensors"
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_pickle_runs_nothing(folder, tmp_path):
+    (folder / "model.safetensors").unlink()
+    for content, words in pickles(folder):
+        torch.save(content, folder / "pytorch_model.bin")
+        refused(folder, tmp_path / "run", words)
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Attack(folder / "owned")))
+    refused(folder, tmp_path / "run", "cannot be read as a state dict")
+    (folder / "pytorch_model.bin").write_bytes(b"nothing")
+    refused(folder, tmp_path / "run", "cannot be read as a state dict")
+    assert not (folder / "owned").exists()
+
+
+def test_an_index_names_files_beside_it(folder, tmp_path):
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = folder / "model.safetensors.index.json"
+    for content, words in (
+        ({"weight_map": {W: "../outside.safetensors"}}, "is no name of a file beside it"),
+        ({"weight_map": {W: "model-1.safetensors"}}, "model-1.safetensors cannot be read: No such file"),
+        ({"weight_map": [1]}, "has no weight_map"),
+        ({}, "has no weight_map"),
+        ([], "is not a JSON object"),
+    ):
+        index.write_text(json.dumps(content))
+        refused(folder, tmp_path / "run", words)
+    index.write_text("{")
+    refused(folder, tmp_path / "run", "is not JSON")
+    shutil.copy(tmp_path / "outside.safetensors", folder / "a.safetensors")
+    index.write_text(json.dumps({"weight_map": {W: "a.safetensors", "more": "a.safetensors"}}))
+    refused(folder, tmp_path / "run", "more is not in a.safetensors")
+
+
+def test_where_there_is_something_already_nothing_is_written(folder, tmp_path):
+    (tmp_path / "run").mkdir()
+    import_(folder, tmp_path / "run")  # empty
+    refused(folder, tmp_path / "run", "run exists; nothing is overwritten")
+    (tmp_path / "file").write_text("mine")
+    refused(folder, tmp_path / "file", "file exists; nothing is overwritten")
+    refused(tmp_path / "none", tmp_path / "new", "none holds no config.json")

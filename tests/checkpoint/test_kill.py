@@ -1,0 +1,94 @@
+"""kill -9 at seeded points: every checkpoint stays loadable, at most one interval is lost, no number changes."""
+
+import platform
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from checkpoint.destruction.campaign import LIVE, Campaign
+from checkpoint.destruction.forks import ForkServer, shared_server
+from checkpoint.destruction.lives import TINY, read_journal
+from checkpoint.destruction.points import STAGES
+
+from gptlite.checkpoint.store import step_folders, step_of
+
+MODES = {"sync": "checkpoint.async_save=false", "async": "checkpoint.async_save=true"}
+
+
+@pytest.fixture
+def server() -> ForkServer:
+    return shared_server()
+
+
+@pytest.mark.parametrize(("mode", "stages"), [("sync", STAGES), ("async", ("data", "manifest", "after rename"))])
+def test_killed_in_the_stages_of_a_save(server, tmp_path, mode, stages):
+    campaign = Campaign(server, tmp_path, [MODES[mode]], seed=0, interval=2)
+    campaign.probe()
+    for stage in stages:
+        campaign.kill_at(stage)
+    campaign.kill_by_time()
+    assert campaign.hits == Counter(dict.fromkeys((*stages, "time"), 1))
+    assert campaign.differing() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("mode", MODES)
+def test_killed_22_times(server, tmp_path, mode, seed):
+    campaign = Campaign(server, tmp_path, [MODES[mode]], seed=seed, interval=1 + seed % 3)
+    campaign.probe()
+    for number in range(11):
+        campaign.kill_at(STAGES[(number + seed) % len(STAGES)])
+        campaign.kill_by_time()
+    assert sum(campaign.hits.values()) == 22
+    assert all(campaign.hits[stage] for stage in STAGES)
+    assert campaign.differing() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_killed_10_times(server, tmp_path, mode, seed):
+    overrides = [MODES[mode], "parallelism.data=2", f"parallelism.zero={seed % 4}"]
+    campaign = Campaign(server, tmp_path, overrides, seed=seed, interval=1 + seed % 2, world=2)
+    campaign.probe()
+    for number in range(5):
+        stage = STAGES[(number + 2 * seed) % len(STAGES)]
+        campaign.kill_at(stage, rank=number % 2 if stage == "data" else 0)
+        campaign.kill_by_time()
+    assert sum(campaign.hits.values()) == 10
+    assert campaign.differing() == []
+
+
+def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(server, tmp_path):
+    overrides = [*TINY, f"run.dir={tmp_path / 'run'}", "checkpoint.interval=1"]
+    first = server.start(LIVE, overrides, str(tmp_path / "first"), output=tmp_path / "out-first")
+    wait_for(tmp_path / "first", "saved 1")
+    second = server.start(LIVE, overrides, str(tmp_path / "second"), output=tmp_path / "out-second")
+    assert second.wait() == 2
+    (line,) = [line for line in second.text().splitlines() if line.startswith("error: ")]
+    assert f"run.dir={tmp_path / 'run'}" in line
+    assert str(first.pid) in line
+    assert platform.node() in line
+    assert "Traceback" not in second.text()
+    reached = len(read_journal(tmp_path / "first"))
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 143
+    assert len(read_journal(tmp_path / "first")) > reached
+    third = server.start(LIVE, overrides, str(tmp_path / "third"), output=tmp_path / "out-third")
+    wait_for(tmp_path / "third", "saved")
+    third.kill()
+    assert third.wait() == -9
+    (newest, *_) = step_folders(tmp_path / "run" / "checkpoints")
+    last = [*overrides, f"trainer.max_steps={(step_of(newest) or 0) + 1}"]
+    assert server.start(LIVE, last, str(tmp_path / "last"), output=tmp_path / "out-last").wait() == 0
+
+
+def wait_for(journal: Path, line: str) -> None:
+    """Waits until a journal has a line that starts so."""
+    deadline = time.monotonic() + 30
+    while not any(f"{word} {rest}".startswith(line) for word, rest, _ in read_journal(journal)):
+        assert time.monotonic() < deadline, f"no {line} in {journal}"
+        time.sleep(0.01)

@@ -1,0 +1,167 @@
+"""A signal at any moment of training: committed within 30 seconds, its exit code, and no number changed by it."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoint.destruction.campaign import LIVE, differing, quiet
+from checkpoint.destruction.forks import ForkServer, shared_server
+from checkpoint.destruction.lives import TINY, read_journal
+
+from gptlite.checkpoint.checkpointer import Checkpointer
+from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.store import step_folders, step_of
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 30.0  # seconds from the signal to the end, the checkpoint committed
+CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
+MODES = {"sync": "checkpoint.async_save=false", "async": "checkpoint.async_save=true"}
+
+
+class Stopped:
+    """A run that is stopped again and again; `start` begins to train in `run`, with a journal of its own each time."""
+
+    def __init__(
+        self, folder: Path, seed: int, start: Callable[[list[str], Path], "Process"], mode: str, interval: int = 3
+    ) -> None:
+        self.folder, self.run, self.start = folder, folder / "run", start
+        self.random = random.Random(seed)
+        self.overrides = [*TINY, MODES[mode], f"checkpoint.interval={interval}", "checkpoint.keep=2"]
+        self.times = 0
+
+    def stop(self, name: str) -> None:
+        """Trains on, sends the signal at a random moment after the first step, and checks what is left."""
+        self.times += 1
+        journal = self.folder / f"journal-{self.times}"
+        process = self.start([*self.overrides, f"run.dir={self.run}"], journal)
+        reached = wait_for_step(journal, process)
+        time.sleep(self.random.uniform(0, 0.3))
+        sent = time.monotonic()
+        process.signal(getattr(signal, name))
+        assert process.wait(LIMIT) == CODES[name], process.text()[-2000:]
+        assert time.monotonic() - sent < LIMIT
+        (newest, *_) = step_folders(self.run / "checkpoints")
+        found = Checkpointer(CheckpointConfig(keep=2), self.run).find("auto", quiet)
+        assert found == newest
+        steps = [int(rest) for word, rest, _ in read_journal(journal) if word == "step"]
+        assert step_of(newest) == steps[-1] >= reached, "the last step taken is not the one saved"
+        assert list((self.run / "checkpoints").glob(".t*-*")) == []
+
+    def check_numbers(self) -> None:
+        """Finished, the run holds what an undisturbed one does."""
+        (newest, *_) = step_folders(self.run / "checkpoints")
+        length = [f"trainer.max_steps={(step_of(newest) or 0) + 3}"]
+        for name in ("run", "whole"):
+            overrides = [*self.overrides, *length, f"run.dir={self.folder / name}"]
+            process = self.start(overrides, self.folder / f"journal-{name}")
+            assert process.wait(120) == 0, process.text()[-2000:]
+        ends = [step_folders(self.folder / name / "checkpoints")[0] for name in ("run", "whole")]
+        assert differing(*ends) == []
+
+
+class Process:
+    """What a run is here, however it was started."""
+
+    def __init__(self, signal: Callable[[int], None], wait: Callable[[float], int], text: Callable[[], str]) -> None:
+        self.signal, self.wait, self.text = signal, wait, text
+
+
+@pytest.fixture
+def server() -> ForkServer:
+    return shared_server()
+
+
+@pytest.fixture
+def forked(server: ForkServer, tmp_path: Path) -> Callable[[list[str], Path], Process]:
+    def start(overrides: list[str], journal: Path) -> Process:
+        run = server.start(LIVE, overrides, str(journal), output=tmp_path / f"output-{journal.name}")
+        return Process(run.signal, run.wait, run.text)
+
+    return start
+
+
+@pytest.mark.parametrize(("name", "mode"), [("SIGTERM", "sync"), ("SIGINT", "async"), ("SIGUSR1", "sync")])
+def test_a_signal_saves(forked, tmp_path, name, mode):
+    stopped = Stopped(tmp_path, 0, forked, mode, interval=1000)  # so that there is no save but for the signal
+    stopped.stop(name)
+    stopped.check_numbers()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ten_of_ten(forked, tmp_path, mode, seed):
+    stopped = Stopped(tmp_path, seed, forked, mode)
+    for number in range(10):
+        stopped.stop("SIGTERM" if number < 9 else "SIGUSR1")
+    stopped.check_numbers()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
+def test_five_of_five(forked, tmp_path, name):
+    stopped = Stopped(tmp_path, 2, forked, "sync")
+    for _ in range(5):
+        stopped.stop(name)
+    stopped.check_numbers()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["parallelism=single", "parallelism=ddp parallelism.data=2"])
+def test_the_real_command(tmp_path, layout):
+    """Its steps are read from metrics.jsonl, since nothing of ours runs inside."""
+    overrides = [*TINY, *layout.split(), f"run.dir={tmp_path / 'run'}", "checkpoint.interval=3"]
+    for seed in range(2):
+        with open(tmp_path / "output", "ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, str(ROOT / "train.py"), *overrides],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=output,
+            )
+        try:
+            before = len(rows(tmp_path / "run"))
+            wait_until(lambda before=before: len(rows(tmp_path / "run")) > before + 1, process.poll)
+            time.sleep(random.Random(seed).uniform(0, 0.5))
+            sent = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT) == 143, (tmp_path / "output").read_text()[-2000:]
+            assert time.monotonic() - sent < LIMIT
+        finally:
+            process.kill()
+            process.wait()
+        (newest, *_) = step_folders(tmp_path / "run" / "checkpoints")
+        assert Checkpointer(CheckpointConfig(), tmp_path / "run").find("auto", quiet) == newest
+        assert step_of(newest) == rows(tmp_path / "run")[-1]
+
+
+def rows(run: Path) -> list[int]:
+    """The steps that a run has noted."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [row["step"] for line in lines if line.endswith("\n") and "loss" in (row := json.loads(line))]
+
+
+def wait_for_step(journal: Path, process: Process) -> int:
+    """Waits for a step of the life that writes the journal; the step."""
+    deadline = time.monotonic() + 60
+    while not (steps := [int(rest) for word, rest, _ in read_journal(journal) if word == "step"]):
+        assert time.monotonic() < deadline, process.text()[-2000:]
+        time.sleep(0.005)
+    return steps[0]
+
+
+def wait_until(true: Callable[[], bool], ended: Callable[[], object]) -> None:
+    """Waits for something that a process does."""
+    deadline = time.monotonic() + 120
+    while not true():
+        assert ended() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,79 @@
+"""Where elements lie, and the numbers that describe them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from gptlite.checkpoint_tool import boxes
+from gptlite.checkpoint_tool.boxes import StoredBox, read_boxes
+from gptlite.checkpoint_tool.statistics import distance, statistics
+
+FIXTURE = Path(__file__).parents[1] / "checkpoint" / "fixtures" / "v1" / "step-00000003"
+KEY = "model.token_embedding.weight"
+OVERLAPPING = [
+    ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([7, 4])),
+    ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([6, 4])),
+]
+
+
+def test_boxes_are_found_with_their_bytes():
+    found = read_boxes(FIXTURE, read_manifest(FIXTURE))
+    assert found[KEY] == [
+        StoredBox((0, 0), (7, 4), "__0_0.distcp", 0, 1641),
+        StoredBox((7, 0), (6, 4), "__1_0.distcp", 0, 1641),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda entry, storage: entry.chunks.pop(), "stored in part: 28 of 52"),
+        (lambda entry, storage: entry.chunks.__setitem__(1, entry.chunks[0]), "stored in part: 56 of 52"),
+        (
+            lambda entry, storage: setattr(entry.chunks[1], "offsets", torch.Size([6, 0])),
+            "box at [6, 0] is in no file",
+        ),
+        (lambda entry, storage: entry.chunks.__setitem__(slice(None), OVERLAPPING), "at [0, 0] and [3, 0] overlap"),
+        (lambda entry, storage: setattr(next(iter(storage.values())), "offset", 10**6), "does not hold its box"),
+        (lambda entry, storage: setattr(next(iter(storage.values())), "relative_path", "../x"), "does not hold its"),
+    ],
+)
+def test_verify_wants_each_element_in_exactly_one_box(monkeypatch, harm, reason):
+    """A writer's fault: the bytes are those that were written."""
+
+    class Harmed(boxes.MetadataUnpickler):
+        def load(self):
+            metadata = super().load()
+            entry = metadata.state_dict_metadata[KEY]
+            info = next(iter(metadata.storage_data.values()))
+            metadata.storage_data[MetadataIndex(KEY, torch.Size([3, 0]))] = info
+            harm(entry, metadata.storage_data)
+            return metadata
+
+    monkeypatch.setattr(boxes, "MetadataUnpickler", Harmed)
+    with pytest.raises(DamagedCheckpoint) as error:
+        read_boxes(FIXTURE, read_manifest(FIXTURE))
+    assert KEY in error.value.reason
+    assert reason in error.value.reason
+
+
+def test_statistics_of_what_is_not_finite():
+    numbers = statistics(torch.tensor([1.0, 3.0, 0.0, float("nan"), float("-inf")], dtype=torch.bfloat16))
+    assert [numbers[key] for key in ("elements", "zero", "nan", "inf", "min", "max")] == [5, 1, 1, 1, 0, 3]
+    assert numbers["mean"] == pytest.approx(4 / 3)
+    assert numbers["norm"] == pytest.approx(10**0.5)
+    assert numbers["std"] == pytest.approx((14 / 9) ** 0.5)
+    assert statistics(torch.empty(0, 3))["mean"] is None
+    assert statistics(torch.tensor([True, False]))["zero"] == 1
+
+
+def test_distance_of_what_is_not_finite():
+    nan, inf = float("nan"), float("inf")
+    same = distance(torch.tensor([nan, inf, 1]), torch.tensor([nan, inf, 1]))
+    assert (same.differing, same.largest, same.relative) == (0, 0, 0)
+    one = distance(torch.tensor([nan, 1.0]), torch.tensor([2.0, 1.0]))
+    assert (one.differing, one.largest) == (1, inf)
+    assert distance(torch.zeros(2), torch.ones(2)).relative == inf

@@ -1,0 +1,358 @@
+"""`python tools/checkpoint.py`, as a user calls it, on copies of the version-1 fixture: nothing is trained."""
+
+import fcntl
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from run_files import snapshot
+
+from gptlite import huggingface
+from gptlite.checkpoint.checkpointer import Checkpointer
+from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint_tool import command
+
+ROOT = Path(__file__).parents[2]
+FIXTURE = ROOT / "tests" / "checkpoint" / "fixtures" / "v1" / "step-00000003"
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys) -> Callable[..., Result]:
+    """Runs the command line in this process."""
+
+    def call(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            command.main()
+        return Result(int(end.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    """The checkpoints folder of a run with steps 1 to 4."""
+    root = tmp_path / "run" / "checkpoints"
+    for step in (1, 2, 3, 4):
+        shutil.copytree(FIXTURE, root / f"step-0000000{step}")
+        relabel(root / f"step-0000000{step}", step)
+    (root / "latest").write_text("step-00000004\n")
+    (root / ".lock").touch()
+    return root
+
+
+def relabel(folder: Path, step: int) -> None:
+    """Makes it a checkpoint of another step."""
+    path = folder / "MANIFEST.json"
+    content = json.loads(path.read_text())
+    content["meta"]["step"] = step
+    del content["sha256"]
+    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": checksum, **content}, indent=1) + "\n")
+
+
+def cut(folder: Path) -> None:
+    path = folder / "data" / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(folder: Path) -> None:
+    path = folder / "data" / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[2000] ^= 1
+    path.write_bytes(content)
+
+
+def edit_config(folder: Path, old: str, new: str) -> Path:
+    """The configuration of a copy with one line changed, as a file of its own."""
+    text = (folder / "config.yaml").read_text()
+    assert old in text
+    path = folder.parent.parent / "edited.yaml"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def test_ls_shows_what_resuming_would_take_and_what_is_left_over(tool, steps):
+    cut(steps / "step-00000004")
+    flip(steps / "step-00000003")
+    for left in (".tmp-step-00000005-x", ".trash-step-00000000-x", "damaged-step-00000002-x"):
+        (steps / left).mkdir()
+    code, out, _ = tool("ls", steps.parent)
+    lines = out.splitlines()
+    assert code == 1
+    assert lines[1].split() == ["step", "tokens", "written", "age", "size", "best", "val", "layout", "status"]
+    assert [line.split()[0] for line in lines[2:6]] == ["4", "3", "2", "1"]
+    assert "DAMAGED: data/__1_0.distcp has 29409 bytes, its manifest says 29410" in lines[2]
+    assert lines[3].endswith("intact  <- auto")
+    assert "2.5677    tensor 2" in lines[3]
+    assert [line.split()[0] for line in lines[6:]] == [
+        ".tmp-step-00000005-x",
+        ".trash-step-00000000-x",
+        "damaged-step-00000002-x",
+    ]
+    assert "left by a process that died" in lines[6]
+    hashed = tool("ls", steps.parent, "hashes=true").out.splitlines()
+    assert "DAMAGED: data/__0_0.distcp has damaged bytes" in hashed[3]
+    assert hashed[4].endswith("intact to the byte  <- auto")
+
+
+def test_ls_finds_the_runs_below_a_folder_and_a_writer_at_work(tool, steps, tmp_path):
+    shutil.copytree(steps, tmp_path / "sweep" / "lr=0.1" / "checkpoints")
+    (steps / ".tmp-step-00000005-x").mkdir()
+    with open(steps / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        code, out, _ = tool("ls", tmp_path)
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("/")] == [
+        str(steps),
+        str(tmp_path / "sweep" / "lr=0.1" / "checkpoints"),
+    ]
+    assert "being written" in out
+
+
+def test_inspect_says_what_is_in_it(tool, steps):
+    code, out, _ = tool("inspect", steps.parent)
+    assert code == 0
+    for part in (
+        "step-00000004\n",
+        "step 4, 48 tokens, 6 samples",
+        "best 2.5677",
+        "layout      tensor 2",
+        "gptlite 0.1.0, torch 2.13.0+cpu",
+        "sgd, lr 0.003, constant, seed 1",
+        "model 1.12 KiB in 9 tensors (288 parameters); optimizer 1.12 KiB in 9 tensors",
+        "53.3 KiB in 5 files",
+        "data/__1_0.distcp",
+    ):
+        assert part in out, part
+    assert out.count("float32") == 5
+    listed = tool("inspect", steps / "step-00000002", "tensors=true").out
+    assert listed.count("float32") == 18
+    assert "model.token_embedding.weight                     [13, 4]  float32  0.000" in listed
+
+
+def test_inspect_a_tensor(tool, steps):
+    code, out, _ = tool("inspect", steps, "tensor=model.token_embedding.weight")
+    assert code == 0
+    assert "float32 [13, 4], 208 B" in out
+    row = json.loads(tool("inspect", steps, "tensor=model.token_embedding.weight", "json=true").out)
+    assert (row["elements"], row["nan"]) == (52, 0)
+    assert [box["offset"] for box in row["boxes"]] == [[0, 0], [7, 0]]
+    assert [box["file"] for box in row["boxes"]] == ["data/__0_0.distcp", "data/__1_0.distcp"]
+
+
+def test_inspect_is_json_for_scripts_and_says_damage(tool, steps):
+    row = json.loads(tool("inspect", steps, "json=true", "tensors=true").out)
+    assert row["meta"]["step"] == 4
+    assert row["damage"] is None
+    assert row["config"]["optimizer"]["momentum"] == 0.9
+    assert row["kinds"]["model"] == {"tensors": 9, "elements": 288, "bytes": 1152}
+    assert len(row["tensors"]) == 18
+    cut(steps / "step-00000004")
+    passed_over = tool("inspect", steps)
+    assert (passed_over.code, "passing over" in passed_over.err) == (0, True)
+    code, out, _ = tool("inspect", steps / "step-00000004")
+    assert (code, "DAMAGED: data/__1_0.distcp has" in out) == (1, True)
+
+
+def test_verify_names_each_damage(tool, steps):
+    code, out, _ = tool("verify", steps.parent)
+    assert (code, out.count("ok  "), "18 tensors whole in 28 boxes" in out) == (0, 4, True)
+    flip(steps / "step-00000002")
+    cut(steps / "step-00000003")
+    (steps / "step-00000001" / "MANIFEST.json").unlink()
+    code, out, _ = tool("verify", steps)
+    assert code == 1
+    lines = out.splitlines()
+    assert lines[0].startswith("ok ")
+    assert "its manifest says 29410" in lines[1]
+    assert "data/__0_0.distcp has damaged bytes" in lines[2]
+    assert "MANIFEST.json is missing" in lines[3]
+    assert lines[4] == "1 of 4 intact"
+    assert tool("verify", steps / "step-00000002", "hashes=false").code == 0
+
+
+def test_diff_of_the_same_is_nothing(tool, steps):
+    for arguments in (
+        [steps, steps],
+        [steps / "step-00000003", FIXTURE, "values=true"],
+        [steps, FIXTURE / "config.yaml"],
+    ):
+        code, out, _ = tool("diff", *arguments)
+        assert (code, out.splitlines()[2:]) == (0, ["no difference"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("num_layers: 1", "num_layers: 2", "refused model.num_layers 1 2"),
+        ("momentum: 0.9", "momentum: 0.8", "changes the numbers optimizer.momentum 0.9 0.8"),
+        ("tensor: 2", "tensor: 1", "reshards parallelism.tensor 2 1"),
+        ("log_interval: 1", "log_interval: 5", "safe trainer.log_interval 1 5"),
+    ],
+)
+def test_diff_of_configurations_has_resumings_classes(tool, steps, old, new, words):
+    code, out, _ = tool("diff", steps, edit_config(steps / "step-00000004", old, new))
+    assert code == 1
+    assert [" ".join(line.split()) for line in out.splitlines()[2:]] == ["configuration", "class key a b", words]
+
+
+def test_diff_reads_a_configuration_of_another_version(tool, steps):
+    later = edit_config(steps / "step-00000004", "momentum: 0.9", "momentum: 0.9\n  novelty: 7")
+    code, out, _ = tool("diff", FIXTURE, later)
+    assert (code, "optimizer.novelty" in out) == (1, True)
+
+
+def test_diff_of_checkpoints_names_tensors_and_with_values_how_far(tool, tmp_path):
+    folders = []
+    for name, change in (("a", 0.0), ("b", 0.5)):
+        tensors = {"model.x": torch.arange(6.0) + change, "model.y": torch.ones(3), "model.z": torch.ones(2)}
+        tensors["model.z"][0] = float("nan")
+        if name == "b":
+            tensors["model.y"] = torch.ones(4)
+            tensors["model.only"] = torch.ones(1)
+        checkpointer = Checkpointer(CheckpointConfig(), tmp_path / name)
+        config = (FIXTURE / "config.yaml").read_text()
+        folders.append(checkpointer.save(tensors, {"step": 5 + len(name) * 0}, config, None, print))
+        checkpointer.close()
+    code, out, _ = tool("diff", *folders)
+    assert code == 1
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "model.y float32 [3] float32 [4]" in lines
+    assert "model.only absent float32 [1]" in lines
+    assert "values: the files of tensors differ" in out
+    lines = [" ".join(line.split()) for line in tool("diff", *folders, "values=true").out.splitlines()]
+    assert "values: 1 of 2 tensors differ" in lines
+    assert "model.x 6 0.5 0.165" in lines  # sqrt(6 * 0.25 / 55)
+
+
+def test_prune_says_first_and_then_does(tool, steps):
+    before = snapshot(steps)
+    (steps / ".tmp-step-00000009-x").mkdir()
+    code, out, _ = tool("prune", steps.parent, "keep=1", "every=2")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[:5]] == ["keep", "keep", "remove", "remove", "remove"]
+    assert out.splitlines()[-1] == "nothing is removed yet; give yes=true"
+    assert snapshot(steps) == before
+    assert tool("prune", steps.parent, "keep=1", "every=2", "yes=true").code == 0
+    assert sorted(path.name for path in steps.iterdir()) == [".lock", "latest", "step-00000002", "step-00000004"]
+
+
+def test_prune_never_removes_the_newest_that_reads_back(tool, steps):
+    flip(steps / "step-00000004")
+    cut(steps / "step-00000003")
+    code, out, _ = tool("prune", steps, "keep=1", "yes=true")
+    assert code == 0
+    assert sorted(path.name for path in steps.glob("step-*")) == ["step-00000002", "step-00000003", "step-00000004"]
+    assert "(every byte is right)" in out
+    assert tool("prune", steps, "keep=1", "damaged=true", "yes=true").code == 0
+    assert [path.name for path in steps.glob("step-*")] == ["step-00000002"]
+    assert (steps / "latest").read_text() == "step-00000002\n"
+
+
+def test_prune_removes_nothing_if_nothing_is_intact(tool, steps):
+    for folder in steps.glob("step-*"):
+        flip(folder)
+    before = snapshot(steps)
+    code, _, err = tool("prune", steps, "keep=1", "damaged=true", "yes=true")
+    assert (code, snapshot(steps)) == (2, before)
+    assert "none of the 4 checkpoints is intact" in err
+
+
+def test_prune_leaves_a_living_writers_folder(tool, steps):
+    (steps / ".tmp-step-00000009-x").mkdir()
+    with open(steps / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        code, out, _ = tool("prune", steps, "keep=1", "yes=true")
+    assert (code, "a process may be at work on it" in out) == (0, True)
+    assert (steps / ".tmp-step-00000009-x").exists()
+    assert [path.name for path in steps.glob("step-*")] == ["step-00000004"]
+
+
+def test_export_and_import_hand_on_what_was_given(tool, steps, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(huggingface, "export", lambda *paths, **options: calls.append((paths, options)))
+    monkeypatch.setattr(huggingface, "import_", lambda *paths, **options: calls.append((paths, options)))
+    assert tool("export", steps.parent, tmp_path / "hf", "dtype=bf16", "max_shard_bytes=1000").code == 0
+    assert tool("import", FIXTURE, tmp_path / "new").code == 0
+    (exported, options), (imported, _) = calls
+    assert exported == (steps.parent, tmp_path / "hf")
+    assert (options["dtype"], options["max_shard_bytes"]) == ("bf16", 1000)
+    assert imported == (FIXTURE, tmp_path / "new")
+
+
+REFUSED = {
+    "lss .": "lss is not one of ls, inspect, verify, diff, prune, export, import; did you mean ls?",
+    "ls": "ls takes PATH ...; 0 paths given",
+    "ls {run}x": "did you mean run?",
+    "ls {tmp}/empty": "empty holds no checkpoint",
+    "ls {run} hash=true": "hash is not a key of this tool; did you mean hashes?",
+    "ls {run} hashes=ture": "hashes=ture",
+    "ls {run} --hashes": "--hashes: options are key=value",
+    "inspect {run} tensor=model.token_embeding.weight": "did you mean model.token_embedding.weight?",
+    "inspect {tmp}": "is a folder of several runs; give one of them",
+    "verify {run}/checkpoints/step-00000099": "does not exist",
+    "diff {run}": "diff takes A B; 1 path given",
+    "diff {run} {run}/checkpoints/latest": "is not a run's config.yaml",
+    "diff {run} {run}/checkpoints/step-00000001/config.yaml values=true": "is a configuration and holds no tensors",
+    "prune {run}": "keep is not set; give keep=K",
+    "prune {run} keep=0": "keep=0",
+    "prune {run}/checkpoints/step-00000001 keep=1": "is one checkpoint; give its run",
+    "import {run} {tmp}/new dtype=bf16": "import takes no options",
+    "export {run} {tmp}/new dtype=fp12": "dtype=fp12",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_a_wrong_call_is_refused_in_one_line(tool, steps, tmp_path, arguments):
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(steps, tmp_path / "other" / "checkpoints")
+    result = tool(*arguments.format(run=steps.parent, tmp=tmp_path).split())
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: ")
+    assert REFUSED[arguments] in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line(tool, steps, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gptlite.checkpoint.store.remove", full)
+    code, _, err = tool("prune", steps, "keep=1", "yes=true")
+    assert (code, err) == (1, "error: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("name", ["", *command.SUBCOMMANDS])
+def test_help_says_what_a_subcommand_takes(tool, name):
+    code, out, _ = tool(*name.split(), "--help")
+    assert code == 0
+    if name:
+        assert f": {name} {command.SUBCOMMANDS[name].usage}" in out.splitlines()[0]
+    else:
+        assert all(f"  {each} {sub.usage}" in out for each, sub in command.SUBCOMMANDS.items())
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["diff", "--help"], ["ls", str(FIXTURE.parent)], ["inspect", str(FIXTURE)]]
+)
+def test_looking_does_not_load_torch(arguments):
+    """Which takes seconds: listing checkpoints is a matter of reading a few small files."""
+    script = str(ROOT / "tools" / "checkpoint.py")
+    code = f"import runpy, sys; sys.argv[1:] = {arguments}\ntry: runpy.run_path({script!r}, run_name='__main__')\n"
+    code += "finally: print('torch' in sys.modules, file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "False\n")

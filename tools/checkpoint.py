@@ -1,0 +1,6 @@
+"""Checkpoints of runs: ls, inspect, verify, diff, prune, export, import. `--help` says more."""
+
+from gptlite.checkpoint_tool.command import main
+
+if __name__ == "__main__":
+    main()
