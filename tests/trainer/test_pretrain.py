@@ -369,6 +369,7 @@ def test_what_follows_from_a_rank_that_ended_all_is_put_down_to_it(run, tmp_path
     assert result["status"] == "failed: rank 2 has said nothing for 9 s"
 
 
+@pytest.mark.slow
 def test_a_sweep_gives_each_job_a_folder_and_outlives_a_failing_one(tiny: list[str], tmp_path: Path, start) -> None:
     process = start(
         [*tiny, "-m", "hydra.sweep.dir=sweep"], tmp_path / "s", "optimizer.lr=1e-3,1e30,2e-3", "optimizer.clip_norm=0"
