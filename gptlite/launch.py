@@ -43,7 +43,10 @@ def launch(config: Config, started: float) -> int:
 
         return under(outer, config, started)
     from gptlite.elastic import run_ranks
+    from gptlite.ops.select import select_ops
 
+    # Refuses what cannot run before a rank starts, and compiles the kernels once before all ranks want them.
+    select_ops(config.ops, torch.device("cuda" if gpus else "cpu"))
     return run_ranks(config, world, started)
 
 

@@ -12,7 +12,6 @@ from gptlite.data.build import build_loader, prepare
 from gptlite.model.gpt import GPT
 from gptlite.model.init import init_weights
 from gptlite.model.parallelize import build_passes, materialize, parallelize
-from gptlite.ops.select import select_ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.schedule import Schedule
 from gptlite.parallelism.chain import Chain
@@ -22,6 +21,7 @@ from gptlite.precision import resolve_precision
 from gptlite.run_folder import RunFolder
 from gptlite.summary import announce, conclude
 from gptlite.trainer.loop import Settings, train
+from gptlite.trainer.ops import agreed_ops
 from gptlite.trainer.signals import StopSignal
 from gptlite.trainer.state import TrainState
 
@@ -43,7 +43,7 @@ def pretrain(
     mesh = build_mesh(config.parallelism)
     watch = Watch(mesh, config.parallelism.timeout_seconds)
     policy = resolve_precision(config.precision, mesh.device)
-    ops = select_ops(config.ops, mesh.device)
+    ops = agreed_ops(config.ops, mesh)
     run = RunFolder(config, mesh)
     data = prepare(config.data, config.seed, run.log, mesh)
     config = with_vocabulary(config, data.tokenizer.vocab_size)
@@ -54,7 +54,7 @@ def pretrain(
     materialize(parts, mesh.device)
     for part in parts:
         init_weights(part, config.model, config.seed)
-    optimizer = build_optimizer(config.optimizer, [named for part in parts for named in part.named_weights()])
+    optimizer = build_optimizer(config.optimizer, [w for part in parts for w in part.named_weights()], ops.adamw)
     loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
     schedule = Schedule(config.schedule, config.trainer.max_steps)
     chain = Chain(parts, mesh, config.parallelism)

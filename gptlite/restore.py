@@ -9,6 +9,7 @@ from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.model.gpt import GPT
 from gptlite.model.parallelize import materialize
+from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import select_ops
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
@@ -33,7 +34,7 @@ def restore(checkpoint: str, precision: str = "auto") -> tuple[GPT, Tokenizer, C
         raise ConfigError(f"precision={precision} is not one of {', '.join(Precision.__members__)}{hint}")
     mesh = build_mesh(ParallelismConfig())
     with torch.device("meta"):
-        model = GPT(config.model, select_ops(config.ops, mesh.device))
+        model = GPT(config.model, select_ops(OpsConfig(), mesh.device))
     materialize([model], mesh.device)
     model.compute_dtype = resolve_precision(PrecisionConfig(Precision[precision]), mesh.device).compute_dtype
     load_tensors(path, model_tensors([model]), strict=False, verified=True)

@@ -1,1 +1,4 @@
-"""Fused kernels, installed as `gptlite.kernels`. None yet: every op runs its reference."""
+"""Fused kernels, installed as `gptlite.kernels`: `library.load` compiles them at first use.
+
+The C side starts at `include/gptlite_kernels.h`.
+"""

@@ -1,5 +1,6 @@
 """Options and fixtures of the whole suite."""
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from gptlite.config import Config, load
+from gptlite.kernels.library import prepare
+from gptlite.kernels.toolchain import BuildError
 from gptlite.pretrain import pretrain
 
 LINES = ("the cat sat on the mat", "a dog ran after the cat", "the mat lay under the dog", "no cat minds a mat")
@@ -70,6 +73,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long-sample", metavar="SEED", help="of the tests marked long, run only a tenth, chosen by this seed"
     )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The kernels compile once, before any test's time limit runs; where they cannot, the tests of them say so."""
+    with contextlib.suppress(BuildError, OSError):
+        prepare(torch.cuda.is_available(), log=print)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -44,7 +44,7 @@ class Room:
 LEAVES = ("errors", "files", "progress")
 ROOMS = {
     **{leaf: Room() for leaf in LEAVES},
-    "ops": Room(packages="torch"),
+    "ops": Room("kernels", packages="torch"),
     "parallelism": Room(packages="torch"),
     "precision": Room(lazy="torch"),  # config.py imports it for its dataclass
     "metrics": Room(packages="torch", lazy="matplotlib numpy tensorboard wandb"),
@@ -56,7 +56,7 @@ ROOMS = {
     # The composition, from the command line down.
     "cli": Room("config config_errors launch starter", packages="hydra omegaconf"),
     "starter": Room(),
-    "launch": Room("checks config elastic parallelism pretrain starter worker", packages="torch"),
+    "launch": Room("checks config elastic ops parallelism pretrain starter worker", packages="torch"),
     "elastic": Room("checkpoint config rank_log rank_stop", packages="torch"),
     "worker": Room("config launch parallelism pretrain rank_log rank_stop starter", packages="torch"),
     "rank_log": Room(),
@@ -90,6 +90,7 @@ WIDER = {
     PACKAGE / "model" / "vocab_parallel.py": "parallelism",
     PACKAGE / "model" / "init.py": "parallelism",  # which box of a weight is this rank's
     PACKAGE / "model" / "generate.py": "parallelism",  # through the parts of a pipeline
+    MAPPED["kernels"] / "command.py": "tool",  # a command line; what a run imports of the kernels never imports it
 }
 CONFIG_USERS = {
     *("cli", "launch", "elastic", "worker", "pretrain", "run_folder", "summary", "checks", "config_errors"),

@@ -7,6 +7,9 @@ from gptlite.ops.attention import QUERY_BLOCK
 from gptlite.ops.config import Attention
 from gptlite.ops.cross_entropy import LOGIT_BYTES
 
+# Attention that writes its scores to memory.
+WRITTEN_OUT = (Attention.matmul, Attention.fused_softmax)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -45,7 +48,7 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
         return batch.tokens * width * batch.itemsize // between
     if recompute == "selective":
         elements = width / between + (3 * width + inner) / ranks + 2 * width
-        if batch.attention is Attention.sdpa and not config.dropout:
+        if batch.attention not in WRITTEN_OUT and not config.dropout:
             elements += width / ranks
         return round(batch.tokens * elements * batch.itemsize)
     elements = 4 * width / between + (4 * width + 2 * inner) / ranks
@@ -53,7 +56,9 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
     if config.dropout:
         elements += 2 * scores
         masks = scores + 2 * width / between
-    elif batch.attention is Attention.matmul and batch.length <= QUERY_BLOCK:
+    elif batch.attention is Attention.fused_softmax or (
+        batch.attention is Attention.matmul and batch.length <= QUERY_BLOCK
+    ):
         elements += scores
     return round(batch.tokens * (elements * batch.itemsize + masks))
 
@@ -61,7 +66,7 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
 def scores_bytes(config: GPTConfig, batch: MicroBatch) -> int:
     """What attention by matmul takes while it runs, in one block: scores, their probabilities and gradients, of some
     queries at a time. SDPA takes next to nothing."""
-    if batch.attention is not Attention.matmul:
+    if batch.attention not in WRITTEN_OUT:
         return 0
     rows = batch.sequences * (config.num_heads // batch.tensor) * min(batch.length, QUERY_BLOCK)
     return 3 * rows * batch.length * batch.itemsize

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from gptlite.model.cache import LayerCache
 from gptlite.model.config import GPTConfig
 from gptlite.model.layers import Linear
-from gptlite.ops.attention import causal_attention
+from gptlite.ops.attention import causal_attention, packed_causal_attention
 from gptlite.ops.dropout import DropoutKey
 from gptlite.ops.select import Ops
 
@@ -32,10 +32,13 @@ class CausalSelfAttention(nn.Module):
         # The local number of heads follows from the tensor, so a shard of the heads needs no other code.
         qkv = self.qkv(x)
         batch, length, _ = qkv.shape  # not x's, which may be a slice of the sequence
-        q, k, v = qkv.view(batch, length, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4).unbind(0)  # [B, H, S, D] each
-        if cache is not None:
-            k, v = cache.append(k, v)
+        qkv = qkv.view(batch, length, -1, 3, self.head_dim)
         if key is not None:
             key = replace(key, first_head=self.first_head)
-        out = causal_attention(q, k, v, self.implementation, self.dropout, key)
-        return self.proj(out.transpose(1, 2).reshape(batch, length, -1))
+        if cache is None:
+            out = packed_causal_attention(qkv, self.implementation, self.dropout, key)
+        else:
+            q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # [B, H, S, D] each
+            k, v = cache.append(k, v)
+            out = causal_attention(q, k, v, self.implementation, self.dropout, key).transpose(1, 2)
+        return self.proj(out.reshape(batch, length, -1))

@@ -40,10 +40,11 @@ class Block(nn.Module):
         super().__init__()
         self.seed, self.dropout = seed, config.dropout
         self.tensor_axis: SequenceCut | None = None
-        self.attn_norm = LayerNorm(config.d_model, config.layer_norm_eps, bias=config.bias)
+        self.fused_dropout = ops.dropout
+        self.attn_norm = LayerNorm(config.d_model, config.layer_norm_eps, bias=config.bias, fused=ops.layer_norm)
         self.attn = CausalSelfAttention(config, ops)
-        self.mlp_norm = LayerNorm(config.d_model, config.layer_norm_eps, bias=config.bias)
-        self.mlp = MLP(config)
+        self.mlp_norm = LayerNorm(config.d_model, config.layer_norm_eps, bias=config.bias, fused=ops.layer_norm)
+        self.mlp = MLP(config, ops)
 
     def forward(
         self, x: Tensor, sample_ids: Tensor | None = None, sites: Tensor | None = None, cache: LayerCache | None = None
@@ -52,8 +53,9 @@ class Block(nn.Module):
         first = slice_index(self.tensor_axis) * x.shape[1]
         attention_key = self._key(0, sample_ids, sites, 0)  # attention sees the whole sequence
         residual_key, mlp_key = (self._key(i, sample_ids, sites, first) for i in (1, 2))
-        x = x + dropout(self.attn(self.attn_norm(x), attention_key, cache), self.dropout, residual_key)
-        return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, mlp_key)
+        attended = self.attn(self.attn_norm(x), attention_key, cache)
+        normed, x = self.mlp_norm.after_residual(attended, x, self.dropout, residual_key)
+        return x + dropout(self.mlp(normed), self.dropout, mlp_key, self.fused_dropout)
 
     def _key(self, i: int, sample_ids: Tensor | None, sites: Tensor | None, first: int) -> DropoutKey | None:
         if sample_ids is None or sites is None:
@@ -70,15 +72,18 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, ops: Ops | None = None, seed: int = 0) -> None:
         super().__init__()
-        self.config, self.seed = config, seed
+        ops = ops or Ops()
+        self.config, self.seed, self.fused_dropout = config, seed, ops.dropout
         self.compute_dtype = torch.float32
         self.tensor_axis: SequenceCut | None = None  # set where layers are cut over ranks
         width, rows = config.d_model, config.padded_vocab_size
         self.token_embedding: nn.Module | None = nn.Embedding(rows, width)
         self.position_embedding: nn.Embedding | None = nn.Embedding(config.sequence_length, width)
-        self.layers = nn.ModuleDict({str(i): Block(config, ops or Ops(), seed) for i in range(config.num_layers)})
-        self.final_norm: nn.Module | None = LayerNorm(width, config.layer_norm_eps, bias=config.bias)
-        self.head: nn.Module | None = Head(width, rows)
+        self.layers = nn.ModuleDict({str(i): Block(config, ops, seed) for i in range(config.num_layers)})
+        self.final_norm: nn.Module | None = LayerNorm(
+            width, config.layer_norm_eps, bias=config.bias, fused=ops.layer_norm
+        )
+        self.head: nn.Module | None = Head(width, rows, ops.cross_entropy)
         self.tie()
 
     @property
@@ -169,4 +174,5 @@ class GPT(nn.Module):
         x = x + self.position_embedding.weight[first : first + x.shape[1]].to(self.compute_dtype)
         if sample_ids is None:
             return x
-        return dropout(x, self.config.dropout, DropoutKey(self.seed, EMBEDDING_SITE, sample_ids, first))
+        key = DropoutKey(self.seed, EMBEDDING_SITE, sample_ids, first)
+        return dropout(x, self.config.dropout, key, self.fused_dropout)

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptlite.ops.config import CrossEntropy
 from gptlite.ops.cross_entropy import linear_cross_entropy
-from gptlite.ops.layer_norm import layer_norm
+from gptlite.ops.dropout import DropoutKey
+from gptlite.ops.layer_norm import layer_norm, residual_norm
 
 
 class Linear(nn.Linear):
@@ -30,8 +32,9 @@ class Linear(nn.Linear):
 class Head(nn.Linear):
     """The output projection, and its loss."""
 
-    def __init__(self, d_model: int, rows: int) -> None:
+    def __init__(self, d_model: int, rows: int, cross_entropy: CrossEntropy) -> None:
         super().__init__(d_model, rows, bias=False)
+        self.cross_entropy = cross_entropy
 
     def forward(self, hidden: Tensor, targets: Tensor | None, vocab_size: int) -> Tensor:
         """The sum of the losses, fp32; without targets, logits [B, V], fp32, of one position.
@@ -41,12 +44,23 @@ class Head(nn.Linear):
         weight = self.weight.to(hidden.dtype)
         if targets is None:
             return (hidden[:, 0] @ weight[:vocab_size].t()).float()
-        return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), vocab_size)
+        rows = hidden.flatten(0, 1)
+        return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, choice=self.cross_entropy)
 
 
 class LayerNorm(nn.LayerNorm):
     """Layer norm over the last dimension, in x's dtype with fp32 statistics."""
 
+    def __init__(self, width: int, eps: float, *, bias: bool, fused: bool) -> None:
+        super().__init__(width, eps, bias=bias)
+        self.fused = fused
+
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return layer_norm(x, self.weight.to(x.dtype), bias, self.eps)
+        return layer_norm(x, *self._gain(x.dtype), self.eps, self.fused)
+
+    def after_residual(self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None) -> tuple[Tensor, Tensor]:
+        """The norm of residual + dropout(x), and that sum; without a key nothing is dropped."""
+        return residual_norm(x, residual, *self._gain(x.dtype), self.eps, p, key, self.fused)
+
+    def _gain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)

@@ -6,13 +6,15 @@ from torch import Tensor, nn
 from gptlite.model.config import Activation, GPTConfig
 from gptlite.model.layers import Linear
 from gptlite.ops.bias_gelu import bias_gelu
+from gptlite.ops.select import Ops
 
 
 class MLP(nn.Module):
     """x [B, S, d] -> [B, S, d] through d_ff."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, ops: Ops) -> None:
         super().__init__()
+        self.fused_gelu = ops.bias_gelu
         self.activation = config.activation
         self.up = Linear(config.d_model, config.ffn_size, bias=config.bias)
         self.down = Linear(config.ffn_size, config.d_model, bias=config.bias)
@@ -21,4 +23,4 @@ class MLP(nn.Module):
         if self.activation is Activation.relu:
             return self.down(F.relu(self.up(x)))
         approximate = "tanh" if self.activation is Activation.gelu_tanh else "none"
-        return self.down(bias_gelu(self.up.project(x), self.up.local_bias(x.dtype), approximate))
+        return self.down(bias_gelu(self.up.project(x), self.up.local_bias(x.dtype), approximate, self.fused_gelu))

@@ -160,4 +160,5 @@ def _keep_for_both_halves() -> tuple[Any, Any]:
 
 
 def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = op in KEPT or str(op).startswith("gptlite.attention")  # ours exist once the kernels are loaded
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

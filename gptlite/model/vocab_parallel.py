@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from gptlite.model.layers import Head
 from gptlite.ops.cross_entropy import VocabShard, linear_cross_entropy
 from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, local, rows_per_rank
 
@@ -9,9 +10,9 @@ from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, local,
 class VocabParallelHead(nn.Module):
     """Head, of this rank's rows of the table; logits of other ranks' rows never come here while training."""
 
-    def __init__(self, whole: nn.Linear, axis: TensorAxis) -> None:
+    def __init__(self, whole: Head, axis: TensorAxis) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.cross_entropy = axis, whole.cross_entropy
         self.weight = cut(whole.weight, axis, 0)
 
     def forward(self, hidden: Tensor, targets: Tensor | None, vocab_size: int) -> Tensor:
@@ -26,4 +27,5 @@ class VocabParallelHead(nn.Module):
             return self.axis.gather_columns(mine, longest)[:, :vocab_size]
         shard = VocabShard(first_row(self.weight, self.axis), longest, self.axis.gather)
         hidden = enter(hidden, self.axis)
-        return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), vocab_size, shard)
+        rows = hidden.flatten(0, 1)
+        return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, shard, self.cross_entropy)

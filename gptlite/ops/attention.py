@@ -1,44 +1,58 @@
-"""Causal self-attention: torch's SDPA on a GPU, batched matmuls on a CPU (three times faster there in bf16)."""
+"""Causal self-attention, by whatever computes it fastest on a device."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gptlite.ops.config import Attention
 from gptlite.ops.dropout import DropoutKey, dropout
+from gptlite.ops.softmax import causal_softmax, masked_softmax
 
 QUERY_BLOCK = 256  # queries whose scores exist at once: bounds memory, and skips the masked upper triangle
 
 
-def select_attention(choice: Attention, device: torch.device) -> tuple[Attention, str]:
-    """The attention that runs and why."""
-    if choice is not Attention.auto:
-        return choice, "asked for"
-    if device.type == "cpu":
-        return Attention.matmul, "batched matmuls are faster than SDPA on a CPU"
-    return Attention.sdpa, "torch picks flash, efficient or cuDNN attention"
-
-
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, choice: Attention, dropout_p: float = 0.0, key: DropoutKey | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    choice: Attention,
+    dropout_p: float = 0.0,
+    key: DropoutKey | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """softmax(q kᵀ / sqrt(D) + causal mask) v.
 
     q [B, H, Sq, D]; k, v [B, H, Sk, D], Sq <= Sk: the queries are the last Sq positions. Returns [B, H, Sq, D].
-    Attention dropout always writes the scores out: SDPA's own mask would depend on the layout.
+    `mask`, bool and broadcast to [B, H, Sq, Sk], hides more where it is True; a query that sees nothing gets zeros.
+    Dropout and masks always write the scores out: SDPA's own mask would depend on the layout.
     """
-    if dropout_p > 0.0 and key is not None:
-        return _attention_with_dropout(q, k, v, dropout_p, key)
-    if choice is Attention.sdpa or q.shape[-2] == 1:
-        square = q.shape[-2] == k.shape[-2]
-        mask = None if square or q.shape[-2] == 1 else ~_future(q.shape[-2], k.shape[-2], q.device)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square and q.shape[-2] > 1)
+    dropping = dropout_p > 0.0 and key is not None
+    if dropping or mask is not None or choice is Attention.fused_softmax:
+        fused = choice in (Attention.fused_softmax, Attention.fused)
+        return _written_out(q, k, v, mask, dropout_p, key if dropping else None, fused)
+    if q.shape[-2] == 1 or choice in (Attention.sdpa, Attention.cudnn, Attention.fa3):
+        return _sdpa(q, k, v, choice)
+    if choice is Attention.fused:
+        return _FusedAttention.apply(q, k, v)
     batch, heads, queries, width = q.shape
     flat = [t.reshape(batch * heads, t.shape[2], width) for t in (q, k, v)]
     return _MatmulAttention.apply(*flat).view(batch, heads, queries, width)
+
+
+def packed_causal_attention(
+    qkv: Tensor, choice: Attention, dropout_p: float = 0.0, key: DropoutKey | None = None
+) -> Tensor:
+    """The same of a projection's output qkv [B, S, H, 3, D]. Returns [B, S, H, D], as the next projection takes it."""
+    if choice is Attention.fused and (dropout_p == 0.0 or key is None) and qkv.shape[1] > 1:
+        return _PackedAttention.apply(qkv)
+    q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
+    return causal_attention(q, k, v, choice, dropout_p, key).transpose(1, 2)
 
 
 def _future(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -46,10 +60,59 @@ def _future(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
 
 
-def _attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, p: float, key: DropoutKey) -> Tensor:
-    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(q.shape[-1]))
-    scores = scores.masked_fill(_future(q.shape[-2], k.shape[-2], q.device), float("-inf"))
-    return dropout(torch.softmax(scores, dim=-1), p, key) @ v
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, choice: Attention) -> Tensor:
+    square, several = q.shape[-2] == k.shape[-2], q.shape[-2] > 1
+    mask = ~_future(q.shape[-2], k.shape[-2], q.device) if several and not square else None
+    backend: AbstractContextManager[Any] = nullcontext()
+    if choice is Attention.cudnn and mask is None and several:
+        backend = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+    elif choice is Attention.fa3 and mask is None and several:
+        backend = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    with backend:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square and several)
+
+
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, key: DropoutKey | None, fused: bool
+) -> Tensor:
+    scores, scale = q @ k.transpose(-2, -1), 1.0 / math.sqrt(q.shape[-1])
+    if mask is None:
+        probabilities = causal_softmax(scores, scale, fused)
+    else:
+        probabilities = masked_softmax(scores, mask | _future(q.shape[-2], k.shape[-2], q.device), scale, fused)
+    return dropout(probabilities, p, key, fused) @ v
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The CPU kernel on heads that may lie anywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = torch.ops.gptlite.attention(q, k, v, 1.0 / math.sqrt(q.shape[-1]))
+        ctx.save_for_backward(out, lse, q, k, v)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        q = ctx.saved_tensors[2]
+        return torch.ops.gptlite.attention_backward(grad, *ctx.saved_tensors, 1.0 / math.sqrt(q.shape[-1]))
+
+
+class _PackedAttention(torch.autograd.Function):
+    """The CPU kernel on [B, S, H, 3, D], read and written in place of three copies."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Tensor:
+        out, lse = torch.ops.gptlite.attention_packed(qkv, 1.0 / math.sqrt(qkv.shape[-1]))
+        ctx.save_for_backward(out, lse, qkv)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        qkv = ctx.saved_tensors[2]
+        return torch.ops.gptlite.attention_packed_backward(grad, *ctx.saved_tensors, 1.0 / math.sqrt(qkv.shape[-1]))
 
 
 def _probabilities(q: Tensor, k: Tensor, start: int, end: int, scale: float) -> Tensor:
@@ -65,7 +128,7 @@ class _MatmulAttention(torch.autograd.Function):
     (FlashAttention's trade, arXiv:2205.14135), but for a single block, whose probabilities it keeps."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale, offset, queries = 1.0 / math.sqrt(q.shape[-1]), k.shape[1] - q.shape[1], q.shape[1]
         out = torch.empty_like(q)
         p = None
@@ -78,7 +141,7 @@ class _MatmulAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor):
         q, k, v, kept = ctx.saved_tensors
         scale, offset, queries = 1.0 / math.sqrt(q.shape[-1]), k.shape[1] - q.shape[1], q.shape[1]
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)

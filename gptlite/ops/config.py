@@ -5,24 +5,46 @@ from enum import Enum
 
 
 class Implementation(Enum):
-    """`auto` takes the fastest path that runs here; asking for one that cannot run is an error."""
+    """`auto` takes the fused kernel where it runs here; asking for one that cannot run is an error."""
 
     auto = "auto"
     fused = "fused"
     reference = "reference"
 
 
-class Attention(Enum):
-    """`auto` picks by device; `sdpa` is torch's; `matmul` writes the scores out (any mask, attention dropout)."""
+class CrossEntropy(Enum):
+    """`reference` writes all logits out in fp32; `chunked` is plain torch, a chunk of rows at a time and in place."""
 
     auto = "auto"
+    fused = "fused"
+    chunked = "chunked"
+    reference = "reference"
+
+
+class Attention(Enum):
+    """`auto` picks by device. `fused` is ours for CPUs, the others are:
+
+    `sdpa`: torch's, which picks a kernel; `cudnn` and `fa3` (FlashAttention 3): that kernel of torch's, on GPUs;
+    `fused_softmax` and `matmul`: the scores written out, for any mask and dropout, by our softmax kernel or by torch.
+    """
+
+    auto = "auto"
+    fused = "fused"
     sdpa = "sdpa"
+    cudnn = "cudnn"
+    fa3 = "fa3"
+    fused_softmax = "fused_softmax"
     matmul = "matmul"
 
 
 @dataclass
 class OpsConfig:
-    """Implementation of the pointwise and loss ops, and of attention."""
+    """`implementation` is what the keys below it mean by `auto`."""
 
     implementation: Implementation = Implementation.auto
     attention: Attention = Attention.auto
+    layer_norm: Implementation = Implementation.auto  # that with the residual before it, too
+    bias_gelu: Implementation = Implementation.auto
+    dropout: Implementation = Implementation.auto
+    cross_entropy: CrossEntropy = CrossEntropy.auto
+    adamw: Implementation = Implementation.auto  # and Adam; the gradient norm, too

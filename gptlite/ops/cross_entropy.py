@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gptlite.ops.config import CrossEntropy
+
 IGNORE = -100
-LOGIT_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}  # the most logits held at once
+# The most logits held at once. The kernel's CPU chunk stays in a cache of some 100 MB between matrix products.
+LOGIT_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
 SOFTMAX_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}  # fp32 logits at a time: a CPU's fit its cache
 
 
@@ -16,8 +21,8 @@ SOFTMAX_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}  # fp32 logits at a time
 class VocabShard:
     """The rows of the table that a rank holds, where several share one.
 
-    `first` is the first row's number and `longest` the most rows any rank holds. `gather` takes a tensor [N] or [N, 2]
-    and returns every rank's, [ranks, N, ...].
+    `first` is the first row's number and `longest` the most rows any rank holds. `gather` takes a tensor [N, 3] and
+    returns every rank's, [ranks, N, 3].
     """
 
     first: int
@@ -25,113 +30,191 @@ class VocabShard:
     gather: Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class LossTerms:
+    """What is added to -log softmax(logits)[target].
+
+    Label smoothing e takes e of the target's weight and spreads it over the whole vocabulary (arXiv:1512.00567);
+    z_loss times the square of log sum exp keeps the logits from drifting (arXiv:2204.02311).
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+NO_TERMS = LossTerms()
+
+
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, shard: VocabShard | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    shard: VocabShard | None = None,
+    choice: CrossEntropy = CrossEntropy.chunked,
+    terms: LossTerms = NO_TERMS,
 ) -> Tensor:
-    """Sum over tokens of -log softmax(hidden weightᵀ)[target], fp32.
+    """Sum over tokens of -log softmax(hidden weightᵀ)[target] and the other terms, fp32.
 
     hidden [N, D]; weight [V', D] of hidden's dtype, rows from `vocab_size` on are padding and get no
-    probability; targets [N] int64, IGNORE counts nothing. The gradients are computed in the forward pass, where the
-    logits are at hand (as in Liger Kernel, arXiv:2410.10989), and scaled by the upstream gradient in the backward.
+    probability; targets [N] int64, IGNORE counts nothing. `reference` writes the logits out in fp32. Otherwise
+    gradients are computed in the forward pass, where the logits are at hand (as in Liger Kernel, arXiv:2410.10989),
+    and scaled by the upstream gradient in the backward.
 
-    With a `shard`, weight is its rows alone: the ranks exchange two floats a token (the logarithm of the sum of
-    exponentials, and the target's logit), every rank returns the whole loss, and hidden's gradient is its share.
+    With a `shard`, weight is its rows alone: the ranks exchange three floats a token (the logarithm of the sum of
+    exponentials, the target's logit, the logits' sum), every rank returns the whole loss, and hidden's gradient is its
+    share. No path writes whole logits then.
     """
+    if choice is CrossEntropy.reference and shard is None:
+        return _written_out(hidden @ weight[:vocab_size].t(), targets, terms)
+    loss = _Loss(vocab_size, shard, choice is CrossEntropy.fused, terms)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size, shard)
-    table = weight[: _rows(weight, vocab_size, shard)]
-    chunks = _chunks(hidden, targets, vocab_size, shard)
-    return torch.stack([_softmax_loss(h @ table.t(), t, shard, want_grad=False) for h, t in chunks]).sum()
+        return _LinearCrossEntropy.apply(hidden, weight, targets, loss)
+    table = weight[: loss.rows(weight)]
+    return torch.stack([loss.of(h @ table.t(), t, want_grad=False) for h, t in loss.chunks(hidden, targets)]).sum()
+
+
+def _written_out(logits: Tensor, targets: Tensor, terms: LossTerms) -> Tensor:
+    logits = logits.float()
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=terms.label_smoothing)
+    if terms.z_loss:
+        loss = loss + terms.z_loss * (logits.logsumexp(1).square() * (targets != IGNORE)).sum()
+    return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, shard: VocabShard | None):
-        rows = _rows(weight, vocab_size, shard)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, loss: "_Loss") -> Tensor:
+        rows = loss.rows(weight)
         table = weight[:rows]
         losses, dhidden, dtable = [], [], None
-        for h, t in _chunks(hidden, targets, vocab_size, shard):
+        for h, t in loss.chunks(hidden, targets):
             logits = h @ table.t()
-            losses.append(_softmax_loss(logits, t, shard, want_grad=True))
+            losses.append(loss.of(logits, t, want_grad=True))
             dhidden.append(logits @ table)
             part = logits.t() @ h
             # Chunks add up in fp32: a sum of many in bf16 would lose the small ones.
             dtable = part if dtable is None else dtable.float().add_(part)
         assert dtable is not None
-        dweight = torch.empty_like(weight)
-        dweight[:rows], dweight[rows:] = dtable, 0
+        if rows == len(weight) and dtable.dtype == weight.dtype:
+            dweight = dtable
+        else:
+            dweight = torch.empty_like(weight)
+            dweight[:rows], dweight[rows:] = dtable, 0
         ctx.save_for_backward(torch.cat(dhidden) if len(dhidden) > 1 else dhidden[0], dweight)
         ctx.scaled_by = None
         return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor):
         dhidden, dweight = ctx.saved_tensors
         if ctx.scaled_by is not None:
             # A schedule that splits the backward pass comes twice: for hidden's gradient, then for the weight's.
             factor = grad / ctx.scaled_by
-            return dhidden * factor, dweight * factor, None, None, None
+            return dhidden * factor, dweight * factor, None, None
         # In place: the forward pass made them for this alone. `.data`, or autograd would refuse them the second time.
         ctx.scaled_by = grad
         dhidden.data.mul_(grad)
         dweight.data.mul_(grad)
-        return dhidden, dweight, None, None, None
+        return dhidden, dweight, None, None
 
 
-def _rows(weight: Tensor, vocab_size: int, shard: VocabShard | None) -> int:
-    """How many of a table's rows are no padding."""
-    return min(len(weight), max(0, vocab_size - (shard.first if shard else 0)))
+@dataclass(frozen=True)
+class _Loss:
+    """The sum of the losses of logits [N, V], and their gradient in the logits' place."""
 
+    vocab_size: int
+    shard: VocabShard | None
+    fused: bool
+    terms: LossTerms
 
-def _chunks(
-    hidden: Tensor, targets: Tensor, vocab_size: int, shard: VocabShard | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of `hidden` and `targets` whose logits take LOGIT_BYTES; one empty chunk where there are no rows."""
-    columns = shard.longest if shard else vocab_size  # the same on every rank, so that all exchange equally often
-    rows = max(1, LOGIT_BYTES[hidden.device.type] // (columns * hidden.element_size()))
-    return zip(hidden.split(rows), targets.split(rows), strict=True)
+    def rows(self, weight: Tensor) -> int:
+        """How many of a table's rows are no padding."""
+        return min(len(weight), max(0, self.vocab_size - (self.shard.first if self.shard else 0)))
 
+    def chunks(self, hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of `hidden` and `targets` whose logits take LOGIT_BYTES; one empty chunk where there are no rows."""
+        # The same on every rank, so that all exchange equally often.
+        columns = self.shard.longest if self.shard else self.vocab_size
+        rows = max(1, LOGIT_BYTES[hidden.device.type] // (columns * hidden.element_size()))
+        return zip(hidden.split(rows), targets.split(rows), strict=True)
 
-def _softmax_loss(logits: Tensor, targets: Tensor, shard: VocabShard | None, want_grad: bool) -> Tensor:
-    """Sum of the losses of logits [N, V]; with `want_grad` the logits become their gradient, in place."""
-    if shard is not None:
-        return _sharded_softmax_loss(logits, targets, shard, want_grad)
-    losses = []
-    for x, t in _cache_sized(logits, targets):
-        valid = t != IGNORE
-        index = t.masked_fill(~valid, 0).unsqueeze(1)
-        p = torch.softmax(x, dim=-1, dtype=torch.float32)
-        # log(sum exp x) = max x - log(max p), from the exponentials softmax has computed: a log_softmax would take
-        # them again for the gradient. The largest p is at least 1/V, so its logarithm is accurate.
-        log_sum = x.amax(1).float() - p.amax(1).log()
-        losses.append(((log_sum - x.gather(1, index).squeeze(1).float()) * valid).sum())
-        if want_grad:
-            p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
-            x.copy_(p.mul_(valid.unsqueeze(1)))
-    return torch.stack(losses).sum()
+    def of(self, logits: Tensor, targets: Tensor, want_grad: bool) -> Tensor:
+        """With `want_grad` the logits become their gradient."""
+        if self.shard is not None:
+            return self._sharded(logits, targets, self.shard, want_grad)
+        if self.fused:
+            terms = self.terms
+            losses = torch.ops.gptlite.cross_entropy_(
+                logits, targets, terms.label_smoothing, terms.z_loss, IGNORE, want_grad
+            )
+            return losses.sum()
+        losses = []
+        for x, t in _cache_sized(logits, targets):
+            p = torch.softmax(x, dim=-1, dtype=torch.float32)
+            # log(sum exp x) = max x - log(max p), from the exponentials softmax has computed: a log_softmax would take
+            # them again for the gradient. The largest p is at least 1/V, so its logarithm is accurate.
+            log_sum = x.amax(1).float() - p.amax(1).log()
+            valid = t != IGNORE
+            index = t.masked_fill(~valid, 0).unsqueeze(1)
+            total = x.sum(1, dtype=torch.float32) if self.terms.label_smoothing else None
+            losses.append(self._sum(log_sum, x.gather(1, index).squeeze(1).float(), total, valid))
+            if want_grad:
+                x.copy_(self._gradient(p, log_sum, index, valid, valid))
+        return torch.stack(losses).sum()
 
+    def _sum(self, log_sum: Tensor, target_logit: Tensor, total: Tensor | None, valid: Tensor) -> Tensor:
+        """From each row's log sum exp, its target's logit and, for label smoothing, the sum of its logits."""
+        smoothing = self.terms.label_smoothing
+        loss = log_sum - (1 - smoothing) * target_logit
+        if smoothing and total is not None:
+            loss = loss - smoothing / self.vocab_size * total
+        if self.terms.z_loss:
+            loss = loss + self.terms.z_loss * log_sum.square()
+        return torch.where(valid, loss, 0.0).sum()
 
-def _sharded_softmax_loss(logits: Tensor, targets: Tensor, shard: VocabShard, want_grad: bool) -> Tensor:
-    """The same of the columns from `shard.first` on; all ranks return the whole loss."""
-    columns, valid = logits.shape[1], targets != IGNORE
-    column = targets - shard.first
-    mine = valid & (column >= 0) & (column < columns)
-    if columns == 0:
-        stats = logits.new_zeros(len(targets), 2, dtype=torch.float32)
-        stats[:, 0] = -torch.inf
-    else:
+    def _gradient(self, p: Tensor, log_sum: Tensor, index: Tensor, mine: Tensor, valid: Tensor) -> Tensor:
+        """From probabilities [N, V], in their place. `mine`: rows whose target is the column `index` [N, 1]."""
+        terms = self.terms
+        if terms.z_loss:
+            p.mul_((1 + 2 * terms.z_loss * log_sum).unsqueeze(1))
+        if terms.label_smoothing:
+            p.sub_(terms.label_smoothing / self.vocab_size)
+        p.scatter_add_(1, index, (mine.to(p.dtype) * (terms.label_smoothing - 1)).unsqueeze(1))
+        return p.masked_fill_(~valid.unsqueeze(1), 0.0)
+
+    def _sharded(self, logits: Tensor, targets: Tensor, shard: VocabShard, want_grad: bool) -> Tensor:
+        """The same of the columns from `shard.first` on; all ranks return the whole loss."""
+        columns, valid = logits.shape[1], targets != IGNORE
+        column = targets - shard.first
+        mine = valid & (column >= 0) & (column < columns)
         index = column.masked_fill(~mine, 0).unsqueeze(1)
-        log_sums = [torch.logsumexp(x.float(), 1) for x, _ in _cache_sized(logits, targets)]
-        stats = torch.stack([torch.cat(log_sums), logits.gather(1, index).squeeze(1).float() * mine], dim=1)
-    everywhere = shard.gather(stats)
-    log_sum, target_logit = everywhere[..., 0].logsumexp(0), everywhere[..., 1].sum(0)
-    if want_grad and columns:
-        for x, t, at, has, total in _cache_sized(logits, targets, index, mine, log_sum):
-            p = (x.float() - total.unsqueeze(1)).exp_()
-            p.scatter_add_(1, at, -has.to(p.dtype).unsqueeze(1))
-            x.copy_(p.mul_((t != IGNORE).unsqueeze(1)))
-    return ((log_sum - target_logit) * valid).sum()
+        if self.fused:
+            stats = torch.ops.gptlite.cross_entropy_stats(logits, targets, shard.first, self.vocab_size, IGNORE)
+        else:
+            stats = _stats(logits, index, mine)
+        everywhere = shard.gather(stats)
+        log_sum = everywhere[..., 0].logsumexp(0)
+        target_logit, total = everywhere[..., 1].sum(0), everywhere[..., 2].sum(0)
+        if want_grad and columns and self.fused:
+            terms = (self.terms.label_smoothing, self.terms.z_loss, IGNORE)
+            torch.ops.gptlite.cross_entropy_gradient_(logits, targets, log_sum, shard.first, self.vocab_size, *terms)
+        elif want_grad and columns:
+            for x, at, has, log, ok in _cache_sized(logits, index, mine, log_sum, valid):
+                x.copy_(self._gradient((x.float() - log.unsqueeze(1)).exp_(), log, at, has, ok))
+        return self._sum(log_sum, target_logit, total, valid)
+
+
+def _stats(logits: Tensor, index: Tensor, mine: Tensor) -> Tensor:
+    """[N, 3] fp32: log sum exp, the target's logit or 0, the sum of the logits; of no columns -inf, 0, 0."""
+    if logits.shape[1] == 0:
+        stats = logits.new_zeros(len(logits), 3, dtype=torch.float32)
+        stats[:, 0] = -torch.inf
+        return stats
+    rows = [(torch.logsumexp(x.float(), 1), x.sum(1, dtype=torch.float32)) for (x,) in _cache_sized(logits)]
+    log_sum, total = (torch.cat(each) for each in zip(*rows, strict=True))
+    return torch.stack([log_sum, logits.gather(1, index).squeeze(1).float() * mine, total], dim=1)
 
 
 def _cache_sized(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -6,9 +6,11 @@ checkpoint, and recomputation under activation checkpointing replays it.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gptlite.ops.philox import WORD, philox
 
@@ -43,13 +45,43 @@ def keep_mask(shape: torch.Size, p: float, key: DropoutKey) -> Tensor:
     return torch.stack(words, dim=-1).flatten(-2)[..., :width] >= int(p * 2**32)
 
 
-def dropout(x: Tensor, p: float, key: DropoutKey | None) -> Tensor:
+def dropout(x: Tensor, p: float, key: DropoutKey | None, fused: bool = False) -> Tensor:
     """x [B, S, C] or [B, H, S, C] with elements zeroed with probability p and the rest scaled by 1/(1-p).
 
     `key=None` (evaluation) or p=0 returns x itself.
     """
     if key is None or p == 0.0:
         return x
+    if fused:
+        return _Dropout.apply(x, *kernel_key(p, key))
     return torch.where(
         keep_mask(x.shape, p, key), x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device)
     )
+
+
+def kernel_key(p: float, key: DropoutKey | None) -> tuple[float, int, Tensor | None, Tensor | None, int, int]:
+    """What a kernel is told of a mask: p, seed, site, sample ids, first position, first head; p is 0 without a key."""
+    if key is None or p == 0.0:
+        return 0.0, 0, None, None, 0, 0
+    site = key.site if isinstance(key.site, Tensor) else torch.full((), key.site, device=key.sample_ids.device)
+    return p, key.seed, site, key.sample_ids, key.first_position, key.first_head
+
+
+class _Dropout(torch.autograd.Function):
+    """No mask is kept: the backward pass draws it again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, p: float, seed: int, site: Tensor, sample_ids: Tensor, first_position: int, first_head: int
+    ) -> Tensor:
+        ctx.save_for_backward(site, sample_ids)
+        ctx.key = p, seed, first_position, first_head
+        return torch.ops.gptlite.dropout(x, p, seed, site, sample_ids, first_position, first_head)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):
+        site, sample_ids = ctx.saved_tensors
+        p, seed, first_position, first_head = ctx.key
+        dx = torch.ops.gptlite.dropout(dy, p, seed, site, sample_ids, first_position, first_head)
+        return dx, *[None] * 6

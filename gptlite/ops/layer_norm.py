@@ -1,9 +1,81 @@
-"""Layer norm over the last dimension."""
+"""Layer norm over the last dimension, alone or of a residual stream that something is added to first."""
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gptlite.ops.dropout import DropoutKey, dropout, kernel_key
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused: bool = False) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias, arXiv:1607.06450. x [..., D]; weight, bias [D]."""
+    if fused:
+        return _LayerNorm.apply(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def residual_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    p: float = 0.0,
+    key: DropoutKey | None = None,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """h = residual + dropout(x), and its layer norm: (norm, h), all [B, S, D]. `key=None` drops nothing."""
+    if fused:
+        return _ResidualNorm.apply(x, residual, weight, bias, eps, p, key)
+    h = residual + dropout(x, p, key)
+    return layer_norm(h, weight, bias, eps), h
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        y, mean, rstd = torch.ops.gptlite.layer_norm(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.has_bias = bias is not None
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):
+        dx, dweight, dbias = torch.ops.gptlite.layer_norm_backward(dy, *ctx.saved_tensors, ctx.has_bias)
+        return dx, dweight, dbias if ctx.has_bias else None, None
+
+
+class _ResidualNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        p: float,
+        key: DropoutKey | None,
+    ) -> tuple[Tensor, Tensor]:
+        p, seed, site, sample_ids, first, _ = kernel_key(p, key)
+        ctx.key, ctx.has_bias = (p, seed, first), bias is not None
+        y, h, mean, rstd = torch.ops.gptlite.residual_norm(
+            x, None, residual, weight, bias, eps, p, seed, site, sample_ids, first
+        )
+        ctx.save_for_backward(h, weight, mean, rstd, site, sample_ids)
+        return y, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dh: Tensor):
+        h, weight, mean, rstd, site, sample_ids = ctx.saved_tensors
+        p, seed, first = ctx.key
+        dx, dresidual, _, dweight, dbias = torch.ops.gptlite.residual_norm_backward(
+            dy, dh, h, weight, mean, rstd, False, ctx.has_bias, p, seed, site, sample_ids, first
+        )
+        dropped = p > 0.0 and site is not None
+        return dx if dropped else dresidual, dresidual, dweight, dbias if ctx.has_bias else None, None, None, None

@@ -1,25 +1,157 @@
 """Which implementation of each op a model uses, decided once and said in the banner."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
 from gptlite.errors import ConfigError
-from gptlite.ops.attention import select_attention
-from gptlite.ops.config import Attention, Implementation, OpsConfig
+from gptlite.kernels.library import Loaded, Unavailable, load
+from gptlite.ops.config import Attention, CrossEntropy, Implementation, OpsConfig
+
+# The keys whose choice is between our kernel and a reference.
+PLAIN = ("layer_norm", "bias_gelu", "dropout", "adamw")
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The chosen path of each op, with the reason."""
+    """The chosen path of each op, True for the kernel, with the reasons: `attention fused (...)`."""
 
     attention: Attention = Attention.matmul
+    cross_entropy: CrossEntropy = CrossEntropy.chunked
+    layer_norm: bool = False
+    bias_gelu: bool = False
+    dropout: bool = False
+    adamw: bool = False
     reasons: tuple[str, ...] = ()
 
 
-def select_ops(config: OpsConfig, device: torch.device) -> Ops:
-    """The ops that run on a device. Raises ConfigError where a path asked for cannot run."""
-    if config.implementation is Implementation.fused:
-        raise ConfigError("ops=fused: this version has no fused kernels yet; use ops=auto or ops=reference")
-    attention, why = select_attention(config.attention, device)
-    return Ops(attention, (f"attention {attention.value} ({why})", "others reference"))
+def select_ops(config: OpsConfig, device: torch.device, log: Callable[[str], None] = print) -> Ops:
+    """The ops that run on a device. Raises ConfigError where a path asked for cannot run.
+
+    Builds the kernels where they are wanted and not built yet, which takes half a minute and is told to `log`.
+    """
+    library = load(device.type, log) if _wants_kernels(config, device) else Unavailable("nothing asks for them")
+    chosen: dict[str, str] = {}
+    paths = {key: _plain(config, key, library, chosen) for key in PLAIN}
+    cross_entropy = _cross_entropy(config, library, chosen)
+    attention = _attention(config, device, library, chosen)
+    return Ops(attention, cross_entropy, **paths, reasons=tuple(_words(chosen)))
+
+
+def _words(chosen: dict[str, str]) -> Iterable[str]:
+    """`a, b fused (why)`: each path once, with the ops that take it."""
+    paths: dict[str, list[str]] = {}
+    for op, path in chosen.items():
+        paths.setdefault(path, []).append(op)
+    for path, names in paths.items():
+        yield f"{', '.join(names)} {path}"
+
+
+def _wants_kernels(config: OpsConfig, device: torch.device) -> bool:
+    if config.implementation is not Implementation.reference:
+        return True
+    choices = (config.cross_entropy, *(getattr(config, key) for key in PLAIN))
+    kernel_attention = config.attention in (Attention.fused, Attention.fused_softmax)
+    return kernel_attention or any(choice.value == "fused" for choice in choices)
+
+
+def _available(key: str, wanted: bool, library: Loaded | Unavailable) -> bool:
+    """Whether a kernel can run. Raises ConfigError if not and it is `wanted`, asked for by name."""
+    if isinstance(library, Loaded):
+        return True
+    if wanted:
+        raise ConfigError(f"{key}: {library.reason}; mend that, or use {key.partition('=')[0]}=auto")
+    return False
+
+
+def _plain(config: OpsConfig, key: str, library: Loaded | Unavailable, chosen: dict[str, str]) -> bool:
+    own: Implementation = getattr(config, key)
+    choice = config.implementation if own is Implementation.auto else own
+    if choice is Implementation.reference:
+        chosen[key] = "reference (asked for)"
+        return False
+    fused = _available(_asked(config, key), choice is Implementation.fused, library)
+    chosen[key] = _fused_words(choice is Implementation.fused, library) if fused else _why_not(library)
+    return fused
+
+
+def _asked(config: OpsConfig, key: str) -> str:
+    """The override that asked for a kernel."""
+    return f"ops.{key}=fused" if getattr(config, key).value == "fused" else "ops=fused"
+
+
+def _fused_words(asked: bool, library: Loaded | Unavailable) -> str:
+    return f"fused ({'asked for, ' if asked else ''}{_kernel_words(library)})"
+
+
+def _kernel_words(library: Loaded | Unavailable) -> str:
+    assert isinstance(library, Loaded)
+    return "CUDA kernels" if library.cuda else f"{library.isa} kernels"
+
+
+def _why_not(library: Loaded | Unavailable) -> str:
+    assert isinstance(library, Unavailable)
+    return f"reference ({library.reason})"
+
+
+def _cross_entropy(config: OpsConfig, library: Loaded | Unavailable, chosen: dict[str, str]) -> CrossEntropy:
+    choice = config.cross_entropy
+    if choice is CrossEntropy.auto and config.implementation is not Implementation.auto:
+        choice = CrossEntropy(config.implementation.value)
+    if choice in (CrossEntropy.reference, CrossEntropy.chunked):
+        chosen["cross_entropy"] = f"{choice.value} (asked for)"
+        return choice
+    asked = choice is CrossEntropy.fused
+    if _available(_asked(config, "cross_entropy"), asked, library):
+        chosen["cross_entropy"] = _fused_words(asked, library)
+        return CrossEntropy.fused
+    chosen["cross_entropy"] = _why_not(library).replace("reference", "chunked", 1)
+    return CrossEntropy.chunked
+
+
+def _attention(
+    config: OpsConfig, device: torch.device, library: Loaded | Unavailable, chosen: dict[str, str]
+) -> Attention:
+    choice, why = config.attention, "asked for"
+    if choice is Attention.auto:
+        choice, why = _auto_attention(config, device, library)
+    else:
+        _refuse_attention(choice, device, library)
+    chosen["attention"] = f"{choice.value} ({why})"
+    return choice
+
+
+def _auto_attention(config: OpsConfig, device: torch.device, library: Loaded | Unavailable) -> tuple[Attention, str]:
+    if device.type != "cpu":
+        return Attention.sdpa, "torch picks flash, efficient or cuDNN attention"
+    asked = config.implementation is Implementation.fused
+    if config.implementation is Implementation.reference:
+        return Attention.matmul, "reference asked for"
+    if _available("ops=fused", asked, library):
+        return Attention.fused, _kernel_words(library)
+    return Attention.matmul, "batched matmuls are faster than SDPA on a CPU"
+
+
+def _refuse_attention(choice: Attention, device: torch.device, library: Loaded | Unavailable) -> None:
+    """Raises ConfigError for an attention that cannot run on a device."""
+    key = f"ops.attention={choice.value}"
+    if choice in (Attention.fused, Attention.fused_softmax):
+        _available(key, True, library)
+    if choice is Attention.fused and device.type != "cpu":
+        raise ConfigError(f"{key} is for CPUs; on {device.type} use ops.attention=auto, sdpa, cudnn or fa3")
+    if choice not in (Attention.cudnn, Attention.fa3):
+        return
+    if device.type != "cuda":
+        raise ConfigError(f"{key} needs a GPU, and this runs on {device.type}; use ops.attention=auto")
+    if choice is Attention.cudnn and not torch.backends.cudnn.is_available():
+        raise ConfigError(f"{key}: this torch has no cuDNN; use ops.attention=auto")
+    if choice is Attention.fa3:
+        if torch.cuda.get_device_capability(device)[0] != 9:
+            raise ConfigError(f"{key} needs an sm_90 GPU (H100, H200); use ops.attention=auto")
+        if find_spec("flash_attn_interface") is None:
+            raise ConfigError(
+                f"{key}: the package flash_attn_3 is not installed; install it, or use ops.attention=auto"
+            )
+        torch.nn.attention.activate_flash_attention_impl("FA3")

@@ -13,11 +13,16 @@ CPU_PIECE = 2**16
 
 
 @torch.no_grad()
-def local_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The L2 norm of this rank's part of the gradients as if they were one vector: 0-dim, fp32; 0 without gradients."""
+def local_grad_norm(parameters: Iterable[nn.Parameter], fused: bool = False) -> Tensor:
+    """The L2 norm of this rank's part of the gradients as if they were one vector: 0-dim, fp32; 0 without gradients.
+
+    `fused`: by our kernel, in one call.
+    """
     gradients = gradients_of(parameters)
     if not gradients:
         return torch.zeros(())
+    if fused:
+        return torch.ops.gptlite.norm([gradient.contiguous() for gradient in gradients])
     pieces = [piece for gradient in gradients for piece in _pieces(gradient)]
     # 16-bit gradients are summed in fp32 too: fp16 ends at 65504, and bf16 has 8 bits.
     norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
@@ -31,8 +36,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
     If the norm is inf or NaN the scaled gradients are worthless: look at it before stepping.
     """
     if max_norm > 0 and (gradients := gradients_of(parameters)):
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # pyright: ignore[reportPrivateImportUsage]
+        factor = clip_factor(max_norm, norm).to(gradients[0].device)
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
+    """What gradients of that norm are multiplied by, at most 1."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

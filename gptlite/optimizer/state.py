@@ -20,7 +20,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(optimizer):
-        for key, value in _materialized(optimizer, parameter).items():
+        for key, value in materialized(optimizer, parameter).items():
             tensors.setdefault(f"optim.{name}.{key}", value)  # of two copies of a parameter, the first
     return tensors
 
@@ -30,8 +30,8 @@ def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         yield from zip(group["names"], group["params"], strict=True)
 
 
-def _materialized(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """One parameter's state, created as torch's first step would."""
+def materialized(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """One parameter's state tensors, created as torch's first step would."""
     state = optimizer.state[parameter]
     if isinstance(optimizer, Adam) and not state:
         # A fused kernel counts steps on the parameter's device, the others on the host.

@@ -14,7 +14,6 @@ from gptlite.data.build import build_loader, prepare
 from gptlite.model.gpt import GPT
 from gptlite.model.init import init_weights
 from gptlite.model.parallelize import build_passes, materialize, parallelize
-from gptlite.ops.select import select_ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.schedule import Schedule
 from gptlite.parallelism.chain import Chain
@@ -23,6 +22,7 @@ from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parity.gather import Whole, gather
 from gptlite.precision import resolve_precision
+from gptlite.trainer.ops import agreed_ops
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
@@ -84,7 +84,7 @@ def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[S
 def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
     """A run's state before its first step, and how it takes steps."""
     policy = resolve_precision(config.precision, mesh.device)
-    ops = select_ops(config.ops, mesh.device)
+    ops = agreed_ops(config.ops, mesh)
     data = prepare(config.data, config.seed, lambda _: None, mesh)
     config = with_vocabulary(config, data.tokenizer.vocab_size)
     with torch.device("meta"):
@@ -93,7 +93,7 @@ def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
     materialize(parts, mesh.device)
     for part in parts:
         init_weights(part, config.model, config.seed)
-    optimizer = build_optimizer(config.optimizer, [named for part in parts for named in part.named_weights()])
+    optimizer = build_optimizer(config.optimizer, [w for part in parts for w in part.named_weights()], ops.adamw)
     loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
     schedule = Schedule(config.schedule, config.trainer.max_steps)
     chain = Chain(parts, mesh, config.parallelism)

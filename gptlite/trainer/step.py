@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gptlite.data.loader import IGNORE
 from gptlite.model.parallelize import finish_gradients
-from gptlite.optimizer.clip import clip_gradients, local_grad_norm
+from gptlite.optimizer.clip import local_grad_norm
+from gptlite.optimizer.fused import FusedStep, clip_and_step
 from gptlite.optimizer.schedule import set_lr
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.mesh import DATA_AXES, Mesh
@@ -67,10 +68,9 @@ class Step:
         norm, loss_value, norm_value = self._settle(state, total)
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
             raise Diverged(f"step {state.step + 1}: loss {loss_value}, gradient norm {norm_value}")
-        clip_gradients((p for part in state.parts for p in part.parameters()), self.clip_norm, norm)
         lr = self.peak_lr * state.schedule.factor(state.step)
         set_lr(state.optimizer, lr)
-        state.optimizer.step()
+        clip_and_step(state.optimizer, (p for part in state.parts for p in part.parameters()), self.clip_norm, norm)
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.consumed_samples += state.loader.global_batch_size
@@ -79,15 +79,16 @@ class Step:
 
     def _settle(self, state: TrainState, total: Tensor) -> tuple[Tensor, float, float]:
         """The gradient norm on the device, then loss and norm as numbers: the step's one wait for device and ranks."""
+        fused = isinstance(state.optimizer, FusedStep)
         if self.mesh.world_size == 1:
-            norm = local_grad_norm(p for part in state.parts for p in part.parameters())
+            norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
             loss_value, norm_value = torch.stack([total, norm]).tolist()
             return norm, loss_value, norm_value
         mesh = self.mesh
         first_of_tensor = mesh.coordinate("tp") == 0
         # Each element of the gradient on one of the ranks that hold it.
         counted = state.weights() if mesh.coordinate("dp_replicate") == 0 else ()
-        square = local_grad_norm(p for p in counted if first_of_tensor or is_cut(p)).double() ** 2
+        square = local_grad_norm((p for p in counted if first_of_tensor or is_cut(p)), fused).double() ** 2
         loss = total.double() if first_of_tensor else torch.zeros_like(total, dtype=torch.float64)
         sums = torch.cat([torch.stack([loss, square.to(loss.device)]), self.stopping.words().to(loss.device)])
         sums = all_reduce(sums, mesh)

@@ -246,15 +246,17 @@ COMPILED = [
 ]
 CHOSEN = chosen(104)
 CELLS = [*CHOSEN, *MORE, *COMPILED]
-# The pairs of all axis values, and beyond them HSDP and bf16; all of eight ranks, which are slow to start.
+# Every axis value, and beyond them HSDP and bf16; all of eight ranks, which are slow to start.
 QUICK = {
     cell.id
     for cell in [
-        *CHOSEN[:33],
+        *CHOSEN[:12],
         next(cell for cell in MORE if cell.replicate > 2),
         next(cell for cell in MORE if cell.precision == "bf16" and cell.pipeline > 1),
     ]
 }
+# With these, the pairs of all axis values, and everything that is no axis. The rest meets each pair again and again.
+SLOW = {cell.id for cell in [*CHOSEN[:33], *MORE, *COMPILED]} - QUICK
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ CHANGED = [
 ]
 
 
-@pytest.mark.parametrize("runs", marked(CHANGED, lambda runs: "-to-".join(run.id for run in runs), quick=1, slow=3))
+@pytest.mark.parametrize("runs", marked(CHANGED, lambda runs: "-to-".join(run.id for run in runs), quick=0, slow=3))
 def test_fifty_more_steps_on_another_layout_are_the_same_to_rounding(
     runs: tuple[Run, Run], trainer: Trainer, tmp_path: Path
 ):

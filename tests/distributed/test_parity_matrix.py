@@ -1,11 +1,11 @@
-"""Every cell of the matrix trains as one process does. The quick ones are in every run, the others are slow."""
+"""Every cell of the matrix trains as one process does: the quick ones in every run, the slow ones in every CI run."""
 
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from distributed.matrix import CELLS, CHOSEN, COMPILED, QUICK, REFUSED, Cell, Refused, legal_cells, pairs
+from distributed.matrix import AXES, CELLS, CHOSEN, COMPILED, QUICK, REFUSED, SLOW, Cell, Refused, legal_cells, pairs
 from distributed.parity_cells import Pool, References, judge
 from gptlite.parity.report import row
 
@@ -13,7 +13,7 @@ COMPILING_SECONDS = 240
 
 
 def marked(cell: Cell) -> object:
-    marks = [] if cell.id in QUICK else [pytest.mark.slow]
+    marks = [] if cell.id in QUICK else [pytest.mark.slow if cell.id in SLOW else pytest.mark.long]
     return pytest.param(cell, id=cell.id, marks=marks)
 
 
@@ -32,12 +32,14 @@ def test_a_layout_trains_as_one_process_does(cell: Cell, pool: Pool):
     assert same, "\n".join([words, *map(row, result.comparisons)])
 
 
-def test_the_matrix_is_large_and_covers_every_pair_and_so_do_the_quick_cells():
+def test_the_matrix_is_large_and_covers_every_pair_and_so_do_the_cells_of_each_ci_run():
     everything = set().union(*map(pairs, legal_cells()))
     assert len({cell.id for cell in CHOSEN}) >= 100
     assert len({cell.id for cell in CELLS}) == len(CELLS)
     assert set().union(*map(pairs, CHOSEN)) == everything
-    assert set().union(*(pairs(cell) for cell in CHOSEN if cell.id in QUICK)) == everything
+    assert set().union(*(pairs(cell) for cell in CHOSEN if cell.id in QUICK | SLOW)) == everything
+    values = {(axis, value) for axis, values in AXES.items() for value in values}
+    assert {(axis, getattr(cell, axis)) for cell in CELLS if cell.id in QUICK for axis in AXES} == values
     assert {cell.world for cell in CELLS if cell.id in QUICK} == {8}
     assert {2, 4, 6, 8} == {cell.world for cell in CELLS}
 

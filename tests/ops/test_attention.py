@@ -55,7 +55,7 @@ def check(attend, tensors, dtype):
     names = ("out", "dq", "dk", "dv")
     for name, got, want in zip(names, run(attend, rounded, dtype), run(sdpa, rounded, torch.float64), strict=True):
         assert got.dtype == dtype
-        error = (got.double() - want).abs().max() / max(want.abs().max(), 1e-2)  # a lone key's dq, dk are zero
+        error = (got.double() - want).abs().max() / max(want.abs().max(), 1.0)  # a lone key's cancel
         assert error < TOLERANCE[dtype]["out" if name == "out" else "grad"], f"{name}: {error:.1e}"
 
 

@@ -64,12 +64,10 @@ def test_any_number_of_chunks(monkeypatch, dtype, logit_rows, softmax_rows):
 
 def test_no_more_logits_than_a_chunk_exist_at_once(monkeypatch):
     sizes = []
-    softmax_loss = cross_entropy._softmax_loss
+    of = cross_entropy._Loss.of
     monkeypatch.setitem(cross_entropy.LOGIT_BYTES, "cpu", 10 * VOCAB * 4)
     monkeypatch.setattr(
-        cross_entropy,
-        "_softmax_loss",
-        lambda x, *rest, **more: (sizes.append(len(x)), softmax_loss(x, *rest, **more))[1],
+        cross_entropy._Loss, "of", lambda self, x, *rest, **more: (sizes.append(len(x)), of(self, x, *rest, **more))[1]
     )
     run(fused, *draw(), torch.float32)
     assert sizes == [10, 10, 10, 7]

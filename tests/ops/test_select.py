@@ -1,30 +1,91 @@
 """Which path runs, and what is said about it."""
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
 from gptlite.errors import ConfigError
-from gptlite.ops.config import Attention, Implementation, OpsConfig
-from gptlite.ops.select import select_ops
+from gptlite.kernels.library import Loaded, Unavailable
+from gptlite.ops import select
+from gptlite.ops.config import Attention, CrossEntropy, Implementation, OpsConfig
+from gptlite.ops.select import PLAIN, Ops, select_ops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+REFERENCE = OpsConfig(Implementation.reference)
 
 
-@pytest.mark.parametrize(("device", "taken"), [(CPU, Attention.matmul), (CUDA, Attention.sdpa)], ids=str)
-def test_auto_picks_attention_by_device(device, taken):
-    ops = select_ops(OpsConfig(), device)
-    assert ops.attention is taken
-    assert ops.reasons[0].startswith(f"attention {taken.value} (")
+@pytest.fixture
+def with_kernels(monkeypatch):
+    loaded = Loaded(path=None, cuda=False, isa="avx512", seconds=1.0, cached=True, why_no_cuda="")
+    monkeypatch.setattr(select, "load", lambda device, log: replace(loaded, cuda=device == "cuda"))
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(select, "load", lambda device, log: Unavailable("no C++ compiler on PATH"))
+
+
+def paths(ops: Ops) -> dict:
+    return {field.name: getattr(ops, field.name) for field in fields(ops) if field.name != "reasons"}
+
+
+def test_auto_takes_the_kernels_where_they_load(with_kernels):
+    ops = select_ops(OpsConfig(), CPU)
+    plain = dict.fromkeys(PLAIN, True)
+    assert paths(ops) == {"attention": Attention.fused, "cross_entropy": CrossEntropy.fused, **plain}
+    assert "avx512 kernels" in ", ".join(ops.reasons)
+    assert select_ops(OpsConfig(), CUDA).attention is Attention.sdpa
+
+
+def test_auto_without_kernels_is_the_reference_and_says_why(without_kernels):
+    ops = select_ops(OpsConfig(), CPU)
+    plain = dict.fromkeys(PLAIN, False)
+    assert paths(ops) == {"attention": Attention.matmul, "cross_entropy": CrossEntropy.chunked, **plain}
+    assert sum("no C++ compiler on PATH" in reason for reason in ops.reasons) == 2  # the loss's path has its own name
+
+
+def test_the_reference_loads_nothing(monkeypatch):
+    monkeypatch.setattr(select, "load", None)
+    ops = select_ops(REFERENCE, CPU)
+    assert ops.cross_entropy is CrossEntropy.reference
+    assert not any(getattr(ops, key) for key in PLAIN)
+
+
+@pytest.mark.parametrize("key", PLAIN)
+def test_one_op_may_differ_from_the_rest(with_kernels, key):
+    ops = select_ops(replace(REFERENCE, **{key: Implementation.fused}), CPU)
+    assert [name for name in PLAIN if getattr(ops, name)] == [key]
+    ops = select_ops(replace(OpsConfig(), **{key: Implementation.reference}), CPU)
+    assert [name for name in PLAIN if not getattr(ops, name)] == [key]
+
+
+@pytest.mark.parametrize("key", [*PLAIN, "cross_entropy", "attention"])
+def test_a_kernel_asked_for_by_name_that_cannot_run_is_refused(without_kernels, key):
+    kind = {"cross_entropy": CrossEntropy, "attention": Attention}.get(key, Implementation)
+    with pytest.raises(ConfigError, match=rf"^ops\.{key}=fused: no C\+\+ compiler on PATH; .*ops\.{key}=auto$"):
+        select_ops(replace(OpsConfig(), **{key: kind.fused}), CPU)
+
+
+def test_all_kernels_asked_for_are_refused_together(without_kernels):
+    with pytest.raises(ConfigError, match=r"^ops=fused: no C\+\+ compiler on PATH; .*ops=auto$"):
+        select_ops(OpsConfig(Implementation.fused), CPU)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-@pytest.mark.parametrize("choice", [Attention.matmul, Attention.sdpa], ids=lambda choice: choice.value)
-def test_what_is_asked_for_runs(choice, device):
+@pytest.mark.parametrize("choice", [Attention.matmul, Attention.sdpa, Attention.fused_softmax])
+def test_what_is_asked_for_runs(with_kernels, choice, device):
     ops = select_ops(OpsConfig(attention=choice), device)
     assert ops.attention is choice
-    assert "asked for" in ops.reasons[0]
+    assert f"attention {choice.value} (asked for)" in ops.reasons
 
 
-def test_a_path_that_cannot_run_is_refused():
-    with pytest.raises(ConfigError, match="ops=fused"):
-        select_ops(OpsConfig(Implementation.fused), CPU)
+@pytest.mark.parametrize("choice", [Attention.cudnn, Attention.fa3])
+def test_attention_of_a_gpu_is_refused_on_a_cpu(with_kernels, choice):
+    with pytest.raises(ConfigError, match=f"ops.attention={choice.value} needs a GPU"):
+        select_ops(OpsConfig(attention=choice), CPU)
+
+
+def test_attention_of_a_cpu_is_refused_on_a_gpu(with_kernels):
+    with pytest.raises(ConfigError, match=r"ops\.attention=fused is for CPUs"):
+        select_ops(OpsConfig(attention=Attention.fused), CUDA)

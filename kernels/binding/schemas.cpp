@@ -1,0 +1,52 @@
+// The ops as torch knows them. Functional, but for those whose name ends in an underscore.
+#include <torch/csrc/stable/library.h>
+
+#define GPTLITE_DROPOUT "float p, int seed, Tensor? site, Tensor? sample_ids, int first_position"
+
+STABLE_TORCH_LIBRARY(gptlite, m) {
+  m.def("masked_softmax(Tensor x, Tensor? mask, float scale) -> Tensor");
+  m.def("masked_softmax_(Tensor(a!) x, Tensor? mask, float scale) -> ()");
+  m.def("masked_softmax_backward(Tensor dy, Tensor y, float scale) -> Tensor");
+  m.def("masked_softmax_backward_(Tensor(a!) dy, Tensor y, float scale) -> ()");
+  m.def("causal_softmax(Tensor x, float scale) -> Tensor");
+  m.def("causal_softmax_(Tensor(a!) x, float scale) -> ()");
+  m.def("causal_softmax_backward(Tensor dy, Tensor y, float scale) -> Tensor");
+  m.def("causal_softmax_backward_(Tensor(a!) dy, Tensor y, float scale) -> ()");
+
+  m.def("layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool has_bias) -> "
+      "(Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def("residual_norm(Tensor x, Tensor? bias, Tensor residual, Tensor weight, Tensor? beta, float eps, " GPTLITE_DROPOUT
+        ") -> (Tensor y, Tensor h, Tensor mean, Tensor rstd)");
+  m.def(
+      "residual_norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor weight, Tensor mean, Tensor rstd, bool has_bias, "
+      "bool has_beta, " GPTLITE_DROPOUT
+      ") -> (Tensor dx, Tensor dresidual, Tensor dbias, Tensor dweight, Tensor dbeta)");
+  m.def("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");
+  m.def("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh) -> (Tensor dx, Tensor dbias)");
+  m.def(
+      "dropout(Tensor x, float p, int seed, Tensor site, Tensor sample_ids, int first_position, int first_head) -> "
+      "Tensor");
+
+  m.def(
+      "cross_entropy_(Tensor(a!) logits, Tensor targets, float label_smoothing, float z_loss, int ignore_index, "
+      "bool want_gradient) -> Tensor");
+  m.def("cross_entropy_stats(Tensor logits, Tensor targets, int first, int vocab_size, int ignore_index) -> Tensor");
+  m.def(
+      "cross_entropy_gradient_(Tensor(a!) logits, Tensor targets, Tensor log_sum, int first, int vocab_size, "
+      "float label_smoothing, float z_loss, int ignore_index) -> ()");
+
+  m.def("norm(Tensor[] tensors) -> Tensor");
+  m.def(
+      "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, "
+      "Tensor(d!)[] steps, float lr, float beta1, float beta2, float eps, float weight_decay, bool adam, Tensor? scale, "
+      "Tensor? found_inf) -> ()");
+
+  m.def("attention(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_backward(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, float scale) -> "
+      "(Tensor dq, Tensor dk, Tensor dv)");
+  m.def("attention_packed(Tensor qkv, float scale) -> (Tensor out, Tensor lse)");
+  m.def("attention_packed_backward(Tensor dout, Tensor out, Tensor lse, Tensor qkv, float scale) -> Tensor");
+}

@@ -1,0 +1,112 @@
+"""Compiles the kernels: units in parallel, one shared library."""
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from gptlite.kernels.toolchain import BuildError, Compiler, cudart, find_cxx
+from gptlite.kernels.units import Unit, binding_units, cpu_units, cuda_units
+from gptlite.progress import Log
+
+MAX_JOBS = 4  # a compiler takes up to 1 GB
+ERROR_LINES = 3
+# What others may see of the library; else two libraries of one process could take each other's inline functions.
+EXPORTS = "{ global: gptlite_*; local: *; };\n"
+LINK = ("-shared", "-s", "-Wl,-z,defs", "-Wl,--no-as-needed")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a library has, and why it lacks the CUDA kernels where they were wanted."""
+
+    cuda: bool
+    why_no_cuda: str = ""
+
+
+def build(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log) -> Parts:
+    """Compiles and links torch's library to `library`, in whose folder the objects are meanwhile. Raises BuildError.
+
+    Without `nvcc`, or where it fails, it has the CPU kernels alone.
+    """
+    import torch  # here, so that a plain build needs none
+
+    home = Path(torch.__file__).parent
+    libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    with tempfile.TemporaryDirectory(dir=library.parent) as name:
+        folder, why = Path(name), ""
+        if nvcc:
+            try:
+                kernels = compile_all(cuda_units(nvcc, cxx), folder, log, "CUDA kernels")
+                libraries += [str(cudart(nvcc)), "-ldl", "-lrt", "-lpthread"]
+            except BuildError as error:
+                nvcc, why = None, str(error)
+        units = cpu_units(cxx) + binding_units(cxx, home / "include", cuda=nvcc is not None)
+        objects = compile_all(units, folder, log, "CPU kernels") + (kernels if nvcc else [])
+        link(cxx, objects, libraries, folder, library)
+    return Parts(cuda=nvcc is not None, why_no_cuda=why)
+
+
+def build_plain(folder: Path, cxx: Compiler | None = None, log: Log = print) -> Path:
+    """The CPU kernels alone as a C library, for ctypes; no torch. Raises BuildError."""
+    cxx = cxx or find_cxx()
+    library = folder / "libgptlite_cpu.so"
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as name:
+        link(cxx, compile_all(cpu_units(cxx), Path(name), log, "CPU kernels"), [], Path(name), library)
+    return library
+
+
+def compile_all(units: list[Unit], folder: Path, log: Log, label: str) -> list[Path]:
+    """The units' objects. Raises BuildError with the first errors of a unit that does not compile."""
+    jobs = max(1, min(MAX_JOBS, len(os.sched_getaffinity(0))))
+    units = sorted(units, key=lambda unit: -unit.weight)  # else a long one may be the last, and alone
+    started = reported = time.monotonic()
+    with ThreadPoolExecutor(jobs) as threads:
+        calls = {threads.submit(_compile, unit, folder / f"{unit.label}.o"): unit for unit in units}
+        done, total = 0, sum(unit.weight for unit in units)
+        try:
+            for number, call in enumerate(as_completed(calls), 1):
+                call.result()
+                done += calls[call].weight
+                now = time.monotonic()
+                if now - reported >= 5 and number < len(units):
+                    reported = now
+                    left = timedelta(seconds=round((now - started) * (total - done) / done))
+                    log(f"kernels: {label}, {number} of {len(units)} files compiled, ETA {left}")
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [call.result() for call in calls]
+
+
+def link(cxx: Compiler, objects: Iterable[Path], libraries: Iterable[str], folder: Path, target: Path) -> None:
+    """Links to `target`, which is whole or not there. Raises BuildError."""
+    exports, linked = folder / "exports.map", folder / target.name
+    exports.write_text(EXPORTS)
+    command = [*cxx.command, *LINK, f"-Wl,--version-script={exports}", *map(str, objects), *libraries]
+    _run([*command, "-o", str(linked)], "the kernels do not link")
+    os.replace(linked, target)
+
+
+def _compile(unit: Unit, target: Path) -> Path:
+    _run([*unit.command, "-c", str(unit.source), "-o", str(target)], f"{unit.source.name} does not compile")
+    return target
+
+
+def _run(command: list[str], failed: str) -> None:
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL
+        )
+    except OSError as error:
+        raise BuildError(f"{command[0]} does not run: {error}") from error
+    if result.returncode:
+        lines = [line.strip() for line in (result.stderr + result.stdout).splitlines() if line.strip()]
+        told = [line for line in lines if "error" in line.lower() or "undefined" in line] or lines
+        why = " | ".join(told[:ERROR_LINES]) or f"exit code {result.returncode}"
+        raise BuildError(f"{failed} with {command[0]}: {why}")

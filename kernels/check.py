@@ -1,0 +1,103 @@
+"""`test`: every op on this machine against torch's own in float64.
+
+gptlite-kernels test [device=cpu]
+
+Prints a table of the largest errors, each relative to the largest value of its tensor. device: cpu, or cuda where there
+is one. Exit codes: 0 all within the tolerance, 1 not, or no kernels.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptlite.errors import ConfigError
+from gptlite.kernels.cases import CASES, Case, Inputs
+from gptlite.kernels.library import Unavailable, load
+from gptlite.kernels.tables import table
+
+# Of the largest value, of which a rounding is 2^-24, 2^-9, 2^-12; a backward op starts from rounded results.
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
+DEVICES = ("cpu", "cuda")
+ROWS, WIDTH = 37, 77  # no multiple of anything
+
+
+@dataclass
+class Options:
+    """The command line."""
+
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Error:
+    """The largest error of an op's results, of the largest value."""
+
+    op: str
+    dtype: torch.dtype
+    value: float
+
+    @property
+    def fine(self) -> bool:
+        """Also False for NaN."""
+        return self.value <= TOLERANCES[self.dtype]
+
+
+def run(options: Options) -> int:
+    """Prints the table. Raises ConfigError."""
+    check_device(options.device)
+    loaded = load(options.device)
+    if isinstance(loaded, Unavailable):
+        print(f"no kernels: {loaded.reason}")
+        return 1
+    device = torch.device(options.device)
+    errors = [error for case in CASES if not case.cpu_only or device.type == "cpu" for error in measure(case, device)]
+    names = list(dict.fromkeys(error.op for error in errors))
+    rows = [("op", *(str(dtype).removeprefix("torch.") for dtype in TOLERANCES))]
+    for name in names:
+        rows.append((name, *(_cell([e for e in errors if e.op == name and e.dtype == dtype]) for dtype in TOLERANCES)))
+    rows.append(("tolerance", *(f"{each:.1e}" for each in TOLERANCES.values())))
+    print(table(rows))
+    bad = [error for error in errors if not error.fine]
+    print(f"{len(bad)} of {len(errors)} beyond the tolerance" if bad else "all within the tolerance")
+    return 1 if bad else 0
+
+
+def check_device(device: str) -> None:
+    """Raises ConfigError where there are no kernels for the device."""
+    if device not in DEVICES:
+        raise ConfigError(f"device={device} is not one of {', '.join(DEVICES)}")
+
+
+def measure(case: Case, device: torch.device) -> list[Error]:
+    """The errors of a case's ops in every dtype."""
+    errors = []
+    for dtype in TOLERANCES:
+        torch.manual_seed(0)
+        inputs = case.make(ROWS, WIDTH, dtype, device)
+        expected = case.reference(_map(lambda x: x.double() if x.is_floating_point() else x, inputs))
+        found = case.ours(deepcopy(inputs))
+        for op, ours, theirs in zip(case.ops, found, expected, strict=False):
+            errors.append(Error(op, dtype, largest_error(ours, theirs)))
+    return errors
+
+
+def largest_error(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
+    """Of the largest value of each tensor. NaN where there is one."""
+    if [x.shape for x in ours] != [x.shape for x in theirs]:
+        return float("nan")
+    values = [(a.double() - b).abs().max() / b.abs().max().clamp(min=1e-9) for a, b in zip(ours, theirs, strict=True)]
+    return torch.stack(values).max().item()
+
+
+def _map(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    return {
+        name: [change(each) for each in value] if isinstance(value, list) else change(value)
+        for name, value in inputs.items()
+    }
+
+
+def _cell(errors: list[Error]) -> str:
+    return " ".join(f"{error.value:.1e}{'' if error.fine else ' !'}" for error in errors)

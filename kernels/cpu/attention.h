@@ -1,0 +1,80 @@
+// What the attention kernels share: the problem, the heads, their memory.
+#pragma once
+
+#include <stdint.h>
+#include <stdlib.h>
+
+#include "gptlite_kernels.h"
+#include "simd.h"
+
+namespace gptlite {
+namespace GPTLITE_ISA {
+
+constexpr int kOutOfMemory = 2;  // cudaErrorMemoryAllocation
+
+struct AttentionShape {
+  int64_t batch, heads, queries, keys, width;
+  float scale;
+
+  // Query i sees the keys 0 .. i + offset().
+  int64_t offset() const { return keys - queries; }
+};
+
+GPTLITE_INLINE int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+GPTLITE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+GPTLITE_INLINE int64_t clamped(int64_t value, int64_t low, int64_t high) {
+  return value < low ? low : value > high ? high : value;
+}
+
+// The rows of one head.
+template <class T>
+struct Head {
+  T* data;
+  int64_t stride;
+
+  Head(const GptliteHeads* tensor, int64_t batch, int64_t head)
+      : data(static_cast<T*>(tensor->data) + batch * tensor->batch + head * tensor->head), stride(tensor->position) {}
+
+  T* row(int64_t position) const { return data + position * stride; }
+};
+
+template <class T>
+struct ForwardHead {
+  Head<T> out;
+  float* lse;
+  Head<const T> q, k, v;
+};
+
+template <class T>
+struct BackwardHead {
+  Head<T> dq, dk, dv;
+  Head<const T> dout, out;
+  const float* lse;
+  Head<const T> q, k, v;
+};
+
+// One allocation, handed out piece by piece. Without memory it only counts what is asked for.
+class Scratch {
+ public:
+  Scratch() = default;
+  explicit Scratch(int64_t bytes) : memory_(static_cast<char*>(aligned_alloc(kAlignment, bytes + kAlignment))) {}
+  ~Scratch() { free(memory_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  template <class T>
+  void take(T*& piece, int64_t count) {
+    piece = reinterpret_cast<T*>(memory_ + bytes_);
+    bytes_ += round_up(count * static_cast<int64_t>(sizeof(T)), kAlignment);
+  }
+  bool empty() const { return memory_ == nullptr; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  static constexpr int64_t kAlignment = 64;
+  char* memory_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace GPTLITE_ISA
+}  // namespace gptlite

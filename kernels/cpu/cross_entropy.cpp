@@ -1,0 +1,175 @@
+// Cross entropy of rows of logits, and its gradient in their place: exponentials and sums come block by block while the
+// row passes through the cache; what is written needs them once more.
+#include <math.h>
+
+#include "gptlite_kernels.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace gptlite {
+namespace GPTLITE_ISA {
+namespace {
+
+constexpr int64_t kBlock = 1024;  // logits that fit the first-level cache, and that fp32 lanes add up exactly enough
+constexpr float kLowest = -0x1.fffffep127f;  // of all that are finite
+
+// What a row comes down to: its exponentials are relative to `max`, so that the largest is 1.
+struct Summary {
+  float max = kLowest;  // or more: a row of -inf alone has no exponentials
+  double exponentials = 0;
+  double logits = 0;
+
+  double log_sum() const { return max + ::log(exponentials); }
+};
+
+template <class T>
+GPTLITE_INLINE float largest(const T* x, int64_t count, float least) {
+  Vec most[4];
+  for (Vec& v : most) v = broadcast(least);
+  for_columns<4>(count, [&](int64_t i, auto at, auto lanes) GPTLITE_LAMBDA {
+    most[at] = max(fill_past(load(x + i, lanes), lanes, kLowest), most[at]);
+  });
+  return max_lane(max(max(most[0], most[1]), max(most[2], most[3])));
+}
+
+// A NaN or +inf among the logits makes `exponentials` NaN.
+template <class T>
+Summary summarize(const T* row, int64_t columns) {
+  Summary all;
+  for (int64_t first = 0; first < columns; first += kBlock) {
+    const T* x = row + first;
+    const int64_t count = columns - first < kBlock ? columns - first : kBlock;
+    const float most = largest(x, count, all.max);
+    if (most > all.max) {
+      all.exponentials *= ::exp(static_cast<double>(all.max) - most);
+      all.max = most;
+    }
+    Vec exponentials[4] = {}, distances[4] = {};
+    for_columns<4>(count, [&](int64_t i, auto at, auto lanes) GPTLITE_LAMBDA {
+      const Vec distance = fill_past(load(x + i, lanes), lanes, most) - most;
+      exponentials[at] += zero_past(exp(distance), lanes);
+      distances[at] += distance;
+    });
+    all.exponentials += sum((exponentials[0] + exponentials[1]) + (exponentials[2] + exponentials[3]));
+    all.logits += sum((distances[0] + distances[1]) + (distances[2] + distances[3]));
+    all.logits += static_cast<double>(most) * count;
+  }
+  return all;
+}
+
+// The gradient of a row's loss: exp(x - shift) * factor - floor, and at `target`, if it is not -1, `peak` less.
+struct Gradient {
+  float shift, factor, floor, peak;
+  int64_t target;
+};
+
+template <class T>
+void write_gradient(T* x, int64_t columns, const Gradient& gradient) {
+  const float shift = gradient.shift, factor = gradient.factor, floor = gradient.floor;
+  const auto value = [=](Vec logits) GPTLITE_LAMBDA {
+    return fma(exp(logits - shift), broadcast(factor), broadcast(-floor));
+  };
+  // The target's is taken first, as the logit goes.
+  const Vec at_target = gradient.target < 0 ? Vec{} : value(load(x + gradient.target, First{1})) - gradient.peak;
+  for_columns<2>(columns, [=](int64_t i, auto, auto lanes) GPTLITE_LAMBDA {
+    store(x + i, value(load(x + i, lanes)), lanes);
+  });
+  if (gradient.target >= 0) store(x + gradient.target, at_target, First{1});
+}
+
+// Which column a target is, or -1 if none here.
+int64_t column_of(int64_t target, int64_t columns, const GptliteLoss& loss) {
+  if (target == loss.ignore_index || target < loss.first) return -1;
+  const uint64_t column = static_cast<uint64_t>(target) - static_cast<uint64_t>(loss.first);
+  return column < static_cast<uint64_t>(columns) ? static_cast<int64_t>(column) : -1;
+}
+
+// The gradient, where exponentials times `factor`, relative to `shift`, are probabilities.
+Gradient gradient_of(const GptliteLoss& loss, float shift, double factor, double log_sum, int64_t column) {
+  const double smoothed = loss.label_smoothing == 0 ? 0 : loss.label_smoothing / static_cast<double>(loss.vocab_size);
+  const double z = 1 + 2 * static_cast<double>(loss.z_loss) * log_sum;
+  return {shift, static_cast<float>(factor * z), static_cast<float>(smoothed), 1 - loss.label_smoothing, column};
+}
+
+template <class T>
+float loss_of(const Summary& row, const T* x, int64_t column, const GptliteLoss& loss) {
+  // Distances from `max`, or large logits would leave a small loss no digits.
+  const double log_sum = row.log_sum(), e = loss.label_smoothing;
+  double value = ::log(row.exponentials) - (1 - e) * (static_cast<double>(to_float(x[column])) - row.max);
+  if (e != 0) value -= e * (row.logits / static_cast<double>(loss.vocab_size) - row.max);
+  if (loss.z_loss != 0) value += loss.z_loss * log_sum * log_sum;
+  return static_cast<float>(value);
+}
+
+// A target that is neither ignored nor a column is the caller's error: NaN, and nothing else written but the row.
+template <class T>
+float row_loss(T* x, int64_t target, int64_t columns, const GptliteLoss& loss, bool want_gradient) {
+  if (target == loss.ignore_index) {
+    if (want_gradient) memset(x, 0, static_cast<size_t>(columns) * sizeof(T));
+    return 0;
+  }
+  const int64_t column = column_of(target, columns, loss);
+  if (column < 0) return __builtin_nanf("");
+  const Summary row = summarize(x, columns);
+  const float result = loss_of(row, x, column, loss);
+  if (want_gradient) {
+    write_gradient(x, columns, gradient_of(loss, row.max, 1 / row.exponentials, row.log_sum(), column));
+  }
+  return result;
+}
+
+}  // namespace
+
+int cross_entropy(float* losses, void* logits, int64_t row_stride, const int64_t* targets, int64_t rows, int64_t columns,
+                  const GptliteLoss* loss, int want_gradient, int dtype, void* context) {
+  return with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel(context, rows, task_items(columns), [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        T* x = static_cast<T*>(logits) + row * row_stride;
+        losses[row] = row_loss(x, targets[row], columns, *loss, want_gradient != 0);
+      }
+    });
+    return 0;
+  });
+}
+
+int cross_entropy_stats(float* stats, const void* logits, int64_t row_stride, const int64_t* targets, int64_t rows,
+                        int64_t columns, const GptliteLoss* loss, int dtype, void* context) {
+  return with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel(context, rows, task_items(columns), [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        const T* x = static_cast<const T*>(logits) + row * row_stride;
+        const Summary summary = summarize(x, columns);
+        const int64_t column = column_of(targets[row], columns, *loss);
+        stats[3 * row] = static_cast<float>(summary.log_sum());
+        stats[3 * row + 1] = column < 0 ? 0 : to_float(x[column]);
+        stats[3 * row + 2] = static_cast<float>(summary.logits);
+      }
+    });
+    return 0;
+  });
+}
+
+int cross_entropy_gradient(void* logits, int64_t row_stride, const int64_t* targets, const float* log_sum, int64_t rows,
+                           int64_t columns, const GptliteLoss* loss, int dtype, void* context) {
+  return with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel(context, rows, task_items(columns), [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        T* x = static_cast<T*>(logits) + row * row_stride;
+        if (targets[row] == loss->ignore_index) {
+          memset(x, 0, static_cast<size_t>(columns) * sizeof(T));
+        } else {
+          const int64_t column = column_of(targets[row], columns, *loss);
+          write_gradient(x, columns, gradient_of(*loss, log_sum[row], 1, log_sum[row], column));
+        }
+      }
+    });
+    return 0;
+  });
+}
+
+}  // namespace GPTLITE_ISA
+}  // namespace gptlite

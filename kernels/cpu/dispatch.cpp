@@ -1,0 +1,299 @@
+// The C functions of the header on a CPU: each calls the version of its kernel that was compiled for the best instruction
+// set at hand, which cpuid says once.
+#pragma GCC visibility push(default)
+#include "gptlite_kernels.h"
+#pragma GCC visibility pop
+
+#include <atomic>
+#include <cstring>
+
+#include "isa.h"
+
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#ifndef __x86_64__
+#define GPTLITE_NO_AMX
+#define GPTLITE_NO_AVX512_BF16
+#endif
+
+namespace gptlite {
+
+#define GPTLITE_FOR_EACH_KERNEL(X) \
+  X(masked_softmax_forward)        \
+  X(masked_softmax_backward)       \
+  X(causal_softmax_forward)        \
+  X(causal_softmax_backward)       \
+  X(layer_norm_forward)            \
+  X(layer_norm_backward)           \
+  X(residual_norm_forward)         \
+  X(residual_norm_backward)        \
+  X(bias_gelu_forward)             \
+  X(bias_gelu_backward)            \
+  X(dropout)                       \
+  X(cross_entropy)                 \
+  X(cross_entropy_stats)           \
+  X(cross_entropy_gradient)        \
+  X(norm)                          \
+  X(adamw)                         \
+  X(attention_forward)             \
+  X(attention_backward)
+
+// The kernels' own declarations: the header's, but for the prefix.
+#define GPTLITE_DECLARE(name) decltype(gptlite_cpu_##name) name;
+namespace baseline {
+GPTLITE_FOR_EACH_KERNEL(GPTLITE_DECLARE)
+}
+#ifdef __x86_64__
+namespace avx2 {
+GPTLITE_FOR_EACH_KERNEL(GPTLITE_DECLARE)
+}
+namespace avx512 {
+GPTLITE_FOR_EACH_KERNEL(GPTLITE_DECLARE)
+}
+#endif
+#ifndef GPTLITE_NO_AMX
+namespace amx {  // these alone; they return GPTLITE_UNSUPPORTED for what avx512 is to do
+GPTLITE_DECLARE(attention_forward)
+GPTLITE_DECLARE(attention_backward)
+}  // namespace amx
+#endif
+
+namespace {
+
+struct Cpu {
+  Isa best = Isa::baseline;
+  bool avx512_bf16 = false;
+};
+
+#ifdef __x86_64__
+bool has(unsigned word, int bit) { return word >> bit & 1; }
+
+// Which registers the operating system saves: a CPU may have instructions that it does not let us use.
+uint64_t saved_registers() {
+  unsigned low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return uint64_t(high) << 32 | low;
+}
+
+// Linux gives a process the tile registers only when it asks for them.
+bool may_use_tiles() {
+#if defined(__linux__) && !defined(GPTLITE_NO_AMX)
+  const int request_permission = 0x1023, tile_data = 18;
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+
+Cpu detect() {
+  Cpu cpu;
+  unsigned a, b, c, d, a1 = 0, b1, c1, d1, ignored;
+  if (!__get_cpuid(1, &ignored, &ignored, &c1, &ignored) || !has(c1, 27) || !__get_cpuid_count(7, 0, &a, &b, &c, &d))
+    return cpu;
+  const bool fma = has(c1, 12), f16c = has(c1, 29);
+  if (a >= 1) __get_cpuid_count(7, 1, &a1, &b1, &ignored, &d1);
+  const uint64_t saved = saved_registers(), ymm = 0x6, zmm = 0xe6, tiles = 0x60000;
+  if (!fma || !f16c || !has(b, 5) || (saved & ymm) != ymm) return cpu;
+  cpu.best = Isa::avx2;
+  const bool avx512 = has(b, 16) && has(b, 17) && has(b, 30) && has(b, 31);  // F, DQ, BW, VL
+  if (!avx512 || (saved & zmm) != zmm) return cpu;
+  cpu.best = Isa::avx512;
+#ifndef GPTLITE_NO_AVX512_BF16
+  cpu.avx512_bf16 = has(a1, 5);
+#endif
+  const bool amx = has(d, 22) && has(d, 24);  // BF16, TILE
+  if (amx && cpu.avx512_bf16 && (saved & tiles) == tiles && may_use_tiles()) cpu.best = Isa::amx;
+  return cpu;
+}
+#else
+Cpu detect() { return {}; }
+#endif
+
+const Cpu& cpu() {
+  static const Cpu found = detect();
+  return found;
+}
+
+std::atomic<Isa> limit{Isa::amx};
+
+}  // namespace
+
+Isa isa() {
+  const Isa allowed = limit.load(std::memory_order_relaxed);
+  return allowed < cpu().best ? allowed : cpu().best;
+}
+
+bool has_avx512_bf16() { return isa() >= Isa::avx512 && cpu().avx512_bf16; }
+
+}  // namespace gptlite
+
+#ifdef __x86_64__
+#define GPTLITE_RUN(name, ...)                                            \
+  (gptlite::isa() >= gptlite::Isa::avx512 ? gptlite::avx512::name         \
+   : gptlite::isa() == gptlite::Isa::avx2 ? gptlite::avx2::name           \
+                                          : gptlite::baseline::name)(__VA_ARGS__)
+#else
+#define GPTLITE_RUN(name, ...) gptlite::baseline::name(__VA_ARGS__)
+#endif
+
+#ifdef GPTLITE_NO_AMX
+#define GPTLITE_TRY_AMX(name, ...)
+#else
+#define GPTLITE_TRY_AMX(name, ...)                           \
+  if (gptlite::isa() == gptlite::Isa::amx) {                 \
+    const int status = gptlite::amx::name(__VA_ARGS__);      \
+    if (status != GPTLITE_UNSUPPORTED) return status;        \
+  }
+#endif
+
+int gptlite_cpu_masked_softmax_forward(void* y, const void* x, const void* mask, int mask_dtype,
+                                       const int64_t* mask_strides, int64_t batch, int64_t heads, int64_t queries,
+                                       int64_t keys, float scale, int dtype, void* context) {
+  return GPTLITE_RUN(masked_softmax_forward, y, x, mask, mask_dtype, mask_strides, batch, heads, queries, keys, scale,
+                     dtype, context);
+}
+
+int gptlite_cpu_masked_softmax_backward(void* dx, const void* dy, const void* y, int64_t rows, int64_t keys,
+                                        float scale, int dtype, void* context) {
+  return GPTLITE_RUN(masked_softmax_backward, dx, dy, y, rows, keys, scale, dtype, context);
+}
+
+int gptlite_cpu_causal_softmax_forward(void* y, const void* x, int64_t matrices, int64_t queries, int64_t keys,
+                                       float scale, int dtype, void* context) {
+  return GPTLITE_RUN(causal_softmax_forward, y, x, matrices, queries, keys, scale, dtype, context);
+}
+
+int gptlite_cpu_causal_softmax_backward(void* dx, const void* dy, const void* y, int64_t matrices, int64_t queries,
+                                        int64_t keys, float scale, int dtype, void* context) {
+  return GPTLITE_RUN(causal_softmax_backward, dx, dy, y, matrices, queries, keys, scale, dtype, context);
+}
+
+int gptlite_cpu_layer_norm_forward(void* y, float* mean, float* rstd, const void* x, const void* weight,
+                                   const void* bias, int64_t rows, int64_t width, float eps, int dtype,
+                                   int weight_dtype, void* context) {
+  return GPTLITE_RUN(layer_norm_forward, y, mean, rstd, x, weight, bias, rows, width, eps, dtype, weight_dtype,
+                     context);
+}
+
+int gptlite_cpu_layer_norm_backward(void* dx, void* dweight, void* dbias, float* workspace, const void* dy,
+                                    const void* x, const void* weight, const float* mean, const float* rstd,
+                                    int64_t rows, int64_t width, int dtype, int weight_dtype, void* context) {
+  return GPTLITE_RUN(layer_norm_backward, dx, dweight, dbias, workspace, dy, x, weight, mean, rstd, rows, width,
+                     dtype, weight_dtype, context);
+}
+
+int gptlite_cpu_residual_norm_forward(void* y, void* h, float* mean, float* rstd, const void* x, const void* bias,
+                                      const void* residual, const void* weight, const void* beta, int64_t batch,
+                                      int64_t positions, int64_t width, float eps, const GptliteDropout* dropout,
+                                      int dtype, int weight_dtype, void* context) {
+  return GPTLITE_RUN(residual_norm_forward, y, h, mean, rstd, x, bias, residual, weight, beta, batch, positions,
+                     width, eps, dropout, dtype, weight_dtype, context);
+}
+
+int gptlite_cpu_residual_norm_backward(void* dx, void* dresidual, void* dbias, void* dweight, void* dbeta,
+                                       float* workspace, const void* dy, const void* dh, const void* h,
+                                       const void* weight, const float* mean, const float* rstd, int64_t batch,
+                                       int64_t positions, int64_t width, const GptliteDropout* dropout, int dtype,
+                                       int weight_dtype, void* context) {
+  return GPTLITE_RUN(residual_norm_backward, dx, dresidual, dbias, dweight, dbeta, workspace, dy, dh, h, weight, mean,
+                     rstd, batch, positions, width, dropout, dtype, weight_dtype, context);
+}
+
+int gptlite_cpu_bias_gelu_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width,
+                                  int approximate, int dtype, void* context) {
+  return GPTLITE_RUN(bias_gelu_forward, y, x, bias, rows, width, approximate, dtype, context);
+}
+
+int gptlite_cpu_bias_gelu_backward(void* dx, void* dbias, float* workspace, const void* dy, const void* x,
+                                   const void* bias, int64_t rows, int64_t width, int approximate, int dtype,
+                                   void* context) {
+  return GPTLITE_RUN(bias_gelu_backward, dx, dbias, workspace, dy, x, bias, rows, width, approximate, dtype, context);
+}
+
+int gptlite_cpu_dropout(void* y, const void* x, int64_t batch, int64_t heads, int64_t positions, int64_t width,
+                        const GptliteDropout* dropout, int dtype, void* context) {
+  return GPTLITE_RUN(dropout, y, x, batch, heads, positions, width, dropout, dtype, context);
+}
+
+int gptlite_cpu_cross_entropy(float* losses, void* logits, int64_t row_stride, const int64_t* targets, int64_t rows,
+                              int64_t columns, const GptliteLoss* loss, int want_gradient, int dtype, void* context) {
+  return GPTLITE_RUN(cross_entropy, losses, logits, row_stride, targets, rows, columns, loss, want_gradient, dtype,
+                     context);
+}
+
+int gptlite_cpu_cross_entropy_stats(float* stats, const void* logits, int64_t row_stride, const int64_t* targets,
+                                    int64_t rows, int64_t columns, const GptliteLoss* loss, int dtype,
+                                    void* context) {
+  return GPTLITE_RUN(cross_entropy_stats, stats, logits, row_stride, targets, rows, columns, loss, dtype, context);
+}
+
+int gptlite_cpu_cross_entropy_gradient(void* logits, int64_t row_stride, const int64_t* targets, const float* log_sum,
+                                       int64_t rows, int64_t columns, const GptliteLoss* loss, int dtype,
+                                       void* context) {
+  return GPTLITE_RUN(cross_entropy_gradient, logits, row_stride, targets, log_sum, rows, columns, loss, dtype,
+                     context);
+}
+
+int gptlite_cpu_norm(float* out, float* workspace, const void* const* tensors, const int64_t* counts,
+                     int64_t num_tensors, int dtype, void* context) {
+  return GPTLITE_RUN(norm, out, workspace, tensors, counts, num_tensors, dtype, context);
+}
+
+int gptlite_cpu_adamw(const GptliteAdam* tensors, int64_t num_tensors, double lr, double beta1, double beta2,
+                      double eps, double weight_decay, int adam, const float* scale, const float* found_inf,
+                      int dtype, void* context) {
+  return GPTLITE_RUN(adamw, tensors, num_tensors, lr, beta1, beta2, eps, weight_decay, adam, scale, found_inf, dtype,
+                     context);
+}
+
+int gptlite_cpu_attention_forward(const GptliteHeads* out, float* lse, const GptliteHeads* q, const GptliteHeads* k,
+                                  const GptliteHeads* v, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
+                                  int64_t width, float scale, int dtype, void* context) {
+  GPTLITE_TRY_AMX(attention_forward, out, lse, q, k, v, batch, heads, queries, keys, width, scale, dtype, context);
+  return GPTLITE_RUN(attention_forward, out, lse, q, k, v, batch, heads, queries, keys, width, scale, dtype, context);
+}
+
+int gptlite_cpu_attention_backward(const GptliteHeads* dq, const GptliteHeads* dk, const GptliteHeads* dv,
+                                   const GptliteHeads* dout, const GptliteHeads* out, const float* lse,
+                                   const GptliteHeads* q, const GptliteHeads* k, const GptliteHeads* v, int64_t batch,
+                                   int64_t heads, int64_t queries, int64_t keys, int64_t width, float scale,
+                                   int dtype, void* context) {
+  GPTLITE_TRY_AMX(attention_backward, dq, dk, dv, dout, out, lse, q, k, v, batch, heads, queries, keys, width, scale,
+                  dtype, context);
+  return GPTLITE_RUN(attention_backward, dq, dk, dv, dout, out, lse, q, k, v, batch, heads, queries, keys, width,
+                     scale, dtype, context);
+}
+
+
+const char* gptlite_cpu_isa(void) {
+  switch (gptlite::isa()) {
+    case gptlite::Isa::amx:
+      return "avx512 avx512_bf16 amx_bf16";
+    case gptlite::Isa::avx512:
+      return gptlite::has_avx512_bf16() ? "avx512 avx512_bf16" : "avx512";
+    case gptlite::Isa::avx2:
+      return "avx2";
+    default:
+      return "baseline";
+  }
+}
+
+int gptlite_cpu_limit_isa(const char* isa) {
+  const char* const names[] = {"baseline", "avx2", "avx512", "amx"};
+  if (!isa) {
+    gptlite::limit = gptlite::Isa::amx;
+    return 0;
+  }
+  for (int i = 0; i < 4; ++i)
+    if (!std::strcmp(isa, names[i]) && gptlite::Isa(i) <= gptlite::cpu().best) {
+      gptlite::limit = gptlite::Isa(i);
+      return 0;
+    }
+  return GPTLITE_UNSUPPORTED;
+}

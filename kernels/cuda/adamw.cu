@@ -1,0 +1,125 @@
+// AdamW and Adam over many tensors.
+//
+// A block has 16384 elements of a tensor: parameter, moments and gradient are read once, parameter and moments written
+// once, 24 bytes and a gradient for each element, the least there is. Tensors come in lists of 64 in the kernel's
+// arguments; steps, the gradients' scale and found_inf stay on the device, so nothing waits for the host. The steps
+// advance in a second kernel, since all blocks of a tensor read them.
+#include "flat.cuh"
+
+namespace gptlite {
+namespace {
+
+constexpr int64_t kChunk = 16384;
+constexpr int kBlock = 256;
+constexpr int kListed = 64;
+
+struct Tensors {
+  GptliteAdam tensor[kListed];
+  int first[kListed];
+  int listed;
+};
+
+struct Options {
+  double lr;
+  double beta1;
+  double beta2;
+  float eps;
+  float weight_decay;
+  bool adam;
+  const float* scale;
+  const float* found_inf;
+};
+
+// What all elements of a tensor share.
+struct Step {
+  float scale;
+  float decay;      // of the parameter: lr * weight_decay
+  float step_size;  // lr / bias1
+  float root;       // 1 / sqrt(bias2)
+};
+
+__device__ Step step_of(const Options& options, float steps) {
+  const double bias1 = 1.0 - pow(options.beta1, static_cast<double>(steps) + 1.0);
+  const double bias2 = 1.0 - pow(options.beta2, static_cast<double>(steps) + 1.0);
+  return Step{options.scale != nullptr ? options.scale[0] : 1.0f,
+              static_cast<float>(options.adam ? 0.0 : options.lr * options.weight_decay),
+              static_cast<float>(options.lr / bias1), static_cast<float>(1.0 / sqrt(bias2))};
+}
+
+template <typename T, int V>
+__device__ __forceinline__ void update(const GptliteAdam& tensor, const Options& options, const Step& step,
+                                       int64_t at) {
+  float p[V], m[V], v[V], g[V];
+  load_floats<V>(p, tensor.parameter + at);
+  load_floats<V>(m, tensor.exp_avg + at);
+  load_floats<V>(v, tensor.exp_avg_sq + at);
+  load_floats<V>(g, static_cast<const T*>(tensor.gradient) + at);
+  const float beta1 = static_cast<float>(options.beta1), beta2 = static_cast<float>(options.beta2);
+  const float rest1 = static_cast<float>(1.0 - options.beta1), rest2 = static_cast<float>(1.0 - options.beta2);
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    g[k] *= step.scale;
+    if (options.adam) g[k] = fmaf(options.weight_decay, p[k], g[k]);
+    m[k] = fmaf(beta1, m[k], rest1 * g[k]);
+    v[k] = fmaf(beta2, v[k], rest2 * g[k] * g[k]);
+    p[k] -= fmaf(step.decay, p[k], step.step_size * m[k] / (sqrtf(v[k]) * step.root + options.eps));
+  }
+  store_floats<V>(tensor.parameter + at, p);
+  store_floats<V>(tensor.exp_avg + at, m);
+  store_floats<V>(tensor.exp_avg_sq + at, v);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kBlock) adamw_kernel(Tensors tensors, Options options) {
+  GPTLITE_SHARED(Step, shared);
+  if (options.found_inf != nullptr && options.found_inf[0] != 0.0f) return;
+  constexpr int V = kFullPack<float>;
+  const int which = find_tensor(tensors.first, tensors.listed, blockIdx.x);
+  const GptliteAdam& tensor = tensors.tensor[which];
+  if (threadIdx.x == 0) *shared = step_of(options, tensor.step[0]);
+  __syncthreads();
+  const Step step = *shared;
+  const int64_t start = (static_cast<int>(blockIdx.x) - tensors.first[which]) * kChunk;
+  const int64_t end = tensor.count - start < kChunk ? tensor.count : start + kChunk;
+  const uintptr_t moments =
+      reinterpret_cast<uintptr_t>(tensor.exp_avg) | reinterpret_cast<uintptr_t>(tensor.exp_avg_sq);
+  const bool packs = (reinterpret_cast<uintptr_t>(tensor.parameter) | moments) % kPackBytes == 0 &&
+                     reinterpret_cast<uintptr_t>(tensor.gradient) % (V * sizeof(T)) == 0;
+  int64_t single = start;
+  if (packs) {
+    single = start + (end - start) / V * V;
+    for (int64_t at = start + threadIdx.x * V; at < single; at += kBlock * V) update<T, V>(tensor, options, step, at);
+  }
+  for (int64_t at = single + threadIdx.x; at < end; at += kBlock) update<T, 1>(tensor, options, step, at);
+}
+
+__global__ void __launch_bounds__(kListed) advance_steps(Tensors tensors, const float* found_inf) {
+  if (found_inf != nullptr && found_inf[0] != 0.0f) return;
+  if (static_cast<int>(threadIdx.x) < tensors.listed) tensors.tensor[threadIdx.x].step[0] += 1.0f;
+}
+
+}  // namespace
+}  // namespace gptlite
+
+int gptlite_cuda_adamw(const GptliteAdam* tensors, int64_t num_tensors, double lr, double beta1, double beta2,
+                       double eps, double weight_decay, int adam, const float* scale, const float* found_inf, int dtype,
+                       void* stream) {
+  using namespace gptlite;
+  const Options options = {lr, beta1, beta2, static_cast<float>(eps), static_cast<float>(weight_decay), adam != 0,
+                           scale, found_inf};
+  for (int64_t begin = 0; begin < num_tensors; begin += kListed) {
+    Tensors list = {};
+    int64_t blocks = 0;
+    for (int64_t i = begin; i < num_tensors && list.listed < kListed; ++i, ++list.listed) {
+      list.tensor[list.listed] = tensors[i];
+      list.first[list.listed] = static_cast<int>(blocks);
+      blocks += divide_up(tensors[i].count, kChunk);
+    }
+    int error = by_dtype(dtype, [&](auto element) {
+      return launch(adamw_kernel<decltype(element)>, blocks, kBlock, sizeof(Step), stream, list, options);
+    });
+    if (error == 0) error = launch(advance_steps, 1, kListed, 0, stream, list, found_inf);
+    if (error != 0) return error;
+  }
+  return 0;
+}

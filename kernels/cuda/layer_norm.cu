@@ -1,0 +1,82 @@
+// Layer norm, forward and backward.
+//
+// Forward: a row is read once into registers (row.cuh), reduced twice (mean, then squares about it) and written once: 2
+// elements moved for each, the least there is; weight and bias come from the caches. Rows beyond 8192 are read twice.
+// Backward: norm_backward.cuh.
+#include "layer_norm.cuh"
+#include "norm_backward.cuh"
+
+namespace gptlite {
+namespace {
+
+template <typename T, int V, int E>
+__global__ void __launch_bounds__(kMostThreads<E>) forward_held(Norm norm, const T* x, int threads) {
+  GPTLITE_SHARED(float, slots);
+  const RowThread at(threads);
+  const int width = at.row < norm.rows ? static_cast<int>(norm.width) : 0;
+  Pack<T, V> packs[E / V];
+  float v[E];
+#pragma unroll
+  for (int i = 0; i < E / V; ++i) {
+    const int column = (at.lane + i * threads) * V;
+    if (column < width) packs[i] = load_pack<V>(x + at.row * norm.width + column);
+  }
+#pragma unroll
+  for (int k = 0; k < E; ++k)
+    v[k] = (at.lane + k / V * threads) * V < width ? to_float(packs[k / V].value[k % V]) : 0.0f;
+  norm_held<T, V, E>(norm, at, width, v, slots);
+}
+
+template <typename T, int V>
+__global__ void __launch_bounds__(kLongBlock) forward_long(Norm norm, const T* x) {
+  GPTLITE_SHARED(float, slots);
+  const RowThread at(kLongBlock);
+  Moments moments = {0.0f, 0.0f, 0.0f};
+#pragma unroll 4
+  for (int64_t column = static_cast<int64_t>(at.lane) * V; column < norm.width; column += kLongBlock * V) {
+    float v[V];
+    load_floats<V>(v, x + at.row * norm.width + column);
+    moments.add<V>(v);
+  }
+  norm_long<T, V>(norm, at, x, moments, slots);
+}
+
+}  // namespace
+}  // namespace gptlite
+
+int gptlite_cuda_layer_norm_forward(void* y, float* mean, float* rstd, const void* x, const void* weight,
+                                    const void* bias, int64_t rows, int64_t width, float eps, int dtype,
+                                    int weight_dtype, void* stream) {
+  using namespace gptlite;
+  if (!is_float_dtype(weight_dtype)) return static_cast<int>(cudaErrorInvalidValue);
+  if (width == 0) return 0;
+  const Norm norm = {y, mean, rstd, weight, bias, weight_dtype, rows, width, eps};
+  return by_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    return by_layout<T>(rows_in_packs<T>(width) && aligned(y, x, weight, bias), width, [&](auto layout) {
+      constexpr int V = decltype(layout)::V, E = decltype(layout)::E;
+      const RowGrid grid = row_grid(rows, width, E);
+      const T* in = static_cast<const T*>(x);
+      if constexpr (E == 0) return launch(forward_long<T, V>, grid.blocks, grid.block, kNormShared, stream, norm, in);
+      else return launch(forward_held<T, V, E>, grid.blocks, grid.block, kNormShared, stream, norm, in, grid.threads);
+    });
+  });
+}
+
+int gptlite_cuda_layer_norm_backward(void* dx, void* dweight, void* dbias, float* workspace, const void* dy,
+                                     const void* x, const void* weight, const float* mean, const float* rstd,
+                                     int64_t rows, int64_t width, int dtype, int weight_dtype, void* stream) {
+  using namespace gptlite;
+  NormGradient g = {};
+  g.dh = dx;
+  g.parts = workspace;
+  g.dy = dy;
+  g.h = x;
+  g.weight = weight;
+  g.weight_dtype = weight_dtype;
+  g.mean = mean;
+  g.rstd = rstd;
+  g.rows = rows;
+  g.width = width;
+  return norm_backward<false, 2>(g, dweight, dbias, nullptr, dtype, stream);
+}

@@ -1,0 +1,131 @@
+// What layer_norm.cu and residual_norm.cu share of the forward pass: a row's mean and deviation, and the rows normed.
+#pragma once
+
+#include "row.cuh"
+
+namespace gptlite {
+
+struct Norm {
+  void* y;
+  float* mean;
+  float* rstd;
+  const void* weight;
+  const void* bias;  // or NULL
+  int weight_dtype;
+  int64_t rows;
+  int64_t width;
+  float eps;
+};
+
+// Bytes of shared memory for the reductions below.
+constexpr int64_t kNormShared = 3 * kMaxWarps * sizeof(float);
+
+// Writes the norm of v, columns column .. column + V - 1, to `row` of y.
+template <typename T, int V>
+__device__ __forceinline__ void store_normed(const Norm& norm, int64_t row, int64_t column, const float* v, float mean,
+                                             float rstd) {
+  float weight[V], bias[V], y[V];
+  load_floats<V>(weight, norm.weight, norm.weight_dtype, column);
+#pragma unroll
+  for (int k = 0; k < V; ++k) y[k] = (v[k] - mean) * rstd * weight[k];
+  if (norm.bias != nullptr) {
+    load_floats<V>(bias, norm.bias, norm.weight_dtype, column);
+#pragma unroll
+    for (int k = 0; k < V; ++k) y[k] += bias[k];
+  }
+  store_floats<V>(static_cast<T*>(norm.y) + row * norm.width + column, y);
+}
+
+// Norms the row that a group holds in v, zeros past its end. The mean first, then the squares of what is left: no
+// cancellation.
+template <typename T, int V, int E>
+__device__ __forceinline__ void norm_held(const Norm& norm, const RowThread& at, int width, const float* v,
+                                          float* slots) {
+  constexpr int kPacks = E / V;
+  float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+  for (int k = 0; k < E; ++k) sum += v[k];
+  const float mean = group_reduce<Sum>(sum, at.threads, slots) / static_cast<float>(norm.width);
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    if ((at.lane + i * at.threads) * V >= width) continue;
+#pragma unroll
+    for (int k = 0; k < V; ++k) squares = fmaf(v[i * V + k] - mean, v[i * V + k] - mean, squares);
+  }
+  squares = group_reduce<Sum>(squares, at.threads, slots + kMaxWarps);
+  const float rstd = 1.0f / sqrtf(squares / static_cast<float>(norm.width) + norm.eps);
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    const int column = (at.lane + i * at.threads) * V;
+    if (column < width) store_normed<T, V>(norm, at.row, column, v + i * V, mean, rstd);
+  }
+  if (at.lane == 0 && width > 0) {
+    norm.mean[at.row] = mean;
+    norm.rstd[at.row] = rstd;
+  }
+}
+
+// A walked row's moments, kept about a running mean: no cancellation either (Chan, Golub, LeVeque 1979).
+struct Moments {
+  float count;
+  float mean;
+  float squares;
+
+  __device__ __forceinline__ void merge(float other_count, float other_mean, float other_squares) {
+    const float total = count + other_count, difference = other_mean - mean;
+    if (total == 0.0f) return;
+    mean += difference * (other_count / total);
+    squares += other_squares + difference * difference * (count * (other_count / total));
+    count = total;
+  }
+
+  template <int V>
+  __device__ __forceinline__ void add(const float* v) {
+    float sum = 0.0f, about = 0.0f;
+#pragma unroll
+    for (int k = 0; k < V; ++k) sum += v[k];
+    const float middle = sum / V;
+#pragma unroll
+    for (int k = 0; k < V; ++k) about = fmaf(v[k] - middle, v[k] - middle, about);
+    merge(V, middle, about);
+  }
+
+  // Over a block of kLongBlock threads, which all have the result: every warp in turn, in order.
+  __device__ __forceinline__ void merge_block(float* slots) {
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+      const float other_count = __shfl_xor_sync(kAllLanes, count, offset);
+      const float other_mean = __shfl_xor_sync(kAllLanes, mean, offset);
+      const float other_squares = __shfl_xor_sync(kAllLanes, squares, offset);
+      merge(other_count, other_mean, other_squares);
+    }
+    const int warp = threadIdx.x / kWarp;
+    if (threadIdx.x % kWarp == 0) {
+      slots[warp * 3] = count;
+      slots[warp * 3 + 1] = mean;
+      slots[warp * 3 + 2] = squares;
+    }
+    __syncthreads();
+    *this = Moments{slots[0], slots[1], slots[2]};
+    for (int w = 1; w < kMaxWarps; ++w) merge(slots[w * 3], slots[w * 3 + 1], slots[w * 3 + 2]);
+  }
+};
+
+// Norms `row` of x, of which the thread's moments are given; walks it a second time.
+template <typename T, int V>
+__device__ __forceinline__ void norm_long(const Norm& norm, const RowThread& at, const T* x, Moments moments,
+                                          float* slots) {
+  moments.merge_block(slots);
+  const float rstd = 1.0f / sqrtf(moments.squares / static_cast<float>(norm.width) + norm.eps);
+#pragma unroll 4
+  for (int64_t column = static_cast<int64_t>(at.lane) * V; column < norm.width; column += kLongBlock * V) {
+    float v[V];
+    load_floats<V>(v, x + at.row * norm.width + column);
+    store_normed<T, V>(norm, at.row, column, v, moments.mean, rstd);
+  }
+  if (at.lane == 0) {
+    norm.mean[at.row] = moments.mean;
+    norm.rstd[at.row] = rstd;
+  }
+}
+
+}  // namespace gptlite

@@ -1,0 +1,146 @@
+// Residual sum, with bias and dropout before it, and layer norm, forward and backward.
+//
+// Forward: x and residual are read once, h and y written once: 4 elements moved for each, the least there is. The row
+// of h, rounded as it is written, stays in registers and is normed there; the mask is made on the way (philox.h) and
+// never stored. Rows beyond 8192 read h again. Backward (norm_backward.cuh): h, dy and dh read once, dresidual and dx
+// written, dx only where something was dropped: 4 or 5 elements moved.
+#include "layer_norm.cuh"
+#include "norm_backward.cuh"
+
+namespace gptlite {
+namespace {
+
+struct Branch {
+  void* h;
+  const void* x;
+  const void* bias;  // before the norm, or NULL
+  const void* residual;
+  int64_t positions;
+  bool dropped;
+  GptliteDropout dropout;
+};
+
+// v: h of columns column .. column + V - 1, rounded, from packs of x and of the residual.
+template <typename T, int V>
+__device__ __forceinline__ void branch_sum(float* v, const Branch& branch, const Norm& norm, const Pack<T, V>& x,
+                                           const Pack<T, V>& residual, const DropoutRow& place, int64_t row,
+                                           int64_t column) {
+#pragma unroll
+  for (int k = 0; k < V; ++k) v[k] = to_float(x.value[k]);
+  if (branch.bias != nullptr) {
+    float bias[V];
+    load_floats<V>(bias, branch.bias, norm.weight_dtype, column);
+#pragma unroll
+    for (int k = 0; k < V; ++k) v[k] += bias[k];
+  }
+  if (branch.dropped) drop<V>(v, branch.dropout, place, column);
+  Pack<T, V> h;
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    h.value[k] = from_float<T>(v[k] + to_float(residual.value[k]));
+    v[k] = to_float(h.value[k]);
+  }
+  store_pack<V>(static_cast<T*>(branch.h) + row * norm.width + column, h);
+}
+
+template <typename T, int V, int E>
+__global__ void __launch_bounds__(kMostThreads<E>) forward_held(Norm norm, Branch branch, int threads) {
+  GPTLITE_SHARED(float, slots);
+  const RowThread at(threads);
+  const int width = at.row < norm.rows ? static_cast<int>(norm.width) : 0;
+  const int64_t start = at.row * norm.width;
+  Pack<T, V> x[E / V], residual[E / V];
+#pragma unroll
+  for (int i = 0; i < E / V; ++i) {
+    const int column = (at.lane + i * threads) * V;
+    if (column >= width) continue;
+    x[i] = load_pack<V>(static_cast<const T*>(branch.x) + start + column);
+    residual[i] = load_pack<V>(static_cast<const T*>(branch.residual) + start + column);
+  }
+  DropoutRow place = {};
+  if (branch.dropped && width > 0) place = place_of_row(branch.dropout, at.row, 1, branch.positions);
+  float v[E];
+#pragma unroll
+  for (int i = 0; i < E / V; ++i) {
+    const int column = (at.lane + i * threads) * V;
+    if (column < width) {
+      branch_sum<T, V>(v + i * V, branch, norm, x[i], residual[i], place, at.row, column);
+    } else {
+#pragma unroll
+      for (int k = 0; k < V; ++k) v[i * V + k] = 0.0f;
+    }
+  }
+  norm_held<T, V, E>(norm, at, width, v, slots);
+}
+
+template <typename T, int V>
+__global__ void __launch_bounds__(kLongBlock) forward_long(Norm norm, Branch branch) {
+  GPTLITE_SHARED(float, slots);
+  const RowThread at(kLongBlock);
+  const int64_t start = at.row * norm.width;
+  DropoutRow place = {};
+  if (branch.dropped) place = place_of_row(branch.dropout, at.row, 1, branch.positions);
+  Moments moments = {0.0f, 0.0f, 0.0f};
+#pragma unroll 2
+  for (int64_t column = static_cast<int64_t>(at.lane) * V; column < norm.width; column += kLongBlock * V) {
+    float v[V];
+    branch_sum<T, V>(v, branch, norm, load_pack<V>(static_cast<const T*>(branch.x) + start + column),
+                     load_pack<V>(static_cast<const T*>(branch.residual) + start + column), place, at.row, column);
+    moments.add<V>(v);
+  }
+  // A thread reads again what it wrote itself.
+  norm_long<T, V>(norm, at, static_cast<const T*>(branch.h), moments, slots);
+}
+
+}  // namespace
+}  // namespace gptlite
+
+int gptlite_cuda_residual_norm_forward(void* y, void* h, float* mean, float* rstd, const void* x, const void* bias,
+                                       const void* residual, const void* weight, const void* beta, int64_t batch,
+                                       int64_t positions, int64_t width, float eps, const GptliteDropout* dropout,
+                                       int dtype, int weight_dtype, void* stream) {
+  using namespace gptlite;
+  if (!is_float_dtype(weight_dtype)) return static_cast<int>(cudaErrorInvalidValue);
+  if (width == 0) return 0;
+  const int64_t rows = batch * positions;
+  const Norm norm = {y, mean, rstd, weight, beta, weight_dtype, rows, width, eps};
+  Branch branch = {h, x, bias, residual, positions, dropout != nullptr, {}};
+  if (dropout != nullptr) branch.dropout = *dropout;
+  return by_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    const bool packs = rows_in_packs<T>(width) && aligned(y, h, x, bias, residual, weight, beta);
+    return by_layout<T>(packs, width, [&](auto layout) {
+      constexpr int V = decltype(layout)::V, E = decltype(layout)::E;
+      const RowGrid grid = row_grid(rows, width, E);
+      if constexpr (E == 0)
+        return launch(forward_long<T, V>, grid.blocks, grid.block, kNormShared, stream, norm, branch);
+      else
+        return launch(forward_held<T, V, E>, grid.blocks, grid.block, kNormShared, stream, norm, branch, grid.threads);
+    });
+  });
+}
+
+int gptlite_cuda_residual_norm_backward(void* dx, void* dresidual, void* dbias, void* dweight, void* dbeta,
+                                        float* workspace, const void* dy, const void* dh, const void* h,
+                                        const void* weight, const float* mean, const float* rstd, int64_t batch,
+                                        int64_t positions, int64_t width, const GptliteDropout* dropout, int dtype,
+                                        int weight_dtype, void* stream) {
+  using namespace gptlite;
+  NormGradient g = {};
+  g.dx = dropout != nullptr ? dx : nullptr;
+  g.dh = dresidual;
+  g.parts = workspace;
+  g.dy = dy;
+  g.add = dh;
+  g.h = h;
+  g.weight = weight;
+  g.weight_dtype = weight_dtype;
+  g.mean = mean;
+  g.rstd = rstd;
+  g.rows = batch * positions;
+  g.width = width;
+  g.positions = positions;
+  if (dropout != nullptr) g.dropout = *dropout;
+  if (dbias == nullptr) return norm_backward<true, 2>(g, dweight, dbeta, nullptr, dtype, stream);
+  return norm_backward<true, 3>(g, dweight, dbeta, dbias, dtype, stream);
+}

@@ -1,0 +1,75 @@
+"""`info`: the compilers, the library, and which path each op takes here. Compiles nothing.
+
+gptlite-kernels info
+"""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gptlite.kernels.cache import known_folders
+from gptlite.kernels.fakes import FAKES
+from gptlite.kernels.library import Loaded, Unavailable, compiled, load
+from gptlite.kernels.tables import table
+from gptlite.kernels.toolchain import BuildError, Compiler, find_cxx, find_nvcc
+
+CPU_ONLY = "attention"  # ops that start so have no CUDA kernel
+
+
+@dataclass
+class Options:
+    """The command line."""
+
+
+def run(options: Options) -> int:
+    """Prints the tables."""
+    library = compiled()
+    loaded = load("cpu") if library else _lacking()
+    rows = [
+        ("machine", f"{platform.system()} {platform.machine()}, torch {torch.__version__}"),
+        ("C++ compiler", _found(find_cxx)),
+        ("nvcc", _found(find_nvcc)),
+        ("GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
+        ("cache", ", ".join(map(str, known_folders()))),
+    ]
+    if library:
+        kinds = "CPU and CUDA" if library.record.cuda else "CPU"
+        rows.append(("library", f"{library.path.name}: {kinds} kernels, compiled in {library.record.seconds:.0f} s"))
+    else:
+        rows.append(("library", "not compiled yet: `gptlite-kernels build`, or the first run that uses it"))
+    if isinstance(loaded, Loaded):
+        rows.append(("instruction sets", f"{loaded.isa} used here; compiled for baseline, avx2, avx512"))
+    print(table(rows))
+    print()
+    cpu = path_of(loaded, "cpu")
+    cuda = path_of(load("cuda") if library else loaded, "cuda")
+    ops = [("op", "cpu", "cuda")]
+    ops += [(name, cpu, "reference (CPUs alone)" if name.startswith(CPU_ONLY) else cuda) for name in FAKES]
+    print(table(ops))
+    return 0
+
+
+def path_of(loaded: Loaded | Unavailable | None, device_type: str) -> str:
+    """The path an op takes on a device, and why."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return "- (no GPU)"
+    if isinstance(loaded, Loaded):
+        return f"fused ({loaded.isa})" if device_type == "cpu" else "fused"
+    return f"reference ({loaded.reason})" if loaded else "fused, once compiled"
+
+
+def _lacking() -> Unavailable | None:
+    try:
+        find_cxx()
+    except BuildError as error:
+        return Unavailable(str(error))
+    return None
+
+
+def _found(find: Callable[[], Compiler]) -> str:
+    try:
+        return str(find())
+    except BuildError as error:
+        return f"none ({error})"

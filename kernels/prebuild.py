@@ -1,0 +1,46 @@
+"""`build`: compiles the kernels unless they are in the cache, and loads them.
+
+gptlite-kernels build [cuda=auto]
+
+cuda: `auto` compiles the CUDA kernels where there is a GPU, `true` also where there is none, as on the login node of a
+cluster that shares its home, `false` never. Exit codes: 0 all that was asked for is there, 1 not.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from gptlite.errors import ConfigError
+from gptlite.kernels.library import prepare
+from gptlite.kernels.toolchain import BuildError
+
+CHOICES = ("auto", "true", "false")
+
+
+@dataclass
+class Options:
+    """The command line."""
+
+    cuda: str = "auto"
+
+
+def run(options: Options) -> int:
+    """Prints what was built. Raises ConfigError."""
+    if options.cuda not in CHOICES:
+        raise ConfigError(f"cuda={options.cuda} is not one of {', '.join(CHOICES)}")
+    cuda = torch.cuda.is_available() if options.cuda == "auto" else options.cuda == "true"
+    try:
+        library = prepare(cuda, print)
+        ctypes.CDLL(str(library.path))
+    except (BuildError, OSError) as error:
+        print(f"no kernels: {error}")
+        return 1
+    record = library.record
+    took = f"compiled before, in {record.seconds:.0f} s" if library.cached else f"compiled in {record.seconds:.0f} s"
+    compilers = " and ".join(filter(None, (record.compiler, record.nvcc)))
+    print(f"{library.path}\n{'CPU and CUDA' if record.cuda else 'CPU'} kernels, {took}, by {compilers}")
+    if cuda and not record.cuda:
+        print(f"no CUDA kernels: {library.why_no_cuda}")
+        return 1
+    return 0

@@ -1,0 +1,102 @@
+"""What is compiled and with which flags: a unit is one source file for one instruction set."""
+
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptlite.kernels.toolchain import Compiler
+
+ROOT = Path(__file__).parent
+# The library that is built runs under this version of torch and later ones: torch's stable ABI.
+TORCH_TARGET = "0x020a000000000000"
+
+COMMON = (
+    *(
+        "-std=c++17",
+        "-O3",
+        "-fPIC",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fvisibility=hidden",
+        "-ffp-contract=fast",
+    ),
+    "-w",  # whoever trains is not to read warnings
+)
+_AVX512 = tuple("-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split())
+# The baseline of x86-64 is what a CPU before 2013 has: not worth half of the compiling.
+ISAS = {"baseline": ("-O1",), "avx2": ("-mavx2", "-mfma", "-mf16c"), "avx512": _AVX512}
+# Files of one instruction set alone, by how their names end, and what says that the compiler lacks it.
+EXTRA = {
+    "_bf16": ("avx512_bf16", (*_AVX512, "-mavx512bf16"), "-DGPTLITE_NO_AVX512_BF16"),
+    "_amx": ("amx", (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), "-DGPTLITE_NO_AMX"),
+}
+NVCC = (
+    *("-std=c++17", "-O3", "-Xcompiler=-fPIC", "-w"),
+    *("-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"),
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One call of a compiler."""
+
+    source: Path
+    label: str  # unique: the object file's name
+    command: tuple[str, ...]
+
+    @property
+    def weight(self) -> int:
+        """About how long it takes: its bytes and those of our headers that it names."""
+        text = self.source.read_text(encoding="utf-8")
+        headers = (self.source.parent / name for name in re.findall(r'#include "(\S+)"', text))
+        return 1000 + len(text) + sum(path.stat().st_size for path in headers if path.is_file())
+
+
+def cpu_units(cxx: Compiler) -> list[Unit]:
+    """The CPU kernels, once for each instruction set, and what is compiled once."""
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    isas = ISAS if x86 else {"baseline": ()}
+    extra = {end: each for end, each in EXTRA.items() if x86 and cxx.accepts(each[1])}
+    lacking = [each[2] for end, each in EXTRA.items() if end not in extra]
+    start = (*cxx.command, *COMMON, *_prefix_map(), f"-I{ROOT / 'include'}")
+    units = []
+    for source in sorted((ROOT / "cpu").glob("*.cpp")):
+        end = next((end for end in EXTRA if source.stem.endswith(end)), None)
+        if source.stem == "dispatch" or source.stem.endswith("workspace"):
+            units.append(Unit(source, source.stem, (*start, *lacking)))
+        elif end is None:
+            units += (_for_isa(source, start, isa, flags) for isa, flags in isas.items())
+        elif end in extra:
+            units.append(_for_isa(source, start, *extra[end][:2]))
+    return units
+
+
+def binding_units(cxx: Compiler, torch_include: Path, cuda: bool) -> list[Unit]:
+    """The torch ops."""
+    flags = (*COMMON, "-O1", *_prefix_map(), f"-I{ROOT / 'include'}", f"-isystem{torch_include}")
+    command = (*cxx.command, *flags, f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", *(("-DUSE_CUDA",) if cuda else ()))
+    return [Unit(source, f"binding-{source.stem}", command) for source in sorted((ROOT / "binding").glob("*.cpp"))]
+
+
+def cuda_units(nvcc: Compiler, cxx: Compiler) -> list[Unit]:
+    """The CUDA kernels."""
+    host = next(part for part in reversed(cxx.command) if not part.startswith("-"))  # CXX may be "ccache g++ -m64"
+    command = (*nvcc.command, "-ccbin", host, *NVCC, f"-I{ROOT / 'include'}")
+    return [Unit(source, f"cuda-{source.stem}", command) for source in sorted((ROOT / "cuda").glob("*.cu"))]
+
+
+def sources(cuda: bool) -> Iterator[Path]:
+    """All files that a library depends on; this one and the one that links have the flags."""
+    yield from (ROOT / "units.py", ROOT / "build.py")
+    for folder in ("include", "cpu", "binding", *(("cuda",) if cuda else ())):
+        yield from sorted(path for path in (ROOT / folder).glob("*.*") if path.suffix in (".h", ".cpp", ".cu", ".cuh"))
+
+
+def _for_isa(source: Path, start: tuple[str, ...], isa: str, flags: tuple[str, ...]) -> Unit:
+    return Unit(source, f"{source.stem}-{isa}", (*start, f"-DGPTLITE_ISA={isa}", *flags))
+
+
+def _prefix_map() -> tuple[str, ...]:
+    return (f"-ffile-prefix-map={ROOT}=gptlite/kernels",)  # in messages: the same library wherever the sources lie

@@ -1,0 +1,192 @@
+"""The kernels' tests (tests/kernels) on a GPU, through torch.ops.gptlite. Skipped without one."""
+
+import types
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from kernels.backends import Adam, Dropout, Loss, State
+from torch import Tensor
+
+from gptlite.kernels.library import Loaded, load
+from kernels import (
+    test_adamw,
+    test_bias_gelu,
+    test_cross_entropy,
+    test_dropout,
+    test_layer_norm,
+    test_norm,
+    test_residual_norm,
+    test_softmax,
+)
+from kernels.cases import BEST
+
+DEVICE = torch.device("cuda")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+OPS = torch.ops.gptlite
+
+
+@dataclass(frozen=True)
+class TorchOps:
+    """kernels.backends.Backend's methods by torch's ops, from CPU tensors to CPU tensors."""
+
+    offsets: tuple[int, ...] = (0,)
+    is_cpu = False
+
+    def having(self, **changes: object) -> "TorchOps":
+        return replace(self, **changes)
+
+    def masked_softmax_forward(self, x, mask, scale, in_place=False) -> Tensor:
+        x, mask = self._there(x, mask)
+        return self._in_place(OPS.masked_softmax, OPS.masked_softmax_, in_place, x, mask, scale)
+
+    def masked_softmax_backward(self, dy, y, scale, in_place=False) -> Tensor:
+        dy, y = self._there(dy, y)
+        return self._in_place(OPS.masked_softmax_backward, OPS.masked_softmax_backward_, in_place, dy, y, scale)
+
+    def causal_softmax_forward(self, x, scale, in_place=False) -> Tensor:
+        return self._in_place(OPS.causal_softmax, OPS.causal_softmax_, in_place, *self._there(x), scale)
+
+    def causal_softmax_backward(self, dy, y, scale) -> Tensor:
+        return OPS.causal_softmax_backward(*self._there(dy, y), scale).cpu()
+
+    def layer_norm_forward(self, x, weight, bias, eps) -> list[Tensor]:
+        return _here(OPS.layer_norm(*self._there(x, weight, bias), eps))
+
+    def layer_norm_backward(self, dy, x, weight, mean, rstd, want_bias=True) -> list[Tensor | None]:
+        dx, dweight, dbias = _here(OPS.layer_norm_backward(*self._there(dy, x, weight, mean, rstd), want_bias))
+        return [dx, dweight, dbias if want_bias else None]
+
+    def residual_norm_forward(self, x, bias, residual, weight, beta, eps, dropout) -> list[Tensor]:
+        tensors = self._there(x, bias, residual, weight, beta)
+        y, h, mean, rstd = _here(OPS.residual_norm(*tensors, eps, *_dropout(dropout)))
+        return [y, h, mean.flatten(), rstd.flatten()]
+
+    def residual_norm_backward(
+        self, dy, dh, h, weight, mean, rstd, dropout, want_bias=True, want_beta=True
+    ) -> list[Tensor | None]:
+        mean, rstd = mean.view(h.shape[:2]), rstd.view(h.shape[:2])
+        tensors, options = self._there(dy, dh, h, weight, mean, rstd), (want_bias, want_beta, *_dropout(dropout))
+        dx, dresidual, dbias, dweight, dbeta = _here(OPS.residual_norm_backward(*tensors, *options))
+        return [
+            dx if dropout else None, dresidual, dbias if want_bias else None, dweight, dbeta if want_beta else None
+        ]  # fmt: skip
+
+    def bias_gelu_forward(self, x, bias, approximate) -> Tensor:
+        return OPS.bias_gelu(*self._there(x, bias), approximate).cpu()
+
+    def bias_gelu_backward(self, dy, x, bias, approximate) -> tuple[Tensor, Tensor | None]:
+        dx, dbias = _here(OPS.bias_gelu_backward(*self._there(dy, x, bias), approximate))
+        return dx, None if bias is None else dbias
+
+    def dropout(self, x: Tensor, dropout: Dropout, in_place: bool = False) -> Tensor:
+        if dropout.p == 0:
+            pytest.skip("x itself, to torch")
+        return OPS.dropout(*self._there(x), *_dropout(dropout), dropout.first_head).cpu()
+
+    def cross_entropy(self, logits, targets, loss: Loss, want_gradient=True, padding=0) -> tuple[Tensor, Tensor]:
+        data = self._padded(logits, padding)
+        options = loss.label_smoothing, loss.z_loss, loss.ignore_index, want_gradient
+        losses = OPS.cross_entropy_(data, targets.to(DEVICE), *options)
+        return losses.cpu(), data.cpu()
+
+    def cross_entropy_stats(self, logits, targets, loss: Loss, padding=0) -> Tensor:
+        data, size = self._padded(logits, padding), loss.vocab_size or logits.shape[1]
+        return OPS.cross_entropy_stats(data, targets.to(DEVICE), loss.first, size, loss.ignore_index).cpu()
+
+    def cross_entropy_gradient(self, logits, targets, log_sum, loss: Loss, padding=0) -> Tensor:
+        data, size = self._padded(logits, padding), loss.vocab_size or logits.shape[1]
+        options = loss.first, size, loss.label_smoothing, loss.z_loss, loss.ignore_index
+        OPS.cross_entropy_gradient_(data, targets.to(DEVICE), log_sum.to(DEVICE), *options)
+        return data.cpu()
+
+    def norm(self, tensors, dtype=torch.float32) -> Tensor:
+        if not tensors:
+            pytest.skip("torch finds the op by its tensors' device")
+        return OPS.norm(self._there(*tensors)).cpu().view(())
+
+    def adamw(self, states, gradients, options: Adam, scale=None, found_inf=None, dtype=torch.float32) -> list[State]:
+        if not states:
+            return []
+        names = "parameter", "exp_avg", "exp_avg_sq", "step"
+        parameters, means, squares, steps = (self._there(*(getattr(state, name) for state in states)) for name in names)
+        o, numbers = options, [None if each is None else torch.tensor([each]).to(DEVICE) for each in (scale, found_inf)]
+        rates = o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.adam
+        OPS.adamw_(parameters, self._there(*gradients), means, squares, steps, *rates, *numbers)
+        return [State(*_here(each)) for each in zip(parameters, means, squares, steps, strict=True)]
+
+    def _there(self, *tensors: Tensor | None) -> list[Tensor | None]:
+        """Copies on the device, `offsets` elements from where they would be aligned."""
+        offsets = [self.offsets[i % len(self.offsets)] for i in range(len(tensors))]
+        return [None if each is None else _shifted(each, offset) for each, offset in zip(tensors, offsets, strict=True)]
+
+    def _in_place(self, op, op_, in_place: bool, x: Tensor, *arguments: object) -> Tensor:
+        if not in_place:
+            return op(x, *arguments).cpu()
+        op_(x, *arguments)
+        return x.cpu()
+
+    def _padded(self, logits: Tensor, padding: int) -> Tensor:
+        rows, columns = logits.shape
+        data = _shifted(torch.full((rows, columns + padding), torch.nan, dtype=logits.dtype), self.offsets[0])
+        data[:, :columns] = logits
+        return data[:, :columns]
+
+
+def _shifted(tensor: Tensor, offset: int) -> Tensor:
+    """A copy on the device; a permuted tensor stays permuted."""
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    dense = tensor.permute(order)
+    memory = torch.empty(offset + tensor.numel(), dtype=tensor.dtype, device=DEVICE)
+    copy = memory[offset:].view(dense.shape).copy_(dense)
+    return copy.permute([order.index(dim) for dim in range(tensor.dim())])
+
+
+def _here(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    return [each.cpu() for each in tensors]
+
+
+def _dropout(dropout: Dropout | None) -> tuple:
+    if dropout is None:
+        return 0.0, 0, None, None, 0
+    site, ids = (torch.tensor(each).to(DEVICE) for each in (dropout.site, list(dropout.sample_ids)))
+    return dropout.p, dropout.seed, site, ids.to(torch.int64), dropout.first_position
+
+
+@pytest.fixture
+def backend() -> TorchOps:
+    loaded = load(DEVICE.type)
+    assert isinstance(loaded, Loaded), loaded.reason
+    return TorchOps()
+
+
+def on_gpu(test: types.FunctionType) -> types.FunctionType:
+    """The test with the best backend's cases, which are all."""
+    copy = types.FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__)
+    copy.pytestmark = [each for mark in test.pytestmark for each in _of_best(mark)]
+    return copy
+
+
+def _of_best(mark: pytest.Mark) -> list[pytest.Mark]:
+    """The mark without its backends."""
+    names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+    if names[0] != "backend":
+        return [mark]
+    best = [case for case in mark.args[1] if len(names) > 1 and case.values[0] == BEST]
+    cases = [pytest.param(*case.values[1:], id=case.id.removeprefix(f"{BEST}-")) for case in best]
+    return [pytest.mark.parametrize(names[1:], cases).mark] if cases else []
+
+
+for _module in (
+    test_softmax,
+    test_layer_norm,
+    test_residual_norm,
+    test_bias_gelu,
+    test_dropout,
+    test_cross_entropy,
+    test_norm,
+    test_adamw,
+):
+    for _name, _test in vars(_module).items():
+        if _name.startswith("test_") and _test.__module__ == _module.__name__:
+            globals()[f"{_name}__{_module.__name__.removeprefix('kernels.test_')}"] = on_gpu(_test)

@@ -1,0 +1,1 @@
+"""Tests of the kernels. A package, lest another `kernels` be taken for it."""

@@ -1,0 +1,132 @@
+"""Which backends, dtypes, sizes and values the kernels are tested with."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = (FP32, BF16, FP16)
+BOOL_AND_DTYPES = (torch.bool, *DTYPES)
+
+BEST = "best"
+CPU_BACKENDS = (BEST, "avx512", "avx2", "baseline")
+EMULATED = "emulated"
+BACKENDS = (*CPU_BACKENDS, EMULATED)
+
+# Around vectors of 4, 8, 16 and 32, around blocks of threads, and the widths of models and vocabularies.
+WIDTHS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    127,
+    129,
+    255,
+    257,
+    768,
+    777,
+    1024,
+    1025,
+    2049,
+    4096,
+)
+WIDE = (8192, 8193, 50257, 100_000)
+
+# Values of rows; `rows_of` says what they are.
+KINDS = ("normal", "large", "tiny", "constant", "big_mean", "outlier", "zeros")
+
+
+def each(
+    names: str, cases: Iterable[Any], core: Iterable[Any] = (), backends: Iterable[str] = BACKENDS, mark: Any = None
+) -> pytest.MarkDecorator:
+    """Parametrizes `backend` and `names`: the best backend with all cases, the others with `core`, and with the rest in
+    the slow tests, or the long ones where they take the emulator seconds. `core` may have cases of its own."""
+    cases, core = list(cases), list(core)
+    single = "," not in names
+    params = []
+    for backend in backends:
+        for case in [*core, *(case for case in cases if case not in core)]:
+            values = (case,) if single else case
+            marks = [mark] if mark else []
+            if backend != BEST and case not in core and not mark:
+                marks = [pytest.mark.long if backend == EMULATED and _is_wide(values) else pytest.mark.slow]
+            params.append(pytest.param(backend, *values, marks=marks, id="-".join(map(_name, (backend, *values)))))
+    return pytest.mark.parametrize("backend," + names, params, indirect=["backend"])
+
+
+def _is_wide(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, tuple) and max(value) >= 50257 for value in values)
+
+
+def on(backends: Iterable[str] = BACKENDS) -> pytest.MarkDecorator:
+    """Parametrizes `backend` alone."""
+    return pytest.mark.parametrize("backend", list(backends), indirect=True)
+
+
+def of_dtypes(dtypes: Iterable[torch.dtype] = DTYPES) -> pytest.MarkDecorator:
+    """Parametrizes `dtype` for every backend."""
+    return pytest.mark.parametrize("dtype", list(dtypes), ids=_name)
+
+
+def _name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def generator(*seed: object) -> torch.Generator:
+    """The same values at every run, and others for other cases."""
+    number = 0
+    for part in seed:
+        for byte in str(part).encode():
+            number = (number * 257 + byte) % (2**31 - 1)
+    return torch.Generator().manual_seed(number)
+
+
+def normal(shape: Iterable[int], dtype: torch.dtype, *seed: object) -> Tensor:
+    return torch.randn(*shape, generator=generator(*shape, *seed)).to(dtype)
+
+
+def rows_of(kind: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[rows, width] of a kind of values."""
+    x = torch.randn(rows, width, generator=generator(kind, rows, width))
+    match kind:
+        case "normal":
+            pass
+        case "large":
+            x *= 1e3 if dtype == FP16 else 1e4
+        case "tiny":
+            x *= 1e-3 if dtype == FP16 else 1e-12
+        case "constant":  # another in each row
+            x = x[:, :1].expand(rows, width) * 10
+        case "big_mean":
+            x = x + 1000
+        case "outlier":
+            x[:, width // 2] = 1e4
+        case "zeros":
+            x.zero_()
+        case _:
+            raise ValueError(kind)
+    return x.to(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

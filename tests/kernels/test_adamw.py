@@ -1,0 +1,161 @@
+"""AdamW against its formula in float64 and against torch's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.backends import Adam, Backend, State
+from kernels.cases import BF16, DTYPES, FP32, WIDTHS, each, generator, normal, on, same_bits
+from kernels.tolerances import ARITHMETIC, check
+
+TOLERANCE = ARITHMETIC["adamw"]
+
+
+def state_of(size: int, step: int = 0, *seed: object) -> State:
+    exp_avg = normal([size], FP32, "m", *seed) * 0.1
+    exp_avg_sq = normal([size], FP32, "v", *seed).square() * 0.01
+    if step == 0:
+        exp_avg, exp_avg_sq = torch.zeros(size), torch.zeros(size)
+    return State(normal([size], FP32, "p", *seed), exp_avg, exp_avg_sq, torch.tensor([float(step)]))
+
+
+def check_step(before: State, after: State, gradient: Tensor, o: Adam, scale: float | None) -> None:
+    """One step in float64, from the header's formula."""
+    p, m, v, step = (each.double() for each in (before.parameter, before.exp_avg, before.exp_avg_sq, before.step))
+    g = gradient.double() * (1.0 if scale is None else float(torch.tensor(scale)))
+    size = g.abs()
+    if o.adam:
+        g, size = g + o.weight_decay * p, size + o.weight_decay * p.abs()
+    m, m_terms = o.beta1 * m + (1 - o.beta1) * g, o.beta1 * m.abs() + (1 - o.beta1) * size
+    v, v_terms = o.beta2 * v + (1 - o.beta2) * g**2, o.beta2 * v + (1 - o.beta2) * size**2
+    bias1, bias2 = 1 - o.beta1 ** (step + 1), 1 - o.beta2 ** (step + 1)
+    denominator = (v / bias2).sqrt() + o.eps
+    decay = 0.0 if o.adam else o.weight_decay
+    check("exp_avg", after.exp_avg, m, m_terms, TOLERANCE)
+    check("exp_avg_sq", after.exp_avg_sq, v, v_terms, TOLERANCE)
+    # exp_avg's error, and exp_avg_sq's, which the square root halves: but not where g cancels, hence the quotient.
+    quotient = (v_terms / v.clamp(min=1e-300)).nan_to_num(1.0).clamp(min=1.0)
+    terms = p.abs() + o.lr * (decay * p.abs() + m_terms / bias1 / denominator * (2 + quotient))
+    check("parameter", after.parameter, p - o.lr * (decay * p + m / bias1 / denominator), terms, TOLERANCE)
+    assert torch.equal(after.step, before.step + 1)
+
+
+@each("size,dtype", [(s, d) for s in (*WIDTHS, 50257) for d in DTYPES], [(s, d) for s in (1, 33, 2049) for d in DTYPES])
+@pytest.mark.parametrize("adam", [False, True])
+def test_one_step(backend: Backend, size, dtype, adam) -> None:
+    for step, scale in ((0, None), (1, 0.3), (1000, 1e-3)):
+        before, gradient, options = state_of(size, step), normal([size], dtype, "g"), Adam(adam=adam)
+        (after,) = backend.adamw([before], [gradient], options, scale, dtype=dtype)
+        check_step(before, after, gradient, options, scale)
+
+
+OPTIONS = [
+    Adam(lr=0.3, weight_decay=0.0),
+    Adam(beta1=0.0, beta2=0.999),
+    Adam(beta1=0.99, beta2=0.0),
+    Adam(eps=1.0),
+    Adam(eps=1e-15, lr=1e-7),
+    Adam(weight_decay=10.0),
+    Adam(weight_decay=10.0, adam=True),
+]
+
+
+@each("options", OPTIONS, OPTIONS[3:5])
+def test_options(backend: Backend, options) -> None:
+    for step in (0, 7, 100_000):
+        before, gradient = state_of(300, step), normal([300], FP32, "g")
+        (after,) = backend.adamw([before], [gradient], options)
+        check_step(before, after, gradient, options, None)
+
+
+@on()
+@pytest.mark.parametrize("adam", [False, True])
+def test_ten_steps_are_torchs(backend: Backend, adam) -> None:
+    sizes = (1, 100, 1031)
+    parameters = [torch.nn.Parameter(normal([size], FP32, "p")) for size in sizes]
+    o = Adam(lr=0.01, adam=adam)
+    arguments = {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.eps, "weight_decay": o.weight_decay}
+    optimizer = (torch.optim.Adam if adam else torch.optim.AdamW)(parameters, foreach=False, **arguments)
+    states = [
+        State(each.detach().clone(), torch.zeros(n), torch.zeros(n), torch.zeros(1))
+        for each, n in zip(parameters, sizes, strict=True)
+    ]
+    for i in range(10):
+        gradients = [normal([size], FP32, "g", i) for size in sizes]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        states = backend.adamw(states, gradients, o)
+    for state, parameter in zip(states, parameters, strict=True):
+        assert state.step == 10
+        torch.testing.assert_close(state.parameter, parameter.detach(), rtol=2e-6, atol=2e-7)
+        torch.testing.assert_close(state.exp_avg, optimizer.state[parameter]["exp_avg"], rtol=2e-6, atol=1e-7)
+        torch.testing.assert_close(state.exp_avg_sq, optimizer.state[parameter]["exp_avg_sq"], rtol=2e-6, atol=1e-8)
+
+
+@on()
+@pytest.mark.parametrize("found", [1.0, 0.5, float("inf"), float("nan")])
+def test_nothing_changes_where_an_infinity_was_found(backend: Backend, found) -> None:
+    states = [state_of(size, 3, size) for size in (1, 40, 1000)]
+    gradients = [torch.full_like(each.parameter, float("nan")) for each in states]
+    for before, after in zip(states, backend.adamw(states, gradients, Adam(), 1.0, found), strict=True):
+        for name in ("parameter", "exp_avg", "exp_avg_sq", "step"):
+            assert same_bits(getattr(before, name), getattr(after, name))
+
+
+@on()
+def test_nothing_found_is_a_step(backend: Backend) -> None:
+    before, gradient = state_of(70, 3), normal([70], BF16, "g")
+    (after,) = backend.adamw([before], [gradient], Adam(), 2.0, 0.0, dtype=BF16)
+    check_step(before, after, gradient, Adam(), 2.0)
+
+
+@each("dtype", DTYPES, (BF16,))
+def test_hundreds_of_tiny_tensors(backend: Backend, dtype) -> None:
+    """Each with a count of steps of its own, some empty: these count, too."""
+    count = 500 if backend.is_cpu else 150
+    sizes = torch.randint(0, 40, (count,), generator=generator("sizes")).tolist()
+    sizes[3] = sizes[4] = 0
+    sizes[count // 2] = 20_000 if backend.is_cpu else 2000
+    steps = [i % 5 for i in range(count)]
+    states = [state_of(size, step, i) for i, (size, step) in enumerate(zip(sizes, steps, strict=True))]
+    gradients = [normal([size], dtype, "g", i) for i, size in enumerate(sizes)]
+    after = backend.adamw(states, gradients, Adam(), 0.5, 0.0, dtype=dtype)
+    assert [each_.step.item() for each_ in after] == [step + 1 for step in steps]
+    for step in range(5):  # those of as many steps together
+        of = [i for i in range(count) if steps[i] == step]
+        check_step(joined(states, of), joined(after, of), torch.cat([gradients[i] for i in of]), Adam(), 0.5)
+
+
+def joined(states: list[State], of: list[int]) -> State:
+    parts = ([getattr(states[i], name) for i in of] for name in ("parameter", "exp_avg", "exp_avg_sq"))
+    return State(*(torch.cat(each_) for each_ in parts), states[of[0]].step)
+
+
+@on()
+def test_no_tensors(backend: Backend) -> None:
+    assert backend.adamw([], [], Adam()) == []
+
+
+@on()
+def test_what_is_not_finite_stays_in_its_element(backend: Backend) -> None:
+    before, gradient = state_of(50, 2), normal([50], FP32, "g")
+    gradient[7] = float("nan")
+    (after,) = backend.adamw([before], [gradient], Adam())
+    for each_ in (after.parameter, after.exp_avg, after.exp_avg_sq):
+        assert each_.isnan().nonzero().tolist() == [[7]]
+
+
+@each("dtype", DTYPES, (FP32, BF16))
+@pytest.mark.parametrize("offsets", [(1,), (0, 1), (3, 0, 2)])
+def test_any_alignment_gives_the_same_bits(backend: Backend, dtype, offsets) -> None:
+    states = [state_of(size, 2, size) for size in (5, 65, 1030)]
+    gradients = [normal(each.parameter.shape, dtype, "g") for each in states]
+    plain = backend.adamw(states, gradients, replace(Adam(), lr=0.1), dtype=dtype)
+    shifted = backend.having(offsets=offsets).adamw(states, gradients, replace(Adam(), lr=0.1), dtype=dtype)
+    for a, b in zip(plain, shifted, strict=True):
+        assert same_bits(a.parameter, b.parameter)
+        assert same_bits(a.exp_avg, b.exp_avg)
+        assert same_bits(a.exp_avg_sq, b.exp_avg_sq)

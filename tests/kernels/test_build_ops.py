@@ -1,0 +1,220 @@
+"""The library as torch sees it: schemas, fakes, torch.compile, and arguments that are refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from gptlite.kernels.cases import ADAM, CASES, Case
+from gptlite.kernels.check import TOLERANCES, measure
+from gptlite.kernels.fakes import FAKES
+from gptlite.kernels.library import Unavailable, load
+
+pytestmark = pytest.mark.slow
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops() -> Any:
+    loaded = load("cpu")
+    if isinstance(loaded, Unavailable):
+        pytest.skip(loaded.reason)
+    return torch.ops.gptlite
+
+
+def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """Small arguments of an op."""
+    torch.manual_seed(0)
+    base = name.removesuffix("_").removesuffix("_backward")
+    scores, x = torch.randn(2, 3, 5, 7, dtype=dtype), torch.randn(2, 5, 12, dtype=dtype)
+    vector, statistic = torch.randn(12, dtype=dtype), torch.rand(2, 5)
+    key = (0.3, 5, torch.tensor(3), torch.tensor([1, 2**40]), 2)
+    logits, targets = torch.randn(6, 11, dtype=dtype), torch.tensor([0, 10, -100, 3, 4, 5])
+    heads, packed = torch.randn(2, 3, 5, 8, dtype=dtype), torch.randn(2, 5, 3, 3, 8, dtype=dtype)
+    lse = torch.randn(2, 3, 5)
+    floats = [torch.rand(3, 4), torch.rand(5), torch.rand(())]
+    match name.rstrip("_"):
+        case "masked_softmax":
+            return scores, torch.rand(5, 7) < 0.5, 0.5
+        case "causal_softmax":
+            return scores, 0.5
+        case "masked_softmax_backward" | "causal_softmax_backward":
+            return scores, torch.rand(2, 3, 5, 7).to(dtype), 0.5
+        case "layer_norm":
+            return x, vector, vector.clone(), 1e-5
+        case "layer_norm_backward":
+            return x, x.clone(), vector, statistic, statistic.clone(), True
+        case "residual_norm":
+            return x, vector, x.clone(), vector.clone(), vector.clone(), 1e-5, *key
+        case "residual_norm_backward":
+            return x, x.clone(), x.clone(), vector, statistic, statistic.clone(), True, False, *key
+        case "bias_gelu":
+            return x, vector, True
+        case "bias_gelu_backward":
+            return x, x.clone(), vector, False
+        case "dropout":
+            return x, *key, 0
+        case "cross_entropy":
+            return logits, targets, 0.1, 1e-3, -100, True
+        case "cross_entropy_stats":
+            return logits, targets, 0, 11, -100
+        case "cross_entropy_gradient":
+            return logits, targets, torch.randn(6), 0, 11, 0.1, 1e-3, -100
+        case "norm":
+            return ([*floats, torch.rand(3).to(dtype)],)
+        case "adamw":
+            lists = [[t.clone() for t in floats] for _ in range(4)]
+            return *lists, [torch.tensor(2.0) for _ in floats], *ADAM, False, torch.tensor(0.5), torch.tensor([0.0])
+        case "attention":
+            return heads, heads.clone(), heads.clone(), 0.3
+        case "attention_backward":
+            return heads, heads.clone(), lse, heads.clone(), heads.clone(), heads.clone(), 0.3
+        case "attention_packed":
+            return packed, 0.3
+        case "attention_packed_backward":
+            return heads.transpose(1, 2), heads.transpose(1, 2).clone(), lse, packed, 0.3
+    raise AssertionError(base)
+
+
+def flat(values: Any) -> Iterator[Tensor]:
+    """The tensors among an op's arguments or results."""
+    for value in values if isinstance(values, list | tuple) else [values]:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list):
+            yield from flat(value)
+
+
+def copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with tensors of their own."""
+    return tuple(
+        [t.clone() for t in v] if isinstance(v, list) else v.clone() if isinstance(v, Tensor) else v for v in values
+    )
+
+
+@pytest.mark.parametrize("name", FAKES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(ops: Any, name: str, dtype: torch.dtype) -> None:
+    opcheck(getattr(ops, name).default, arguments(name, dtype))
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_compiled_in_one_graph_it_does_the_same(ops: Any, name: str) -> None:
+    op, given = getattr(ops, name), arguments(name)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *values: op(*values), fullgraph=True, backend="aot_eager")
+    ours, theirs = copied(given), copied(given)
+    results, expected = compiled(*ours), op(*theirs)
+    for a, b in zip([*flat(results), *flat(ours)], [*flat(expected), *flat(theirs)], strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+
+
+def test_inductor_takes_functional_and_in_place_ops_together(ops: Any) -> None:
+    def several(x: Tensor, weight: Tensor, scores: Tensor, logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        y, _, _ = ops.layer_norm(x + 1, weight, None, 1e-5)
+        scores = scores * 2
+        ops.causal_softmax_(scores, 0.5)
+        logits = logits * 2
+        losses = ops.cross_entropy_(logits, targets, 0.0, 0.0, -100, True)
+        return ops.bias_gelu(y, weight, True) * 2, scores + 1, losses, logits + 1
+
+    values = (*arguments("layer_norm")[:2], arguments("causal_softmax")[0], *arguments("cross_entropy_")[:2])
+    for a, b in zip(torch.compile(several, fullgraph=True)(*values), several(*values), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.ops[0])
+def test_the_self_check_passes(case: Case) -> None:
+    errors = measure(case, CPU)
+    assert {error.dtype for error in errors} == set(TOLERANCES)
+    assert [error for error in errors if not error.fine] == []
+
+
+def test_the_self_check_sees_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptlite.kernels.cases.SMOOTHING", 0.1)
+    case = next(case for case in CASES if case.ops[0] == "layer_norm")
+    wrong = Case(case.ops, case.make, lambda inputs: ((inputs["x"],), ()), *(case.forward, case.leaves, case.sizes, 1))
+    assert not any(error.fine for error in measure(wrong, CPU))
+
+
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "masked_softmax", "bias_gelu", "dropout", "attention", "cross_entropy_stats"]
+)
+def test_layouts_that_a_kernel_does_not_take_are_made_contiguous(ops: Any, name: str) -> None:
+    first, *rest = arguments(name)
+    apart = torch.stack([first, first], dim=-1)[..., 0]
+    assert not apart.is_contiguous()
+    if name == "cross_entropy_stats":
+        apart = torch.cat([first, first], dim=1)[:, : first.shape[1]]  # rows may lie apart, elements not
+    for a, b in zip(flat(getattr(ops, name)(apart, *rest)), flat(getattr(ops, name)(first, *rest)), strict=True):
+        assert torch.equal(a, b)
+
+
+REFUSED = {
+    "layer_norm of float64": (
+        "layer_norm",
+        {0: torch.zeros(2, 12).double()},
+        "x must be of float32, bfloat16 or float16",
+    ),
+    "layer_norm of int64": ("layer_norm", {0: torch.zeros(2, 12).long()}, "x must be of float32"),
+    "layer_norm's weight": ("layer_norm", {1: torch.zeros(11)}, r"weight must be \[12\], not \[11\]"),
+    "layer_norm's bias": ("layer_norm", {2: torch.zeros(12).bfloat16()}, "bias must be of the dtype of weight"),
+    "layer_norm of a number": ("layer_norm", {0: torch.zeros(())}, "x must have a dim at least"),
+    "softmax's dims": ("masked_softmax", {0: torch.zeros(3, 4)}, r"x must be \[batch, heads, queries, keys\]"),
+    "softmax's mask": ("masked_softmax", {1: torch.zeros(4, 7).bool()}, "does not broadcast"),
+    "softmax's mask's dtype": ("masked_softmax", {1: torch.zeros(5, 7).long()}, "mask must be of bool"),
+    "softmax's gradient": ("masked_softmax_backward", {1: torch.zeros(2, 3, 5, 8)}, "y must be"),
+    "softmax in place": ("causal_softmax_", {0: torch.zeros(5, 7).t()}, "must be contiguous"),
+    "p": ("dropout", {1: 1.0}, "p must be at least 0 and less than 1"),
+    "seed": ("dropout", {2: 2**32}, "seed must be"),
+    "sample_ids": ("dropout", {4: torch.tensor([1])}, "sample_ids must be"),
+    "site": ("dropout", {3: torch.tensor(1.0)}, "site must be of int64"),
+    "targets": ("cross_entropy_", {1: torch.zeros(5).long()}, "targets must be"),
+    "targets' dtype": ("cross_entropy_", {1: torch.zeros(6).int()}, "targets must be of int64"),
+    "logits' layout": ("cross_entropy_", {0: torch.zeros(11, 6).t()}, "rows of logits must be contiguous"),
+    "norm's dtype": ("norm", {0: [torch.zeros(2).double()]}, "each tensor must be of float32"),
+    "adamw's lists": ("adamw_", {1: []}, "must be as many"),
+    "adamw's gradient": ("adamw_", {1: [torch.zeros(4, 3), torch.zeros(5), torch.zeros(())]}, "gradient must be"),
+    "adamw's parameter": ("adamw_", {0: [torch.zeros(3, 4).half()] * 3}, "must be of float32"),
+    "attention's keys": ("attention", {1: torch.zeros(2, 3, 4, 8)}, "as many keys as queries"),
+    "attention's values": ("attention", {2: torch.zeros(2, 3, 5, 4)}, "v must be"),
+    "attention's dtypes": ("attention", {1: torch.zeros(2, 3, 5, 8).half()}, "k must be of the dtype of q"),
+    "attention's packing": ("attention_packed", {0: torch.zeros(2, 5, 3, 2, 8)}, "qkv must be"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_wrong_arguments_are_an_error_that_says_which(ops: Any, what: str) -> None:
+    name, changes, message = REFUSED[what]
+    given = list(arguments(name))
+    for index, value in changes.items():
+        given[index] = value
+    with pytest.raises(RuntimeError, match=message):
+        getattr(ops, name)(*given)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "masked_softmax", "bias_gelu", "cross_entropy_stats", "attention"])
+def test_nothing_at_all_is_no_error(ops: Any, name: str) -> None:
+    given = [
+        v[:0] if i == 0 or (name, i) in (("cross_entropy_stats", 1),) else v for i, v in enumerate(arguments(name))
+    ]
+    if name == "attention":
+        given[1:3] = given[0], given[0]
+    assert all(result.numel() == 0 or result.dim() == 1 for result in flat(getattr(ops, name)(*given)))
+
+
+def test_a_norm_over_several_dtypes(ops: Any) -> None:
+    tensors = [
+        torch.randn(n).to(dtype) for n, dtype in ((100, torch.float32), (30, torch.bfloat16), (7, torch.float16))
+    ]
+    expected = torch.cat([t.double() for t in tensors]).norm()
+    assert ops.norm(tensors).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_memory_layout_of_attention(ops: Any) -> None:
+    out, _ = ops.attention(*arguments("attention"))
+    assert out.transpose(1, 2).is_contiguous()

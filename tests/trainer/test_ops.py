@@ -1,0 +1,60 @@
+"""A run by our kernels, by the references, and on a machine that cannot compile."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_files import read_metrics, snapshot
+
+from gptlite.config import CONF_DIR
+
+TRAIN = CONF_DIR.parent / "train.py"
+FIFTY = ("trainer.max_steps=50", "optimizer.lr=1e-3", "schedule.warmup_steps=100", "trainer.sample_tokens=0")
+
+
+@pytest.mark.parametrize(
+    ("fused", "reference"),
+    [
+        (("ops=fused",), ("ops=reference",)),
+        (("ops=fused", "model.dropout=0.1"), ("ops=reference", "model.dropout=0.1")),
+        pytest.param(("ops=fused", "ops.attention=fused_softmax"), ("ops=reference",), marks=pytest.mark.slow),
+        pytest.param(("ops=fused", "model.bias=false"), ("ops=reference", "model.bias=false"), marks=pytest.mark.slow),
+        pytest.param(("ops=fused", "optimizer=adam"), ("ops=reference", "optimizer=adam"), marks=pytest.mark.slow),
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_fifty_steps_are_the_same_to_rounding(run, tmp_path: Path, fused, reference) -> None:
+    curves = []
+    for name, overrides in (("fused", fused), ("reference", reference)):
+        assert run(name, *FIFTY, *overrides)[0] == 0
+        curves.append([(row["loss"], row["grad_norm"]) for row in read_metrics(tmp_path / name) if "loss" in row])
+    assert len(curves[0]) == 50
+    for ours, theirs in zip(*curves, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.fixture
+def without_compiler(tmp_path: Path) -> dict[str, str]:
+    return os.environ | {"PATH": str(tmp_path / "nothing"), "XDG_CACHE_HOME": str(tmp_path / "home"), "CXX": ""}
+
+
+def test_a_machine_without_a_compiler_trains_and_says_why(tiny, tmp_path: Path, without_compiler) -> None:
+    command = [sys.executable, str(TRAIN), *tiny, f"run.dir={tmp_path / 'a'}", "trainer.max_steps=2"]
+    result = subprocess.run(command, env=without_compiler, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0
+    words = " ".join(result.stdout.split())  # the banner wraps
+    assert "adamw reference (no C++ compiler" in words
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2"])
+def test_kernels_asked_for_where_there_are_none_are_refused(tiny, tmp_path: Path, without_compiler, layout) -> None:
+    before = snapshot(tmp_path)
+    options = [f"run.dir={tmp_path / 'a'}", "ops=fused", f"parallelism={layout}"]
+    command = [sys.executable, str(TRAIN), *tiny, *options]
+    result = subprocess.run(command, env=without_compiler, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ops=fused: no C++ compiler")
+    assert result.stderr.count("\n") == 1
+    assert snapshot(tmp_path) == before
