@@ -152,15 +152,25 @@ def test_tool_arguments() -> None:
 
 @pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"]])
 def test_a_light_start(arguments: list[str]) -> None:
-    """Half a second of processor time, the best of three: neither torch nor numpy is imported."""
-    command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    """Half a second of processor time, the best of three: neither torch nor numpy is imported.
+
+    Where Hydra alone takes a fifth of a second to import the machine is too busy to tell: there it is measured by that.
+    """
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    result = subprocess.run(
+        [*command[:1], "-X", "importtime", *command[1:]], capture_output=True, text=True, check=True
+    )
     imported = {line.rsplit("|", 1)[-1].strip() for line in result.stderr.splitlines()}
     assert not imported & {"torch", "numpy", "matplotlib", "sentencepiece"}
+    hydra = processor_seconds([sys.executable, "-c", "import hydra.compose, omegaconf"])
+    assert processor_seconds(command) < max(0.5, 3.5 * hydra)
+
+
+def processor_seconds(command: list[str]) -> float:
     seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command[:1] + command[3:], capture_output=True, check=True)
+        subprocess.run(command, capture_output=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 0.5
+    return min(seconds)

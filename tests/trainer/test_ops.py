@@ -11,7 +11,8 @@ from run_files import read_metrics, snapshot
 from gptlite.config import CONF_DIR
 
 TRAIN = CONF_DIR.parent / "train.py"
-FIFTY = ("trainer.max_steps=50", "optimizer.lr=1e-3", "schedule.warmup_steps=100", "trainer.sample_tokens=0")
+# The first 50 of 100 warm-up steps to 1e-3: Adam makes a whole step of rounding noise where a gradient is tiny.
+FIFTY = ("trainer.max_steps=50", "optimizer.lr=5e-4", "schedule.warmup_steps=49", "trainer.sample_tokens=0")
 
 
 @pytest.mark.parametrize(
