@@ -95,8 +95,8 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):
-        q = ctx.saved_tensors[2]
-        return torch.ops.gptlite.attention_backward(grad, *ctx.saved_tensors, 1.0 / math.sqrt(q.shape[-1]))
+        saved = ctx.saved_tensors  # once: recomputation gives them only once
+        return torch.ops.gptlite.attention_backward(grad, *saved, 1.0 / math.sqrt(grad.shape[-1]))
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -111,8 +111,8 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):
-        qkv = ctx.saved_tensors[2]
-        return torch.ops.gptlite.attention_packed_backward(grad, *ctx.saved_tensors, 1.0 / math.sqrt(qkv.shape[-1]))
+        saved = ctx.saved_tensors
+        return torch.ops.gptlite.attention_packed_backward(grad, *saved, 1.0 / math.sqrt(grad.shape[-1]))
 
 
 def _probabilities(q: Tensor, k: Tensor, start: int, end: int, scale: float) -> Tensor:

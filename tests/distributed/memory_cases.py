@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gptlite.config import Config, load
 from gptlite.model.parallelize import finish_gradients
+from gptlite.ops.select import select_ops
 from gptlite.parallelism import pipeline
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.memory import StateBytes, predicted_state
@@ -21,6 +22,7 @@ from gptlite.parallelism.memory_watch import MemoryWatch, StepBytes
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.pipeline import MicroBatches
 from gptlite.parallelism.zero import before_backward
+from gptlite.parity import record
 from gptlite.parity.record import build
 from gptlite.precision import Precision, PrecisionConfig
 from gptlite.trainer.state import TrainState
@@ -126,6 +128,8 @@ def imagine(cases: list[Case], planted: bool = False) -> list[Measured]:
         with (
             imagined_world(case.rank, case.world),
             mock.patch.object(pipeline, "before_backward", hold_back if planted else before_backward),
+            # There is nobody to agree with.
+            mock.patch.object(record, "agreed_ops", lambda config, mesh: select_ops(config, mesh.device)),
         ):
             found.append(measure(case, real=False))
     return found
