@@ -21,8 +21,10 @@ from kernels import (
 )
 from kernels.cases import BEST
 
+if not torch.cuda.is_available():
+    pytest.skip("no GPU here", allow_module_level=True)  # once, not two thousand times
+
 DEVICE = torch.device("cuda")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 OPS = torch.ops.gptlite
 
 

@@ -31,7 +31,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch):
     class Stopped:
         def check(self, keys):
             time.sleep(2)
-            return True
+            return False
 
     mail._last = Stopped()
     before = time.monotonic()

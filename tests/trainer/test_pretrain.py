@@ -236,7 +236,7 @@ def test_the_command_line_goes_on_with_a_run_given_its_folder_alone(tiny: list[s
         (["data.path=nowhere.txt"], "data.path=nowhere.txt"),
         (["data.sequence_length=64"], "data.sequence_length=64"),
         (["checkpoint.resume=nowhere"], "checkpoint.resume=nowhere"),
-        (["ops=fused"], "ops=fused"),
+        (["ops.attention=cudnn"], "ops.attention=cudnn"),
     ],
 )
 def test_a_refusal_exits_2_with_one_line_and_writes_nothing(tiny, tmp_path: Path, overrides, named: str, start) -> None:
