@@ -30,8 +30,9 @@ SOURCES = {
     "cpu/dispatch.cpp": """extern "C" __attribute__((visibility("default"))) const char* gptlite_cpu_isa() {
       return "tiny";
     }""",
+    # A name of its own: the real library may be loaded in the process that is forked.
     "binding/schemas.cpp": "#include <torch/csrc/stable/library.h>\n"
-    'STABLE_TORCH_LIBRARY(gptlite, m) { m.def("twice(Tensor x) -> Tensor"); }',
+    'STABLE_TORCH_LIBRARY(gptlite_tiny, m) { m.def("twice(Tensor x) -> Tensor"); }',
     "cuda/kernel.cu": "",
 }
 UNITS = 2
@@ -94,7 +95,7 @@ def loaded_in_a_process(processes: int = 1) -> list[tuple[Loaded | Unavailable, 
         if isinstance(found, Loaded):
             import torch
 
-            assert torch.ops.gptlite.twice.default
+            assert torch.ops.gptlite_tiny.twice.default
             assert load("cpu", print) is found
         return found, lines
 
