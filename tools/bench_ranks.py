@@ -161,13 +161,15 @@ def our_step(layout: str, size: Size, arguments: Arguments) -> Callable[[], None
     mesh = build_mesh(parallelism)
     policy = resolve_precision(PrecisionConfig(Precision[arguments.precision]), mesh.device)
     config = _model_config(size, tied=arguments.peer == "deepspeed")
+    ops = select_ops(OpsConfig(), mesh.device)
     with torch.device("meta"):
-        model = GPT(config, select_ops(OpsConfig(), mesh.device))
+        model = GPT(config, ops)
     parts = parallelize(model, mesh, parallelism, policy)
     materialize(parts, mesh.device)
     for part in parts:
         init_weights(part, config, seed=0)
-    optimizer = build_optimizer(AdamWConfig(lr=1e-3), [named for part in parts for named in part.named_weights()])
+    weights = [named for part in parts for named in part.named_weights()]
+    optimizer = build_optimizer(AdamWConfig(lr=1e-3), weights, ops.adamw)
     count = arguments.micro_batches if parallelism.pipeline > 1 else 1
     loader: Any = _Loader(size, count, mesh.data_size, mesh.device)
     chain = Chain(parts, mesh, parallelism)

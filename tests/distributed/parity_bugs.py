@@ -121,8 +121,8 @@ def _loader_of_rank_0(*args: Any, **options: Any) -> Loader:
     return loader
 
 
-def _no_decay_on_later_ranks(config: Any, parameters: Any) -> Any:
-    return _build_optimizer(replace(config, weight_decay=0.0) if dist.get_rank() else config, parameters)
+def _no_decay_on_later_ranks(config: Any, *others: Any) -> Any:
+    return _build_optimizer(replace(config, weight_decay=0.0) if dist.get_rank() else config, *others)
 
 
 _sum_sliced_gradients, _key, _batch = tensor.sum_sliced_gradients, gpt.Block._key, Loader.batch
