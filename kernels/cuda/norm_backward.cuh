@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kLongBlock) norm_backward_long(NormGradient g)
   for (int64_t row = blockIdx.x; row < g.rows; row += gridDim.x, turn ^= 1) {
     const float mean = g.mean[row], rstd = g.rstd[row];
     float c[2] = {0.0f, 0.0f};
-#pragma unroll 2
+#pragma unroll (sizeof(T) < 4 ? 2 : 1)  // registers
     for (int64_t column = start; column < g.width; column += step) {
       const GradientPack<T, V> pack(g, row, column, mean, rstd);
 #pragma unroll

@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kLongBlock) forward_long(T* y, const T* x, Sco
   const int64_t seen = seen_keys(s, at.row), start = at.row * s.keys, mask_at = mask_row(s, at.row);
   const int64_t first = static_cast<int64_t>(at.lane) * V, step = kLongBlock * V;
   float v[V], maximum = -INFINITY, sum = 0.0f;
-#pragma unroll 2
+#pragma unroll (V == 1 ? 1 : 2)  // registers
   for (int64_t column = first; column < seen; column += step) {
     score<T, V>(v, load_pack<V>(x + start + column), s, mask_at, column, seen);
     float higher = maximum;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kLongBlock) forward_long(T* y, const T* x, Sco
   sum *= exponential<T>(maximum - base);
   // The thread's own maximum of -inf or NaN alone stood for a base of 0: its sum is 0 or NaN under any base.
   const float factor = inverse(group_reduce<Sum>(sum, kLongBlock, slots + kMaxWarps));
-#pragma unroll 2
+#pragma unroll (V == 1 ? 1 : 2)  // registers
   for (int64_t column = first; column < s.keys; column += step) {
     if (column < seen) {
       score<T, V>(v, load_pack<V>(x + start + column), s, mask_at, column, seen);
