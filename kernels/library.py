@@ -113,11 +113,9 @@ def compiled() -> Library | None:
         tools = _tools(torch.cuda.is_available())
         if isinstance(tools, Library):
             return tools
-        name = _name(tools[0], tools[1])
-        for folder in known_folders():
-            if record := lookup(folder / name):
-                return Library(folder / name, record, True, tools[2] or record.why_no_cuda)
-    except (BuildError, OSError):
+        if found := _cached(_name(tools[0], tools[1])):
+            return Library(*found, True, tools[2] or found[1].why_no_cuda)
+    except (BuildError, OSError):  # what `prepare` would raise: there is none either way
         pass
     return None
 
@@ -141,9 +139,8 @@ def _tools(cuda: bool) -> tuple[Compiler, Compiler | None, str] | Library:
 
 
 def _cached_or_compiled(name: str, cxx: Compiler, nvcc: Compiler | None, log: Log) -> tuple[Path, Record, bool]:
-    for folder in known_folders():  # one that is read-only now may have it all the same
-        if record := lookup(folder / name):
-            return folder / name, record, True
+    if found := _cached(name):
+        return *found, True
     folder = writable_folder(log)
     library = folder / name
     with locked(folder, log):
@@ -152,6 +149,13 @@ def _cached_or_compiled(name: str, cxx: Compiler, nvcc: Compiler | None, log: Lo
         if library.exists():
             log(f"kernels: {library} is damaged: compiling it again")
         return library, _compile(library, cxx, nvcc, log), False
+
+
+def _cached(name: str) -> tuple[Path, Record] | None:
+    for folder in known_folders():  # one that is read-only now may have it all the same
+        if record := lookup(folder / name):
+            return folder / name, record
+    return None
 
 
 def _compile(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log) -> Record:

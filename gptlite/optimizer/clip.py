@@ -22,7 +22,7 @@ def local_grad_norm(parameters: Iterable[nn.Parameter], fused: bool = False) -> 
     if not gradients:
         return torch.zeros(())
     if fused:
-        return torch.ops.gptlite.norm([gradient.contiguous() for gradient in gradients])
+        return torch.ops.gptlite.norm(gradients)
     pieces = [piece for gradient in gradients for piece in _pieces(gradient)]
     # 16-bit gradients are summed in fp32 too: fp16 ends at 65504, and bf16 has 8 bits.
     norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]

@@ -37,7 +37,7 @@ class FusedStep:
             states = [materialized(self, parameter) for parameter in parameters]  # type: ignore[arg-type]
             torch.ops.gptlite.adamw_(
                 _local(parameters),
-                [gradient.contiguous() for gradient in _local(p.grad for p in parameters)],
+                _local(p.grad for p in parameters),
                 *(_local(state[key] for state in states) for key in ("exp_avg", "exp_avg_sq", "step")),
                 float(group["lr"]),
                 *group["betas"],
