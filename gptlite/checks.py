@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,7 @@ def _positive(config: Config) -> None:
             "bucket_layers",
         ),
         "trainer": ("max_steps", "log_interval", "eval_samples"),
+        "cluster": ("nodes", "devices_per_node"),
     }
     for section, keys in sections.items():
         for key in keys:
@@ -212,6 +214,11 @@ def _trainer(config: Config) -> None:
         raise ConfigError(f"trainer.profile_steps={steps} must be [first, last] with 1 <= first <= last, or []")
     if steps and steps[0] > trainer.max_steps:
         raise ConfigError(f"trainer.profile_steps={steps} begins after trainer.max_steps={trainer.max_steps}")
+    most = trainer.host_memory_limit
+    if most is not None and not 0 < most < math.inf:
+        raise ConfigError(f"trainer.host_memory_limit={most:g} must be above 0: it is in GiB a rank; null: no limit")
+    if most is not None and sys.platform != "linux":
+        raise ConfigError(f"trainer.host_memory_limit={most:g}: only Linux has such limits; leave it out")
     for key in ("eval_interval", "sample_tokens", "max_restarts", "replica_check_interval"):
         if getattr(trainer, key) < 0:
             raise ConfigError(f"trainer.{key}={getattr(trainer, key)} must not be negative; 0 turns it off")

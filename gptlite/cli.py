@@ -18,32 +18,27 @@ from gptlite.config_errors import refusals
 from gptlite.errors import ConfigError
 from gptlite.starter import is_main, let_main_speak, refuse_sweep
 
+SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}  # Hydra's, which run nothing
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 
 @hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")
-def run(raw: DictConfig) -> None:
-    """One job: of a single run or, under --multirun, of a sweep."""
+def run(raw: DictConfig) -> float | None:
+    """One job: of a single run or, under --multirun, of a sweep. The latter's return value is its loss."""
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         if code := guarded(refuse_sweep):  # an experiment may be a sweep, unseen by `command`
             sys.exit(code)
-        job_of_sweep(raw)
+        return job_of_sweep(raw)
     else:
         # Leaves by SystemExit: Hydra has words of its own for an exception.
         sys.exit(guarded(lambda: train(raw)))
 
 
-def job_of_sweep(raw: DictConfig) -> None:
-    """A job of a sweep in a folder of its own, whatever the overrides say. A failed one does not end the sweep."""
-    number = HydraConfig.get().job.num
-    raw.run.name = f"{raw.run.name}-{number}"
-    if any(override.startswith("run.dir=") for override in HydraConfig.get().overrides.task):
-        raw.run.dir = f"{raw.run.dir}/{number}"
-    code = train(raw)
-    if code > 128:  # a signal was for the sweep
-        sys.exit(code)
-    if code:
-        raise RuntimeError(f"the run in {raw.run.dir} failed with exit code {code}")
+def job_of_sweep(raw: DictConfig) -> float | None:
+    """A cell of a sweep, on ranks of its own. One that fails does not end the sweep."""
+    from gptlite.sweep.job import run_cell
+
+    return run_cell(raw)
 
 
 def train(raw: DictConfig) -> int:
@@ -70,10 +65,35 @@ def command() -> int:
         if {"-h", "--help"} & set(flags):
             print(help_text(overrides))
             return 0
-        if {"-m", "--multirun"} & set(flags):
-            refuse_sweep()
+        presets = any(re.match(r"\+?sweep=", each) for each in overrides) and not SHOWING & set(flags)
+        if {"-m", "--multirun"} & set(flags) or presets:
+            return sweep(flags, overrides)
+        if given := next((each for each in overrides if each.startswith("hydra.sweep.")), None):
+            raise ConfigError(f"{given} is of sweeps alone; add -m, or give run.dir=... for one run")
         sys.argv[1:] = [*flags, *saved_overrides(overrides), *overrides]
+        return jobs()
+
+
+def sweep(flags: list[str], overrides: list[str]) -> int:
+    """Runs a sweep, a new one or what is left of the one in its folder; returns its exit code."""
+    from gptlite.sweep.resume import sweep_overrides
+
+    refuse_sweep()
+    sys.argv[1:] = ["--multirun", *(each for each in flags if each not in ("-m", "--multirun"))]
+    sys.argv += sweep_overrides(overrides)
+    return jobs()
+
+
+def jobs() -> int:
+    """Hands the command line to Hydra; returns the exit code."""
+    from gptlite.sweep.ended import Ended
+
+    try:
         run()
+    except Ended as ended:
+        if ended.error is not None:
+            raise ended.error from None
+        return ended.code
     return 0
 
 

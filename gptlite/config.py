@@ -28,6 +28,7 @@ from gptlite.ops.config import OpsConfig
 from gptlite.optimizer import config as optimizers
 from gptlite.optimizer.config import OptimizerConfig, ScheduleConfig
 from gptlite.parallelism.config import ParallelismConfig
+from gptlite.plan.config import ClusterConfig
 from gptlite.precision import PrecisionConfig
 from gptlite.trainer.config import TrainerConfig
 
@@ -64,6 +65,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 # group -> the schemas its presets may start from
@@ -89,6 +91,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "trainer": {"trainer_schema": TrainerConfig},
     "checkpoint": {"checkpoint_schema": CheckpointConfig},
     "logger": {"jsonl_schema": LoggerConfig, "tensorboard_schema": TensorboardConfig, "wandb_schema": WandbConfig},
+    "cluster": {"cluster_schema": ClusterConfig},
 }
 
 

@@ -44,6 +44,8 @@ def explain(error: BaseException) -> str:
 
 def unknown_key(key: str) -> str:
     """The line for a key that no section has."""
+    if key == "sweep":
+        return "sweep is no section of a run; its preset is added: +sweep=parallelism"
     keys = known_keys()
     leaves = [known for known in keys if known.split(".")[-1] == key.split(".")[-1]]
     if key in keys:
@@ -60,4 +62,6 @@ def _missing_preset(error: MissingConfigException) -> str:
     hint = f"did you mean {close[0]}? " if close else ""
     if not options:
         return str(error).splitlines()[0]
+    if group == "hydra/launcher" and (plugin := name.partition("_")[0]) in ("joblib", "submitit"):
+        hint = f"pip install hydra-{plugin}-launcher, or "
     return f"{group}={name} does not exist; {hint}the choices are {', '.join(options)}"

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -22,9 +22,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.config import Config, to_yaml
 from gptlite.errors import ConfigError
+from gptlite.host_memory import kernel_kills, was_near
 from gptlite.rank_log import log_path
 from gptlite.rank_stop import EXIT_TERMINATED, SAME_SECONDS, SIGNALS
 
+ABORTS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 SHOWN_LINES = 12  # of a failed rank's traceback or log
 # What the others say once a rank has died: libraries have no type for it.
 FOLLOWS = re.compile(
@@ -42,34 +44,54 @@ main(sys.argv[1:])
 """
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How ranks ended: the run's exit code and, where they failed, why in a line, and whether memory ran out."""
+
+    exit_code: int
+    reason: str = ""
+    out_of_memory: bool = False
+
+
 def run_ranks(config: Config, world: int, started: float, worker: tuple[str, ...] = ("-c", START)) -> int:
-    """Runs a configuration on `world` new processes here; returns the exit code. Raises ConfigError if it is refused.
+    """Runs a configuration on `world` new processes here; returns the exit code: see `rank_ending`."""
+    return rank_ending(config, world, started, worker).exit_code
+
+
+def rank_ending(config: Config, world: int, started: float, worker: tuple[str, ...] = ("-c", START)) -> Ended:
+    """Runs a configuration on `world` new processes here, one too. Raises ConfigError if it is refused.
 
     Rank 0 has the terminal. If a rank fails, the others are ended and, `trainer.max_restarts` times, all start again
     from the last checkpoint. `worker` are the arguments of Python that make a process a rank.
     """
     restarts = config.trainer.max_restarts
+    reason, ran_out = "", False
     with tempfile.TemporaryDirectory(prefix="gptlite-") as name, Requests(Path(name) / "stop") as requests:
         for attempt in range(restarts + 1):
             folder = Path(name) / str(attempt)
             folder.mkdir()
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            kills = kernel_kills()
             failures = run_once(folder, world, requests, (*worker, str(folder), str(started), str(os.getpid())))
             results = [_result(folder, rank) for rank in range(world)]
             for result in results:
                 if "refused" in result:
                     raise ConfigError(result["refused"])
             if requests.received and (requests.insisted or all(map(_follows, failures.values()))):
-                return results[0].get("exit_code", 128 + requests.received)
+                return Ended(results[0].get("exit_code", 128 + requests.received))
             if not failures and "exit_code" in results[0]:
-                return results[0]["exit_code"]
-            print(blame(failures, folder, Path(config.run.dir).expanduser()), file=sys.stderr)
+                return Ended(results[0]["exit_code"])
+            words = blame(failures, folder, Path(config.run.dir).expanduser())
+            near = {rank for rank in failures if was_near(folder / f"memory-{rank}", config.trainer.host_memory_limit)}
+            memory = _memory(results, failures, kernel_kills() > kills, near)
+            reason, ran_out = memory or words.splitlines()[0], bool(memory)
+            print(memory or words, file=sys.stderr)
             if requests.received:
                 break
             if attempt < restarts:
                 print(f"starting the ranks again ({attempt + 1} of {restarts})", file=sys.stderr, flush=True)
                 config = going_on(config)
-    return 1
+    return Ended(1, reason, ran_out)
 
 
 def run_once(folder: Path, world: int, requests: "Requests", arguments: tuple[str, ...]) -> Failures:
@@ -192,6 +214,22 @@ def _exception(failure: ProcessFailure) -> tuple[str, str] | None:
     """`ValueError: ...` and the traceback that a rank has left, if any."""
     message: Any = failure.message  # text where the rank left none
     return (message["message"], message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else None
+
+
+def _memory(results: list[dict], failures: Failures, killed: bool, near: set[int]) -> str:
+    """The line of the rank whose memory ran out, if one's did: by its own word, by the kernel's deed (`killed`), or
+    where a library's thread, which cannot raise, has aborted the process `near` its limit."""
+    for rank, result in enumerate(results):
+        if "out_of_memory" in result:
+            return f"rank {rank}: {result['out_of_memory']}"
+    ended = [rank for rank, failure in failures.items() if failure.exitcode == -signal.SIGKILL]
+    if ended and killed:
+        return f"rank {ended[0]}: host memory ran out: the kernel ended it"
+    for rank in sorted(near):
+        if failures[rank].exitcode in ABORTS:
+            name = signal.Signals(-failures[rank].exitcode).name
+            return f"rank {rank}: host memory ran out: {name} near trainer.host_memory_limit"
+    return ""
 
 
 def _follows(failure: ProcessFailure) -> bool:

@@ -1,6 +1,7 @@
 """Files that are whole or not there: written under another name, brought to the disk, renamed."""
 
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,29 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def unwritable(folder: Path, key: str) -> str:
+    """Why nothing can be made in a folder that is there or is to be made; empty where it can. Leaves nothing behind.
+
+    `key` is what the user would give another of. Permission bits do not tell: not for root, a full quota or a
+    read-only mount. So a file without a name is made.
+    """
+    above = existing(folder)
+    if not above.is_dir():
+        return f"{above} is a file; give a folder"
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            return ""
+    except OSError as error:
+        return f"{above}: {(error.strerror or 'cannot be written').lower()}; give another {key}"
 
 
 def _sync(file: BinaryIO) -> None:

@@ -1,14 +1,21 @@
 """Starting the ranks of a run: in this process where there is one, else as processes of their own."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from gptlite.checks import check_world
 from gptlite.config import Config
 from gptlite.errors import ConfigError
+from gptlite.host_memory import limit
 from gptlite.parallelism.layout import wanted_world
-from gptlite.starter import starter
+from gptlite.starter import Starter, is_main, starter
+
+if TYPE_CHECKING:
+    from gptlite.elastic import Ended
 
 # glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -21,9 +28,30 @@ def launch(config: Config, started: float) -> int:
     `started` is when the command began, in time.monotonic() seconds: `trainer.max_time` counts from there.
     Under torchrun or srun this process is one rank of theirs; else it starts as many as the layout asks for.
     """
+    outer = starter()
+    config, world = planned(config, outer)
+    if world == 1:
+        limit(config.trainer.host_memory_limit)
+        keep_freed_memory()
+        from gptlite.pretrain import pretrain
+
+        return pretrain(config, started)
+    if outer:
+        from gptlite.worker import under
+
+        return under(outer, config, started)
+    return start_ranks(config, world, started).exit_code
+
+
+def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
+    """The configuration with its layout chosen, and how many ranks run it. Raises ConfigError where they cannot."""
     import torch
 
-    outer, gpus = starter(), torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
+    if config.parallelism.auto:
+        from gptlite.planning import chosen
+
+        config = chosen(config, outer.world_size if outer else None, print if is_main() else _unsaid)
     world = outer.world_size if outer else wanted_world(config.parallelism, gpus)
     check_world(config, world)
     here = outer.local_world_size if outer else world
@@ -33,21 +61,23 @@ def launch(config: Config, started: float) -> int:
             f"the layout has {here} ranks on this machine, which shows {gpus} GPU{'s' * (gpus > 1)}; lower the degrees "
             f"of parallelism, or set CUDA_VISIBLE_DEVICES= for ranks on the CPU"
         )
-    if world == 1:
-        keep_freed_memory()
-        from gptlite.pretrain import pretrain
+    return config, world
 
-        return pretrain(config, started)
-    if outer:
-        from gptlite.worker import under
 
-        return under(outer, config, started)
-    from gptlite.elastic import run_ranks
+def start_ranks(config: Config, world: int, started: float) -> Ended:
+    """Runs the configuration on processes of their own, one too. Raises ConfigError where it is refused."""
+    import torch
+
+    from gptlite.elastic import rank_ending
     from gptlite.ops.select import select_ops
 
     # Refuses what cannot run before a rank starts, and compiles the kernels once before all ranks want them.
-    select_ops(config.ops, torch.device("cuda" if gpus else "cpu"))
-    return run_ranks(config, world, started)
+    select_ops(config.ops, torch.device("cuda" if torch.cuda.device_count() else "cpu"))
+    return rank_ending(config, world, started)
+
+
+def _unsaid(text: str) -> None:
+    """What rank 0 says for all."""
 
 
 def keep_freed_memory() -> None:

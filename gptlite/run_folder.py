@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,7 +21,7 @@ from gptlite.checkpoint.store import step_folders
 from gptlite.config import Config, from_yaml, read_saved, to_dict, to_yaml
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
-from gptlite.files import write_whole
+from gptlite.files import existing, unwritable, write_whole
 from gptlite.parallelism.main_rank import from_all, from_main
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.words import layout_words
@@ -114,7 +113,7 @@ class RunFolder:
     def check_space(self, state: TrainState) -> None:
         """Raises ConfigError where there is no room for one checkpoint, and says so where there is not for all."""
         size, keep = self.checkpointer.size(state.tensors()), self.config.checkpoint.keep
-        free = from_main(self.mesh, lambda: shutil.disk_usage(_existing(self.path)).free)
+        free = from_main(self.mesh, lambda: shutil.disk_usage(existing(self.path)).free)
         words = (
             f"run.dir={self.config.run.dir}: a checkpoint takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
         )
@@ -256,16 +255,8 @@ class RunFolder:
             time.sleep(0.1)
 
     def _refuse_unwritable(self) -> None:
-        folder = _existing(self.path)
-        if not folder.is_dir():
-            raise ConfigError(f"run.dir={self.config.run.dir}: {folder} is a file; give a folder")
-        try:
-            # Permission bits do not tell: not for root, a full quota or a read-only mount. The file has no name.
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            reason = (error.strerror or "cannot be written").lower()
-            raise ConfigError(f"run.dir={self.config.run.dir}: {folder}: {reason}; give another run.dir") from None
+        if reason := unwritable(self.path, "run.dir"):
+            raise ConfigError(f"run.dir={self.config.run.dir}: {reason}")
 
     def _refuse(self, old: Config, where: str) -> None:
         """Refuses to go on from another model, data or seed; notes what else differs."""
@@ -280,10 +271,3 @@ class RunFolder:
                 self.log(notice)
         if (harmless := differences.harmless()) and harmless not in self._early:
             self.record(harmless)
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder

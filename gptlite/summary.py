@@ -23,11 +23,12 @@ from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.plot import plot_curves
 from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
-from gptlite.model.flops import flops_per_token
+from gptlite.model.flops import flops_per_token, head_flops, layer_flops
 from gptlite.model.generate import Sampling, generate
 from gptlite.ops.select import Ops
 from gptlite.parallelism.boxes import num_local_elements
 from gptlite.parallelism.collectives import gather_objects
+from gptlite.parallelism.layout import num_stages, split_layers, stages_per_rank
 from gptlite.parallelism.main_rank import from_main
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.replicas import ReplicasDiffer
@@ -163,7 +164,7 @@ def conclude(
 
     def note(error: RankStuck) -> None:  # this process is about to end, from another thread
         run.record(f"error: {error}")
-        run.write_result(_result(f"failed: {error}", state, reporter, None, started))
+        run.write_result(_result(f"failed: {error}", config, run, state, reporter, None, started))
 
     watch.ending = note
     try:
@@ -194,7 +195,7 @@ def conclude(
             reporter.close(failed=conclusion.outcome is None)
         finally:
             try:
-                run.write_result(_result(status, state, reporter, conclusion.outcome, started))
+                run.write_result(_result(status, config, run, state, reporter, conclusion.outcome, started))
             except OSError as error:
                 if conclusion.outcome is not None:
                     raise
@@ -207,10 +208,16 @@ def conclude(
 
 
 def _result(
-    status: str, state: TrainState, reporter: Reporter, outcome: Outcome | None, started: float
+    status: str,
+    config: Config,
+    run: RunFolder,
+    state: TrainState,
+    reporter: Reporter,
+    outcome: Outcome | None,
+    started: float,
 ) -> dict[str, Any]:
+    """result.json: how the run ended, and the figures that a sweep compares (docs/sweeps.md says what each means)."""
     evaluation = outcome.evaluation if outcome else None
-    speeds = sorted(reporter.speeds)
     return {
         "status": status,
         "step": state.step,
@@ -218,10 +225,32 @@ def _result(
         "best_val_loss": state.meta()["best_val_loss"],
         "val_loss": evaluation.loss if evaluation else None,
         "val_bits_per_byte": evaluation.bits_per_byte if evaluation else None,
-        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
+        **reporter.figures(),
         "memory_peak_bytes": memory_bytes(reporter.device)["memory_peak_bytes"],
+        "world_size": run.mesh.world_size,
+        "layout": run.layout,
+        "pipeline": _pipeline(config, state.loader.num_micro_batches),
         "wall_seconds": time.monotonic() - started,
         "checkpoint": str(outcome.checkpoint) if outcome and outcome.checkpoint else None,
+    }
+
+
+def _pipeline(config: Config, micro_batches: int) -> dict[str, Any] | None:
+    """What a timeline of the pipeline is drawn from; None without one. `stage_flops`: a token's, forward and backward,
+    of each stage's layers and of the head in the last."""
+    parallelism, model = config.parallelism, config.model
+    if parallelism.pipeline == 1:
+        return None
+    layers = split_layers(model.num_layers, num_stages(parallelism), layer_flops(model), head_flops(model))
+    flops = [len(each) * layer_flops(model, config.data.sequence_length) for each in layers]
+    return {
+        "ranks": parallelism.pipeline,
+        "schedule": parallelism.schedule,
+        "stages_per_rank": stages_per_rank(parallelism),
+        "micro_batches": micro_batches,
+        "layers": [len(each) for each in layers],
+        "stage_flops": [*flops[:-1], flops[-1] + head_flops(model)],
+        "activation_checkpointing": parallelism.activation_checkpointing.value,
     }
 
 

@@ -16,6 +16,7 @@ from typing import NoReturn
 from gptlite.config import Config, from_yaml, to_yaml
 from gptlite.errors import ConfigError
 from gptlite.files import write_whole
+from gptlite.host_memory import be_first_to_go, lift, limit, note_use, out_of_memory
 from gptlite.rank_log import RankLog
 from gptlite.starter import Starter
 
@@ -33,6 +34,7 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
     """
     folder, started, launcher = Path(arguments[0]), float(arguments[1]), int(arguments[2])
     die_with(launcher)
+    be_first_to_go()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # until there is someone to ask what it means
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     log = RankLog(folder / f"rank-{rank}.log", rank) if rank else None
@@ -41,6 +43,7 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
     def conclude(**result: object) -> None:
         write_whole(folder / f"result-{rank}.json", json.dumps(result))
 
+    config = None
     try:
         from gptlite.launch import keep_freed_memory, share_cores
         from gptlite.parallelism.process_group import leave
@@ -50,6 +53,8 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
         keep_freed_memory()
         share_cores(world)
         config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+        if config.trainer.host_memory_limit is not None:
+            note_use(folder / f"memory-{rank}")
         conclude(exit_code=train_rank(config, started, stop, log, pretrain))
         leave()
     except ConfigError as error:
@@ -58,6 +63,11 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
     except KeyboardInterrupt:  # the request to stop, before there was anything to save
         end(0)
     except BaseException as error:
+        reason = out_of_memory(error)
+        lift()
+        if reason:
+            most = config.trainer.host_memory_limit if config else None
+            conclude(out_of_memory=reason + (f" (trainer.host_memory_limit={most:g} GiB)" if most else ""))
         note_failure(error)
         if log:  # rank 0's terminal gets the launcher's words, and of the rank that failed first
             traceback.print_exception(error)
@@ -111,7 +121,9 @@ def train_rank(
 
     if pretrain is None:
         from gptlite.pretrain import pretrain
-    join(config.parallelism.timeout_seconds)
+    if int(os.environ["WORLD_SIZE"]) > 1:  # one rank has nobody to talk to
+        join(config.parallelism.timeout_seconds)
+    limit(config.trainer.host_memory_limit)
     if from_rank_0:
         config = from_yaml(broadcast_text(to_yaml(config)))
     return pretrain(config, started, stop, log.move if log else None)

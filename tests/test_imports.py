@@ -41,7 +41,7 @@ class Room:
 
 
 # Every room may import itself, gptlite (its version) and these, which import nothing.
-LEAVES = ("errors", "files", "progress")
+LEAVES = ("errors", "files", "host_memory", "progress")
 ROOMS = {
     **{leaf: Room() for leaf in LEAVES},
     "ops": Room("kernels", packages="torch"),
@@ -53,10 +53,23 @@ ROOMS = {
     "optimizer": Room("parallelism", packages="torch"),
     "checkpoint": Room("parallelism", packages="torch"),
     "trainer": Room("ops parallelism precision metrics data model optimizer checkpoint", packages="torch"),
+    "plan": Room(
+        "data kernels metrics model ops optimizer parallelism precision trainer",
+        packages="torch",
+        lazy="matplotlib yaml",
+    ),
     # The composition, from the command line down.
-    "cli": Room("config config_errors launch starter", packages="hydra omegaconf"),
+    "cli": Room("config config_errors launch starter sweep", packages="hydra omegaconf"),
+    "sweep": Room(
+        "checks config config_errors launch metrics parallelism plan planning rank_stop trainer",
+        packages="hydra omegaconf",
+        lazy="matplotlib",
+    ),
     "starter": Room(),
-    "launch": Room("checks config elastic ops parallelism pretrain starter worker", packages="torch"),
+    "launch": Room("checks config elastic ops parallelism planning pretrain starter worker", packages="torch"),
+    "planning": Room("checks config model ops parallelism plan precision"),
+    "plan_report": Room("metrics model parallelism plan planning"),
+    "tuning": Room("config metrics parallelism plan planning"),
     "elastic": Room("checkpoint config rank_log rank_stop", packages="torch"),
     "worker": Room("config launch parallelism pretrain rank_log rank_stop starter", packages="torch"),
     "rank_log": Room(),
@@ -69,7 +82,7 @@ ROOMS = {
         "config checkpoint data metrics model ops optimizer parallelism precision run_folder trainer", packages="torch"
     ),
     "config": Room(
-        "conf config_errors checks checkpoint data metrics model ops optimizer parallelism precision trainer",
+        "conf config_errors checks checkpoint data metrics model ops optimizer parallelism plan precision trainer",
         packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
     ),
     "restore": Room("config checkpoint data model ops parallelism precision trainer", packages="torch"),
@@ -93,8 +106,8 @@ WIDER = {
     MAPPED["kernels"] / "command.py": "tool",  # a command line; what a run imports of the kernels never imports it
 }
 CONFIG_USERS = {
-    *("cli", "launch", "elastic", "worker", "pretrain", "run_folder", "summary", "checks", "config_errors"),
-    *("restore", "tool", "parity", "huggingface", "checkpoint_tool"),
+    *("cli", "sweep", "launch", "elastic", "worker", "pretrain", "run_folder", "summary", "checks", "config_errors"),
+    *("planning", "plan_report", "tuning", "restore", "tool", "parity", "huggingface", "checkpoint_tool"),
 }
 
 

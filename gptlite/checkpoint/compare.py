@@ -50,6 +50,7 @@ EFFECTS: dict[str, Effect] = {
     "trainer.compile": Effect.changes_numbers,
     "checkpoint": Effect.safe,
     "logger": Effect.safe,
+    "cluster": Effect.safe,  # what a plan assumes of the hardware
     "run": Effect.safe,
     # The class of each section, as gptlite.config.to_dict names it.
     "schemas": Effect.safe,

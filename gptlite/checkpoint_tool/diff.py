@@ -21,8 +21,9 @@ from gptlite.checkpoint.compare import compare_configs
 from gptlite.checkpoint.manifest import Entries, Manifest, read_manifest
 from gptlite.checkpoint_tool.inspect import tensor_bytes
 from gptlite.checkpoint_tool.places import checkpoint_config, config_of, existing, is_step, one_checkpoint
-from gptlite.checkpoint_tool.tables import shape, table
+from gptlite.checkpoint_tool.tables import shape
 from gptlite.errors import ConfigError
+from gptlite.metrics.console import table
 
 CLASSES = {
     "refused": "refused",

@@ -13,9 +13,9 @@ from typing import Any
 
 from gptlite.checkpoint.manifest import Manifest, read_manifest
 from gptlite.checkpoint_tool.places import checkpoint_config, damage, one_checkpoint
-from gptlite.checkpoint_tool.tables import facts, shape, table, when
+from gptlite.checkpoint_tool.tables import facts, shape, when
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.metrics.console import format_bytes, format_count
+from gptlite.metrics.console import format_bytes, format_count, table
 
 LARGEST = 5
 KINDS = {"model": "model.", "optimizer": "optim."}

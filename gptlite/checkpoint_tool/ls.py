@@ -12,8 +12,8 @@ from pathlib import Path
 from gptlite.checkpoint import store
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from gptlite.checkpoint_tool.places import damage, has_writer, leftovers, roots, size_on_disk
-from gptlite.checkpoint_tool.tables import table, when
-from gptlite.metrics.console import format_bytes, format_count
+from gptlite.checkpoint_tool.tables import when
+from gptlite.metrics.console import format_bytes, format_count, table
 
 HEADER = ("step", "tokens", "written", "age", "size", "best val", "layout", "status")
 

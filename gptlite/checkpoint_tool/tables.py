@@ -6,17 +6,6 @@ from datetime import UTC, datetime
 from gptlite.metrics.console import format_duration
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "", indent: str = "  ") -> Iterator[str]:
-    """Lines of aligned columns under a header; the columns named in `right` are aligned to the right."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    aligned_right = [name in right.split() for name in header]
-    for line in lines:
-        cells = zip(line, widths, aligned_right, strict=True)
-        text = "  ".join(cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in cells)
-        yield (indent + text).rstrip()
-
-
 def facts(pairs: Sequence[tuple[str, str]], width: int = 11) -> Iterator[str]:
     """Lines of a word and what it says; an empty one is left out."""
     return (f"  {word:<{width}} {text}" for word, text in pairs if text)

@@ -6,7 +6,7 @@ terminal, through `tee` and in a Slurm log.
 
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 WIDTH = 100
@@ -89,6 +89,17 @@ def banner(lines: list[tuple[str, str]], title: str = "gptlite") -> str:
             break_on_hyphens=False,
         ) or [f"  {key}"]
     return "\n".join([*out, "=" * WIDTH])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "", indent: str = "  ") -> Iterator[str]:
+    """Lines of aligned columns under a header; the columns named in `right` are aligned to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    aligned_right = [name in right.split() for name in header]
+    for line in lines:
+        cells = zip(line, widths, aligned_right, strict=True)
+        text = "  ".join(cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in cells)
+        yield (indent + text).rstrip()
 
 
 def _position(name: str, row: Mapping[str, Any], max_steps: int) -> str:

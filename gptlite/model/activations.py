@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from gptlite.model.config import GPTConfig
-from gptlite.ops.attention import QUERY_BLOCK
-from gptlite.ops.config import Attention
-from gptlite.ops.cross_entropy import LOGIT_BYTES
+from gptlite.ops.config import LOGIT_BYTES, QUERY_BLOCK, Attention
 
 # Attention that writes its scores to memory.
 WRITTEN_OUT = (Attention.matmul, Attention.fused_softmax)

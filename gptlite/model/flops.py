@@ -28,3 +28,13 @@ def layer_flops(config: GPTConfig, sequence_length: int | None = None) -> int:
 def head_flops(config: GPTConfig) -> int:
     """The output head's share of `flops_per_token`."""
     return 6 * config.d_model * (config.vocab_size or config.padded_vocab_size)
+
+
+def num_parameters(config: GPTConfig) -> int:
+    """All parameters of the whole model, the embedding's padding rows among them. `vocab_size` must be known."""
+    width, inner, rows = config.d_model, config.ffn_size, config.padded_vocab_size
+    norm = width * (2 if config.bias else 1)
+    matrices = 4 * width**2 + 2 * width * inner
+    biases = 5 * width + inner if config.bias else 0  # of queries, keys, values, the projection, up and down
+    embeddings = rows * width * (1 if config.tied_embeddings else 2) + config.sequence_length * width
+    return embeddings + config.num_layers * (matrices + biases + 2 * norm) + norm

@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gptlite.ops.config import Attention
+from gptlite.ops.config import QUERY_BLOCK, Attention
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.softmax import causal_softmax, masked_softmax
-
-QUERY_BLOCK = 256  # queries whose scores exist at once: bounds memory, and skips the masked upper triangle
 
 
 def causal_attention(

@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 from enum import Enum
 
+QUERY_BLOCK = 256  # queries whose scores matmul attention writes out at once: bounds memory, skips the upper triangle
+# The most logits held at once. The kernel's CPU chunk stays in a cache of some 100 MB between matrix products.
+LOGIT_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
+SOFTMAX_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}  # fp32 logits at a time: a CPU's fit its cache
+
 
 class Implementation(Enum):
     """`auto` takes the fused kernel where it runs here; asking for one that cannot run is an error."""

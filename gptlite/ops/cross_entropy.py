@@ -9,12 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gptlite.ops.config import CrossEntropy
+from gptlite.ops.config import LOGIT_BYTES, SOFTMAX_BYTES, CrossEntropy
 
 IGNORE = -100
-# The most logits held at once. The kernel's CPU chunk stays in a cache of some 100 MB between matrix products.
-LOGIT_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
-SOFTMAX_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}  # fp32 logits at a time: a CPU's fit its cache
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class CommunicationTime:
         self._new: dict[str, float] = dict.fromkeys(KINDS, 0.0)  # seconds since the last row
         self._new_total = 0.0
         self._seconds, self._total = dict.fromkeys(KINDS, 0.0), 0.0
+        self._rows = 0
         groups = [dist.group.WORLD, *(mesh.group(axis) for axis in AXES if mesh.size(axis) > 1)]
         self._recorded = RecordedTime(groups) if mesh.device.type == "cuda" else None
 
@@ -58,7 +59,9 @@ class CommunicationTime:
             return [self._recorded.shares().get(kind, 0.0) for kind in KINDS]
         # What is added meanwhile counts now or in the next row.
         total, self._new_total = self._new_total, 0.0
-        keep = 0.5 ** (total / WINDOW_SECONDS)
+        # The first row is of steps that connect, allocate and compile: their shares say nothing of the later ones'.
+        keep = 0.5 ** (total / WINDOW_SECONDS) if self._rows != 1 else 0.0
+        self._rows += 1
         self._total = keep * self._total + total
         for kind in KINDS:
             seconds, self._new[kind] = self._new[kind], 0.0

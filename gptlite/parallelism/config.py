@@ -16,6 +16,7 @@ class ActivationCheckpointing(Enum):
 class ParallelismConfig:
     """Degrees of each mesh axis, and how each is run. `data: null` is what is left of the world."""
 
+    auto: bool = False  # the plan chooses: the fastest layout that fits, of what the keys given here leave open
     tensor: int = 1
     pipeline: int = 1
     context: int = 1

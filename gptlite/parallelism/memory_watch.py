@@ -112,17 +112,18 @@ class _LastBackward:
 
 def held(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, dict[int, int]]:
     """Bytes of each distinct storage of the model state, by address, for the categories of StateBytes."""
+    return {category: storage_sizes(tensors) for category, tensors in state_tensors(parts, optimizer).items()}
+
+
+def state_tensors(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, list[Tensor]]:
+    """The local tensors of the model state, for the categories of StateBytes; some may share a storage."""
     parameters = [local_tensor(shard) for shard in shards_of(optimizer)]
     gradients = [local_tensor(shard.grad) for shard in shards_of(optimizer) if shard.grad is not None]
     for part in parts:
         gathered, unreduced = fsdp_buffers(part)
         parameters += gathered
         gradients += [local_tensor(gradient) for gradient in unreduced]
-    return {
-        "parameters": storage_sizes(parameters),
-        "gradients": storage_sizes(gradients),
-        "optimizer": storage_sizes(state_of(optimizer)),
-    }
+    return {"parameters": parameters, "gradients": gradients, "optimizer": state_of(optimizer)}
 
 
 def most_beside(allocations: Iterable[Allocation], samples: Sequence[Sample]) -> int:

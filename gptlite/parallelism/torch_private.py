@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch._C import _autograd
 from torch._C._profiler import RecordScope, _EventType
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
 
 autograd: Any = _autograd  # not all of it is in its type stub
 
@@ -141,3 +144,97 @@ class KeptForAll:
 
     def __exit__(self, *error: Any) -> Any:
         return self._context.__exit__(*error)
+
+
+@contextmanager
+def imagined_world(rank: int, world: int) -> Iterator[None]:
+    """A process group of `world` ranks of which only this one is real: what is sent goes nowhere.
+
+    Raises RuntimeError where this process has joined another.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("this process has joined ranks that exist; imagine others in a process of its own")
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def watched_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """While entered, `seen` is told every storage whose size has been set, as FSDP2 frees and takes memory again."""
+    resize: Any = torch.UntypedStorage.resize_
+
+    def watched(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        seen(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+@contextmanager
+def shapes_unseen() -> Iterator[None]:
+    """While entered, no dispatch mode sees how DTensor finds a result's shape: by the op on fake, whole tensors."""
+    cls, name = ShardingPropagator, "_propagate_tensor_meta_non_cached"
+    find = getattr(cls, name)
+
+    def unseen(*args: Any) -> Any:
+        with _disable_current_modes():
+            return find(*args)
+
+    setattr(cls, name, unseen)
+    try:
+        yield
+    finally:
+        setattr(cls, name, find)
+
+
+@contextmanager
+def held_messages() -> Iterator[None]:
+    """While entered, what a pipeline's schedule sends and receives is kept for as long as it keeps the handles of it,
+    as the handles of gloo and NCCL do and those of imagined ranks do not."""
+    start: Any = schedules._batch_p2p
+
+    def started(ops: list[dist.P2POp], *args: Any, **options: Any) -> list[Any]:
+        return [*start(ops, *args, **options), _Held([op.tensor for op in ops])]
+
+    schedules._batch_p2p = started  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        schedules._batch_p2p = start
+
+
+class _Held:
+    """A handle of nothing but tensors."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+def is_last_sum(tensor: Tensor) -> bool:
+    """Whether a dispatched sum is autograd's of two gradients, of which it holds the only reference to this first one.
+
+    It adds in place then, but for tensors of other classes than torch's own, such as those without data. Counted are
+    the references of autograd, of the call (two) and of Python; a sum that Python code asks for has one fewer.
+    """
+    if torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
+        return False
+    counted: Any = tensor  # its type stub does not know
+    return counted._use_count() == 4 and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
+
+
+def schedule_stages(schedule: Any) -> list[Any]:
+    """The stages of this rank that a pipeline's schedule runs."""
+    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]

@@ -13,6 +13,7 @@ class TrainerConfig:
     eval_samples: int | None = None  # sequences an evaluation reads; null: the whole validation set
     log_interval: int = 10
     compile: bool = False
+    host_memory_limit: float | None = None  # GiB that a rank may take of the host; past it an allocation fails
     max_restarts: int = 0  # times a run whose rank died goes on from its last checkpoint
     replica_check_interval: int = 0  # steps between comparisons of parameters that should be equal; 0: never
     profile_steps: list[int] = field(default_factory=list)  # [first, last]: writes a Chrome trace of these steps

@@ -1,6 +1,6 @@
 """What a run says of its memory, per rank: the banner's prediction, and what one step took, measured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
@@ -94,6 +94,8 @@ class MemoryReport:
 
     def __init__(self) -> None:
         self.row: dict[str, int] = {}
+        self._found: list[list[int]] = []  # bytes of each category, rank by rank
+        self._peaks: list[int] = []  # of each rank
         self._steps = 0
 
     def due(self, last: bool) -> bool:
@@ -116,9 +118,24 @@ class MemoryReport:
                 stack.close()
                 found = watch.found()
                 each = (found.state.parameters, found.state.gradients, found.state.optimizer, found.activations)
-                most = all_reduce(torch.tensor(each, device=step.mesh.device), step.mesh, op="max").tolist()
+                self._found = _everyone(each, step.mesh)
+        most = map(max, zip(*self._found, strict=True))
         self.row = {f"memory_{name}_bytes": size for name, size in zip(CATEGORIES, most, strict=True)}
         return result
+
+    def gather_peaks(self, peak: int | None, mesh: Mesh) -> None:
+        """Every rank's highest memory so far, as metrics/memory.py has it, is told to all. Collective."""
+        self._peaks = [each for (each,) in _everyone([peak or 0], mesh)]
+
+    def ranks(self) -> list[dict[str, int | None]]:
+        """What is known of each rank: bytes of the categories in the measured step, and `peak`; None where unknown."""
+        count = max(len(self._found), len(self._peaks))
+        found = self._found or [[None] * len(CATEGORIES)] * count
+        peaks = self._peaks or [0] * count
+        return [
+            dict(zip(CATEGORIES, sizes, strict=True)) | {"peak": peak or None}
+            for sizes, peak in zip(found, peaks, strict=True)
+        ]
 
     def lines(self) -> list[tuple[str, str]]:
         """The closing table's line on memory; none if nothing was measured."""
@@ -126,6 +143,13 @@ class MemoryReport:
             return []
         sizes = [f"{name} {format_bytes(self.row[f'memory_{name}_bytes'])}" for name in CATEGORIES]
         return [("memory, at most", ", ".join(sizes))]
+
+
+def _everyone(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
+    """Each rank's values, in the order of ranks, on all of them. Collective."""
+    table = torch.zeros(mesh.world_size, len(values), dtype=torch.int64, device=mesh.device)
+    table[mesh.rank] = torch.tensor(values, device=mesh.device)
+    return all_reduce(table, mesh).tolist()
 
 
 def _listed(state: StateBytes) -> list[str]:

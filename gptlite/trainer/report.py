@@ -15,6 +15,8 @@ from gptlite.trainer.memory import MemoryReport
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step, StepResult
 
+COMM = "comm_seconds_"  # and the axis, in a row
+
 
 class Reporter:
     """Turns results into rows. Only the main rank has sinks; the others measure and stay silent."""
@@ -31,6 +33,7 @@ class Reporter:
         self.max_steps, self.log = max_steps, log
         self.speeds: list[float] = []
         self.memory = MemoryReport()
+        self._last: dict[str, Any] = {}  # the last training row
 
     def take(self, step: Step, state: TrainState) -> StepResult:
         """Takes a step; memory is measured in one of them."""
@@ -43,8 +46,10 @@ class Reporter:
         row: dict[str, Any] = {"step": state.step} | asdict(result) | {"tokens": state.tokens}
         row |= self.throughput.read() | memory_bytes(self.device) | self.memory.row
         row |= communication(row["step_seconds"])
+        self.memory.gather_peaks(row["memory_peak_bytes"], state.chain.mesh)
         if row["tokens_per_second"] is not None:
             self.speeds.append(row["tokens_per_second"])
+        self._last = row
         self._write(row)
         self.log(step_line(row, self.max_steps, self.throughput.eta_seconds(self.max_steps - state.step)))
 
@@ -58,6 +63,26 @@ class Reporter:
         }
         self._write(row)
         self.log(eval_line(row, self.max_steps))
+
+    def figures(self) -> dict[str, Any]:
+        """What result.json says of the training rows; None for what no row has told.
+
+        `tokens_per_second`, `step_seconds` and `mfu` are at the median speed. `comm_seconds`, by axis, are the last
+        row's share of the time (see parallelism/comm_time.py) of such a step. `loss` is the last row's.
+        """
+        speeds, last = sorted(self.speeds), self._last
+        speed = speeds[len(speeds) // 2] if speeds else None
+        seconds = self.throughput.tokens_per_step / speed if speed else None
+        scale = seconds / last["step_seconds"] if seconds else 0.0
+        axes = [key.removeprefix(COMM) for key in last if key.startswith(COMM)]
+        return {
+            "loss": last.get("loss"),
+            "tokens_per_second": speed,
+            "step_seconds": seconds,
+            "mfu": last["mfu"] / scale if seconds and last["mfu"] is not None else None,
+            "comm_seconds": {axis: last[COMM + axis] * scale for axis in axes},
+            "memory_ranks": self.memory.ranks(),
+        }
 
     def close(self, failed: bool = False) -> None:
         """Closes every sink."""

@@ -165,4 +165,4 @@ def _far_apart() -> list[Pair]:
 
 ALL = [*SMALL, *_far_apart()]
 QUICK = SMALL[:4]
-SLOW = [*SMALL[4:], *ALL[len(SMALL) :: 6]]  # the rest are long
+SLOW = [*SMALL[4:], *ALL[len(SMALL) :: 10]]  # the rest are long

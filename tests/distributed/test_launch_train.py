@@ -83,18 +83,6 @@ def test_a_killed_rank_without_restarts(start: Start, tiny: list[str], tmp_path:
 
 
 @pytest.mark.slow
-def test_a_sweep_of_layouts(start: Start, tiny: list[str], tmp_path: Path, whole: Callable) -> None:
-    """One cell is refused, each other has its own world."""
-    sweep = ["-m", "parallelism.tensor=1,2", "parallelism.pipeline=1,3", f"run.dir={tmp_path / 'a'}"]
-    code, _, errors = start(TRAIN, *tiny, *sweep).end()
-    assert code == 2, errors  # at the end, for the cells with three pipeline ranks
-    assert "parallelism.pipeline=3" in errors
-    for job in (0, 2):
-        assert losses(tmp_path / "a" / str(job)) == pytest.approx(whole(), rel=1e-5)
-    assert not (tmp_path / "a" / "1").exists()
-
-
-@pytest.mark.slow
 def test_ranks_run_the_code_of_the_command(start: Start, tiny: list[str], tmp_path: Path) -> None:
     """Not that of another checkout, which may be the one installed."""
     other, here = tmp_path / "other", Path(TRAIN).parent

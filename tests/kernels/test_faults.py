@@ -23,7 +23,7 @@ SIGNS = {
     "values": "^$",  # the emulator says nothing
 }
 QUICK = {"norm", "adamw"}  # ops that take a second to compile
-SLOW = 5  # faults of an op that are not among the long tests
+SLOW = 3  # faults of an op that are not among the long tests
 
 
 @dataclass(frozen=True)

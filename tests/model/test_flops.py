@@ -5,7 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptlite.model.config import GPTConfig
-from gptlite.model.flops import flops_per_token, matmul_parameters
+from gptlite.model.flops import flops_per_token, matmul_parameters, num_parameters
+from gptlite.model.gpt import GPT
 from gptlite.ops.config import Attention
 
 LENGTH = 12
@@ -49,3 +50,12 @@ def test_gpt3_175b():
     assert 6 * matmul_parameters(config) * 300e9 == pytest.approx(3.14e23, rel=5e-3)
     attention = flops_per_token(config, 2048) - 6 * matmul_parameters(config)
     assert attention == 6 * 96 * 12288 * 2048
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_the_parameters_are_those_of_the_model(tied, bias):
+    config = GPTConfig(vocab_size=1000, tied_embeddings=tied, bias=bias, d_ff=777)
+    with torch.device("meta"):
+        model = GPT(config)
+    assert num_parameters(config) == sum(parameter.numel() for parameter in model.parameters())

@@ -367,15 +367,3 @@ def test_what_follows_from_a_rank_that_ended_all_is_put_down_to_it(run, tmp_path
         run("a")
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     assert result["status"] == "failed: rank 2 has said nothing for 9 s"
-
-
-@pytest.mark.slow
-def test_a_sweep_gives_each_job_a_folder_and_outlives_a_failing_one(tiny: list[str], tmp_path: Path, start) -> None:
-    process = start(
-        [*tiny, "-m", "hydra.sweep.dir=sweep"], tmp_path / "s", "optimizer.lr=1e-3,1e30,2e-3", "optimizer.clip_norm=0"
-    )
-    process.communicate(timeout=120)
-    assert process.returncode == 1
-    status = [json.loads((tmp_path / "s" / str(job) / "result.json").read_text())["status"] for job in range(3)]
-    assert status[0] == status[2] == "done"
-    assert status[1].startswith("diverged")

@@ -1,0 +1,132 @@
+"""Memory that runs out: a limit for a rank, and telling that end from every other. No torch here."""
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+GIB = 2**30
+# What libraries say, which have no type for it. Gloo's and NCCL's words for a lost connection are not among them.
+HOST = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)|std::bad_alloc|Cannot allocate memory"
+)
+# What may have another cause, and has this one where a limit is near.
+UNCLEAR = re.compile(r"can't start new thread|Resource temporarily unavailable|inline_container|could not create a")
+NEAR = 64 * 2**20
+NOTE_SECONDS = 0.02
+DEVICE = re.compile(r"CUDA out of memory|CUDA error: out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED")
+ASKED = re.compile(r"[Tt]ried to allocate ([\d.,]+) (bytes|[KMGT]iB)")
+FREE = re.compile(r"of which ([\d.]+ [KMGT]iB) is free")
+
+
+def limit(gib: float | None) -> None:
+    """Makes allocations of this process fail, catchably, past that many GiB of its own memory; None does nothing.
+
+    Linux counts the heap and private writable mappings (RLIMIT_DATA): not files, nor memory shared with others.
+    """
+    if gib is not None and sys.platform == "linux":
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        wanted = int(gib * GIB)
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
+
+
+def lift() -> None:
+    """Takes the limit back, so that what has failed can still say why."""
+    if sys.platform == "linux":
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def out_of_memory(error: BaseException) -> str:
+    """Why, in a line, if an exception or one behind it says that memory ran out; else nothing."""
+    for each in _chain(error):
+        text = str(each)
+        if type(each).__name__ == "OutOfMemoryError" or DEVICE.search(text):
+            free = FREE.search(text)
+            return f"CUDA memory ran out{_asked(text)}{f', {free[1]} free' if free else ''}"
+        if isinstance(each, MemoryError) or HOST.search(text):
+            return f"host memory ran out{_asked(text)}"
+        if UNCLEAR.search(text) and _limit_is_near():
+            return f"host memory ran out: {text.strip().splitlines()[0]}"
+    return ""
+
+
+def note_use(file: Path) -> None:
+    """From now on keeps in a file the most bytes that count against the limit: for one who asks after an abort."""
+
+    def watch() -> None:
+        page, most = os.sysconf("SC_PAGE_SIZE"), 0
+        with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as statm, file.open("wb", 0) as out:
+            while True:
+                used = int(os.pread(statm.fileno(), 200, 0).split()[5]) * page
+                if used > most:
+                    most = used
+                    os.pwrite(out.fileno(), b"%020d" % used, 0)
+                time.sleep(NOTE_SECONDS)
+
+    threading.Thread(target=watch, daemon=True, name="memory in use").start()
+
+
+def was_near(file: Path, gib: float | None) -> bool:
+    """Whether what `note_use` has kept comes within NEAR bytes of a limit."""
+    with suppress(OSError, ValueError):
+        return gib is not None and int(file.read_bytes()) > gib * GIB - NEAR
+    return False
+
+
+def kernel_kills() -> int:
+    """How many processes the kernel has ended so far for want of memory, here and in this control group."""
+    count = 0
+    for path in (Path("/proc/vmstat"), *_memory_events()):
+        with suppress(OSError, ValueError):
+            lines = (line.split() for line in path.read_text().splitlines())
+            count += sum(int(fields[1]) for fields in lines if len(fields) == 2 and fields[0] == "oom_kill")
+    return count
+
+
+def be_first_to_go() -> None:
+    """Offers this process to the kernel when memory runs out, before the one that started it and tells the story."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500")
+
+
+def _memory_events() -> Iterator[Path]:
+    """Where version 2 of control groups counts for this process's own."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                yield Path("/sys/fs/cgroup", line[3:].lstrip("/"), "memory.events")
+
+
+def _limit_is_near() -> bool:
+    """Whether this process may not take NEAR bytes more. A step's memory stays taken while its error is handled."""
+    try:
+        bytearray(NEAR)
+    except MemoryError:
+        return True
+    return False
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those it came from: a pipeline's schedule wraps what its stages raise."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _asked(text: str) -> str:
+    if not (match := ASKED.search(text)):
+        return ""
+    size = match[1].rstrip(".,").replace(",", "")
+    words = f"{float(size) / 2**20:.1f} MiB" if match[2] == "bytes" else f"{size} {match[2]}"
+    return f": {words} asked for"

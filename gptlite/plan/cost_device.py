@@ -1,0 +1,91 @@
+"""How long one rank's ops take, by a roofline: arithmetic against memory, and what starting each costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptlite.errors import ConfigError
+from gptlite.plan.config import ClusterConfig
+
+EFFICIENCY = 0.7  # of large products, where the cluster does not say
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes with. `peak` is FLOP/s of the data sheet, `bandwidth` bytes a second that ops reach."""
+
+    peak: float
+    efficiency: float
+    half_size: float
+    attention: float  # FLOP/s of attention in one kernel
+    bandwidth: float
+    kernel: float
+    itemsize: int
+    multiple: int = 1
+    unaligned: float = 1.0
+
+    def matmul(self, rows: float, inner: float, columns: float, batch: float = 1) -> float:
+        """Seconds of `batch` products [rows, inner] x [inner, columns]."""
+        smallest = min(rows, inner, columns)
+        aligned = self.itemsize == 4 or not any(dim % self.multiple for dim in (rows, inner, columns))
+        # Slower units are busy with smaller products already.
+        share = 1.0 if aligned else self.unaligned
+        rate = self.peak * self.efficiency * share * smallest / (smallest + self.half_size * share)
+        elements = batch * (rows * inner + inner * columns + rows * columns)
+        moved = elements * self.itemsize / self.bandwidth
+        return max(2 * batch * rows * inner * columns / rate, moved) + self.kernel
+
+    def fused_attention(self, flops: float, elements: float) -> float:
+        """Seconds of one kernel that reads and writes so many elements, and keeps the scores to itself."""
+        return max(flops / self.attention, elements * self.itemsize / self.bandwidth) + self.kernel
+
+    def move(self, moved: float, ops: float = 1) -> float:
+        """Seconds of `ops` pointwise ops that read and write `moved` bytes together."""
+        return moved / self.bandwidth + ops * self.kernel
+
+
+def device_of(cluster: ClusterConfig, dtype: str, world: int) -> Device:
+    """What each of `world` ranks computes with. Raises ConfigError for a dtype that the cluster has no peak of."""
+    if dtype not in cluster.peak_tflops:
+        known = ", ".join(cluster.peak_tflops) or "nothing"
+        raise ConfigError(
+            f"cluster.peak_tflops has no {dtype} (it has {known}); "
+            f"set cluster.peak_tflops.{dtype}, or another precision"
+        )
+    part = rank_share(cluster, world)
+    peak = cluster.peak_tflops[dtype] * 1e12 * part
+    return Device(
+        peak=peak,
+        efficiency=cluster.matmul_efficiency.get(dtype, EFFICIENCY),
+        half_size=cluster.matmul_half_size,
+        attention=peak * cluster.attention_efficiency,
+        bandwidth=cluster.memory_gb_per_second * 1e9 * cluster.memory_efficiency * part,
+        kernel=cluster.kernel_seconds,
+        itemsize=4 if dtype == "fp32" else 2,
+        multiple=cluster.matmul_multiple,
+        unaligned=cluster.unaligned_share,
+    )
+
+
+def ranks_on_node(cluster: ClusterConfig, world: int) -> int:
+    """Ranks that run on one node: a device each, or all that there are on a CPU, whatever its cores."""
+    if cluster.device == "cpu":
+        return -(-world // (cluster.nodes or 1))
+    return min(world, cluster.devices_per_node or world)
+
+
+def rank_share(cluster: ClusterConfig, world: int) -> float:
+    """Part of `peak_tflops` that a rank computes with while it runs: a CPU's cores are dealt out, whole ones."""
+    if cluster.device != "cpu":
+        return 1.0
+    cores = cluster.devices_per_node or 1
+    threads = max(1, cores // ranks_on_node(cluster, world))
+    return threads / cores * (cluster.thread_efficiency if threads > 1 else 1.0)
+
+
+def waiting_for_cores(cluster: ClusterConfig, world: int) -> float:
+    """How many times its seconds alone a rank's work takes where all ranks of a CPU run; 1 with cores for all."""
+    if cluster.device != "cpu":
+        return 1.0
+    turns = ranks_on_node(cluster, world) / (cluster.devices_per_node or 1)
+    return turns * cluster.crowding if turns > 1 else 1.0

@@ -1,0 +1,115 @@
+"""The machine that this runs on, as a cluster: what was measured of it, and what it has."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from gptlite.errors import ConfigError
+from gptlite.plan.config import ClusterConfig, LinkConfig
+from gptlite.precision import cpu_name
+
+CALIBRATION = Path("~/.cache/gptlite/cluster.yaml")  # what `tools/plan.py calibrate` writes and `local` reads
+# Of a CPU that nobody has measured: a core of the last years, and a copy between two processes of one machine.
+CORE_FP32_TFLOPS, CORE_GB_PER_SECOND = 0.06, 8.0
+LOCAL_LINK = LinkConfig(gb_per_second=2.0, latency=1e-4)
+
+
+def this_machine(cluster: ClusterConfig, log: Callable[[str], None], calibration: Path = CALIBRATION) -> ClusterConfig:
+    """A cluster whose device and numbers of devices are known; one that is not of this machine is left as it is.
+
+    What has been measured here is taken from `calibration`; if nothing has, `log` is told how to. Raises ConfigError
+    for a file that cannot be read.
+    """
+    if cluster.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"cluster.device={cluster.device} is none of auto, cpu, cuda")
+    if cluster.name != "local":
+        return replace(cluster, nodes=cluster.nodes or 1, devices_per_node=cluster.devices_per_node or cpu_cores())
+    measured = read_calibration(calibration.expanduser())
+    if measured is None:
+        log("cluster=local has not been measured; for better predictions: python tools/plan.py calibrate (a minute)")
+        measured = assumed()
+    return replace(
+        measured,
+        name="local",
+        nodes=cluster.nodes or 1,
+        devices_per_node=cluster.devices_per_node or measured.devices_per_node,
+    )
+
+
+def read_calibration(file: Path) -> ClusterConfig | None:
+    """What `write_calibration` has written on this machine; None where there is nothing, or another machine's."""
+    from yaml import YAMLError, safe_load
+
+    if not file.exists():
+        return None
+    try:
+        raw: dict[str, Any] = safe_load(file.read_text(encoding="utf-8"))
+        intra, inter = (LinkConfig(**raw.pop(key)) for key in ("intra", "inter"))
+        machine = raw.pop("machine")
+        found = ClusterConfig(**raw, intra=intra, inter=inter)
+    except (OSError, YAMLError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {error}; delete it, or run python tools/plan.py calibrate again") from error
+    return found if machine == fingerprint() else None
+
+
+def write_calibration(file: Path, cluster: ClusterConfig) -> None:
+    """Keeps what has been measured of this machine."""
+    from yaml import safe_dump
+
+    from gptlite.files import write_whole
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, safe_dump(asdict(cluster) | {"machine": fingerprint()}, sort_keys=False))
+
+
+def fingerprint() -> str:
+    """What says that this is the same machine: its processor, cores and GPUs."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join([cpu_name() or platform.machine(), f"{cpu_cores()} cores", *gpus])
+
+
+def assumed() -> ClusterConfig:
+    """This machine by what it says of itself, nothing measured."""
+    import torch
+
+    if gpus := torch.cuda.device_count():
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        return ClusterConfig(device="cuda", devices_per_node=gpus, memory_gib=memory, peak_tflops=gpu_peaks())
+    cores = cpu_cores()
+    return ClusterConfig(
+        device="cpu",
+        devices_per_node=cores,
+        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        reserved_gib=0.5,
+        peak_tflops={"fp32": CORE_FP32_TFLOPS * cores},
+        memory_gb_per_second=CORE_GB_PER_SECOND * cores,
+        intra=LOCAL_LINK,
+        inter=LOCAL_LINK,
+    )
+
+
+def cpu_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpu_peaks() -> dict[str, float]:
+    """TFLOP/s by dtype of the first GPU here, of those that are known. Raises ConfigError where none is."""
+    import torch
+
+    from gptlite.metrics.devices import peak_flops
+
+    name = torch.cuda.get_device_name(0)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    peaks = {key: peak_flops(name, dtype) for key, dtype in dtypes.items()}
+    known = {key: peak / 1e12 for key, peak in peaks.items() if peak}
+    if not known:
+        raise ConfigError(f"nothing is known of {name}; measure it once with python tools/plan.py calibrate")
+    return known

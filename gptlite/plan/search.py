@@ -1,0 +1,254 @@
+"""Every legal layout of a model on some devices, those that fit by predicted speed, the others with the reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from gptlite.errors import ConfigError
+from gptlite.model.flops import num_parameters
+from gptlite.optimizer.config import AdamConfig, AdamWConfig
+from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
+from gptlite.parallelism.layout import SCHEDULES, divisors, resolve
+from gptlite.parallelism.words import layout_words
+from gptlite.plan.config import ClusterConfig
+from gptlite.plan.cost import predict
+from gptlite.plan.cost_device import ranks_on_node
+from gptlite.plan.memory import most
+from gptlite.plan.workload import Prediction, RankBytes, Workload
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+WANTED = 30  # kinds of layouts that fit, of those with other degrees or another ZeRO stage
+MASTER = 4  # bytes of a parameter
+UNKNOWN = (0, RankBytes(0, 0, 0, 0))  # the memory of a layout that has only been timed
+VIRTUAL_STAGES = (2, 3, 4)  # for schedules that take any number
+Refuses = Callable[[ParallelismConfig, int], str]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched: `work` has the model, the batch and the dtype, and the values of the keys in `fixed`, fields of
+    ParallelismConfig and `micro_batch_size`, which stay as they are.
+
+    `refuses` gives the reason why a run with a layout and a micro-batch could not be configured, or nothing.
+    """
+
+    work: Workload
+    fixed: frozenset[str]
+    refuses: Refuses
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, and what it is predicted to take."""
+
+    work: Workload
+    prediction: Prediction
+
+    @property
+    def words(self) -> str:
+        """The layout and its micro-batch."""
+        words = layout_words(self.work.parallelism, self.work.layout)
+        return f"{words}, micro-batch {self.work.micro_batch_size}"
+
+
+@dataclass
+class Found:
+    """What a search has found. `ranked`: fastest first, of those that fit as many as were wanted. `pruned`: how many
+    layouts for a kind of reason.
+
+    `tried`: all that there are. `slower`: those that were not asked whether they fit, since enough faster ones do.
+    `examples`: what one of each kind is told. `smallest`: where nothing fits, the least memory that a layout takes on
+    its fullest rank, and that layout.
+    """
+
+    ranked: list[Candidate] = field(default_factory=list)
+    pruned: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    smallest: tuple[RankBytes, Workload] | None = None
+    tried: int = 0
+    slower: int = 0
+
+    def prune(self, kind: str, example: str) -> None:
+        """One layout less."""
+        self.pruned[kind] += 1
+        self.examples.setdefault(kind, example)
+
+
+def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress = lambda done, total: None) -> Found:
+    """All layouts on `world` ranks by predicted speed, those that do not fit left out until WANTED kinds do.
+
+    `progress` is called now and then with how much of it is done, and how much there is. Raises ConfigError where no
+    layout is legal, whatever the memory.
+    """
+    found, timed, least = Found(), [], None
+    for work, reason in workloads(space, cluster, world, progress):
+        found.tried += 1
+        if reason:
+            found.prune("illegal", reason)
+            continue
+        bound = least_bytes(work)
+        if least is None or bound < least[0]:
+            least = bound, work
+        if bound > rank_memory(cluster, world):
+            found.prune("does not fit", _too_much(bound, cluster, world, "model state alone"))
+            continue
+        timed.append(Candidate(work, predict(work, cluster, UNKNOWN)))
+    if least is None:
+        reason = found.examples.get("illegal", "no layout has that many ranks")
+        raise ConfigError(f"no layout of {world} ranks is legal: {reason}")
+    timed.sort(key=lambda each: each.prediction.step_seconds)
+    _keep_fitting(found, timed, cluster, world)
+    if not found.ranked and found.smallest is None:
+        found.smallest = most(least[1])[1], least[1]
+    found.ranked.sort(key=lambda each: (each.prediction.step_seconds, each.prediction.memory.total))
+    return found
+
+
+def _keep_fitting(found: Found, timed: Sequence[Candidate], cluster: ClusterConfig, world: int) -> None:
+    """Moves the fastest that fit into `found`, until there are WANTED kinds of them."""
+    limit, kinds = rank_memory(cluster, world), set()
+    for index, each in enumerate(timed):
+        if len(kinds) == WANTED:
+            found.slower = len(timed) - index
+            return
+        rank, memory = most(each.work)
+        if found.smallest is None or memory.total < found.smallest[0].total:
+            found.smallest = memory, each.work
+        if memory.total > limit:
+            found.prune("does not fit", _too_much(memory.total, cluster, world, "at its fullest"))
+            continue
+        kinds.add(_kind(each))
+        known = replace(each.prediction, memory=memory, memory_rank=rank)
+        found.ranked.append(replace(each, prediction=known))
+
+
+def _too_much(size: float, cluster: ClusterConfig, world: int, words: str) -> str:
+    limit = rank_memory(cluster, world) / 2**30
+    return f"{size / 2**30:.1f} GiB on a rank, {words}, and {limit:.1f} are there"
+
+
+def least_bytes(work: Workload) -> float:
+    """No more than a layout's fullest rank takes: the mean over ranks of the parameters and the optimizer's state, in
+    fp32. Quick, so that the exact count is spared what cannot fit."""
+    moments = {AdamWConfig: 2, AdamConfig: 2}.get(type(work.optimizer), 0)
+    shards = work.layout.size("dp_shard")
+    cut = work.layout.size("tp") * work.layout.size("pp") * shards
+    return MASTER * (1 + moments) * num_parameters(work.model) / cut
+
+
+def rank_memory(cluster: ClusterConfig, world: int) -> float:
+    """Bytes that a rank may take: a device's, or a rank's part of what the ranks on a CPU share."""
+    ranks = ranks_on_node(cluster, world) if cluster.device == "cpu" else 1
+    return (cluster.memory_gib / ranks - cluster.reserved_gib) * 2**30
+
+
+def distinct(found: Found, count: int) -> list[Candidate]:
+    """The fastest candidates, each with other degrees or another ZeRO stage: not ten versions of the best."""
+    seen: dict[tuple[int, ...], Candidate] = {}
+    for each in found.ranked:
+        seen.setdefault(_kind(each), each)
+        if len(seen) == count:
+            break
+    return list(seen.values())
+
+
+def _kind(each: Candidate) -> tuple[int, ...]:
+    its = each.work.parallelism
+    return its.tensor, its.pipeline, each.work.layout.data_size, its.zero
+
+
+def workloads(
+    space: Space, cluster: ClusterConfig, world: int, progress: Progress = lambda done, total: None
+) -> Iterator[tuple[Workload, str]]:
+    """Every layout to look at, and the reason why it could not run; empty where it could."""
+    every = list(layouts(space, cluster, world))
+    for number, parallelism in enumerate(every):
+        progress(number, len(every))
+        try:
+            layout = resolve(parallelism, world)
+        except ConfigError as error:
+            yield space.work, str(error)
+            continue
+        for micro in _micro_batches(space, layout.data_size):
+            reason = space.refuses(parallelism, micro)
+            work = replace(space.work, parallelism=parallelism, layout=layout, micro_batch_size=micro)
+            yield work, reason
+
+
+def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[ParallelismConfig]:
+    """Every combination of degrees with that product, and of how each axis is run."""
+    base, model, fixed = space.work.parallelism, space.work.model, space.fixed
+    node = cluster.devices_per_node or world
+    heads = [d for d in divisors(model.num_heads) if model.ffn_size % d == 0 and d <= max(node, 1)]
+    for tensor in [base.tensor] if "tensor" in fixed else heads:
+        depths = [d for d in divisors(world) if d <= model.num_layers]
+        for pipeline in [base.pipeline] if "pipeline" in fixed else depths:
+            inner = tensor * pipeline * base.context
+            if world % inner or (base.data is not None and inner * base.data != world):
+                continue
+            degrees = replace(base, tensor=tensor, pipeline=pipeline, data=world // inner)
+            yield from _ways(degrees, space, node)
+
+
+def _ways(degrees: ParallelismConfig, space: Space, node: int) -> Iterator[ParallelismConfig]:
+    """How layouts of these degrees can be run."""
+    fixed = space.fixed
+    sequences = [False, True] if degrees.tensor > 1 else [False]
+    for schedule, virtual in _schedules(degrees, fixed):
+        for zero, copies in _zeros(degrees, fixed, node):
+            for sequence in [degrees.sequence] if "sequence" in fixed else sequences:
+                for mode in _recomputations(degrees, fixed):
+                    yield replace(
+                        degrees,
+                        schedule=schedule,
+                        virtual_stages=virtual,
+                        zero=zero,
+                        dp_replicate=copies,
+                        sequence=sequence,
+                        activation_checkpointing=mode,
+                    )
+
+
+def _schedules(degrees: ParallelismConfig, fixed: frozenset[str]) -> list[tuple[str, int | None]]:
+    if degrees.pipeline == 1:
+        return [("1f1b", None)]  # nothing to schedule
+    names = [degrees.schedule] if "schedule" in fixed else list(SCHEDULES)
+    found: list[tuple[str, int | None]] = []
+    for name in names:
+        if "virtual_stages" in fixed:
+            found.append((name, degrees.virtual_stages))
+        elif SCHEDULES[name].fixed:
+            found.append((name, None))
+        else:
+            found += [(name, count) for count in VIRTUAL_STAGES]
+    return found
+
+
+def _zeros(degrees: ParallelismConfig, fixed: frozenset[str], node: int) -> list[tuple[int, int]]:
+    """ZeRO stages with their number of copies: shards over all data ranks, or over those of one node alone (HSDP)."""
+    data = degrees.data or 1
+    if data == 1:
+        return [(degrees.zero if "zero" in fixed else 0, 1)]
+    inside = max(1, node // degrees.tensor)
+    copies = {1} | ({data // inside} if data % inside == 0 and inside > 1 else set())
+    if "dp_replicate" in fixed:
+        copies = {degrees.dp_replicate}
+    stages = [degrees.zero] if "zero" in fixed else [0, 1, 2, 3]
+    return [(zero, each) for zero in stages for each in (sorted(copies) if zero else [1])]
+
+
+def _recomputations(degrees: ParallelismConfig, fixed: frozenset[str]) -> list[ActivationCheckpointing]:
+    if "activation_checkpointing" in fixed:
+        return [degrees.activation_checkpointing]
+    return list(ActivationCheckpointing)
+
+
+def _micro_batches(space: Space, data_size: int) -> list[int]:
+    if "micro_batch_size" in space.fixed:
+        return [space.work.micro_batch_size]
+    each = space.work.global_batch_size // data_size
+    sizes = [size for size in MICRO_BATCHES if each and each % size == 0]
+    return sizes or [1]  # which the configuration's own check then refuses in words

@@ -1,0 +1,99 @@
+"""The tapes of the model's two ends: the embeddings, and the final norm with the head and its loss. See tape.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptlite.ops.config import LOGIT_BYTES, SOFTMAX_BYTES
+from gptlite.plan.parameters import table_rows
+from gptlite.plan.tape import INDEX, MASTER, Sizes, Tape, masked
+from gptlite.plan.workload import Workload
+
+
+def embed_forward(s: Sizes) -> Tape:
+    """Token and position embeddings."""
+    table = s.tokens * s.width * (MASTER if s.casts else s.item)
+    if s.tensor == 1:
+        tape = [table, *([s.whole, -table] if s.casts else []), s.whole, -s.whole]
+    else:
+        tape = [INDEX * s.tokens, s.tokens, INDEX * s.tokens, table, table, -table]
+        tape += [table, table, table // s.tensor, -2 * table] if s.sequence else [table, -table]
+        shared = table // s.tensor if s.sequence else table
+        tape += [*([s.slice, -shared] if s.casts else []), s.slice, -s.slice, -INDEX * s.tokens]
+    if s.dropout:
+        tape += [*masked(s, s.slice), s.slice, -s.slice]
+    return tape
+
+
+def embed_backward(s: Sizes, rows: int, positions: int, tied: bool) -> Tape:
+    """Dense gradients of both tables, `rows` of them and `positions`."""
+    item = MASTER if s.casts else s.item
+    table, learned = rows * s.width * item, positions * s.width * item
+    tape = [s.slice, -s.slice] if s.dropout else []
+    tape += [learned] if s.holds else [learned, -learned]
+    if s.tensor > 1:
+        tape += [s.whole, s.whole, -s.whole] if s.sequence else []
+        tape += [s.whole]
+    tape += [table, *([table, -table] if tied and s.holds else [])]
+    if s.tensor > 1:
+        tape += [-s.whole, -s.whole if s.sequence else 0, -INDEX * s.tokens - s.tokens]
+    return [*tape, *([] if s.holds else [-table]), -s.slice, -s.slice]
+
+
+@dataclass(frozen=True)
+class HeadTapes:
+    """The final norm and the head with its loss. `gradient`: bytes of the table's, from the forward pass on."""
+
+    forward: Tape
+    backward: Tape
+    gradient: int
+
+
+def head(s: Sizes, work: Workload, tp_rank: int, reference: bool) -> HeadTapes:
+    """The gradients are made with the loss. `reference`: the loss as torch has it, of whole fp32 logits."""
+    model = work.model
+    table, longest = table_rows(model, s.tensor, tp_rank), table_rows(model, s.tensor, 0)
+    real = max(0, min(table, (model.vocab_size or table) - tp_rank * longest))
+    gathered = [s.whole, s.whole, -s.whole] if s.sequence else []
+    norm = [*s.cast(s.width), s.slice, s.row, s.row]
+    weight = table * s.width * s.item
+    ending = [s.slice, s.workspace(s.rows, s.width), -s.workspace(s.rows, s.width), -s.slice, -s.slice, -2 * s.row]
+    cast = s.cast(table * s.width)
+    if reference and s.tensor == 1:
+        logits = s.tokens * real * MASTER
+        half = s.tokens * real * s.item if s.item < MASTER else 0
+        forward = [*norm, *cast, *([half] if half else []), logits, logits, -logits, *([-half] if half else [])]
+        passed = [logits, logits, -2 * logits, *([half] if half else []), s.slice, real * s.width * s.item, weight]
+        passed += [-real * s.width * s.item, -half, -s.slice, *(-each for each in cast)]
+        return HeadTapes(forward, [*passed, *([] if s.holds else [-weight]), *ending], weight if s.holds else 0)
+    columns = longest if s.tensor > 1 else (model.vocab_size or table)
+    chunk = max(1, min(s.tokens, LOGIT_BYTES[s.device] // (columns * s.item)))
+    logits, several = chunk * real * s.item, chunk < s.tokens
+    part = chunk * s.width * s.item
+    dtable, kept_table = real * s.width * s.item, 0
+    tape = [*norm, *cast, *gathered, logits, *_loss(s, chunk, real), part, dtable]
+    if several:  # the next logits before the last are gone, table gradients added up in fp32
+        kept_table = real * s.width * MASTER
+        again = [logits, *_loss(s, chunk, real), dtable, -dtable, -logits]
+        tape += [kept_table, -dtable, s.whole - part, *again, s.whole, -s.whole]
+    copied = several or real < table
+    tape += [weight] * copied + [-logits] + ([-(kept_table or dtable)] if copied else [])
+    if not copied:
+        weight = dtable
+    tape += [-s.whole] if s.sequence else []
+    tape += [-s.slice]  # the norm's output
+    passed = list[int](-each for each in cast)
+    if s.tensor > 1:
+        passed += [s.whole, s.slice, -2 * s.whole] if s.sequence else [s.whole, -s.whole]
+    return HeadTapes(tape, [*passed, *ending], weight)
+
+
+def _loss(s: Sizes, rows: int, columns: int) -> Tape:
+    """From logits to their gradients, in their place."""
+    if s.tensor == 1 and s.fused:
+        return [rows * MASTER, -rows * MASTER]
+    stats = [3 * rows * MASTER] * 2 + [s.tensor * 3 * rows * MASTER, -(2 + s.tensor) * 3 * rows * MASTER]
+    if s.fused:
+        return stats
+    few = max(1, min(rows, SOFTMAX_BYTES[s.device] // (max(1, columns) * MASTER)))
+    return [*(stats if s.tensor > 1 else []), few * columns * MASTER, few * columns, -few * columns * (MASTER + 1)]

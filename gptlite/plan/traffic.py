@@ -1,0 +1,191 @@
+"""What a rank sends and receives in one training step: every collective and message of our engine. No torch here.
+
+Which layer communicates what: gptlite.parallelism.tensor, gptlite.ops.cross_entropy. What FSDP2 gathers and reduces
+when: gptlite.parallelism.zero. The pipeline's messages: gptlite.parallelism.pipeline. What a step sums: trainer.step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from gptlite.model.config import Activation
+from gptlite.ops.config import LOGIT_BYTES
+from gptlite.parallelism.config import ActivationCheckpointing
+from gptlite.parallelism.layout import num_stages, rule, stages_of_rank
+from gptlite.plan.parameters import Stage, fused, padded, stages
+from gptlite.plan.timeline import order
+from gptlite.plan.workload import Transfer, Workload
+
+MASTER = 4  # bytes of a number where gradients are reduced, and of a parameter that nobody has cast
+SETTLED = 8 * 7  # the step's own sum: loss, squared norm and five words on stopping, in float64
+VALID = 8  # the number of valid tokens, int64
+TERMS = 3 * 4  # what ranks that share a vocabulary exchange of a token: three floats
+
+
+@dataclass
+class _Sum:
+    """Transfers counted by what they are."""
+
+    counts: Counter[tuple[str, str, int, int, str]] = field(default_factory=Counter)
+
+    def add(self, axis: str, kind: str, ranks: int, payload: int, phase: str, count: int = 1) -> None:
+        if ranks > 1 and count and payload:
+            self.counts[axis, kind, ranks, payload, phase] += count
+
+    def transfers(self) -> list[Transfer]:
+        return [Transfer(*key[:4], count, key[4]) for key, count in sorted(self.counts.items())]
+
+
+def transfers(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Transfer]:
+    """Every collective and message of one step that a pipeline rank takes part in, equal ones together.
+
+    `tp_rank` matters where the vocabulary does not divide by the tensor axis. Of data ranks the first is meant, whose
+    shards are the longest. Compiled blocks gather less under sequence parallelism than is counted here.
+    """
+    found, held = _Sum(), stages(work, pp_rank, tp_rank)
+    for stage in held:
+        _tensor(found, work, stage)
+        _data(found, work, stage)
+        _pipeline(found, work, stage, pp_rank)
+        _sliced(found, work, stage)
+    _ends(found, work, held)
+    for axis in ("dp_replicate", "dp_shard"):
+        found.add(axis, "all_reduce", work.layout.size(axis), VALID, "step")
+    found.add("world", "all_reduce", work.layout.world_size, SETTLED, "step")
+    return found.transfers()
+
+
+def _tensor(found: _Sum, work: Workload, stage: Stage) -> None:
+    """Along the tensor axis, for each micro-batch.
+
+    Without sequence parallelism each sum is an all-reduce, forward after row-parallel layers and backward before
+    column-parallel ones; with it a sum is a reduce-scatter and its other direction an all-gather.
+    """
+    ranks, config = work.layout.size("tp"), work.parallelism
+    if ranks == 1:
+        return
+    count, layers = work.micro_batches, stage.layers
+    tokens = work.micro_batch_size * work.sequence_length
+    between = tokens * work.model.d_model * work.itemsize
+    # The table is looked up as it is: fp32, where no FSDP2 casts it.
+    embedded = between if work.layout.data_size > 1 else tokens * work.model.d_model * MASTER
+    split = config.pipeline > 1 and rule(config).splits_backward
+    again = _recomputed(work, stage, split)
+    summed = "reduce_scatter" if config.sequence else "all_reduce"
+    if stage.first:
+        found.add("tp", summed, ranks, embedded, "forward", count)
+    found.add("tp", summed, ranks, between, "forward", 2 * layers * count)
+    found.add("tp", summed, ranks, between, "backward", (2 * layers + stage.last) * count)
+    found.add("tp", summed, ranks, between, "backward", again.sums * count)
+    if config.sequence:
+        entered = 2 * layers + stage.last
+        found.add("tp", "all_gather", ranks, between, "forward", entered * count)
+        # Row-parallel layers gather the gradient, column-parallel ones their input once more, while that is computed.
+        found.add("tp", "all_gather", ranks, between, "backward", (2 * layers + again.gathers) * count)
+        found.add("tp", "all_gather", ranks, between, "backward", 0 if split else 2 * layers * count)
+        if stage.first:
+            found.add("tp", "all_gather", ranks, embedded, "backward", count)
+    if stage.last:
+        for rows, chunks in _chunks(work, tokens):
+            found.add("tp", "all_gather", ranks, ranks * rows * TERMS, "forward", chunks * count)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Collectives of a micro-batch's blocks that activation checkpointing runs once more."""
+
+    sums: int
+    gathers: int
+
+
+def _recomputed(work: Workload, stage: Stage, split: bool) -> _Again:
+    config = work.parallelism
+    if config.activation_checkpointing is ActivationCheckpointing.none:
+        return _Again(0, 0)
+    # Recomputation ends with the last tensor that the backward pass wants: the MLP's sum comes after it, but for
+    # dropout, which keeps its key.
+    sums = 2 if work.model.dropout else 1
+    times = stage.layers
+    if split and not stage.first:
+        # Once for the gradients of the inputs, then for each layer with weights that wants what was computed: two
+        # norms, four matrices and, where one kernel adds the bias and computes the GELU, that.
+        gelu = fused(work) and work.model.bias and work.model.activation is not Activation.relu
+        times *= 1 + 6 + gelu
+    return _Again(sums * times, 2 * times)
+
+
+def _chunks(work: Workload, tokens: int) -> list[tuple[int, int]]:
+    """Tokens whose logits exist at a time, and how often there are so many."""
+    longest = -(-work.model.padded_vocab_size // work.layout.size("tp"))
+    rows = max(1, LOGIT_BYTES[work.device] // (longest * work.itemsize))
+    whole, rest = divmod(tokens, rows)
+    return [(rows, whole)] * bool(whole) + [(rest, 1)] * bool(rest)
+
+
+def _data(found: _Sum, work: Workload, stage: Stage) -> None:
+    """Along the data axes: FSDP2's, one for each group of parameters. Reductions are in fp32."""
+    if work.layout.data_size == 1:
+        return
+    shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
+    for group, number in stage.groups(work.parallelism.bucket_layers):
+        elements = padded(group, shards)
+        for phase, gathered in _gathered(work, stage.number, group is not stage.others).items():
+            found.add("dp_shard", "all_gather", shards, elements * work.itemsize, phase, number * gathered)
+        reductions = work.micro_batches if work.parallelism.zero >= 2 else 1
+        found.add("dp_shard", "reduce_scatter", shards, elements * MASTER, "backward", number * reductions)
+        found.add("dp_replicate", "all_reduce", copies, elements // shards * MASTER, "backward", number)
+
+
+def _gathered(work: Workload, stage: int, block: bool) -> dict[str, int]:
+    """How often a group of a stage's parameters is gathered in a step, by phase.
+
+    Through the step, or with ZeRO 3: a block at each pass, freed after it; the others from a forward pass on to the end
+    of the next backward pass, which with several micro-batches on their way may be that of an earlier one.
+    """
+    if work.parallelism.zero < 3:
+        return {"forward": 1}
+    counts, there = {"forward": 0, "backward": 0}, False
+    for kind in _passes(work, stage):
+        if kind == "I" and stage == 0:  # nothing to compute: nobody wants the gradient of tokens
+            continue
+        counts["forward" if kind == "F" else "backward"] += not there
+        there = kind == "F" and not block
+    return counts
+
+
+def _passes(work: Workload, stage: int) -> list[str]:
+    """The kinds of a stage's passes in a step, in their order."""
+    config = work.parallelism
+    rank = next(rank for rank in range(config.pipeline) if stage in stages_of_rank(config, rank))
+    return [kind for kind, number, _ in order(config, rank, work.micro_batches) if number == stage]
+
+
+def _pipeline(found: _Sum, work: Workload, stage: Stage, pp_rank: int) -> None:
+    """A stage's messages: an activation of each micro-batch goes on, its gradient comes back."""
+    config, mine = work.parallelism, stages_of_rank(work.parallelism, pp_rank)
+    between = work.layout.size("tp") if config.sequence else 1
+    length = work.sequence_length // between
+    payload = work.micro_batch_size * length * work.model.d_model * work.itemsize
+    for neighbour, (forward, backward) in ((stage.number + 1, ("send", "recv")), (stage.number - 1, ("recv", "send"))):
+        if 0 <= neighbour < num_stages(config) and neighbour not in mine:
+            found.add("pp", forward, 2, payload, "forward", work.micro_batches)
+            found.add("pp", backward, 2, payload, "backward", work.micro_batches)
+
+
+def _sliced(found: _Sum, work: Workload, stage: Stage) -> None:
+    """Gradients that saw a slice of the sequence, all of a stage's in one sum."""
+    if work.parallelism.sequence:
+        shards, ranks = work.layout.size("dp_shard"), work.layout.size("tp")
+        elements = sum(p.shard(shards) for p in stage.parameters() if not p.cut)
+        found.add("tp", "all_reduce", ranks, elements * MASTER, "step")
+
+
+def _ends(found: _Sum, work: Workload, held: list[Stage]) -> None:
+    """A tied embedding's gradients, where the first and the last stage are on two ranks."""
+    ends = [stage for stage in held if stage.first or stage.last]
+    if work.layout.size("pp") > 1 and work.model.tied_embeddings and len(ends) == 1:
+        table = ends[0].others[0 if ends[0].first else -1]
+        payload = table.shard(work.layout.size("dp_shard")) * MASTER
+        found.add("pp", "send", 2, payload, "step")
+        found.add("pp", "recv", 2, payload, "step")

@@ -1,0 +1,101 @@
+"""What is planned: a model, a layout and a batch, as a run would have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptlite.model.config import GPTConfig
+from gptlite.ops.config import Attention
+from gptlite.optimizer.config import OptimizerConfig
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.layout import Layout, accumulation
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of a run. `model.vocab_size` is known; sizes of batches are in sequences.
+
+    dtype: fp32, bf16 or fp16, of compute. attention: the path that a run's `ops` would take. device: cuda or cpu.
+    """
+
+    model: GPTConfig
+    parallelism: ParallelismConfig
+    layout: Layout
+    optimizer: OptimizerConfig
+    global_batch_size: int
+    micro_batch_size: int
+    sequence_length: int
+    dtype: str
+    attention: Attention
+    device: str = "cuda"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that each data-parallel rank runs in a step."""
+        return accumulation(self.global_batch_size, self.micro_batch_size, self.layout.data_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        return self.global_batch_size * self.sequence_length
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes on one rank at the instant of a step when they are most, by category."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One kind of collective that a rank takes part in, `count` times a step.
+
+    axis: tp, pp, dp_shard, dp_replicate or world. kind: all_reduce, all_gather, reduce_scatter, send, recv, broadcast.
+    payload: bytes of the whole tensor before (reduce) or after (gather) it, or of the message. phase: forward, backward
+    or step, which says what it can hide behind.
+    """
+
+    axis: str
+    kind: str
+    ranks: int
+    payload: int
+    count: int
+    phase: str
+
+    @property
+    def wire_bytes(self) -> int:
+        """What this rank sends for all of them, by a ring or pairwise: 2 (n-1)/n of an all-reduce's tensor, (n-1)/n of
+        a gathered or scattered one's, a message whole."""
+        share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(self.kind, 0)
+        each = self.payload if not share else share * (self.ranks - 1) * self.payload // self.ranks
+        return 0 if self.kind == "recv" else each * self.count
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step as the cost model has it, in seconds of the slowest rank; `bubble` waits for the pipeline, `communication`
+    is what does not hide behind compute. `memory` is of the rank that has most, `memory_rank` its pipeline rank."""
+
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    bubble_seconds: float
+    optimizer_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    memory: RankBytes
+    memory_rank: int

@@ -1,0 +1,260 @@
+"""From a configuration to a plan, and back: the layout that `parallelism=auto` and tools/plan.py choose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+
+from gptlite.checks import check
+from gptlite.config import Config, hydra_value
+from gptlite.errors import ConfigError
+from gptlite.model.config import GPTConfig
+from gptlite.ops.config import Attention, Implementation, OpsConfig
+from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
+from gptlite.parallelism.layout import Layout, divisors, largest_micro_batch
+from gptlite.parallelism.words import layout_words
+from gptlite.plan.config import ClusterConfig
+from gptlite.plan.local import this_machine
+from gptlite.plan.search import Candidate, Found, Space, rank_memory, search
+from gptlite.plan.workload import Workload
+from gptlite.precision import Precision
+
+Log = Callable[[str], None]
+GPT2_VOCABULARY = 50257  # what a model has whose tokenizer nobody knows yet
+MOST_NODES = 4096  # looked at, when asked what would fit
+REPORT_SECONDS = 5.0
+# What a candidate's override line says, in this order; the rest of ParallelismConfig is the user's.
+CHOSEN = (
+    *("tensor", "sequence", "pipeline", "schedule", "virtual_stages", "data", "dp_replicate", "zero"),
+    "activation_checkpointing",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A search's result on a cluster, and the configuration it was made for."""
+
+    config: Config
+    cluster: ClusterConfig
+    found: Found
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits."""
+        return self.found.ranked[0]
+
+
+def make_plan(config: Config, world: int | None = None, log: Log = print) -> Plan:
+    """The plan of a configuration on its `cluster`, or on `world` ranks of it.
+
+    What `config.run.overrides` gives of `parallelism` and `data.micro_batch_size` stays. Raises ConfigError where
+    nothing is legal, or nothing fits: then with how much is missing and what would fit.
+    """
+    cluster = this_machine(config.cluster, log)
+    worlds = [world] if world is not None else _worlds(cluster, config)
+    plans = []
+    refusal: ConfigError | None = None
+    for each in worlds:
+        try:
+            plans.append(Plan(config, cluster, searched(config, cluster, each, log)))
+        except ConfigError as error:
+            refusal = error
+    found = merged([plan.found for plan in plans])
+    if found is None:
+        assert refusal is not None
+        raise refusal
+    if not found.ranked:
+        raise ConfigError(too_small(config, cluster, found, max(worlds), log))
+    return Plan(config, cluster, found)
+
+
+def chosen(config: Config, world: int | None = None, log: Log = print) -> Config:
+    """The configuration with the layout of its plan's best. Raises ConfigError as `make_plan` does."""
+    plan = make_plan(config, world, log)
+    best = plan.best
+    log(
+        f"parallelism=auto: {best.words}; {best.prediction.step_seconds:.3g} s a step predicted, the fastest of "
+        f"{plan.found.tried} layouts (python tools/plan.py shows them)"
+    )
+    return apply(config, best)
+
+
+def apply(config: Config, candidate: Candidate) -> Config:
+    """The configuration with a candidate's layout and micro-batch."""
+    its = candidate.work
+    layout = replace(its.parallelism, auto=False)
+    return replace(config, parallelism=layout, data=replace(config.data, micro_batch_size=its.micro_batch_size))
+
+
+def overrides(candidate: Candidate) -> list[str]:
+    """What a command line says to train with a candidate's layout: what is not as in a fresh ParallelismConfig."""
+    plain, its = ParallelismConfig(), candidate.work.parallelism
+    if its.pipeline == 1:
+        its = replace(its, schedule=plain.schedule, virtual_stages=None)
+    values = {key: getattr(its, key) for key in CHOSEN}
+    words = [
+        f"parallelism.{key}={hydra_value(str(getattr(value, 'value', value)).replace('True', 'true'))}"
+        for key, value in values.items()
+        if value != getattr(plain, key)
+    ]
+    return [*words, f"data.micro_batch_size={candidate.work.micro_batch_size}"]
+
+
+def train_overrides(given: Iterable[str], candidate: Candidate) -> list[str]:
+    """A command line with a candidate's layout in place of what it said of it; the plan's own keys are left out."""
+    decided = overrides(candidate)
+    keys = {each.partition("=")[0] for each in decided}
+    kept = [each for each in given if each.partition("=")[0].lstrip("+") not in keys]
+    return [*(each for each in kept if not each.startswith(("parallelism=", "cluster"))), *decided]
+
+
+def searched(config: Config, cluster: ClusterConfig, world: int, log: Log = print) -> Found:
+    """All layouts of a configuration on that many ranks. Raises ConfigError where none is legal."""
+    return search(space_of(config, cluster, fixed_keys(config)), cluster, world, _Progress(log, world))
+
+
+def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> Space:
+    """What may be searched for a configuration, all but the `fixed` keys."""
+    model = config.model if config.model.vocab_size else replace(config.model, vocab_size=vocabulary(config))
+    work = Workload(
+        model=model,
+        parallelism=replace(config.parallelism, auto=False),
+        layout=Layout(),
+        optimizer=config.optimizer,
+        global_batch_size=config.data.global_batch_size,
+        micro_batch_size=config.data.micro_batch_size or 1,
+        sequence_length=config.data.sequence_length,
+        dtype=planned_dtype(config, cluster),
+        attention=planned_attention(config.ops, model, cluster.device),
+        device=cluster.device,
+    )
+
+    def refuses(parallelism: ParallelismConfig, micro_batch: int) -> str:
+        data = replace(config.data, micro_batch_size=micro_batch)
+        try:
+            check(replace(config, parallelism=parallelism, data=data))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return Space(work, fixed, refuses)
+
+
+def workload_of(config: Config, layout: Layout, cluster: ClusterConfig) -> Workload:
+    """What a configuration's own layout has to do: for predicting a run that is not searched for."""
+    space = space_of(config, cluster, frozenset())
+    micro = config.data.micro_batch_size
+    if micro is None:
+        micro = largest_micro_batch(config.parallelism, config.data.global_batch_size, layout.data_size)
+    return replace(space.work, layout=layout, micro_batch_size=micro or 1)
+
+
+def fixed_keys(config: Config) -> frozenset[str]:
+    """Fields of `parallelism`, and micro_batch_size, that the command line gives: they stay as they are."""
+    given = {each.partition("=")[0].lstrip("+") for each in config.run.overrides}
+    own = {item.name for item in fields(ParallelismConfig)}
+    keys = {key.removeprefix("parallelism.") for key in given if key.startswith("parallelism.")} & own
+    if config.data.micro_batch_size is not None:
+        keys.add("micro_batch_size")
+    if not config.parallelism.auto and not any(key.startswith("parallelism") for key in given):
+        return frozenset(keys)
+    if not config.parallelism.auto:  # a preset, whole
+        keys |= own - {"data"}
+    return frozenset(keys)
+
+
+def planned_dtype(config: Config, cluster: ClusterConfig) -> str:
+    """What a run would compute in there: `precision=auto` is bf16 where the cluster's peaks have it."""
+    if config.precision.dtype is not Precision.auto:
+        return config.precision.dtype.value
+    return "bf16" if "bf16" in cluster.peak_tflops else "fp32"
+
+
+def planned_attention(ops: OpsConfig, model: GPTConfig, device: str) -> Attention:
+    """The attention that a run's `ops=auto` would take there, a compiler assumed."""
+    if ops.attention is not Attention.auto:
+        return ops.attention
+    if device == "cuda":
+        return Attention.matmul if model.dropout else Attention.sdpa
+    reference = ops.implementation is Implementation.reference
+    return Attention.matmul if reference or model.dropout else Attention.fused
+
+
+def vocabulary(config: Config) -> int:
+    """The vocabulary that the configured data would have; GPT-2's where that is not known before it is read."""
+    known = {"char": 256, "byte": 257}.get(getattr(config.data, "tokenizer", ""))
+    return known or getattr(config.data, "vocab_size", None) or GPT2_VOCABULARY
+
+
+def too_small(config: Config, cluster: ClusterConfig, found: Found, world: int, log: Log) -> str:
+    """The line for a model that no layout fits: by how much, and what would."""
+    assert found.smallest is not None
+    memory, work = found.smallest
+    missing = memory.total - rank_memory(cluster, world)
+    where = f"cluster={cluster.name} cluster.nodes={cluster.nodes or 1}"
+    line = (
+        f"{config.model.name} does not fit {where}: of {found.tried} layouts the smallest "
+        f"({layout_words(work.parallelism, work.layout)}) takes {memory.total / 2**30:.1f} GiB on a rank, "
+        f"{missing / 2**30:.1f} more than there are"
+    )
+    nodes = enough_nodes(config, cluster, world, log)
+    return f"{line}; try {f'cluster.nodes={nodes}' if nodes else 'a smaller model or data.sequence_length'}"
+
+
+def enough_nodes(config: Config, cluster: ClusterConfig, world: int, log: Log) -> int | None:
+    """The least power of two times the nodes on which some layout fits, by the layouts that take least memory."""
+    nodes, thrifty = cluster.nodes or 1, replace(config.parallelism, zero=3)
+    thrifty = replace(thrifty, activation_checkpointing=ActivationCheckpointing.full)
+    data = replace(config.data, micro_batch_size=1)
+    saving = fixed_keys(config) | {"zero", "activation_checkpointing", "micro_batch_size", "schedule", "dp_replicate"}
+    while cluster.device == "cuda" and (nodes := nodes * 2) <= MOST_NODES:
+        larger = replace(cluster, nodes=nodes)
+        space = space_of(replace(config, parallelism=thrifty, data=data), larger, saving)
+        try:
+            if search(space, larger, nodes * (cluster.devices_per_node or 1)).ranked:
+                return nodes
+        except ConfigError:
+            continue
+    return None
+
+
+def merged(results: Iterable[Found]) -> Found | None:
+    """Several searches' results as one; None if there is none."""
+    whole: Found | None = None
+    for each in results:
+        if whole is None:
+            whole = each
+            continue
+        whole.ranked = sorted(whole.ranked + each.ranked, key=lambda one: one.prediction.step_seconds)
+        whole.pruned += each.pruned
+        whole.examples = each.examples | whole.examples
+        whole.tried += each.tried
+        whole.slower += each.slower
+        smallest = [found for found in (whole.smallest, each.smallest) if found]
+        whole.smallest = min(smallest, key=lambda one: one[0].total) if smallest else None
+    return whole
+
+
+def _worlds(cluster: ClusterConfig, config: Config) -> list[int]:
+    """How many ranks to plan for: all devices; on a CPU, whose cores one rank may have alone, fewer as well."""
+    devices = (cluster.nodes or 1) * (cluster.devices_per_node or 1)
+    if cluster.device == "cpu" and config.cluster.devices_per_node is None:
+        return divisors(devices)
+    return [devices]
+
+
+class _Progress:
+    """A line now and then on how far a search is, and when it will be over."""
+
+    def __init__(self, log: Log, world: int) -> None:
+        self._log, self._world = log, world
+        self._started = self._since = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._since > REPORT_SECONDS and done:
+            self._since = now
+            left = timedelta(seconds=round((now - self._started) * (total - done) / done))
+            self._log(f"plan: {done / total:.0%} of the layouts of {self._world} ranks looked at, ETA {left}")

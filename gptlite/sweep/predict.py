@@ -1,0 +1,27 @@
+"""What the planner says of a cell before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gptlite.config import Config
+from gptlite.errors import ConfigError
+from gptlite.parallelism.layout import Layout
+
+
+def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
+    """The fields of the plan's Prediction for a run on `cluster`; None where the plan knows too little of that."""
+    from gptlite.plan.cost import predict
+    from gptlite.plan.local import this_machine
+    from gptlite.planning import workload_of
+
+    try:
+        cluster = this_machine(config.cluster, _unsaid)
+        return dataclasses.asdict(predict(workload_of(config, layout, cluster), cluster))
+    except ConfigError:
+        return None
+
+
+def _unsaid(text: str) -> None:
+    """How to measure the machine is for who asks for a plan."""

@@ -1,0 +1,138 @@
+"""Layouts measured: each trains for a few steps as train.py would train it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptlite.config import hydra_value
+from gptlite.errors import ConfigError
+from gptlite.files import write_whole
+from gptlite.metrics.console import format_count
+from gptlite.plan.search import Candidate, distinct
+from gptlite.planning import Plan, overrides, train_overrides
+
+STOP_SECONDS = 20.0  # that a run has to stop before it is killed
+# Nothing but steps: the first rows warm up, the median of the others counts.
+BARE = ("trainer.eval_interval=0", "trainer.eval_samples=1", "trainer.sample_tokens=0", "trainer.log_interval=1")
+BARE_SAVING = ("checkpoint.interval=0", "checkpoint.resume=never", "logger=jsonl")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate's tokens a second, or why there are none."""
+
+    candidate: Candidate
+    tokens_per_second: float | None
+    reason: str
+    seconds: float
+
+
+def tune(plan: Plan, given: Sequence[str], preset: Path, k: int, steps: int, limit: float) -> int:
+    """Measures the plan's best `k`, or the next ones if none of them runs; writes the best as a preset.
+
+    Returns the exit code: 1 where nothing ran. Raises ConfigError where the preset cannot be written.
+    """
+    try:
+        preset.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={preset.parent.parent}: {error}; give another folder") from None
+    trials: list[Trial] = []
+    with tempfile.TemporaryDirectory(prefix="gptlite-tune-") as name:
+        for candidate in _in_order(plan, k):
+            if len(trials) >= k and any(trial.tokens_per_second for trial in trials):
+                break
+            trials.append(measured(candidate, given, Path(name) / str(len(trials)), steps, limit))
+            print(_line(len(trials), trials[-1]), flush=True)
+    ran = [trial for trial in trials if trial.tokens_per_second]
+    best = max(ran, key=lambda trial: trial.tokens_per_second or 0.0) if ran else None
+    candidate = best.candidate if best else plan.best
+    write_whole(preset, preset_text(given, candidate, best, steps))
+    rows = [{"layout": t.candidate.words, "overrides": overrides(t.candidate), "tokens_per_second": t.tokens_per_second,
+             "predicted": t.candidate.prediction.tokens_per_second, "reason": t.reason} for t in trials]  # fmt: skip
+    write_whole(preset.with_suffix(".json"), json.dumps(rows, indent=2) + "\n")
+    print(f"{'the best' if best else 'nothing ran; the plan alone says'}: {candidate.words}")
+    micro = f"data.micro_batch_size={candidate.work.micro_batch_size}"
+    words = ["python", "train.py", "--config-dir", str(preset.parent.parent), f"parallelism={preset.stem}", micro]
+    kept = [each for each in given if not each.startswith(("parallelism", "cluster", "data.micro_batch_size"))]
+    print(shlex.join([*words, *kept]))
+    return 0 if best else 1
+
+
+def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: int, limit: float) -> Trial:
+    """Trains one candidate in a process of its own, at most `limit` seconds."""
+    last = [f"trainer.max_steps={steps}", f"run.dir={hydra_value(str(folder))}"]
+    arguments = [*BARE, *BARE_SAVING, *train_overrides(given, candidate), *last]
+    started = time.monotonic()
+    start = f"from gptlite.cli import main; from gptlite.worker import die_with; die_with({os.getpid()}); main()"
+    run = subprocess.Popen(
+        [sys.executable, "-c", start, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _, said = run.communicate(timeout=limit)
+        reason = "" if run.returncode == 0 else _reason(said, run.returncode)
+    except subprocess.TimeoutExpired:
+        _end(run)
+        reason = f"not done within {limit / 60:g} minutes"
+    except BaseException:  # Ctrl-C: this run's ranks must not outlive it
+        _end(run)
+        raise
+    speed = None if reason else _speed(folder)
+    return Trial(candidate, speed, reason, time.monotonic() - started)
+
+
+def preset_text(given: Sequence[str], candidate: Candidate, best: Trial | None, steps: int) -> str:
+    """The preset's YAML, with what is known of it."""
+    its = f"{format_count(best.tokens_per_second or 0)} tokens/s over {steps} steps" if best else "predicted, never run"
+    lines = [
+        f"# {candidate.words}: {its}, {time.strftime('%Y-%m-%d')}.",
+        f"# With data.micro_batch_size={candidate.work.micro_batch_size}, on the command line.",
+        "defaults: [parallelism_schema, _self_]",
+    ]
+    chosen = [each for each in train_overrides(given, candidate) if each.startswith("parallelism.")]
+    return "\n".join([*lines, *(each.removeprefix("parallelism.").replace("=", ": ", 1) for each in chosen)]) + "\n"
+
+
+def _in_order(plan: Plan, k: int) -> list[Candidate]:
+    """The plan's layouts as they are to be tried: the distinct ones, and last the one that takes least memory."""
+    order = distinct(plan.found, 3 * k)
+    thriftiest = min(plan.found.ranked, key=lambda each: each.prediction.memory.total)
+    return order if thriftiest in order else [*order, thriftiest]
+
+
+def _line(number: int, trial: Trial) -> str:
+    predicted = format_count(trial.candidate.prediction.tokens_per_second)
+    result = trial.reason or f"{format_count(trial.tokens_per_second or 0)} tokens/s (predicted {predicted})"
+    return f"{number}: {trial.candidate.words}: {result}, {trial.seconds:.0f} s"
+
+
+def _speed(folder: Path) -> float | None:
+    try:
+        return json.loads((folder / "result.json").read_text(encoding="utf-8"))["tokens_per_second"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _reason(said: str, code: int) -> str:
+    lines = [line for line in said.strip().splitlines() if line.strip()]
+    first = next((line for line in lines if line.startswith(("error:", "rank "))), lines[-1] if lines else "")
+    return (first or f"ended with exit code {code}").removeprefix("error: ")
+
+
+def _end(run: subprocess.Popen[str]) -> None:
+    """Ends a run with its ranks: asked first, then killed."""
+    run.send_signal(signal.SIGTERM)
+    try:
+        run.communicate(timeout=STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        run.communicate()

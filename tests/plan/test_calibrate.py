@@ -1,0 +1,91 @@
+"""Measuring this machine: the arithmetic of what is measured, and that a calibration ends and can be planned with."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from gptlite.plan import calibrate as module
+from gptlite.plan.calibrate import best, calibrate, kernel_seconds, matmul_rates, memory_bandwidth, ranks, saturation
+from gptlite.plan.local import LOCAL_LINK, cpu_cores, read_calibration, write_calibration
+
+CPU = torch.device("cpu")
+
+
+def test_saturation_finds_the_curve_it_is_given():
+    largest, half = saturation({k: 5e12 * k / (k + 80) for k in (16, 64, 256, 1024)})
+    assert largest == pytest.approx(5e12)
+    assert half == pytest.approx(80)
+
+
+def test_saturation_of_noisy_rates_is_near():
+    noise = (1.04, 0.97, 1.02, 0.96, 1.03)
+    rates = {k: 5e12 * k / (k + 80) * f for k, f in zip((16, 64, 256, 512, 1024), noise, strict=True)}
+    largest, half = saturation(rates)
+    assert largest == pytest.approx(5e12, rel=0.1)
+    assert half == pytest.approx(80, rel=0.25)
+
+
+def test_rates_that_do_not_rise_have_no_half_size():
+    assert saturation({16: 3e12, 64: 2e12, 256: 1e12}) == (3e12, 0.0)
+
+
+def test_the_fastest_of_several_runs_counts():
+    pauses = iter([0.05, 0.02, 0.001, 0.03] + [0.02] * 50)
+    assert 0.001 <= best(lambda: time.sleep(next(pauses)), CPU, 0.0) < 0.015
+
+
+def test_what_is_measured_is_of_the_right_order(monkeypatch):
+    monkeypatch.setitem(module.INNER, "cpu", (16, 256))
+    monkeypatch.setitem(module.OUTER, "cpu", 256)
+    rates = matmul_rates(CPU, torch.float32, 0.1)
+    assert list(rates) == [16, 256]
+    assert all(1e8 < rate < 1e14 for rate in rates.values())
+    assert 1e8 < memory_bandwidth(CPU, 0.05) < 5e12
+    assert 1e-7 < kernel_seconds(CPU) < 1e-3
+
+
+def test_ranks_that_do_not_answer_are_given_up(monkeypatch):
+    said, started = [], time.monotonic()
+    monkeypatch.setattr(module, "RANKS_SECONDS", 0.2)  # they need longer to import torch
+    assert ranks(CPU, said.append) == (LOCAL_LINK, 1.0)
+    assert time.monotonic() - started < 20
+    assert "did not get through" in said[0]
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_their_link(tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "gptlite.plan.calibrate_ranks", str(tmp_path / "store"), "2"]
+    other = subprocess.Popen([*command, "1"], env=environment)
+    try:
+        result = subprocess.run(
+            [*command, "0"], env=environment, capture_output=True, text=True, timeout=80, check=True
+        )
+    finally:
+        other.wait(20)
+    found = module.json.loads(result.stdout)
+    assert set(found) == {"latency", "gb_per_second", "alone", "crowded"}
+    assert 1e-6 < found["latency"] < 0.1
+    assert 0.01 < found["gb_per_second"] < 200
+    assert 0 < found["alone"] < 1
+
+
+@pytest.mark.slow
+def test_a_calibration_ends_in_time_and_is_read_back(tmp_path):
+    said, started = [], time.monotonic()
+    cluster = calibrate(3.0, said.append)
+    assert time.monotonic() - started < 90
+    assert cluster.calibrated
+    assert cluster.devices_per_node == (torch.cuda.device_count() or cpu_cores())
+    assert 0 < cluster.matmul_efficiency["fp32"] <= 1
+    assert cluster.crowding >= 1
+    assert len(said) >= 3
+    write_calibration(tmp_path / "cluster.yaml", cluster)
+    found = read_calibration(tmp_path / "cluster.yaml")
+    assert found is not None
+    assert asdict(found) == asdict(cluster)

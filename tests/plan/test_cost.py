@@ -1,0 +1,314 @@
+"""The cost model: what it says of single terms is computed by hand here, and how they add up."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from gptlite.errors import ConfigError
+from gptlite.model.config import GPTConfig
+from gptlite.model.flops import flops_per_token
+from gptlite.ops.config import Attention
+from gptlite.optimizer.config import AdamWConfig, SGDConfig
+from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
+from gptlite.parallelism.layout import SCHEDULES, Layout, num_stages, resolve, schedule_refuses
+from gptlite.plan.config import ClusterConfig, LinkConfig
+from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, predict
+from gptlite.plan.cost_block import Piece, Stack, Traffic, block
+from gptlite.plan.cost_device import Device, device_of, rank_share, waiting_for_cores
+from gptlite.plan.cost_links import Group, Links
+from gptlite.plan.cost_pipeline import pipeline_seconds
+from gptlite.plan.memory import most
+from gptlite.plan.timeline import timeline
+from gptlite.plan.workload import Transfer, Workload
+
+# Nothing but arithmetic: 100 TFLOP/s, all of it, memory and links for free.
+IDEAL = ClusterConfig(
+    devices_per_node=8,
+    peak_tflops={"bf16": 100.0},
+    matmul_efficiency={"bf16": 1.0},
+    matmul_half_size=0.0,
+    attention_efficiency=1.0,
+    memory_gb_per_second=1e12,
+    kernel_seconds=0.0,
+    intra=LinkConfig(gb_per_second=1e12, latency=0.0),
+    inter=LinkConfig(gb_per_second=1e12, latency=0.0),
+)
+REAL = replace(
+    IDEAL,
+    memory_gb_per_second=2000.0,
+    intra=LinkConfig(gb_per_second=200, latency=1e-6),
+    inter=LinkConfig(gb_per_second=20, latency=1e-5),
+)
+GPT = GPTConfig(num_layers=16, num_heads=16, d_model=2048, vocab_size=32000, sequence_length=2048)
+
+
+def work(world, model=GPT, batch=64, micro=1, attention=Attention.sdpa, dtype="bf16", device="cuda", **keys):
+    config = ParallelismConfig(**keys)
+    return Workload(
+        model=model,
+        parallelism=config,
+        layout=resolve(config, world),
+        optimizer=AdamWConfig(),
+        global_batch_size=batch,
+        micro_batch_size=micro,
+        sequence_length=model.sequence_length,
+        dtype=dtype,
+        attention=attention,
+        device=device,
+    )
+
+
+def device(**keys):
+    return replace(Device(1e14, 1.0, 0.0, 1e14, 1e12, 0.0, 2), **keys)
+
+
+def test_a_product_is_bound_by_arithmetic_or_by_memory():
+    assert device().matmul(4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 1e14)
+    # Of one row nothing is used twice: 4096 x 4096 numbers of 2 bytes, and two rows.
+    assert device().matmul(1, 4096, 4096) == pytest.approx((4096**2 + 2 * 4096) * 2 / 1e12)
+    assert device(kernel=1e-5).matmul(1, 1, 1) == pytest.approx(1e-5, rel=1e-3)
+    assert device().matmul(512, 512, 512, batch=7) == pytest.approx(7 * device().matmul(512, 512, 512))
+
+
+def test_a_product_reaches_half_of_its_speed_at_the_half_size():
+    large = device().matmul(1024, 256, 1024)
+    assert device(half_size=256).matmul(1024, 256, 1024) == pytest.approx(2 * large)
+    assert device(half_size=256).matmul(256, 1024, 1024) == pytest.approx(2 * large)  # the smallest, wherever it is
+
+
+def test_a_product_off_the_tensor_cores_is_slower_but_sooner_busy():
+    slow = device(multiple=8, unaligned=0.25, bandwidth=1e14)
+    assert slow.matmul(512, 512, 520) == device().matmul(512, 512, 520)
+    assert slow.matmul(512, 512, 516) == pytest.approx(4 * device().matmul(512, 512, 516))
+    assert replace(slow, itemsize=4).matmul(512, 512, 516) == pytest.approx(2 * 512 * 512 * 516 / 1e14)
+    # Half of its speed is reached at a quarter of the size.
+    halved = replace(slow, half_size=400.0).matmul(4000, 100, 4000)
+    assert halved == pytest.approx(8 * device(bandwidth=1e14).matmul(4000, 100, 4000))
+
+
+def test_ideal_hardware_computes_the_models_flops():
+    """12 d^2 (24 B S d^2 forward, three times that), S/2 keys a query, and the head."""
+    its = work(1)
+    found = predict(its, IDEAL)
+    # Flash attention computes the scores once more: 2.5 times for the backward pass instead of 2.
+    again = 0.5 * 2 * 2 * GPT.num_layers * GPT.d_model * GPT.sequence_length / 2 * its.tokens
+    padding = 6 * GPT.d_model * (GPT.padded_vocab_size - 32000) * its.tokens
+    flops = flops_per_token(GPT, GPT.sequence_length) * its.tokens + again + padding
+    assert found.step_seconds == pytest.approx(flops / 1e14, rel=1e-6)
+    assert found.tokens_per_second == pytest.approx(its.tokens / found.step_seconds)
+    assert found.mfu == pytest.approx(1 - (again + padding) / flops, rel=1e-6)
+
+
+def test_full_recomputation_costs_a_forward_pass_of_the_blocks():
+    none, selective, full = (
+        predict(work(1, activation_checkpointing=ActivationCheckpointing[mode]), IDEAL).step_seconds
+        for mode in ("none", "selective", "full")
+    )
+    tokens = 64 * 2048
+    forward = GPT.num_layers * tokens * (24 * GPT.d_model**2 + 4 * GPT.d_model * 1024)
+    assert full - none == pytest.approx(forward / 1e14, rel=1e-6)
+    assert selective == pytest.approx(none, rel=1e-6)  # what it makes again is free here
+    real = [
+        predict(work(1, activation_checkpointing=ActivationCheckpointing[m]), REAL).step_seconds
+        for m in ("none", "selective", "full")
+    ]
+    assert real[0] < real[1] < real[2]
+
+
+def test_written_scores_cost_bytes_and_their_masked_half():
+    flash = predict(work(1), REAL)
+    blocks = predict(work(1, attention=Attention.matmul), REAL)
+    whole = predict(work(1, attention=Attention.fused_softmax), REAL)
+    assert flash.step_seconds < blocks.step_seconds < whole.step_seconds
+
+
+def test_pointwise_traffic_is_bytes_over_bandwidth():
+    none = Traffic(0, 0, 0, 0, 0)
+    bare = Stack(none, none, fused_attention=False, causal=1.0, logit=0, gradient=0, optimizer=0)
+    full = replace(bare, forward=Traffic(width=3, heads=5, inner=7, scores=11, ops=2))
+    piece, its = Piece(2, 512, tensor=4), device(kernel=1e-6)
+    model = replace(GPT, sequence_length=512)
+    there = block(model, piece, full, its).forward - block(model, piece, bare, its).forward
+    elements = 1024 * (3 * 2048 + (5 * 2048 + 7 * 8192 + 11 * 16 * 512) / 4)
+    assert there == pytest.approx(elements * 2 / 1e12 + 2e-6)
+    cut = replace(piece, sequence=True)
+    assert block(model, piece, full, its).forward - block(model, cut, full, its).forward == pytest.approx(
+        1024 * 3 * 2048 * 0.75 * 2 / 1e12
+    )
+
+
+def links(sizes, cluster=REAL, **keys):
+    return Links(cluster, Layout(sizes), **keys)
+
+
+def test_ranks_lie_on_nodes_with_the_tensor_axis_innermost():
+    its = links((2, 4, 2, 1, 4))  # 64 ranks on 8 nodes of 8
+    assert its.group("tp") == Group(4, 4, 1)
+    assert its.group("dp_shard") == Group(2, 2, 1)
+    assert its.group("dp_replicate") == Group(4, 1, 4)
+    assert its.group("pp") == Group(2, 1, 2)
+    assert its.group("world") == Group(64, 8, 8)
+    assert links((1, 1, 32, 1, 2)).group("dp_shard") == Group(32, 4, 8)
+    assert links((1, 1, 2, 1, 16)).group("tp") == Group(16, 8, 2)
+
+
+def test_a_ring_takes_its_bytes_over_the_slowest_link():
+    inside = links((1, 1, 1, 1, 8))
+    expected = 2 * (7 / 8 * 1e9 / 200e9 + 7e-6)
+    assert inside.once("all_reduce", 1e9, inside.group("tp")) == pytest.approx(expected)
+    assert inside.once("all_gather", 1e9, inside.group("tp")) == pytest.approx(expected / 2)
+    assert inside.seconds(Transfer("tp", "reduce_scatter", 8, 10**9, 3, "forward")) == pytest.approx(3 * expected / 2)
+    assert inside.seconds(Transfer("pp", "recv", 2, 10**9, 3, "forward")) == 0.0
+
+
+def test_a_groups_ranks_on_a_node_use_its_network_together():
+    # 16 ranks on two nodes in one group: 8 cards of 20 GB/s, and no more than a device passes on inside the node.
+    whole = links((1, 1, 16, 1, 1))
+    assert whole.once("all_gather", 16e9, whole.group("dp_shard")) == pytest.approx(15e9 / 160e9 + 7e-6 + 1e-5)
+    # In groups of one rank a node: a card each.
+    apart = links((1, 1, 2, 1, 8))
+    assert apart.once("all_gather", 2e9, apart.group("dp_shard")) == pytest.approx(1e9 / 20e9 + 1e-5)
+    # A card for two devices halves that.
+    cards = replace(REAL, inter=replace(REAL.inter, shared=2))
+    shared = links((1, 1, 2, 1, 8), cards)
+    assert shared.once("all_gather", 2e9, shared.group("dp_shard")) == pytest.approx(1e9 / 10e9 + 1e-5)
+    free = links((1, 1, 2, 1, 8), cards, shared=False)
+    assert free.once("all_gather", 2e9, free.group("dp_shard")) == pytest.approx(1e9 / 80e9 + 1e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_closed_form_of_a_pipeline_is_its_timeline(schedule):
+    """Every pass laid out, over depths, virtual stages, micro-batches, a slower last stage and slow messages."""
+    bar = 0.12 if schedule == "zbv" else 0.03
+    compared, worst = 0, 0.0
+    for ranks in (2, 4, 8):
+        for virtual in (None,) if SCHEDULES[schedule].fixed else (2, 3):
+            config = ParallelismConfig(pipeline=ranks, schedule=schedule, virtual_stages=virtual)
+            for count in (ranks, 2 * ranks, 8 * ranks):
+                if schedule_refuses(config, count):
+                    continue
+                for last, message in ((1.0, 0.0), (1.3, 0.0), (1.0, 0.1)):
+                    forward = [1.0] * (num_stages(config) - 1) + [last]
+                    backward = [2 * each for each in forward]
+                    laid_out = timeline(config, count, forward, backward, message).seconds
+                    closed = pipeline_seconds(config, count, forward, backward, message)
+                    worst, compared = max(worst, abs(closed / laid_out - 1)), compared + 1
+    assert compared >= 18
+    assert worst <= bar
+
+
+def test_a_bubble_shrinks_with_virtual_stages_and_micro_batches():
+    def bubble(**keys):
+        found = predict(work(8, model=replace(GPT, vocab_size=128), batch=32, pipeline=8, **keys), IDEAL)
+        return found.bubble_seconds / found.step_seconds
+
+    once, twice = bubble(schedule="1f1b"), bubble(schedule="interleaved_1f1b", virtual_stages=2)
+    assert once == pytest.approx(7 / 39, abs=0.02)  # 7 of 32 + 7
+    assert twice < 0.65 * once
+    assert bubble(schedule="zero_bubble", virtual_stages=2) < twice
+    assert predict(work(8, zero=1), IDEAL).bubble_seconds == 0.0
+
+
+def test_parts_of_a_step_add_up():
+    for keys in ({"zero": 3}, {"tensor": 8, "sequence": True}, {"tensor": 2, "pipeline": 4, "zero": 1}):
+        its = predict(work(16, **keys), REAL)
+        parts = (its.compute_seconds, its.communication_seconds, its.bubble_seconds, its.optimizer_seconds)
+        assert all(part >= 0 for part in parts)
+        assert sum(parts) == pytest.approx(its.step_seconds)
+
+
+def test_zero_stages_cost_what_they_send_and_save_updates():
+    tight = replace(REAL, overlap=0.0)
+    stages = [predict(work(16, batch=64, zero=zero), tight) for zero in range(4)]
+    # Two micro-batches and more: stage 2 reduces after each, stage 3 gathers for each pass too.
+    assert stages[1].communication_seconds < stages[2].communication_seconds < stages[3].communication_seconds
+    assert stages[1].optimizer_seconds == pytest.approx(stages[0].optimizer_seconds / 16, rel=0.1)
+
+
+def test_communication_hides_behind_compute_as_far_as_the_cluster_says():
+    shown = [predict(work(8, zero=1), replace(REAL, overlap=share)).communication_seconds for share in (0.0, 0.5, 1.0)]
+    assert shown[0] > shown[1] > shown[2]
+    slow = replace(REAL, overlap=1.0, intra=LinkConfig(gb_per_second=0.01))
+    bare = replace(slow, overlap=0.0)
+    hidden = predict(work(8, zero=0), bare).communication_seconds - predict(work(8, zero=0), slow).communication_seconds
+    assert 0 < hidden < predict(work(8, zero=0), bare).compute_seconds  # no more than there is to hide behind
+
+
+def test_tensor_parallelism_is_slow_across_nodes():
+    inside, across = (predict(work(16, tensor=tensor), REAL) for tensor in (8, 16))
+    assert across.communication_seconds > 3 * inside.communication_seconds
+    assert predict(work(16, tensor=8, sequence=True), REAL).compute_seconds < inside.compute_seconds
+
+
+def test_sgd_updates_faster_than_adam():
+    its = work(1)
+    assert predict(replace(its, optimizer=SGDConfig()), REAL).optimizer_seconds < predict(its, REAL).optimizer_seconds
+
+
+CPU = replace(
+    REAL,
+    device="cpu",
+    devices_per_node=2,
+    peak_tflops={"fp32": 0.1},
+    matmul_efficiency={"fp32": 1.0},
+    memory_gb_per_second=20.0,
+    overlap=0.0,
+)
+SMALL = GPTConfig(num_layers=4, num_heads=8, d_model=256, vocab_size=4096, sequence_length=256)
+
+
+def cpu(world, **keys):
+    return predict(
+        work(world, model=SMALL, batch=16, dtype="fp32", attention=Attention.fused, device="cpu", **keys), CPU
+    )
+
+
+def test_ranks_divide_a_cpus_cores():
+    assert [rank_share(CPU, world) for world in (1, 2, 4)] == [1.0, 0.5, 0.5]
+    assert [waiting_for_cores(CPU, world) for world in (1, 2, 4)] == [1.0, 1.0, 2.0]
+    assert waiting_for_cores(replace(CPU, crowding=1.5), 4) == 3.0
+    assert device_of(CPU, "fp32", 2).peak == pytest.approx(0.05e12)
+    assert rank_share(REAL, 64) == waiting_for_cores(REAL, 64) == 1.0
+    alone, two, four = (cpu(world, zero=1) for world in (1, 2, 4))
+    # No more arithmetic than there are cores: two ranks halve the work and the speed.
+    assert two.compute_seconds == pytest.approx(alone.compute_seconds, rel=0.05)
+    assert four.compute_seconds == pytest.approx(two.compute_seconds, rel=0.05)
+    assert alone.step_seconds < two.step_seconds < four.step_seconds
+    assert alone.mfu == pytest.approx(alone.tokens_per_second * flops_per_token(SMALL, 256) / 0.1e12)
+
+
+def test_ranks_that_share_a_core_fill_each_others_bubbles():
+    two, four = cpu(2, pipeline=2), cpu(4, pipeline=4)
+    assert two.bubble_seconds > 0
+    assert four.bubble_seconds < 0.35 * four.step_seconds  # 3 of 16 + 3 idle passes, and half of the cores' time
+    assert four.step_seconds < 1.5 * two.step_seconds
+
+
+def test_an_unknown_dtype_is_refused_with_the_key():
+    with pytest.raises(
+        ConfigError, match=r"cluster.peak_tflops has no fp16 \(it has bf16\); set cluster.peak_tflops.fp16"
+    ):
+        predict(work(1, dtype="fp16"), REAL)
+
+
+def test_what_training_takes_and_costs():
+    its = predict(work(8), REAL)
+    assert days_to_train(its.tokens_per_second * 86400 * 3, its) == pytest.approx(3)
+    assert cost_per_billion_tokens(its, REAL, 8) is None
+    paid = replace(REAL, dollars_per_device_hour=2.0)
+    hours = 1e9 / its.tokens_per_second / 3600
+    assert cost_per_billion_tokens(its, paid, 8) == pytest.approx(16 * hours)
+    assert cost_per_billion_tokens(its, replace(paid, device="cpu"), 8) == pytest.approx(2 * hours)
+
+
+def test_a_prediction_takes_milliseconds():
+    """A search makes thousands."""
+    large = replace(GPT, num_layers=96, num_heads=96, d_model=12288)
+    its = work(1024, model=large, batch=1536, tensor=8, pipeline=8, sequence=True, zero=1)
+    memory, times = most(its), []
+    for _ in range(10):
+        start = time.process_time()
+        predict(its, REAL, memory)
+        times.append(time.process_time() - start)
+    assert min(times) < 0.006  # 1 to 2 ms on a quiet machine

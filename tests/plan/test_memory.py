@@ -1,0 +1,93 @@
+"""Memory as planned is what real ranks take, and the paper's arithmetic is the paper's."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from gptlite.optimizer.config import SGDConfig
+from gptlite.plan import memory
+from gptlite.plan.memory import estimate, most, zero_paper_bytes
+from plan.truth import workload
+from plan.truth_layouts import LAYOUTS, OTHERS, QUICK, Layout
+from plan.truth_table import Row, run
+
+TOLERANCE = 0.05
+
+
+def wrong(rows: list[Row]) -> list[str]:
+    """The rows that differ by more than they may, or at all in what is sent."""
+    return [
+        f"{row.layout.name} {row.place}: state {row.state_error:+.1%}, else {row.error:+.1%}, {row.wrong}"
+        for row in rows
+        if abs(row.state_error) > TOLERANCE or abs(row.error) > TOLERANCE or row.wrong
+    ]
+
+
+def test_real_ranks_take_what_is_planned():
+    rows = list(run(QUICK))
+    assert len(rows) >= len(QUICK)
+    assert wrong(rows) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_more_layouts_take_what_is_planned(world):
+    assert wrong(list(run([layout for layout in OTHERS if layout.world == world]))) == []
+
+
+def test_there_are_thirty_layouts_and_every_schedule_among_them():
+    assert len(LAYOUTS) == 30
+    configs = [layout.config().parallelism for layout in LAYOUTS]
+    assert {c.schedule for c in configs if c.pipeline > 1} == {
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "zero_bubble",
+        "zbv",
+    }
+    assert {c.zero for c in configs} == {0, 1, 2, 3}
+
+
+def test_the_paper_is_reproduced_to_the_printed_digit():
+    """ZeRO, arXiv:1910.02054, figure 1: 7.5 billion parameters over 64 ranks."""
+    printed = [round(zero_paper_bytes(7.5e9, 64, stage) / 1e9, 1) for stage in range(4)]
+    assert printed == [120.0, 31.4, 16.6, 1.9]
+
+
+def test_memory_follows_the_layout():
+    one = workload(Layout(1, "").config(), 1)
+    cut = workload(Layout(2, "tp=2").config(), 2)
+    assert estimate(cut, 0).parameters < 0.6 * estimate(one, 0).parameters
+    shorter = replace(one, micro_batch_size=2)
+    assert estimate(shorter, 0).activations < 0.6 * estimate(one, 0).activations
+    assert estimate(replace(one, optimizer=SGDConfig(momentum=0.0)), 0).optimizer == 0
+
+
+@pytest.mark.parametrize("layers", [4, 6, 8, 10])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"])
+def test_the_fullest_rank_of_a_pipeline_is_found(schedule, layers):
+    words = f"pp=4 schedule={schedule} micro=1 rows=50"
+    if schedule not in ("gpipe", "1f1b"):
+        layers *= 2
+    work = workload(Layout(4, f"{words} layers={layers}").config(), 4)
+    rank, found = most(work)
+    assert found.total == max(estimate(work, each).total for each in range(4))
+    assert found == estimate(work, rank)
+
+
+def test_an_estimate_takes_less_than_a_millisecond():
+    work = workload(Layout(8, "pp=4 zero=2 schedule=interleaved_1f1b micro=1 layers=8").config(), 8)
+    estimate(work, 0)
+    started = time.process_time()
+    for _ in range(50):
+        estimate(work, 0)
+    assert (time.process_time() - started) / 50 < 1e-3
+
+
+def test_a_longer_reduction_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """The comparison has teeth: the planner's figures change with what it believes of the engine."""
+    work = workload(Layout(2, "zero=3 micro=2").config(), 2)
+    before = estimate(work, 0).activations
+    monkeypatch.setattr(memory.Sizes, "workspace", lambda *_: 0)
+    assert estimate(work, 0).activations < 0.95 * before

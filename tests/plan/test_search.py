@@ -1,0 +1,179 @@
+"""The search looks at legal layouts alone, keeps what it is given, and what it proposes composes to the same run."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from gptlite.config import load
+from gptlite.errors import ConfigError
+from gptlite.parallelism.config import ActivationCheckpointing
+from gptlite.parallelism.layout import resolve
+from gptlite.plan.search import distinct, layouts, rank_memory, search
+from gptlite.planning import apply, chosen, fixed_keys, make_plan, overrides, space_of, too_small
+
+MODEL = ["data=synthetic", "model.num_layers=4", "model.num_heads=8", "model.d_model=256", "model.sequence_length=128"]
+BATCH = ["data.global_batch_size=32"]
+CLUSTER = ["cluster=dgx-h100", "cluster.devices_per_node=4"]
+
+
+def config_of(*given, auto=True):
+    config = load([*(["parallelism=auto"] if auto else []), *MODEL, *BATCH, *CLUSTER, *given])
+    config.run.overrides = [*MODEL, *BATCH, *CLUSTER, *given]
+    return config
+
+
+def silent(text):
+    pass
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(config_of(), log=silent)
+
+
+def test_every_combination_of_degrees_is_looked_at_once():
+    config = config_of()
+    space = space_of(config, config.cluster, fixed_keys(config))
+    found = list(layouts(space, config.cluster, 4))
+    words = Counter(map(repr, found))
+    assert max(words.values()) == 1
+    degrees = {(each.tensor, each.pipeline, each.data) for each in found}
+    assert degrees == {(t, p, 4 // t // p) for t in (1, 2, 4) for p in (1, 2, 4) if 4 % (t * p) == 0}
+    assert {each.zero for each in found if each.data > 1} == {0, 1, 2, 3}
+    assert {each.zero for each in found if each.data == 1} == {0}
+    assert {each.activation_checkpointing for each in found} == set(ActivationCheckpointing)
+    assert {each.schedule for each in found if each.pipeline > 1} == {
+        *("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
+    }
+
+
+def test_tensor_parallelism_stays_inside_a_node():
+    config = config_of("cluster.devices_per_node=2", "cluster.nodes=4")
+    space = space_of(config, config.cluster, fixed_keys(config))
+    assert {each.tensor for each in layouts(space, config.cluster, 8)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "values"),
+    [
+        ("parallelism.tensor=2", "tensor", {2}),
+        ("parallelism.pipeline=4", "pipeline", {4}),
+        ("parallelism.zero=3", "zero", {3}),
+        ("parallelism.data=2", "data", {2}),
+        ("parallelism.schedule=gpipe", "schedule", {"gpipe", "1f1b"}),  # the default where there is no pipeline
+        ("parallelism.activation_checkpointing=full", "activation_checkpointing", {ActivationCheckpointing.full}),
+    ],
+)
+def test_what_is_given_stays(given, key, values):
+    found = make_plan(config_of(given), log=silent).found
+    assert {getattr(each.work.parallelism, key) for each in found.ranked} == values
+
+
+def test_a_given_micro_batch_stays():
+    found = make_plan(config_of("data.micro_batch_size=2"), log=silent).found
+    assert {each.work.micro_batch_size for each in found.ranked} == {2}
+
+
+def test_fastest_first_and_all_of_them_legal(plan):
+    times = [each.prediction.step_seconds for each in plan.found.ranked]
+    assert times == sorted(times)
+    assert plan.found.tried == len(times) + sum(plan.found.pruned.values()) + plan.found.slower
+    for each in plan.found.ranked[:: max(1, len(times) // 40)]:
+        assert each.work.layout == resolve(each.work.parallelism, 4)
+        assert each.work.global_batch_size % (each.work.micro_batch_size * each.work.layout.data_size) == 0
+
+
+def test_what_does_not_fit_is_pruned_with_the_figures():
+    config = config_of("cluster.memory_gib=2.1")  # 0.1 GiB
+    found = make_plan(config, log=silent).found
+    limit = rank_memory(config.cluster, 4)
+    assert limit == pytest.approx(0.1 * 2**30)
+    assert found.pruned["does not fit"] > 0
+    assert re.fullmatch(r"0.\d GiB on a rank, .*, and 0.1 are there", found.examples["does not fit"])
+    assert all(each.prediction.memory.total <= limit for each in found.ranked)
+
+
+def test_the_override_line_composes_to_the_candidate(plan):
+    """Else the command that a plan prints would train another layout."""
+    for each in plan.found.ranked[:: max(1, len(plan.found.ranked) // 8)]:
+        config = load([*MODEL, *BATCH, *overrides(each)])
+        its = each.work.parallelism
+        if its.pipeline == 1:
+            its.schedule, its.virtual_stages = "1f1b", None
+        its.auto = False
+        assert config.parallelism == its
+        assert config.data.micro_batch_size == each.work.micro_batch_size
+
+
+def test_distinct_has_one_of_each_kind(plan):
+    few = distinct(plan.found, 5)
+    kinds = {
+        (e.work.parallelism.tensor, e.work.parallelism.pipeline, e.work.layout.data_size, e.work.parallelism.zero)
+        for e in few
+    }
+    assert len(few) == len(kinds) == 5
+    assert few[0] == plan.best
+    degrees = [(e.work.parallelism.tensor, e.work.parallelism.pipeline) for e in distinct(plan.found, 100)]
+    assert degrees.count((1, 1)) == 4  # the stages of ZeRO
+
+
+def test_what_is_slower_is_not_asked_whether_it_fits(plan, monkeypatch):
+    """And what is kept are the fastest."""
+    monkeypatch.setattr("gptlite.plan.search.WANTED", 2)
+    found = make_plan(plan.config, log=silent).found
+    assert found.slower > 0
+    assert found.tried == len(found.ranked) + sum(found.pruned.values()) + found.slower
+    assert found.ranked[0] == plan.best
+    assert len(distinct(found, 100)) == 2
+
+
+def test_auto_takes_the_best(plan):
+    config = chosen(plan.config, log=silent)
+    assert config == apply(plan.config, plan.best)
+    assert not config.parallelism.auto
+    assert resolve(config.parallelism, 4).world_size == 4
+
+
+def test_auto_on_another_world_than_the_clusters():
+    assert resolve(chosen(config_of(), world=2, log=silent).parallelism, 2).world_size == 2
+
+
+def test_on_a_cpu_fewer_ranks_are_looked_at_too(tmp_path):
+    config = load(["parallelism=auto", *MODEL, *BATCH, "cluster.device=cpu"])
+    worlds = {each.work.layout.world_size for each in make_plan(config, log=silent).found.ranked}
+    assert 1 in worlds
+
+
+def test_a_cluster_that_is_too_small_says_by_how_much_and_what_would_do():
+    config = load(["parallelism=auto", "model=gpt3-175b", "data=synthetic", "data.global_batch_size=64", *CLUSTER])
+    with pytest.raises(ConfigError, match=r"gpt3-175b does not fit .* GiB on a rank, .* more than .*cluster.nodes=\d+"):
+        make_plan(config, log=silent)
+
+
+def test_what_would_do_does():
+    config = load(["parallelism=auto", "model=gpt3-13b", "data=synthetic", "data.global_batch_size=64", *CLUSTER,
+                   "cluster.devices_per_node=1"])  # fmt: skip
+    with pytest.raises(ConfigError) as refusal:
+        make_plan(config, log=silent)
+    nodes = int(str(refusal.value).rpartition("cluster.nodes=")[2])
+    config.cluster.nodes = nodes
+    assert make_plan(config, log=silent).best
+    config.cluster.nodes = nodes // 2
+    with pytest.raises(ConfigError):
+        make_plan(config, log=silent)
+
+
+def test_where_no_layout_is_legal_the_checks_say_why():
+    config = config_of("data.global_batch_size=3")
+    space = space_of(config, config.cluster, frozenset({"tensor", "pipeline"}))
+    with pytest.raises(ConfigError, match=r"no layout of 4 ranks is legal: data.global_batch_size=3 = "):
+        search(space, config.cluster, 4)
+
+
+def test_too_small_names_the_smallest_layout():
+    config = config_of("cluster.memory_gib=2.001")
+    space = space_of(config, config.cluster, fixed_keys(config))
+    found = search(space, config.cluster, 4)
+    assert not found.ranked
+    assert f"of {found.tried} layouts the smallest" in too_small(config, config.cluster, found, 4, silent)

@@ -1,0 +1,271 @@
+"""What real ranks on this CPU take of memory and send in a training step: the truth that the planner is held to.
+
+    with Ranks(4) as ranks:                                           # distributed.ranks
+        found = ranks.run("plan.truth:counted", config)               # a Counted of each rank
+    work = workload(config, world=4)                                  # the same step, as the planner has it
+
+`config` is a gptlite.config.Config, as `load([*BASE, *overrides])` gives it. Each rank builds the run as `pretrain`
+does and takes real steps. Bytes are counted in one step, from allocation events (MemoryWatch, and the buffers that a
+pipeline keeps from its first step on); collectives in another, at torch's dispatcher. Nothing of gptlite.plan's
+arithmetic is used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptlite.config import Config, with_vocabulary
+from gptlite.ops.select import select_ops
+from gptlite.parallelism import point_to_point
+from gptlite.parallelism.layout import AXES, resolve
+from gptlite.parallelism.memory_watch import MemoryWatch
+from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.parallelism.pipeline import OnePart, Pipeline, _Stage
+from gptlite.parity.record import build
+from gptlite.plan.workload import RankBytes, Transfer, Workload
+from gptlite.trainer.state import TrainState
+from gptlite.trainer.step import Step
+
+BASE = """
+data=synthetic data.num_tokens=20000 precision=fp32 schedule=constant schedule.warmup_steps=0
+run.dir=unused run.name=truth trainer.max_steps=1000
+""".split()
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one rank took in a step. `coordinates` is its place on each axis of AXES."""
+
+    coordinates: dict[str, int]
+    bytes: RankBytes
+    transfers: list[Transfer]
+
+
+def workload(config: Config, world: int) -> Workload:
+    """The same step as the planner has it. The synthetic data's vocabulary is the configured one."""
+    ops = select_ops(config.ops, torch.device("cpu"), lambda _: None)
+    vocabulary = getattr(config.data, "vocab_size", None)
+    return Workload(
+        model=with_vocabulary(config, vocabulary).model if vocabulary else config.model,
+        parallelism=config.parallelism,
+        layout=resolve(config.parallelism, world),
+        optimizer=config.optimizer,
+        global_batch_size=config.data.global_batch_size,
+        micro_batch_size=config.data.micro_batch_size or 0,
+        sequence_length=config.data.sequence_length,
+        dtype=config.precision.dtype.value,
+        attention=ops.attention,
+        device="cpu",
+    )
+
+
+def counted(config: Config) -> Counted:
+    """On every rank of the world at once: a step to warm up, one whose bytes are counted, one whose messages are."""
+    mesh = build_mesh(config.parallelism)
+    state, step = build(config, mesh)
+    try:
+        with closing(state.loader):
+            step(state)
+            # What a collective's own thread gives back is noticed late: it only ever adds, so the least is right.
+            found = min((count_bytes(state, step) for _ in range(3)), key=lambda size: size.activations)
+            transfers = count_transfers(state, step)
+    finally:
+        mesh.close()
+    return Counted({axis: mesh.coordinate(axis) for axis in AXES}, found, transfers)
+
+
+def count_bytes(state: TrainState, step: Step) -> RankBytes:
+    """The most that a step takes, by category, each at its most; activations are all that is no model state."""
+    with ExitStack() as stack:
+        watch = stack.enter_context(MemoryWatch(state.parts, state.optimizer, step.mesh.device, step.accumulation))
+        for part in state.parts:  # at each backward pass, not the step's last alone
+            stack.callback(part.register_forward_hook(_sampling(watch)).remove)
+        weights = _Stage.backward_weight_one_chunk
+
+        def sampled(*args: Any, **options: Any) -> None:
+            watch.sample()
+            weights(*args, **options)
+
+        stack.enter_context(mock.patch.object(_Stage, "backward_weight_one_chunk", sampled))
+        step(state)
+    found = watch.found()
+    kept = sum(pipeline_buffers(step.passes).values())
+    return RankBytes(found.state.parameters, found.state.gradients, found.state.optimizer, found.activations + kept)
+
+
+def _sampling(watch: MemoryWatch) -> Callable[[nn.Module, Any, Tensor], None]:
+    """A forward hook that has the watch sample where the backward pass from a part's output begins."""
+
+    def hook(part: nn.Module, inputs: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda gradient: watch.sample())
+
+    return hook
+
+
+def pipeline_buffers(passes: object) -> dict[int, int]:
+    """Bytes of what a pipeline's stages keep between steps: what they receive into, by address."""
+    if not isinstance(passes, Pipeline):
+        return {}
+    schedule: Any = passes.schedule
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    infos = [
+        info for stage in stages for each in (stage.args_recv_info, stage.grad_recv_info) for info in each.values()
+    ]
+    buffers = [info.buffer for each in infos for info in each if info.buffer is not None]
+    buffers += [buffer.grad for buffer in buffers if buffer.grad is not None]  # which a split backward pass leaves
+    return {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in buffers}
+
+
+def count_transfers(state: TrainState, step: Step) -> list[Transfer]:
+    """Every collective and message of a step, equal ones together."""
+    with Recorder(step.mesh) as recorder:
+        step(state)
+    return recorder.transfers()
+
+
+# What torch's stage calls to learn what it has to send and receive around a pass, and which pass that is.
+ASKED = {
+    "get_fwd_send_ops": "forward",
+    "get_fwd_recv_ops": "forward",
+    "get_bwd_send_ops": "backward",
+    "get_bwd_recv_ops": "backward",
+}
+WORLD_PHASE = "settle"
+BACKWARD = ("backward_one_chunk", "backward_weight_one_chunk")
+KINDS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "send": "send",
+    "recv_": "recv",
+}
+
+
+class Recorder(TorchDispatchMode):
+    """While entered, notes what this rank's thread sends and receives, by axis, kind, payload and phase.
+
+    The two collectives of FSDP2 that run as messages between pairs on a CPU count as what they are. Whether a message
+    of the pipeline is an activation or a gradient is seen where torch's stage asks for it.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.counts: Counter[tuple[str, str, int, int, str]] = Counter()
+        self.asked: Counter[tuple[str, int]] = Counter()  # the pipeline's messages, as its stages ask for them
+        self.sent: Counter[tuple[str, int]] = Counter()  # and as they are seen
+        self._axes = {mesh.group(axis).group_name: axis for axis in AXES if mesh.size(axis) > 1}
+        self._phase, self._inside = "step", False
+        self._open = ExitStack()
+
+    def __enter__(self) -> Recorder:
+        for patch in self._patches():
+            self._open.enter_context(patch)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._open.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and not self._inside:
+            self._saw(func._opname, args)
+        return func(*args, **(kwargs or {}))
+
+    def transfers(self) -> list[Transfer]:
+        """All there were, equal ones together. Raises AssertionError if the pipeline sent what no stage asked for."""
+        assert self.asked == self.sent, f"asked for {self.asked}, sent {self.sent}"
+        return [Transfer(*key[:4], count, key[4]) for key, count in sorted(self.counts.items())]
+
+    def _saw(self, name: str, args: Any) -> None:
+        kind = KINDS[name]
+        group = next(group for arg in args if (group := _group(arg)) is not None)
+        # An axis as long as the world shares its group: the step's own sum is known by where it is taken.
+        axis = "world" if self._phase == WORLD_PHASE else self._axes[group.group_name]
+        phase = "step" if self._phase == WORLD_PHASE else self._phase
+        whole = args[1] if kind == "reduce_scatter" else args[0]
+        payload = sum(_bytes(tensor) for tensor in (whole if isinstance(whole, list) else [whole]))
+        if kind in ("send", "recv") and phase != "step":
+            assert axis == "pp"
+            self.sent[kind, payload] += 1
+        else:
+            ranks = 2 if kind in ("send", "recv") else group.size()
+            self.counts[axis, kind, ranks, payload, phase] += 1
+
+    def _patches(self) -> Iterator[Any]:
+        yield mock.patch.object(point_to_point.PairwiseAllGather, "__call__", self._pairwise("all_gather"))
+        yield mock.patch.object(point_to_point.PairwiseReduceScatter, "__call__", self._pairwise("reduce_scatter"))
+        for name, phase in ASKED.items():
+            yield mock.patch.object(_Stage, name, self._asking(name, phase))
+        yield mock.patch.object(Step, "_settle", self._during(WORLD_PHASE, Step._settle))
+        for owner in (OnePart, Pipeline):
+            yield mock.patch.object(owner, "run", self._during("forward", owner.run))
+        for owner, name in (
+            (torch.autograd, "backward"),
+            (torch.autograd, "grad"),
+            *((_Stage, each) for each in BACKWARD),
+        ):
+            yield mock.patch.object(owner, name, self._during("backward", getattr(owner, name)))
+
+    def _pairwise(self, kind: str) -> Callable[..., None]:
+        cls = {"all_gather": point_to_point.PairwiseAllGather, "reduce_scatter": point_to_point.PairwiseReduceScatter}
+        call = cls[kind].__call__
+
+        def counted(this: Any, **given: Any) -> None:
+            payload = _bytes(given["output_tensor" if kind == "all_gather" else "input_tensor"])
+            group = given["group"]
+            self.counts[self._axes[group.group_name], kind, group.size(), payload, self._phase] += 1
+            before, self._inside = self._inside, True
+            call(this, **given)
+            self._inside = before
+
+        return counted
+
+    def _asking(self, name: str, phase: str) -> Callable[..., list[dist.P2POp]]:
+        call = getattr(_Stage, name)
+
+        def counted(stage: _Stage, chunk: int) -> list[dist.P2POp]:
+            ops = call(stage, chunk)
+            for op in ops:
+                kind = "send" if op.op is dist.isend else "recv"
+                self.asked[kind, _bytes(op.tensor)] += 1
+                self.counts["pp", kind, 2, _bytes(op.tensor), phase] += 1
+            return ops
+
+        return counted
+
+    def _during(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            before, self._phase = self._phase, phase
+            try:
+                return call(*args, **options)
+            finally:
+                self._phase = before
+
+        return run
+
+
+def _group(value: Any) -> dist.ProcessGroup | None:
+    """The process group that a dispatched collective was given, where a value is one."""
+    if not isinstance(value, torch.ScriptObject):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except RuntimeError:  # a reduction's kind, say
+        return None
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

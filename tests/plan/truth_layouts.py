@@ -1,0 +1,117 @@
+"""Thirty layouts whose steps are predicted, and counted on real ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gptlite.config import Config, load
+from plan.truth import BASE
+
+MODEL = """
+data.vocab_size=500 data.global_batch_size=8 data.micro_batch_size=4
+model.num_layers=4 model.num_heads=4 model.d_model=64 model.sequence_length=64
+""".split()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What train.py would be told, on so many ranks. Keys of `words` are short for parallelism's, data's, model's."""
+
+    world: int
+    words: str
+
+    @property
+    def name(self) -> str:
+        """For a test."""
+        return f"{self.world}: {self.words or 'single'}"
+
+    def config_has(self, axis: str) -> bool:
+        """Whether it has more than one rank along an axis, tp or pp."""
+        return f"{axis}=" in self.words
+
+    def config(self) -> Config:
+        """Of its run."""
+        return _load(tuple(_key(word) for word in self.words.split()))
+
+
+@lru_cache
+def _load(overrides: tuple[str, ...]) -> Config:
+    return load([*BASE, *MODEL, *overrides])
+
+
+SHORT = {
+    "tp": "parallelism.tensor",
+    "pp": "parallelism.pipeline",
+    "sequence": "parallelism.sequence",
+    "schedule": "parallelism.schedule",
+    "stages": "parallelism.virtual_stages",
+    "zero": "parallelism.zero",
+    "copies": "parallelism.dp_replicate",
+    "bucket": "parallelism.bucket_layers",
+    "prefetch": "parallelism.prefetch",
+    "recompute": "parallelism.activation_checkpointing",
+    "batch": "data.global_batch_size",
+    "micro": "data.micro_batch_size",
+    "rows": "data.vocab_size",
+    "multiple": "model.vocab_multiple",
+    "layers": "model.num_layers",
+    "tied": "model.tied_embeddings",
+    "dropout": "model.dropout",
+    "bias": "model.bias",
+    "dtype": "precision",
+    "ops": "ops",
+    "attention": "ops.attention",
+    "optimizer": "optimizer",
+    "momentum": "optimizer.momentum",
+}
+
+
+def _key(word: str) -> str:
+    key, _, value = word.partition("=")
+    return f"{SHORT[key]}={value}"
+
+
+QUICK = [
+    Layout(2, ""),
+    Layout(2, "zero=1 micro=1 tied=false"),
+    Layout(2, "zero=3 micro=2 recompute=full"),
+    Layout(2, "tp=2 multiple=1 rows=501 dropout=0.1"),
+    Layout(2, "tp=2 sequence=true recompute=selective"),
+    Layout(2, "pp=2 micro=2"),
+    Layout(2, "pp=2 schedule=zbv micro=2 tied=false"),
+]
+OTHERS = [
+    Layout(1, ""),
+    Layout(1, "micro=8 ops=reference dropout=0.1"),
+    Layout(1, "recompute=full optimizer=sgd layers=8"),
+    Layout(1, "recompute=selective attention=sdpa layers=8"),
+    Layout(1, "dtype=bf16 micro=8"),
+    Layout(2, "zero=2 micro=2"),
+    Layout(2, "pp=2 schedule=gpipe micro=2 dropout=0.1"),
+    Layout(2, "pp=2 schedule=interleaved_1f1b micro=2 recompute=full"),
+    Layout(2, "pp=2 schedule=zero_bubble micro=2"),
+    Layout(2, "tp=2 ops=reference bias=false"),
+    Layout(4, "zero=3 micro=2 bucket=2"),
+    Layout(4, "zero=2 copies=2 micro=1"),
+    Layout(4, "zero=3 copies=2 micro=2 tied=false optimizer=sgd momentum=0"),
+    Layout(4, "tp=2 zero=2 sequence=true micro=1"),
+    Layout(4, "tp=4 sequence=true multiple=1 rows=501 tied=false"),
+    Layout(4, "tp=2 pp=2 micro=2 dropout=0.1"),
+    Layout(4, "pp=4 micro=1"),
+    Layout(4, "pp=2 zero=3 micro=1"),
+    Layout(4, "pp=2 zero=1 schedule=interleaved_1f1b micro=1 tied=false"),
+    Layout(4, "pp=2 zero=1 schedule=gpipe micro=1"),
+    Layout(4, "pp=2 tp=2 schedule=interleaved_1f1b micro=2"),
+    Layout(2, "micro=2"),
+    Layout(4, "zero=1 micro=1 tied=false"),
+]
+LAYOUTS = [*QUICK, *OTHERS]
+# Whose activations are not yet predicted to 5%: a backward pass in halves, or 16 bits, under ZeRO 2; see the document.
+APART = [
+    Layout(8, "tp=2 pp=2 zero=3 micro=1 sequence=true"),
+    Layout(2, "zero=2 micro=1 dtype=bf16"),
+    Layout(4, "pp=2 zero=2 schedule=zbv micro=1"),
+    Layout(4, "pp=2 tp=2 schedule=zero_bubble sequence=true micro=2"),
+    Layout(8, "pp=4 zero=2 schedule=interleaved_1f1b micro=1 layers=8"),
+]

@@ -1,0 +1,84 @@
+"""Layouts run on real ranks and compared with the planner: the table in docs/planner_memory.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from distributed.ranks import Ranks
+
+from gptlite.plan.memory import estimate
+from gptlite.plan.traffic import transfers
+from gptlite.plan.workload import RankBytes, Transfer
+from plan.truth import Counted, workload
+from plan.truth_layouts import Layout
+
+MIB = 2**20
+HEAD = """\
+| ranks | layout | rank | state predicted | counted | activations predicted | counted | error | collectives |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank of a layout: the planner's figures beside the counted ones. `wrong`: of only one of them."""
+
+    layout: Layout
+    place: dict[str, int]
+    predicted: RankBytes
+    counted: RankBytes
+    transfers: int
+    wrong: tuple[Transfer, ...]
+
+    @property
+    def state_error(self) -> float:
+        """Of model state, relative."""
+        return _state(self.predicted) / _state(self.counted) - 1
+
+    @property
+    def error(self) -> float:
+        """Of all else, relative."""
+        return self.predicted.activations / self.counted.activations - 1
+
+    def line(self) -> str:
+        """A row of the table, sizes in MiB."""
+        sizes = [_state(self.predicted), _state(self.counted), self.predicted.activations, self.counted.activations]
+        place = (
+            ", ".join(f"{axis} {self.place[axis]}" for axis in ("pp", "tp") if self.layout.config_has(axis)) or "any"
+        )
+        cells = [f"{size / MIB:.3f}" for size in sizes]
+        exact = f"{self.transfers} kinds, exact" if not self.wrong else f"{len(self.wrong)} wrong"
+        words = self.layout.words or "as it comes"
+        return f"| {self.layout.world} | {words} | {place} | {' | '.join(cells)} | {self.error:+.1%} | {exact} |"
+
+
+def _state(size: RankBytes) -> int:
+    return size.total - size.activations
+
+
+def compare(layout: Layout, found: list[Counted]) -> Iterator[Row]:
+    """A row for the ranks that differ: the first data rank of each place along pp and tp."""
+    work = workload(layout.config(), layout.world)
+    for each in found:
+        place = each.coordinates
+        if place["dp_shard"] or place["dp_replicate"]:
+            continue
+        expected = transfers(work, place["pp"], place["tp"])
+        wrong = tuple(sorted(set(expected) ^ set(each.transfers), key=str))
+        yield Row(layout, place, estimate(work, place["pp"], place["tp"]), each.bytes, len(each.transfers), wrong)
+
+
+def run(layouts: Iterable[Layout], timeout: float = 200) -> Iterator[Row]:
+    """Counts on real ranks, those of one world size started once."""
+    layouts = list(layouts)
+    for world in sorted({layout.world for layout in layouts}):
+        with Ranks(world, collective_timeout=timeout) as ranks:
+            for layout in layouts:
+                if layout.world == world:
+                    yield from compare(layout, ranks.run("plan.truth:counted", layout.config(), timeout=timeout))
+
+
+def worst_rows(layouts: Iterable[Layout]) -> Iterator[Row]:
+    """Of each layout the rank whose prediction is furthest off."""
+    for layout in layouts:
+        yield max(run([layout]), key=lambda row: (bool(row.wrong), abs(row.error)))

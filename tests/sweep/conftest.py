@@ -1,0 +1,5 @@
+"""Starting sweeps."""
+
+from distributed.conftest import start
+
+__all__ = ["start"]

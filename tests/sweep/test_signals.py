@@ -1,0 +1,46 @@
+"""Ctrl-C and SIGTERM stop a sweep: the running cell saves, no other starts."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from distributed.launch_command import TRAIN, Start
+
+from sweep.sweeps import LONG_SECOND, begun, records, statuses, stopped_in_second
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.slow), pytest.param(signal.SIGTERM, marks=pytest.mark.long)],
+)
+def test_a_signal_stops_the_sweep_and_it_goes_on(start: Start, tmp_path: Path, number: int) -> None:
+    folder = tmp_path / "s"
+    run = stopped_in_second(start, folder)
+    # Meanwhile nobody else may work in the folder.
+    code, _, errors = start(TRAIN, *LONG_SECOND, f"hydra.sweep.dir={folder}").end(60)
+    assert code == 2
+    assert f"process {run.process.pid} on" in errors
+    assert errors.count("\n") == 1
+    run.process.send_signal(number)
+    code, output, errors = run.end(60)
+    assert code == 128 + number, errors
+    assert statuses(folder) == ["ok", "interrupted"]
+    assert f"go on with:  python train.py -m hydra.sweep.dir={folder}" in output
+    step = records(folder)[1].result["step"]
+    assert (folder / "1-max_steps1000" / "checkpoints" / f"step-{step:08d}" / "MANIFEST.json").exists()
+    code, output, errors = start(TRAIN, *LONG_SECOND, f"hydra.sweep.dir={folder}").end(250)
+    assert (code, begun(output)) == (0, ["max_steps=1000", "max_steps=3"]), errors
+    assert f"resuming from {folder}/1-max_steps1000/checkpoints/step-{step:08d}" in output
+    assert statuses(folder) == ["ok", "ok", "ok"]
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_first_cell_starts(start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    run = start(TRAIN, *LONG_SECOND, f"hydra.sweep.dir={folder}")
+    run.until(folder / ".owner")
+    run.process.send_signal(signal.SIGTERM)
+    code, _, errors = run.end(60)
+    assert code == 143, errors
+    assert "interrupted" in [*statuses(folder), "interrupted"]
+    assert len(statuses(folder)) <= 1

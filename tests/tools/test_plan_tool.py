@@ -1,0 +1,92 @@
+"""tools/plan.py and tools/tune.py, as a user calls them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from yaml import safe_load
+
+from gptlite.config import CONF_DIR, load
+
+TOOLS = CONF_DIR.parent / "tools"
+SMALL = ("model.num_layers=4", "model.d_model=128", "data=synthetic", "data.vocab_size=300")
+SMALL = (*SMALL, "data.global_batch_size=16")
+
+
+def call(tool, *arguments, timeout=120):
+    command = [sys.executable, str(TOOLS / f"{tool}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def test_a_plan_has_its_table_its_command_and_its_files(tmp_path):
+    given = ("model=gpt3-xl", "data=synthetic", "cluster=dgx-h100", "data.global_batch_size=64")
+    done = call("plan", *given, "top=4", f"out={tmp_path / 'out'}", "tokens=26e9")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert len(plan["layouts"]) == 4
+    best = plan["layouts"][0]
+    assert best["layout"] in done.stdout
+    line = done.stdout.strip().split("train the best with\n")[1].splitlines()[0]
+    assert line.startswith("python train.py ")
+    config = load(line.split()[2:])
+    assert config.data.micro_batch_size == int(best["overrides"][-1].partition("=")[2])
+    assert (tmp_path / "out" / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    assert "26.0B tokens in" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "named"),
+    [
+        ("plan", ["cluster=dgx-h10"], "cluster=dgx-h10 does not exist; did you mean dgx-h100?"),
+        ("plan", ["cluster=dgx-h100", "cluster.nods=2"], "cluster.nods is not a key; did you mean cluster.nodes?"),
+        ("plan", ["cluster=dgx-h100", "cluster.nodes=0"], "cluster.nodes=0 must be at least 1"),
+        ("plan", ["cluster=dgx-h100", "top=0"], "top=0 is not a whole number above 0"),
+        ("plan", ["cluster=dgx-h100", "simulate=yes"], "simulate=yes is neither true nor false"),
+        ("plan", ["calibrat"], "calibrat is none of calibrate, published"),
+        ("plan", ["calibrate", "model=gpt-lite"], "model=gpt-lite: calibrate takes only seconds and out"),
+        ("plan", ["calibrate", "seconds=-1"], "seconds=-1 is not a number above 0"),
+        ("plan", ["cluster=dgx-h100", "parallelism.tensor=3", "data=synthetic"], "parallelism.tensor=3"),
+        (
+            "plan",
+            ["cluster=dgx-2-v100", "model=gpt3-175b", "data=synthetic", "data.global_batch_size=16"],
+            "gpt3-175b does not fit cluster=",
+        ),
+        ("tune", ["k=0"], "k=0 must be above 0"),
+        ("tune", ["k=many"], "k=many"),
+        ("tune", ["name=a/b"], "name=a/b: a preset's name is"),
+        ("tune", ["optimizer=adamv"], "optimizer=adamv does not exist; did you mean adam?"),
+    ],
+)
+def test_wrong_inputs_are_one_line(tool, arguments, named, tmp_path):
+    done = call(tool, *arguments, *([f"out={tmp_path}"] if tool == "tune" else []))
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_preset_is_not_overwritten(tmp_path):
+    preset = tmp_path / "parallelism" / "mine.yaml"
+    preset.parent.mkdir()
+    preset.write_text("# by hand\n")
+    done = call("tune", *SMALL, "name=mine", f"out={tmp_path}")
+    assert done.returncode == 2
+    assert "mine.yaml exists; give another name=, or overwrite=true" in done.stderr
+    assert preset.read_text() == "# by hand\n"
+
+
+@pytest.mark.slow
+def test_tuning_writes_the_fastest_of_what_ran(tmp_path):
+    done = call("tune", *SMALL, "k=2", "steps=4", f"out={tmp_path}", "precision=fp32", timeout=400)
+    assert done.returncode == 0, done.stderr
+    trials = json.loads((tmp_path / "parallelism" / "tuned.json").read_text())
+    assert len(trials) == 2
+    best = max(trials, key=lambda trial: trial["tokens_per_second"])
+    kept = safe_load((tmp_path / "parallelism" / "tuned.yaml").read_text())
+    for override in best["overrides"]:
+        key, _, value = override.removeprefix("parallelism.").partition("=")
+        if override.startswith("parallelism."):
+            assert str(kept[key]).lower() == value
+    command = done.stdout.strip().splitlines()[-1]
+    assert f"--config-dir {tmp_path} parallelism=tuned" in command

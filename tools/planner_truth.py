@@ -1,0 +1,30 @@
+"""Writes docs/planner_memory.md's table: thirty layouts as planned, and as counted on real ranks on this CPU.
+
+python tools/planner_truth.py            # a few minutes; rewrites the table in place
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "planner_memory.md"
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+
+
+def main() -> None:
+    """Runs the layouts and puts their rows between the marks."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    from plan.truth_layouts import LAYOUTS
+    from plan.truth_table import HEAD, worst_rows
+
+    lines = []
+    for row in worst_rows(LAYOUTS):
+        lines.append(row.line())
+        print(lines[-1], flush=True)
+    text = DOCUMENT.read_text(encoding="utf-8")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{HEAD}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
