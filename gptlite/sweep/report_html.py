@@ -12,7 +12,17 @@ from urllib.parse import quote
 
 from gptlite.metrics.console import format_bytes, format_count, format_duration
 from gptlite.sweep.report_rows import Row, fastest, run_folder
-from gptlite.sweep.report_table import best_words, command, counts, difference, formed, missing, planned, seconds
+from gptlite.sweep.report_table import (
+    best_words,
+    command,
+    counts,
+    difference,
+    formed,
+    missing,
+    plan_words,
+    planned,
+    seconds,
+)
 
 if TYPE_CHECKING:
     from gptlite.sweep.report_pictures import Picture
@@ -75,6 +85,8 @@ WORDS = (
                    "else the first that is ok."),
     ("predicted", "By the plan, before the run, and how far above (+) or below (-) the measured figure. Memory is "
                   "compared with the tensors of the rank that has most, which exclude libraries."),
+    ("rank correlation", "Spearman's, of the cells' planned and measured steps: 1 where the plan has them in the right "
+                         "order, 0 where it says nothing. Steps within 5% of each other are ties."),
 )  # fmt: skip
 HEADS = (
     ("cell", "layout", ""),
@@ -136,7 +148,9 @@ def _lead(rows: Sequence[Row]) -> str:
     if best is None or not (words := best_words(rows)):
         return "<p class='lead'>No cell has a speed yet.</p>" if rows else ""
     line = f"<p class='lead'>Best: <strong>{escape(words)}</strong></p>"
-    return line + (f"<code class='run'>{escape(command(best))}</code>" if best.overrides else "")
+    line += f"<code class='run'>{escape(command(best))}</code>" if best.overrides else ""
+    plan = plan_words(rows)
+    return line + (f"<p class='faint'>{escape(plan[:1].upper() + plan[1:])}.</p>" if plan else "")
 
 
 def _row(folder: Path, row: Row) -> str:

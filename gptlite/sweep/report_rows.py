@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 OK = "ok"
 BASELINE = "single"
+ALIKE = 0.05  # speeds closer than this are the same: a measurement on a busy machine tells no less
+FEWEST = 4  # cells whose order says something
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,36 @@ def baseline(rows: Sequence[Row]) -> Row | None:
 def fastest(rows: Sequence[Row]) -> Row | None:
     """The ok cell with the most tokens a second; of equals the first."""
     return max((row for row in rows if row.ok and row.speed is not None), key=lambda row: row.speed or 0, default=None)
+
+
+def agreement(rows: Sequence[Row]) -> float | None:
+    """How well the plan ordered the cells by the length of a step: Spearman's rank correlation, 1 for the same order.
+
+    Lengths within 5% of each other are ties. None for fewer than four cells, or where all are tied.
+    """
+    pairs = [(row.predicted_step, row.step) for row in rows if row.ok and row.predicted_step and row.step]
+    if len(pairs) < FEWEST:
+        return None
+    return _correlation(*(_ranks(values) for values in zip(*pairs, strict=True)))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Of each value how many are less, ties counted by half."""
+
+    def before(one: float, other: float) -> float:
+        return 0.5 if abs(one - other) <= ALIKE * max(one, other) else float(other < one)
+
+    return [sum(before(one, other) for other in values) for one in values]
+
+
+def _correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Pearson's, of equally many numbers; None where one of them does not vary."""
+    from statistics import StatisticsError, correlation
+
+    try:
+        return correlation(first, second)
+    except StatisticsError:
+        return None
 
 
 def split(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptlite.metrics.console import WIDTH, format_bytes, format_count, format_duration
-from gptlite.sweep.report_rows import Row, fastest, rows_of
+from gptlite.sweep.report_rows import Row, agreement, fastest, rows_of
 
 if TYPE_CHECKING:
     from gptlite.sweep.record import Record
@@ -98,6 +98,13 @@ def best_words(rows: Sequence[Row]) -> str:
     if base is not None and base is not best and base.speed:
         words += f", {best.speed / base.speed:.2f} times {base.name}'s"
     return words
+
+
+def plan_words(rows: Sequence[Row]) -> str:
+    """`the planned order of 8 cells by speed: rank correlation 0.91`; empty for too few of them."""
+    found = agreement(rows)
+    count = sum(bool(row.ok and row.predicted_step and row.step) for row in rows)
+    return "" if found is None else f"the planned order of {count} cells by speed: rank correlation {found:.2f}"
 
 
 def command(row: Row) -> str:
@@ -186,6 +193,8 @@ def _closing(rows: Sequence[Row], left_out: int, bold: bool) -> list[str]:
         assert best is not None
         if best.overrides:
             lines.append(f"run   {command(best)}")
+    if words := plan_words(rows):
+        lines.append(f"plan  {words}")
     above = {str(Path(row.run_dir).parent) for row in rows if row.run_dir}
     if len(above) == 1 and above != {"."}:
         lines.append(f"runs  in {above.pop()}")

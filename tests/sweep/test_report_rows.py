@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gptlite.sweep.record import FAILED, OK, Record
-from gptlite.sweep.report_rows import fastest, number, one_line, rows_of, split
+from gptlite.sweep.report_rows import agreement, fastest, number, one_line, rows_of, split
 from gptlite.sweep.report_timeline import bubble_share, schedule_words, timeline_of
 from sweep.report_records import MIB, pipeline, predicted, record, result, sweep
 
@@ -40,6 +40,24 @@ def test_the_bubble_is_what_the_schedule_makes_ranks_wait_and_no_more_than_they_
     assert split(0.1, {"pp": 0.001}, pipeline()) == (pytest.approx(0.099), 0.0, 0.001)  # it waited less than that
     assert split(0.1, {"pp": 0.04}, pipeline("of tomorrow")) == (pytest.approx(0.06), 0.04, None)
     assert split(None, comm, None) == (None, None, None)
+
+
+def ordered(*steps: tuple[float, float]) -> list[Record]:
+    """Cells by their planned and measured steps."""
+    return [
+        record(place, f"c{place}", predicted=predicted(plan), result={"step_seconds": step})
+        for place, (plan, step) in enumerate(steps)
+    ]
+
+
+def test_the_plans_order_is_held_against_the_measured_one():
+    same = ordered((1, 2), (2, 3), (3, 5), (4, 9))
+    assert agreement(rows_of(same)) == pytest.approx(1)
+    assert agreement(rows_of(ordered((4, 2), (3, 3), (2, 5), (1, 9)))) == pytest.approx(-1)
+    assert agreement(rows_of(same[:3])) is None
+    assert agreement(rows_of(ordered((1, 2), (2, 2), (3, 2.05), (4, 2)))) is None  # all alike
+    # By hand: measured ranks 1, 1, 2.5, 3.5 (the first two within 5%), planned 0.5 to 3.5: 4.5 / sqrt(4.5 x 5).
+    assert agreement(rows_of(ordered((1, 1.04), (2, 1), (3, 2), (4, 3)))) == pytest.approx((4.5 / 5) ** 0.5)
 
 
 def test_clocks_that_disagree_do_not_make_compute_negative():
