@@ -1,4 +1,4 @@
-"""Writes docs/planner_memory.md's table: thirty layouts as planned, and as counted on real ranks on this CPU.
+"""Writes docs/planner_memory.md's table: layouts as planned, and as counted on real ranks on this CPU.
 
 python tools/planner_truth.py            # a few minutes; rewrites the table in place
 """

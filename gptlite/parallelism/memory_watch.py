@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gptlite.parallelism.memory import StateBytes, shards_of, state_of, storage_sizes
 from gptlite.parallelism.torch_private import fsdp_buffers, recorded_allocations
@@ -102,9 +103,10 @@ class _LastBackward:
 
     def __call__(self, part: nn.Module, inputs: object, out: Tensor) -> None:
         if out.requires_grad:
-            out.register_hook(self._begins)
+            hook = out.register_hook(lambda gradient: self._begins(hook))
 
-    def _begins(self, gradient: Tensor) -> None:
+    def _begins(self, hook: RemovableHandle) -> None:
+        hook.remove()  # the weight half of a backward pass that is split would call it again
         self.left -= 1
         if self.left == 0:
             self.watch.sample()

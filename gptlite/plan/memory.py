@@ -69,16 +69,18 @@ def _state(work: Workload, held: list[Stage], passes: list[Pass]) -> tuple[int, 
     gradients: dict[int, int] = {}
     done = dict.fromkeys(reduced, 0)
     for kind, number, _ in passes:
-        if kind == "F":
+        begins = kind == "B" or (kind == "I") == (number > 0)  # of a split pass at the model's end the W half is all
+        if kind == "F" or (zero == 3 and begins):
             there[number] = gathered.get(number, 0)
+        if kind == "F":
             continue
-        if not (kind == "I" and number == 0):
+        if begins or kind == "W":
             found = max(found, (mine + sum(there.values()), sum(gradients.values())), key=sum)
         if kind != "I":
             done[number] += 1
             gradients[number] = reduced[number] if done[number] < count else reduced[number] // _left(work)
-            if done[number] == count or zero == 3:
-                there[number] = 0
+        if done[number] == count or (zero == 3 and (begins or kind == "W")):
+            there[number] = 0
     return *max(found, (mine, mine), key=sum), moments
 
 
@@ -99,10 +101,14 @@ def _moments(work: Workload, parameters: list[Parameter]) -> int:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass, or half of a backward one: the most beyond what was there before, and what it leaves."""
+    """A pass, or half of a backward one: the most beyond what was there before, and what it leaves.
+
+    `reducing`: the most once its gradients are being reduced, and what an earlier reduction has left is given back.
+    """
 
     most: int
     left: int
+    reducing: int | None = None
 
 
 @dataclass
@@ -111,6 +117,16 @@ class _Level:
 
     now: int = 0
     most: int = 0
+    before: int | None = None  # the most before the first reduction
+
+    def reduce(self) -> None:
+        """From here on gradients are reduced."""
+        if self.before is None:
+            self.before, self.most = self.most, self.now
+
+    def leaving(self, size: int) -> _Pass:
+        """All of it, as a pass that leaves `size`."""
+        return _Pass(self.most, size) if self.before is None else _Pass(self.before, size, self.most)
 
     def run(self, sizes: list[int]) -> None:
         for size in sizes:
@@ -130,34 +146,45 @@ class _Level:
 @dataclass(frozen=True)
 class _Groups:
     """What FSDP2 holds for a stage, in bytes: of a bucket of blocks and of the other parameters, gathered and their
-    gradients, whole and a shard's; 0 where it does not. `reduces`: whether every backward pass ends in a reduction."""
+    gradients, whole; 0 where it does not. `reduces`: whether a backward pass ends in a reduction."""
 
+    buckets: int
+    blocks: int  # in a bucket, and in the last one
+    last_blocks: int
     gathered: int
+    last_gathered: int
     bucket: int
+    last_bucket: int
     others: int
     shards: int
     frees: bool  # gathered buckets are freed after each pass
     reduces: bool
     pairwise: bool
-    carried: int  # held from one pass to the next
 
     @classmethod
-    def of(cls, work: Workload, stage: Stage) -> _Groups:
-        """Of a stage."""
+    def of(cls, work: Workload, stage: Stage, final: bool = False) -> _Groups:
+        """Of a stage, in a step's last backward pass of it or in others."""
         shards, data = work.layout.size("dp_shard"), work.layout.data_size
-        bucket = padded(stage.block * min(work.parallelism.bucket_layers, stage.layers), shards) if data > 1 else 0
-        others = padded(stage.others, shards) if data > 1 else 0
-        # Found in pipelines with ZeRO 3: a buffer as large as the other parameters' gradients outlives a pass.
-        several = work.parallelism.zero == 3 and work.layout.size("pp") > 1
+        blocks = min(work.parallelism.bucket_layers, stage.layers)
+        buckets = -(-stage.layers // work.parallelism.bucket_layers)
+        last = stage.layers - (buckets - 1) * blocks
+
+        def elements(parameters: list[Parameter]) -> int:
+            return padded(parameters, shards) if data > 1 else 0
+
         return cls(
-            gathered=bucket * work.itemsize if shards > 1 else 0,
-            bucket=bucket * MASTER,
-            others=others * MASTER,
+            buckets=buckets,
+            blocks=blocks,
+            last_blocks=last,
+            gathered=elements(stage.block * blocks) * work.itemsize if shards > 1 else 0,
+            last_gathered=elements(stage.block * last) * work.itemsize if shards > 1 else 0,
+            bucket=elements(stage.block * blocks) * MASTER,
+            last_bucket=elements(stage.block * last) * MASTER,
+            others=elements(stage.others) * MASTER,
             shards=shards,
             frees=work.parallelism.zero == 3 and shards > 1,
-            reduces=work.parallelism.zero >= 2 or work.micro_batches == 1,
+            reduces=data > 1 and (final or work.parallelism.zero >= 2 or work.micro_batches == 1),
             pairwise=work.device == "cpu",
-            carried=MASTER * (others or bucket) if several else 0,
         )
 
     def reduction(self, size: int, grads: int) -> list[int]:
@@ -165,15 +192,36 @@ class _Groups:
         received = size - size // self.shards if self.pairwise and self.shards > 1 else 0
         return [size, -grads, received, -received] if size else []
 
+    def at_once(self, grads: int) -> list[int]:
+        """All reductions, one after the other, where no hook of the backward pass begins them."""
+        tape, before = self.reduction(self.others, 0), self.others
+        for _ in range(self.buckets):
+            tape += [-before, *self.reduction(self.bucket, grads // self.buckets)]
+            before = self.bucket
+        return tape
+
+    def carried(self, split: bool) -> int:
+        """What the last reduction of a backward pass has begun with, held until the next one begins."""
+        return (self.bucket if split or not self.others else self.others) if self.reduces else 0
+
 
 def _activations(work: Workload, held: list[Stage], passes: list[Pass], tp_rank: int) -> int:
     sizes, level = Sizes.of(work), 0
     taken = {stage.number: _passes(work, stage, sizes, tp_rank) for stage in held}
+    carried = {stage.number: _Groups.of(work, stage, final=True).carried(_splits(work)) for stage in held}
     numbers = {stage.number for stage in held}
+    there, left = dict.fromkeys(numbers, 0), dict.fromkeys(numbers, work.micro_batches)
     top = 0
     for kind, number, micro_batch in passes:
-        each = taken[number]["first" if kind == "F" and micro_batch == 0 else kind]
-        top, level = max(top, level + each.most), level + each.left
+        left[number] -= kind in "BW"
+        name = "first" if kind == "F" and micro_batch == 0 else kind if left[number] or kind in "FI" else f"last {kind}"
+        each = taken[number][name]
+        top = max(top, level + each.most)
+        if each.reducing is not None:
+            top, level = max(top, level - there[number] + each.reducing), level - there[number]
+            there[number] = carried[number] if left[number] else 0
+            level += there[number]
+        level += each.left
         level += _messages(work, kind, number, numbers) * sizes.slice
     ends = [stage for stage in held if stage.first or stage.last]
     if work.layout.size("pp") > 1 and work.model.tied_embeddings and len(ends) == 1:
@@ -211,24 +259,24 @@ def _buffers(work: Workload, held: list[Stage], sizes: Sizes) -> int:
     return work.micro_batches * count * sizes.slice + batches * (1 + (0 in numbers))
 
 
+def _splits(work: Workload) -> bool:
+    return work.layout.size("pp") > 1 and rule(work.parallelism).splits_backward
+
+
 def _passes(work: Workload, stage: Stage, s: Sizes, tp_rank: int) -> dict[str, _Pass]:
     groups = _Groups.of(work, stage)
     reference = not fused(work) and s.tensor == 1
     ends = tape_ends.head(s, work, tp_rank, reference) if stage.last else None
     first, forward = _forward(work, stage, s, groups, ends)
-    split = work.layout.size("pp") > 1 and rule(work.parallelism).splits_backward
-    if split and not stage.first:
-        inputs = _inputs(stage, s, groups, ends)
-        return {
-            "first": first,
-            "F": forward,
-            "I": inputs,
-            "W": _weights(stage, s, groups, ends, forward.left, inputs.left),
-        }
-    backward = _backward(work, stage, s, groups, ends, forward.left)
-    if split:  # of a split backward pass all is done in its second half: nobody wants the gradient of tokens
-        return {"first": first, "F": forward, "B": backward, "I": _Pass(0, 0), "W": backward}
-    return {"first": first, "F": forward, "B": backward}
+    found = {"first": first, "F": forward}
+    for name, its in (("", groups), ("last ", _Groups.of(work, stage, final=True))):
+        if _splits(work) and not stage.first:
+            inputs = _inputs(stage, s, its, ends)
+            found |= {"I": inputs, f"{name}W": _weights(stage, s, its, ends, forward.left, inputs.left)}
+        else:  # of a split backward pass all is done in its second half: nobody wants the gradient of tokens
+            whole = _backward(work, stage, s, its, ends, forward.left)
+            found |= {f"{name}B": whole, f"{name}W": whole, "I": _Pass(0, 0)}
+    return found
 
 
 def _forward(
@@ -255,69 +303,81 @@ def _forward_level(
     if stage.first:
         level.run(tape_ends.embed_forward(s))
     freed = groups.gathered if groups.frees else 0
-    level.run([buffer + freed + groups.carried])
+    level.run([buffer + freed])
     level.repeat(block, stage.layers)
     level.run([-freed])
     if ends is not None:
         level.run(ends.forward)
-    level.run([-buffer - groups.carried])
+    level.run([-buffer])
     return level
 
 
 def _backward(
     work: Workload, stage: Stage, s: Sizes, groups: _Groups, ends: tape_ends.HeadTapes | None, kept: int
 ) -> _Pass:
-    mode, level = work.parallelism.activation_checkpointing, _Level(groups.carried)
+    mode, level, split = work.parallelism.activation_checkpointing, _Level(), _splits(work)
     body = {
         ActivationCheckpointing.none: tape.block_backward,
         ActivationCheckpointing.full: tape.full_backward,
         ActivationCheckpointing.selective: tape.selective_backward,
     }[mode]
-    gathered = 2 * groups.gathered if groups.frees else 0
+    # The last blocks and those that come next; half a pass has all of the stage.
+    gathered = groups.gathered * groups.buckets if split else groups.gathered + groups.last_gathered
+    gathered *= groups.frees
     tied = work.model.tied_embeddings and stage.first and stage.last
     if ends is not None:
         level.run(ends.backward)
         if not tied and not s.holds:
             level.run([-ends.gradient])
     grads = sum(parameter.elements for parameter in stage.block) * s.grad if s.holds else 0
-    size = groups.bucket // max(1, min(work.parallelism.bucket_layers, stage.layers)) if groups.reduces else 0
-    later = [*body(s, True), -size, *groups.reduction(size, grads)]
-    first = [*body(s, stage.last), *groups.reduction(size, grads)]
-    level.run([gathered])
-    level.run([*first, -groups.carried])
-    level.repeat(later, stage.layers - 1)
-    level.run([-gathered, -size])
+    each, reducing = body(s, True), groups.reduces and not split
+    level.run([gathered, *body(s, stage.last), *each * (groups.last_blocks - 1)])
+    size = groups.last_bucket * reducing
+    if reducing:
+        level.reduce()
+        level.run(groups.reduction(size, grads * groups.last_blocks))
+    for times in (1, groups.buckets - 2) if groups.buckets > 1 else ():
+        reduction = groups.reduction(groups.bucket, grads * groups.blocks) if reducing else []
+        level.repeat([*each * groups.blocks, -size, *reduction], times)
+        size = groups.bucket * reducing
+    level.run([-gathered])
     if stage.first:
         positions, table = work.model.sequence_length, stage.others[0].rows
         level.run(tape_ends.embed_backward(s, table, positions, bool(tied)))
-    if groups.reduces and groups.others:
-        level.run(groups.reduction(groups.others, 0))
-    return _Pass(level.most, -kept)
+    if split and groups.reduces:
+        level.reduce()
+        level.run(groups.at_once(grads * stage.layers))
+    elif groups.reduces and groups.others:
+        level.run([-size, *groups.reduction(groups.others, 0)])
+    return level.leaving(-kept)
 
 
 def _inputs(stage: Stage, s: Sizes, groups: _Groups, ends: tape_ends.HeadTapes | None) -> _Pass:
-    """The half of a backward pass that computes the gradient of the stage's input, which stays where it came in."""
-    level = _Level(groups.carried)
-    gathered = groups.gathered * stage.layers if groups.frees else 0
+    """The half of a backward pass that computes the gradient of the stage's input."""
+    level = _Level()
+    gathered = groups.gathered * groups.buckets if groups.frees else 0
     level.run([gathered])
     if ends is not None:
         level.run([s.slice, s.workspace(s.rows, s.width), -s.workspace(s.rows, s.width)])
     level.repeat(tape.block_inputs(s), stage.layers)
-    level.run([-gathered, -s.slice - groups.carried])
-    return _Pass(level.most, level.now)
+    level.run([-gathered])
+    return level.leaving(level.now)
 
 
 def _weights(
     stage: Stage, s: Sizes, groups: _Groups, ends: tape_ends.HeadTapes | None, kept: int, inputs: int
 ) -> _Pass:
     """The other half, of the weights, from what the first has left. Gradients are reduced at its end."""
-    gathered = groups.gathered * stage.layers if groups.frees else 0
+    gathered = (groups.gathered * groups.buckets + groups.others // MASTER * s.item) if groups.frees else 0
     norm = s.slice + s.workspace(s.rows, s.width)
-    gelu = s.inner + s.workspace(s.tokens, s.inner_width) - 2 * s.slice - 6 * s.heads
+    before = s.grad * (3 * s.width // s.tensor * (s.width + 1) + s.width + s.inner_width) if s.holds else 0
+    gelu = s.inner + s.workspace(s.tokens, s.inner_width) - 2 * s.slice - 6 * s.heads + before
     head = s.whole + ends.gradient - (kept + inputs) * stage.layers // (stage.layers + 1) if ends is not None else 0
-    grads = sum(parameter.elements for parameter in stage.block) * s.grad * stage.layers if s.holds else 0
-    level = _Level(groups.carried)
-    level.run([gathered, max(norm, gelu, head, 0), -max(norm, gelu, head, 0), grads - kept - inputs])
-    level.run([-gathered, *groups.reduction(groups.bucket if groups.reduces else 0, 0), -grads])
-    level.run([-groups.carried])
-    return _Pass(level.most, -kept - inputs)
+    grads = sum(parameter.elements for parameter in stage.block) * s.grad if s.holds else 0
+    level, most = _Level(), max(norm, gelu, head, 0)
+    copied = groups.gathered if groups.frees else 0  # of what is gathered last, for a moment
+    level.run([gathered, copied, -copied, most, -most, grads * stage.layers - kept - inputs, -gathered])
+    if groups.reduces:
+        level.reduce()
+        level.run(groups.at_once(grads * stage.layers))
+    return level.leaving(-kept - inputs)

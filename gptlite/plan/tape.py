@@ -144,12 +144,13 @@ def block_forward(s: Sizes) -> Tape:
 
 
 def _column(s: Sizes, out: int, biased: bool) -> Tape:
-    """A column-parallel layer, its input gathered for a moment."""
+    """A column-parallel layer, its input gathered for a moment, or where the backward pass does not gather it again
+    for as long as the layer's activations are kept."""
     if s.tensor == 1:
         return [out]
     tape = [s.whole, s.whole, -s.whole] if s.sequence else []
     tape += [out]
-    if s.sequence:
+    if s.sequence and s.overlap:
         tape += [-s.whole]
     return [*tape, *([out, -out] if biased and s.bias else [])]
 
@@ -160,7 +161,9 @@ def _row(s: Sizes) -> Tape:
         return [s.slice]
     tape = [s.whole, s.whole]
     tape += [s.slice, -s.whole, -s.whole] if s.sequence else [-s.whole]
-    return [*tape, *([s.slice, -s.slice] if s.bias else [])]
+    tape += [s.slice, -s.slice] if s.bias else []
+    # What the column-parallel layer before it was given whole is no longer wanted cut.
+    return [*tape, -s.slice] if s.sequence and not s.overlap else tape
 
 
 def _attention_forward(s: Sizes) -> Tape:

@@ -17,7 +17,7 @@ def embed_forward(s: Sizes) -> Tape:
         tape = [table, *([s.whole, -table] if s.casts else []), s.whole, -s.whole]
     else:
         tape = [INDEX * s.tokens, s.tokens, INDEX * s.tokens, table, table, -table]
-        tape += [table, table, table // s.tensor, -2 * table] if s.sequence else [table, -table]
+        tape += [table, table, table // s.tensor, -3 * table] if s.sequence else [table, -table]
         shared = table // s.tensor if s.sequence else table
         tape += [*([s.slice, -shared] if s.casts else []), s.slice, -s.slice, -INDEX * s.tokens]
     if s.dropout:

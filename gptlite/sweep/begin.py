@@ -54,9 +54,10 @@ class Sweep:
             header["started"] = datetime.now(UTC).isoformat(timespec="seconds")
         from gptlite.sweep.stop import SweepSignals  # torch comes with it: not before the sweep stands
 
-        self.folder.open(header)
-        self._settle(cells)
         self._signals = SweepSignals(self.folder, launcher.endswith(HERE))
+        self.folder.open(header)
+        self._signals.folder_is_open = True
+        self._settle(cells)
 
     def conclude(self) -> int:
         """Says how the sweep ended, once; returns its exit code."""

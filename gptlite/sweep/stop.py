@@ -27,11 +27,13 @@ class SweepSignals:
     """In the sweep's own process, until it ends: the first of SIGNALS stops the sweep, a second one at once.
 
     While a cell runs in this process its launcher has the signals, and the cell's job raises Ended. Where cells run in
-    other processes they are told by a file, and the launcher goes on waiting for them.
+    other processes they are told by a file, and the launcher goes on waiting for them; before `folder_is_open` there
+    is no place for that file, and no cell has begun.
     """
 
     def __init__(self, folder: SweepFolder, here: bool) -> None:
         self.received: int | None = None
+        self.folder_is_open = False
         self._folder, self._here, self._since = folder, here, 0.0
         for number in SIGNALS:
             signal.signal(number, self._receive)
@@ -39,7 +41,7 @@ class SweepSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received, self._since = number, time.monotonic()
-            if self._here:
+            if self._here or not self.folder_is_open:
                 raise Ended(128 + number)
             self._folder.ask_to_stop(number)
             os.write(2, b"\nstopping: cells that run save and end, no other starts (again: at once)\n")

@@ -9,7 +9,7 @@ from gptlite.optimizer.config import SGDConfig
 from gptlite.plan import memory
 from gptlite.plan.memory import estimate, most, zero_paper_bytes
 from plan.truth import workload
-from plan.truth_layouts import LAYOUTS, OTHERS, QUICK, Layout
+from plan.truth_layouts import LAYOUTS, QUICK, Layout
 from plan.truth_table import Row, run
 
 TOLERANCE = 0.05
@@ -31,13 +31,15 @@ def test_real_ranks_take_what_is_planned():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_more_layouts_take_what_is_planned(world):
-    assert wrong(list(run([layout for layout in OTHERS if layout.world == world]))) == []
+    layouts = [layout for layout in LAYOUTS if layout.world == world and layout not in QUICK]
+    assert layouts
+    assert wrong(list(run(layouts))) == []
 
 
-def test_there_are_thirty_layouts_and_every_schedule_among_them():
-    assert len(LAYOUTS) == 30
+def test_there_are_more_than_thirty_layouts_and_every_schedule_among_them():
+    assert len(set(LAYOUTS)) == len(LAYOUTS) >= 30
     configs = [layout.config().parallelism for layout in LAYOUTS]
     assert {c.schedule for c in configs if c.pipeline > 1} == {
         "gpipe",

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from gptlite.config import Config, with_vocabulary
 from gptlite.ops.select import select_ops
@@ -108,7 +109,11 @@ def _sampling(watch: MemoryWatch) -> Callable[[nn.Module, Any, Tensor], None]:
 
     def hook(part: nn.Module, inputs: Any, out: Tensor) -> None:
         if out.requires_grad:
-            out.register_hook(lambda gradient: watch.sample())
+            handle = out.register_hook(lambda gradient: begins(handle))
+
+    def begins(handle: RemovableHandle) -> None:
+        handle.remove()  # the weight half of a backward pass that is split would call it again
+        watch.sample()
 
     return hook
 

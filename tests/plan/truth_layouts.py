@@ -1,4 +1,4 @@
-"""Thirty layouts whose steps are predicted, and counted on real ranks."""
+"""Layouts whose steps are predicted, and counted on real ranks."""
 
 from __future__ import annotations
 
@@ -106,12 +106,25 @@ OTHERS = [
     Layout(2, "micro=2"),
     Layout(4, "zero=1 micro=1 tied=false"),
 ]
-LAYOUTS = [*QUICK, *OTHERS]
-# Whose activations are not yet predicted to 5%: a backward pass in halves, or 16 bits, under ZeRO 2; see the document.
-APART = [
+EIGHT = [
     Layout(8, "tp=2 pp=2 zero=3 micro=1 sequence=true"),
-    Layout(2, "zero=2 micro=1 dtype=bf16"),
-    Layout(4, "pp=2 zero=2 schedule=zbv micro=1"),
-    Layout(4, "pp=2 tp=2 schedule=zero_bubble sequence=true micro=2"),
     Layout(8, "pp=4 zero=2 schedule=interleaved_1f1b micro=1 layers=8"),
+    Layout(8, "tp=2 pp=2 zero=2 schedule=zbv micro=1 layers=8"),
+    Layout(8, "pp=2 zero=3 copies=2 schedule=zero_bubble micro=1 layers=8 batch=16"),
+    Layout(8, "tp=4 zero=1 micro=1 sequence=true dtype=bf16"),
 ]
+# Chosen once the formulas stood: 16 bits with ZeRO, split backward passes, buckets of several blocks, eight ranks.
+LATER = [
+    Layout(2, "zero=2 micro=1 dtype=bf16"),
+    Layout(2, "micro=1 dtype=bf16"),
+    Layout(2, "zero=3 micro=1 bucket=3 layers=8"),
+    Layout(4, "pp=2 zero=2 schedule=zbv micro=1"),
+    Layout(4, "pp=2 zero=3 schedule=zbv micro=1"),
+    Layout(4, "pp=2 zero=2 schedule=zero_bubble micro=1"),
+    Layout(4, "pp=2 zero=3 schedule=zero_bubble micro=1 layers=8 bucket=2"),
+    Layout(4, "pp=2 zero=2 schedule=interleaved_1f1b micro=1"),
+    Layout(4, "pp=2 tp=2 schedule=zero_bubble sequence=true micro=2"),
+    Layout(4, "pp=2 tp=2 schedule=zbv sequence=true micro=2 dtype=bf16"),
+    *EIGHT,
+]
+LAYOUTS = [*QUICK, *OTHERS, *LATER]
