@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.local import LOCAL_LINK, cpu_cores, fingerprint, gpu_peaks
+from gptlite.precision import native_bf16
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,8 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
     dtypes = {"fp32": torch.float32}
     if kind == "cuda":
         dtypes |= {"bf16": torch.bfloat16, "fp16": torch.float16}
+    elif native_bf16(device)[0]:
+        dtypes |= {"bf16": torch.bfloat16}
     each = max(0.5, seconds / 3 / len(dtypes))
     peaks, efficiency, halves = known_peaks() if kind == "cuda" else {}, {}, {}
     for name, dtype in dtypes.items():

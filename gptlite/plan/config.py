@@ -20,8 +20,9 @@ class ClusterConfig:
     """Nodes of equal devices. `peak_tflops` and `matmul_efficiency` are by dtype (fp32, bf16, fp16).
 
     `matmul_efficiency` is the share of the peak that large products reach (0.7 where a dtype is missing); a product
-    whose smallest dim is k reaches k / (k + matmul_half_size) of that. `device`: cuda or cpu. `nodes: null` and
-    `devices_per_node: null` are what is there, for the presets of this machine.
+    whose smallest dim is k reaches k / (k + matmul_half_size) of that in the fastest dtype, and slower ones saturate as
+    much earlier. `device`: cuda or cpu. `nodes: null` and `devices_per_node: null` are what is there, for presets
+    of this machine.
 
     On a CPU `devices_per_node` is the cores of a node, and its peak, bandwidth and memory are the node's: its ranks
     divide them, each computing on its part of the cores, so that two ranks are no faster together than one was. A rank

@@ -57,7 +57,8 @@ def device_of(cluster: ClusterConfig, dtype: str, world: int) -> Device:
     return Device(
         peak=peak,
         efficiency=cluster.matmul_efficiency.get(dtype, EFFICIENCY),
-        half_size=cluster.matmul_half_size,
+        # The same of a slower dtype.
+        half_size=cluster.matmul_half_size * cluster.peak_tflops[dtype] / max(cluster.peak_tflops.values()),
         attention=peak * cluster.attention_efficiency,
         bandwidth=cluster.memory_gb_per_second * 1e9 * cluster.memory_efficiency * part,
         kernel=cluster.kernel_seconds,

@@ -7,6 +7,7 @@ collectives and FSDP2 hold for a while) is walked through in the order of the ra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, SGDConfig
@@ -169,7 +170,7 @@ class _Groups:
         buckets = -(-stage.layers // work.parallelism.bucket_layers)
         last = stage.layers - (buckets - 1) * blocks
 
-        def elements(parameters: list[Parameter]) -> int:
+        def elements(parameters: Sequence[Parameter]) -> int:
             return padded(parameters, shards) if data > 1 else 0
 
         return cls(

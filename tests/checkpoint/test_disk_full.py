@@ -11,6 +11,7 @@ from checkpoint.destruction import disks
 from checkpoint.destruction.campaign import LIVE, differing, start_ranks
 from checkpoint.destruction.forks import ForkServer
 from checkpoint.destruction.lives import TINY
+from marking import combinations, marked
 
 DISKS = "checkpoint.destruction.disks"
 MODES = {"sync": "checkpoint.async_save=false", "async": "checkpoint.async_save=true"}
@@ -101,13 +102,17 @@ def test_too_little_space_for_the_next_one(server, tmp_path, mode):
 
 @pytest.mark.parametrize(
     ("mode", "stage", "index"),
-    [("sync", "data", 3), ("async", "manifest", 0)]
-    + [
-        pytest.param(mode, stage, index, marks=pytest.mark.slow)
-        for mode in MODES
-        for stage, index in (("before data", 0), ("data", 0), ("data", 5), ("after data", 1), ("manifest", 1),
-                             ("before rename", 0), ("after rename", 0), ("retention", 0))
-    ],
+    marked(
+        [("sync", "data", 3), ("async", "manifest", 0)]
+        + [
+            (mode, stage, index)
+            for stage, index in (("before rename", 0), ("data", 5), ("retention", 0), ("before data", 0), ("data", 0),
+                                 ("after data", 1), ("manifest", 1), ("after rename", 0))
+            for mode in MODES
+        ],
+        quick=2,
+        slow=5,
+    ),
 )  # fmt: skip
 def test_the_disk_fills_amid_a_save(server, tmp_path, mode, stage, index):
     disk = Disk(server, tmp_path, 1, mode)
@@ -121,10 +126,13 @@ def test_the_disk_fills_amid_a_save(server, tmp_path, mode, stage, index):
     disk.check_goes_on(6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["step", "data", "manifest"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "mode", "stage"),
+    marked(
+        combinations((2, 4), MODES, ("step", "data", "manifest"), first=[(2, "async", "data"), (4, "sync", "step")]),
+        slow=2,
+    ),
+)
 def test_every_rank_learns_of_a_full_disk(server, tmp_path, world, mode, stage):
     disk = Disk(server, tmp_path, world, mode)
     assert disk.live(6, stage, 0, disk.fill(200_000 if stage == "step" else 0)) == [1] * world, disk.said()

@@ -14,6 +14,7 @@ import pytest
 from checkpoint.destruction.campaign import LIVE, differing, quiet
 from checkpoint.destruction.forks import ForkServer, shared_server
 from checkpoint.destruction.lives import TINY, read_journal
+from marking import combinations, marked
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
@@ -94,9 +95,7 @@ def test_a_signal_saves(forked, tmp_path, name, mode):
     stopped.check_numbers()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("mode", "seed"), marked(combinations(MODES, (0, 1), first=[("async", 0)]), slow=1))
 def test_ten_of_ten(forked, tmp_path, mode, seed):
     stopped = Stopped(tmp_path, seed, forked, mode)
     for number in range(10):
@@ -104,8 +103,7 @@ def test_ten_of_ten(forked, tmp_path, mode, seed):
     stopped.check_numbers()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", marked(["SIGINT", "SIGUSR1"], slow=1))
 def test_five_of_five(forked, tmp_path, name):
     stopped = Stopped(tmp_path, 2, forked, "sync")
     for _ in range(5):
@@ -113,8 +111,7 @@ def test_five_of_five(forked, tmp_path, name):
     stopped.check_numbers()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["parallelism=single", "parallelism=ddp parallelism.data=2"])
+@pytest.mark.parametrize("layout", marked(["parallelism=single", "parallelism=ddp parallelism.data=2"], slow=1))
 def test_the_real_command(tmp_path, layout):
     """Its steps are read from metrics.jsonl, since nothing of ours runs inside."""
     overrides = [*TINY, *layout.split(), f"run.dir={tmp_path / 'run'}", "checkpoint.interval=3"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from marking import marked
 from run_files import read_metrics
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
@@ -47,16 +48,15 @@ class Layout:
 
 
 LAYOUTS = {
+    "pp2_zero2_zbv": Layout("pipeline=2 schedule=zbv zero=2", 4),
+    "tp2_zero3": Layout("tensor=2 zero=3", 4),
+    "hsdp": Layout("zero=2 dp_replicate=2", 4),
     "tp2": Layout("tensor=2 sequence=true"),
     "pp2": Layout("pipeline=2 schedule=1f1b"),
     "zero1": Layout("zero=1"),
     "zero3": Layout("zero=3"),
     "tp2_pp2": Layout("tensor=2 pipeline=2 schedule=interleaved_1f1b", 4),
-    "tp2_zero3": Layout("tensor=2 zero=3", 4),
-    "pp2_zero2_zbv": Layout("pipeline=2 schedule=zbv zero=2", 4),
-    "hsdp": Layout("zero=2 dp_replicate=2", 4),
 }
-QUICK = ("pp2_zero2_zbv",)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,7 @@ def pools() -> Iterator[dict[int, Ranks]]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", marked(list(LAYOUTS), quick=1, slow=3))
 def test_others_read_what_a_layout_saved(pools, tmp_path, name):
     layout = LAYOUTS[name]
     overrides = [*RUN, *layout.overrides, f"run.dir={tmp_path / 'run'}"]

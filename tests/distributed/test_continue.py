@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from marking import marked
 from run_files import read_metrics
 
 from distributed.continue_cases import Fed, Trained
@@ -122,13 +122,12 @@ SAME = [
 ]
 
 
-def marked(values: list, of: Callable[[Any], str], quick: int, slow: int) -> list:
-    """The first `quick` are in every run, the next `slow` ones slow, the rest long."""
-    marks = [[]] * quick + [[pytest.mark.slow]] * slow + [[pytest.mark.long]] * len(values)
-    return [pytest.param(value, id=of(value), marks=mark) for value, mark in zip(values, marks, strict=False)]
+def path(case: tuple[Sequence[Run]]) -> str:
+    """The layouts that a run goes through."""
+    return "-to-".join(run.id for run in case[0])
 
 
-@pytest.mark.parametrize("run", marked(SAME, lambda run: run.id, quick=0, slow=3))
+@pytest.mark.parametrize("run", marked(SAME, slow=2, name=lambda run: run.id))
 def test_fifty_more_steps_on_the_same_layout_are_the_same_bits(run: Run, trainer: Trainer, tmp_path: Path):
     whole, cut = trainer.whole(run), tmp_path / "cut"
     trainer.train(run, cut, stop_at=50)
@@ -160,7 +159,7 @@ CHANGED = [
 ]
 
 
-@pytest.mark.parametrize("runs", marked(CHANGED, lambda runs: "-to-".join(run.id for run in runs), quick=0, slow=3))
+@pytest.mark.parametrize("runs", marked([(each,) for each in CHANGED], slow=2, name=path))
 def test_fifty_more_steps_on_another_layout_are_the_same_to_rounding(
     runs: tuple[Run, Run], trainer: Trainer, tmp_path: Path
 ):
@@ -186,7 +185,7 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize("pieces", marked(PIECES, lambda runs: "-to-".join(run.id for run in runs), quick=1, slow=1))
+@pytest.mark.parametrize("pieces", marked([(each,) for each in PIECES], quick=1, name=path))
 def test_no_sample_is_skipped_or_repeated_where_the_data_degree_changes(
     pieces: list[Run], trainer: Trainer, tmp_path: Path
 ):

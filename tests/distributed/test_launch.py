@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marking import marked
 
 from distributed.launch_command import Start, seconds_since, training
 from gptlite.config import load
@@ -30,17 +31,21 @@ def test_rank_0_keeps_the_terminal_and_the_other_a_log(ranks: Start, tmp_path: P
 
 @pytest.mark.parametrize(
     ("behaviour", "named"),
-    [
-        ("raise1", "rank 1 failed: ValueError: the weights are upside down"),
-        # Rank 0 is where no Python answers a signal.
-        pytest.param("stuck1", "rank 1 failed: ValueError: the weights are upside down", marks=pytest.mark.slow),
-        pytest.param("raise0", "rank 0 failed: ValueError: the weights are upside down", marks=pytest.mark.slow),
-        pytest.param("raise", "failed: ValueError: the weights are upside down", marks=pytest.mark.slow),
-        pytest.param("kill1", "rank 1 was killed by SIGKILL", marks=pytest.mark.slow),
-        pytest.param("kill0", "rank 0 was killed by SIGKILL", marks=pytest.mark.slow),
-        pytest.param("segfault1", "rank 1 was killed by SIGSEGV", marks=pytest.mark.slow),
-        pytest.param("memory1", "rank 1: host memory ran out", marks=pytest.mark.slow),
-    ],
+    marked(
+        [
+            ("raise1", "rank 1 failed: ValueError: the weights are upside down"),
+            # Rank 0 is where no Python answers a signal.
+            ("stuck1", "rank 1 failed: ValueError: the weights are upside down"),
+            ("kill0", "rank 0 was killed by SIGKILL"),
+            ("memory1", "rank 1: host memory ran out"),
+            ("raise0", "rank 0 failed: ValueError: the weights are upside down"),
+            ("raise", "failed: ValueError: the weights are upside down"),
+            ("kill1", "rank 1 was killed by SIGKILL"),
+            ("segfault1", "rank 1 was killed by SIGSEGV"),
+        ],
+        quick=1,
+        slow=3,
+    ),
 )
 def test_the_rank_that_failed_is_named(ranks: Start, tmp_path: Path, behaviour: str, named: str) -> None:
     code, _, errors = ranks(behaviour).end()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from marking import marked
 
 from distributed.launch_command import HERE, OUTER, RANK, TRAIN, Start, losses, training
 from gptlite import starter
@@ -184,22 +185,20 @@ def test_srun_trains(start: Start, tiny: list[str], tmp_path: Path, whole: Calla
     assert losses(folder) == pytest.approx(whole(), rel=1e-5)
 
 
-@pytest.mark.slow
+MACHINES = {
+    "pp2-dp2": ["parallelism.pipeline=2", "parallelism.zero=1"],
+    "tp2-pp2": ["parallelism.tensor=2", "parallelism.pipeline=2"],
+    "tp2-dp2": ["parallelism.tensor=2", "parallelism.zero=3"],
+    "hsdp": ["parallelism.zero=2", "parallelism.dp_replicate=2"],
+}
+
+
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and ip")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ["parallelism.tensor=2", "parallelism.pipeline=2"],
-        ["parallelism.tensor=2", "parallelism.zero=3"],
-        ["parallelism.pipeline=2", "parallelism.zero=1"],
-        ["parallelism.zero=2", "parallelism.dp_replicate=2"],
-    ],
-    ids=["tp2-pp2", "tp2-dp2", "pp2-dp2", "hsdp"],
-)
-def test_two_machines(start: Start, tiny: list[str], tmp_path: Path, whole: Callable, layout: list[str]) -> None:
+@pytest.mark.parametrize("layout", marked(list(MACHINES), slow=1))
+def test_two_machines(start: Start, tiny: list[str], tmp_path: Path, whole: Callable, layout: str) -> None:
     script, folder = str(HERE / "two_machines.py"), tmp_path / "a"
     batch = ["data.micro_batch_size=1", "data.global_batch_size=8"]
-    code, output, errors = start(script, *tiny, *batch, *layout, f"run.dir={folder}").end()
+    code, output, errors = start(script, *tiny, *batch, *MACHINES[layout], f"run.dir={folder}").end()
     assert code == 0, errors
     assert output.count("step 8/8") == 1
     assert losses(folder) == pytest.approx(whole(*batch), rel=1e-5)

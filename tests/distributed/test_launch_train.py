@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from marking import marked
 from run_files import read_metrics
 
 from distributed.launch_command import TRAIN, Start, losses
@@ -23,8 +24,7 @@ def test_two_ranks_from_the_command_line(start: Start, tiny: list[str], tmp_path
     assert (tmp_path / "a" / "ranks" / "rank-1.log").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", marked([0, 1], slow=1))
 def test_a_killed_rank_trains_on_within_a_minute(
     start: Start, tiny: list[str], run: Callable, tmp_path: Path, victim: int
 ) -> None:
@@ -49,8 +49,7 @@ def test_a_killed_rank_trains_on_within_a_minute(
     assert losses(folder) == losses(uninterrupted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", marked([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], slow=1))
 def test_a_signal_saves_and_the_run_goes_on(start: Start, tiny: list[str], tmp_path: Path, number: int) -> None:
     folder, uninterrupted = tmp_path / "a", tmp_path / "b"
     common = ["trainer.max_steps=100", "checkpoint.interval=25", "parallelism.tensor=2"]

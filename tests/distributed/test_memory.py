@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from marking import marked
 
 from distributed.memory_cases import Case, Measured
 from distributed.ranks import Ranks
@@ -102,7 +103,7 @@ def test_one_rank_takes_16_bytes_a_parameter(imagined: Imagined):
 REAL = {2: [(2, 1)], 4: [(4, 1), (2, 2)], 8: [(8, 1), (4, 2)]}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", marked([2, 4, 8], quick=1, slow=1))
 def test_real_ranks_take_what_imagined_ones_do(world, imagined: Imagined):
     cases = [Case(data, pp, zero, "bf16") for data, pp in REAL[world] for zero in range(4)]
     with Ranks(world, collective_timeout=200) as ranks:

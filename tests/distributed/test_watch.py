@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marking import marked
 from run_files import read_metrics
 from torch import nn
 
@@ -114,8 +115,7 @@ def wait_for_rank_0() -> None:
         all_reduce(torch.ones(4), mesh)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "victim"), [("tp2", 1), ("tp2", 0), ("tp2_pp2", 2)])
+@pytest.mark.parametrize(("layout", "victim"), marked([("tp2", 1), ("tp2", 0), ("tp2_pp2", 2)], slow=1))
 def test_a_stopped_rank_of_a_run_is_named_and_nothing_is_left(tiny: list[str], tmp_path, layout: str, victim: int):
     limit, run_dir = 10, tmp_path / "run"
     options = [f"parallelism={layout}", f"parallelism.timeout_seconds={limit}", f"run.dir={run_dir}", "run.name=x"]

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from marking import combinations, marked
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptlite.model.config import GPTConfig
@@ -158,9 +159,14 @@ def test_all_layers_share_one_compiled_graph(tiny, batch, monkeypatch, recompute
     assert len(graphs) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", [FP32, BF16], ids=lambda policy: policy.name)
-@pytest.mark.parametrize("recompute", [NONE, FULL, SELECTIVE], ids=lambda mode: mode.value)
+@pytest.mark.parametrize(
+    ("recompute", "policy"),
+    marked(
+        combinations((NONE, FULL, SELECTIVE), (FP32, BF16), first=[(NONE, BF16), (FULL, FP32)]),
+        slow=2,
+        name=lambda case: f"{case[0].value}-{case[1].name}",
+    ),
+)
 def test_compiled_gives_the_same_step(tiny, batch, recompute, policy):
     torch.compiler.reset()
     tolerance = 1e-5 if policy is FP32 else 0.05

@@ -82,7 +82,7 @@ def test_bench_step_times_a_step() -> None:
     assert "tok/s" in result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("overrides", [[], ["trainer.compile=true", "parallelism.activation_checkpointing=selective"]])
 def test_the_default_run_learns_shakespeare(tmp_path: Path, overrides: list[str]) -> None:
     """The main job, cut to 60 steps: it downloads, tokenizes, trains, and is below 6.4 nats a token."""
