@@ -1,5 +1,6 @@
 // Cross entropy of rows of logits, and its gradient in their place: exponentials and sums come block by block while the
-// row passes through the cache; what is written needs them once more.
+// row passes through the cache. In fp32 the exponentials stay where the logits were, each block's relative to the largest
+// logit up to there; 16 bits would round them twice, so there they are computed once more.
 #include <math.h>
 
 #include "gptlite_kernels.h"
@@ -11,6 +12,7 @@ namespace GPTLITE_ISA {
 namespace {
 
 constexpr int64_t kBlock = 1024;  // logits that fit the first-level cache, and that fp32 lanes add up exactly enough
+constexpr int64_t kKept = 256;  // blocks of a row whose exponentials are kept: 262,144 logits
 constexpr float kLowest = -0x1.fffffep127f;  // of all that are finite
 
 // What a row comes down to: its exponentials are relative to `max`, so that the largest is 1.
@@ -32,22 +34,25 @@ GPTLITE_INLINE float largest(const T* x, int64_t count, float least) {
   return max_lane(max(max(most[0], most[1]), max(most[2], most[3])));
 }
 
-// A NaN or +inf among the logits makes `exponentials` NaN.
-template <class T>
-Summary summarize(const T* row, int64_t columns) {
+// A NaN or +inf among the logits makes `exponentials` NaN. With `keep` the exponentials replace the logits, and
+// `relative_to` has for each block what was subtracted.
+template <bool keep, class T>
+Summary summarize(T* row, int64_t columns, float* relative_to) {
   Summary all;
   for (int64_t first = 0; first < columns; first += kBlock) {
-    const T* x = row + first;
+    T* const x = row + first;
     const int64_t count = columns - first < kBlock ? columns - first : kBlock;
     const float most = largest(x, count, all.max);
     if (most > all.max) {
       all.exponentials *= ::exp(static_cast<double>(all.max) - most);
       all.max = most;
     }
+    if constexpr (keep) relative_to[first / kBlock] = all.max;
     Vec exponentials[4] = {}, distances[4] = {};
     for_columns<4>(count, [&](int64_t i, auto at, auto lanes) GPTLITE_LAMBDA {
-      const Vec distance = fill_past(load(x + i, lanes), lanes, most) - most;
-      exponentials[at] += zero_past(exp(distance), lanes);
+      const Vec distance = fill_past(load(x + i, lanes), lanes, most) - most, exponential = exp(distance);
+      if constexpr (keep) store(x + i, exponential, lanes);
+      exponentials[at] += zero_past(exponential, lanes);
       distances[at] += distance;
     });
     all.exponentials += sum((exponentials[0] + exponentials[1]) + (exponentials[2] + exponentials[3]));
@@ -77,6 +82,19 @@ void write_gradient(T* x, int64_t columns, const Gradient& gradient) {
   if (gradient.target >= 0) store(x + gradient.target, at_target, First{1});
 }
 
+// The same, where `summarize` has kept the exponentials.
+void scale_gradient(float* x, int64_t columns, const Gradient& gradient, const float* relative_to) {
+  for (int64_t first = 0; first < columns; first += kBlock) {
+    const int64_t count = columns - first < kBlock ? columns - first : kBlock;
+    const double moved = ::exp(static_cast<double>(relative_to[first / kBlock]) - gradient.shift);
+    const Vec factor = broadcast(static_cast<float>(moved * gradient.factor)), floor = broadcast(-gradient.floor);
+    for_columns<4>(count, [=](int64_t i, auto, auto lanes) GPTLITE_LAMBDA {
+      store(x + first + i, fma(load(x + first + i, lanes), factor, floor), lanes);
+    });
+  }
+  if (gradient.target >= 0) x[gradient.target] -= gradient.peak;
+}
+
 // Which column a target is, or -1 if none here.
 int64_t column_of(int64_t target, int64_t columns, const GptliteLoss& loss) {
   if (target == loss.ignore_index || target < loss.first) return -1;
@@ -91,11 +109,10 @@ Gradient gradient_of(const GptliteLoss& loss, float shift, double factor, double
   return {shift, static_cast<float>(factor * z), static_cast<float>(smoothed), 1 - loss.label_smoothing, column};
 }
 
-template <class T>
-float loss_of(const Summary& row, const T* x, int64_t column, const GptliteLoss& loss) {
+float loss_of(const Summary& row, float target, const GptliteLoss& loss) {
   // Distances from `max`, or large logits would leave a small loss no digits.
   const double log_sum = row.log_sum(), e = loss.label_smoothing;
-  double value = ::log(row.exponentials) - (1 - e) * (static_cast<double>(to_float(x[column])) - row.max);
+  double value = ::log(row.exponentials) - (1 - e) * (static_cast<double>(target) - row.max);
   if (e != 0) value -= e * (row.logits / static_cast<double>(loss.vocab_size) - row.max);
   if (loss.z_loss != 0) value += loss.z_loss * log_sum * log_sum;
   return static_cast<float>(value);
@@ -110,12 +127,20 @@ float row_loss(T* x, int64_t target, int64_t columns, const GptliteLoss& loss, b
   }
   const int64_t column = column_of(target, columns, loss);
   if (column < 0) return __builtin_nanf("");
-  const Summary row = summarize(x, columns);
-  const float result = loss_of(row, x, column, loss);
+  const float logit = to_float(x[column]);
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (want_gradient && columns <= kKept * kBlock) {
+      float relative_to[kKept];
+      const Summary row = summarize<true>(x, columns, relative_to);
+      scale_gradient(x, columns, gradient_of(loss, row.max, 1 / row.exponentials, row.log_sum(), column), relative_to);
+      return loss_of(row, logit, loss);
+    }
+  }
+  const Summary row = summarize<false>(x, columns, nullptr);
   if (want_gradient) {
     write_gradient(x, columns, gradient_of(loss, row.max, 1 / row.exponentials, row.log_sum(), column));
   }
-  return result;
+  return loss_of(row, logit, loss);
 }
 
 }  // namespace
@@ -141,7 +166,7 @@ int cross_entropy_stats(float* stats, const void* logits, int64_t row_stride, co
     parallel(context, rows, task_items(columns), [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         const T* x = static_cast<const T*>(logits) + row * row_stride;
-        const Summary summary = summarize(x, columns);
+        const Summary summary = summarize<false>(x, columns, nullptr);
         const int64_t column = column_of(targets[row], columns, *loss);
         stats[3 * row] = static_cast<float>(summary.log_sum());
         stats[3 * row + 1] = column < 0 ? 0 : to_float(x[column]);
