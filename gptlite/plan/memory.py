@@ -207,6 +207,8 @@ class _Groups:
 
 
 def _activations(work: Workload, held: list[Stage], passes: list[Pass], tp_rank: int) -> int:
+    """The most that the passes of a step take at once. `there`: what each stage's last reduction has left; `left`: the
+    backward passes that each stage has before it."""
     sizes, level = Sizes.of(work), 0
     taken = {stage.number: _passes(work, stage, sizes, tp_rank) for stage in held}
     carried = {stage.number: _Groups.of(work, stage, final=True).carried(_splits(work)) for stage in held}
