@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from gptlite.plan.workload import Prediction, RankBytes, Workload
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 WANTED = 30  # kinds of layouts that fit, of those with other degrees or another ZeRO stage
+ASKED = 300  # layouts that are counted exactly where nothing fits, to say how little would do
 MASTER = 4  # bytes of a parameter
 UNKNOWN = (0, RankBytes(0, 0, 0, 0))  # the memory of a layout that has only been timed
 VIRTUAL_STAGES = (2, 3, 4)  # for schedules that take any number
@@ -83,26 +85,29 @@ def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress 
     `progress` is called now and then with how much of it is done, and how much there is. Raises ConfigError where no
     layout is legal, whatever the memory.
     """
-    found, timed, least = Found(), [], None
+    found, timed = Found(), list[Candidate]()
+    least, thriftiest = math.inf, list[Workload]()
     for work, reason in workloads(space, cluster, world, progress):
         found.tried += 1
         if reason:
             found.prune("illegal", reason)
             continue
         bound = least_bytes(work)
-        if least is None or bound < least[0]:
-            least = bound, work
+        if bound < least:
+            least, thriftiest = bound, []
+        if bound == least:  # of the state's mean over the ranks: what a rank takes differs by ten times
+            thriftiest.append(work)
         if bound > rank_memory(cluster, world):
             found.prune("does not fit", _too_much(bound, cluster, world, "model state alone"))
             continue
         timed.append(Candidate(work, predict(work, cluster, UNKNOWN)))
-    if least is None:
+    if not thriftiest:
         reason = found.examples.get("illegal", "no layout has that many ranks")
         raise ConfigError(f"no layout of {world} ranks is legal: {reason}")
     timed.sort(key=lambda each: each.prediction.step_seconds)
     _keep_fitting(found, timed, cluster, world)
     if not found.ranked and found.smallest is None:
-        found.smallest = most(least[1])[1], least[1]
+        found.smallest = _smallest(thriftiest)
     found.ranked.sort(key=lambda each: (each.prediction.step_seconds, each.prediction.memory.total))
     return found
 
@@ -123,6 +128,17 @@ def _keep_fitting(found: Found, timed: Sequence[Candidate], cluster: ClusterConf
         kinds.add(_kind(each))
         known = replace(each.prediction, memory=memory, memory_rank=rank)
         found.ranked.append(replace(each, prediction=known))
+
+
+def _smallest(works: Sequence[Workload]) -> tuple[RankBytes, Workload]:
+    """The layout whose fullest rank takes least, of some that look thrifty."""
+
+    def thrift(work: Workload) -> tuple[int, bool, int]:
+        recomputes = work.parallelism.activation_checkpointing is ActivationCheckpointing.full
+        return work.micro_batch_size, not recomputes, -work.parallelism.zero
+
+    asked = [(most(work)[1], work) for work in sorted(works, key=thrift)[:ASKED]]
+    return min(asked, key=lambda each: each[0].total)
 
 
 def _too_much(size: float, cluster: ClusterConfig, world: int, words: str) -> str:

@@ -9,7 +9,8 @@ from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.parallelism.layout import resolve
-from gptlite.plan.search import distinct, layouts, rank_memory, search
+from gptlite.plan.memory import most
+from gptlite.plan.search import distinct, layouts, rank_memory, search, workloads
 from gptlite.planning import apply, chosen, fixed_keys, make_plan, overrides, space_of, too_small
 
 MODEL = ["data=synthetic", "model.num_layers=4", "model.num_heads=8", "model.d_model=256", "model.sequence_length=128"]
@@ -177,3 +178,13 @@ def test_too_small_names_the_smallest_layout():
     found = search(space, config.cluster, 4)
     assert not found.ranked
     assert f"of {found.tried} layouts the smallest" in too_small(config, config.cluster, found, 4, silent)
+
+
+def test_the_smallest_layout_is_the_smallest():
+    """Where all are refused for their model state, too: its mean over ranks says nothing of the fullest one."""
+    config = config_of("cluster.memory_gib=0.01", "cluster.reserved_gib=0")
+    space = space_of(config, config.cluster, fixed_keys(config))
+    found = search(space, config.cluster, 4)
+    legal = [work for work, reason in workloads(space, config.cluster, 4) if not reason]
+    assert found.smallest is not None
+    assert found.smallest[0].total == min(most(work)[1].total for work in legal)
