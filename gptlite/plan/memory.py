@@ -272,7 +272,11 @@ def _passes(work: Workload, stage: Stage, s: Sizes, tp_rank: int) -> dict[str, _
     ends = tape_ends.head(s, work, tp_rank, reference) if stage.last else None
     first, forward = _forward(work, stage, s, groups, ends)
     found = {"first": first, "F": forward}
-    for name, its in (("", groups), ("last ", _Groups.of(work, stage, final=True))):
+    final = _Groups.of(work, stage, final=True)
+    for name, its in (("", groups), ("last ", final)):
+        if name and final == groups:
+            found |= {name + kind: found[kind] for kind in "BW" if kind in found}
+            continue
         if _splits(work) and not stage.first:
             inputs = _inputs(stage, s, its, ends)
             found |= {"I": inputs, f"{name}W": _weights(stage, s, its, ends, forward.left, inputs.left)}
