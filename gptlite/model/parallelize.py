@@ -13,7 +13,7 @@ from gptlite.model.gpt import GPT
 from gptlite.model.vocab_parallel import VocabParallelHead
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
-from gptlite.parallelism.layout import num_stages, rule, split_layers, stages_of_rank
+from gptlite.parallelism.layout import num_stages, split_layers, splits_backward, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, add_across_ends
 from gptlite.parallelism.tensor import (
@@ -49,7 +49,7 @@ def parallelize(
     Order: pipeline, tensor, recomputation, compilation, ZeRO, as each wraps what the one before has made.
     """
     parts = _cut_layers(model, mesh, config)
-    split_backward = config.pipeline > 1 and rule(config).splits_backward
+    split_backward = splits_backward(config)
     # A backward pass in two halves would run an overlapping layer's communication in both; compiled code is reordered
     # by the compiler.
     axis = tensor_axis(mesh, config.sequence, overlap=not (split_backward or compile))

@@ -66,6 +66,11 @@ def rule(config: ParallelismConfig) -> ScheduleRule:
     return SCHEDULES[config.schedule]
 
 
+def splits_backward(config: ParallelismConfig) -> bool:
+    """Whether backward passes are in two halves: only those of a pipeline are."""
+    return config.pipeline > 1 and rule(config).splits_backward
+
+
 def resolve(config: ParallelismConfig, world: int) -> Layout:
     """The layout on that many ranks: `data: null` is what is left of them. Raises ConfigError with the equation.
 

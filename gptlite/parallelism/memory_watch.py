@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from gptlite.parallelism.memory import StateBytes, shards_of, state_of, storage_sizes
 from gptlite.parallelism.torch_private import fsdp_buffers, recorded_allocations
@@ -95,6 +94,17 @@ class MemoryWatch:
         return StepBytes(state, max(beside, 0))
 
 
+def where_backward_begins(out: Tensor, call: Callable[[], None]) -> None:
+    """Calls once, when the backward pass from a part's output begins; of a pass in halves, not again in the second."""
+
+    def begins(gradient: Tensor) -> None:
+        hook.remove()
+        call()
+
+    if out.requires_grad:
+        hook = out.register_hook(begins)
+
+
 class _LastBackward:
     """A forward hook that has the watch sample where the backward pass of a part's last micro-batch begins."""
 
@@ -102,11 +112,9 @@ class _LastBackward:
         self.watch, self.left = watch, watch.micro_batches
 
     def __call__(self, part: nn.Module, inputs: object, out: Tensor) -> None:
-        if out.requires_grad:
-            hook = out.register_hook(lambda gradient: self._begins(hook))
+        where_backward_begins(out, self._begins)
 
-    def _begins(self, hook: RemovableHandle) -> None:
-        hook.remove()  # the weight half of a backward pass that is split would call it again
+    def _begins(self) -> None:
         self.left -= 1
         if self.left == 0:
             self.watch.sample()

@@ -11,7 +11,7 @@ from gptlite.model.flops import flops_per_token, head_flops, layer_flops
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import SGDConfig
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import num_stages, rule, split_layers, stages_of_rank
+from gptlite.parallelism.layout import num_stages, split_layers, splits_backward, stages_of_rank
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost_block import Passes, Piece, Stack, Traffic, block, block_parameters, head
 from gptlite.plan.cost_device import Device, device_of, ranks_on_node, waiting_for_cores
@@ -207,7 +207,7 @@ def _tensor(work: Workload, cluster: ClusterConfig, links: Links, sent: list[Tra
         sum(links.seconds(each) for each in sent if each.axis == "tp" and each.phase == phase) / work.micro_batches
         for phase in ("forward", "backward")
     )
-    split = config.pipeline > 1 and rule(config).splits_backward
+    split = splits_backward(config)
     hidden = 0.0 if split else cluster.overlap * min(back * (2 / 3 if config.sequence else 1), passes.forward / 2)
     return Passes(there, back - hidden)
 

@@ -57,7 +57,7 @@ def device_of(cluster: ClusterConfig, dtype: str, world: int) -> Device:
     return Device(
         peak=peak,
         efficiency=cluster.matmul_efficiency.get(dtype, EFFICIENCY),
-        # The same of a slower dtype.
+        # It is the fastest dtype's: slower units are busy with smaller products already.
         half_size=cluster.matmul_half_size * cluster.peak_tflops[dtype] / max(cluster.peak_tflops.values()),
         attention=peak * cluster.attention_efficiency,
         bandwidth=cluster.memory_gb_per_second * 1e9 * cluster.memory_efficiency * part,

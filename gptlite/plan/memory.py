@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, SGDConfig
 from gptlite.parallelism.config import ActivationCheckpointing
-from gptlite.parallelism.layout import num_stages, rule
+from gptlite.parallelism.layout import num_stages, rule, splits_backward
 from gptlite.plan import tape, tape_ends
 from gptlite.plan.parameters import Parameter, Stage, fused, padded, stages
 from gptlite.plan.tape import MASTER, Sizes
@@ -75,12 +75,13 @@ def _state(work: Workload, held: list[Stage], passes: list[Pass]) -> tuple[int, 
             there[number] = gathered.get(number, 0)
         if kind == "F":
             continue
-        if begins or kind == "W":
+        works = begins or kind == "W"
+        if works:
             found = max(found, (mine + sum(there.values()), sum(gradients.values())), key=sum)
         if kind != "I":
             done[number] += 1
             gradients[number] = reduced[number] if done[number] < count else reduced[number] // _left(work)
-        if done[number] == count or (zero == 3 and (begins or kind == "W")):
+        if done[number] == count or (zero == 3 and works):
             there[number] = 0
     return *max(found, (mine, mine), key=sum), moments
 
@@ -211,7 +212,9 @@ def _activations(work: Workload, held: list[Stage], passes: list[Pass], tp_rank:
     backward passes that each stage has before it."""
     sizes, level = Sizes.of(work), 0
     taken = {stage.number: _passes(work, stage, sizes, tp_rank) for stage in held}
-    carried = {stage.number: _Groups.of(work, stage, final=True).carried(_splits(work)) for stage in held}
+    carried = {
+        stage.number: _Groups.of(work, stage, final=True).carried(splits_backward(work.parallelism)) for stage in held
+    }
     numbers = {stage.number for stage in held}
     there, left = dict.fromkeys(numbers, 0), dict.fromkeys(numbers, work.micro_batches)
     top = 0
@@ -254,16 +257,12 @@ def _buffers(work: Workload, held: list[Stage], sizes: Sizes) -> int:
     """What a pipeline's stages keep to receive into, a tensor a micro-batch; and the step's tokens and targets."""
     if work.layout.size("pp") == 1:
         return 0
-    numbers, split = {stage.number for stage in held}, rule(work.parallelism).splits_backward
+    numbers, split = {stage.number for stage in held}, splits_backward(work.parallelism)
     count = sum(not stage.first for stage in held) + sum(not stage.last for stage in held)
     # A split backward pass leaves its inputs' gradients to the end of the step, a stage after this rank's own too.
     count += sum(not stage.first and stage.number - 1 not in numbers for stage in held) if split else 0
     batches = work.micro_batches * sizes.tokens * tape.INDEX
     return work.micro_batches * count * sizes.slice + batches * (1 + (0 in numbers))
-
-
-def _splits(work: Workload) -> bool:
-    return work.layout.size("pp") > 1 and rule(work.parallelism).splits_backward
 
 
 def _passes(work: Workload, stage: Stage, s: Sizes, tp_rank: int) -> dict[str, _Pass]:
@@ -277,7 +276,7 @@ def _passes(work: Workload, stage: Stage, s: Sizes, tp_rank: int) -> dict[str, _
         if name and final == groups:
             found |= {name + kind: found[kind] for kind in "BW" if kind in found}
             continue
-        if _splits(work) and not stage.first:
+        if splits_backward(work.parallelism) and not stage.first:
             inputs = _inputs(stage, s, its, ends)
             found |= {"I": inputs, f"{name}W": _weights(stage, s, its, ends, forward.left, inputs.left)}
         else:  # of a split backward pass all is done in its second half: nobody wants the gradient of tokens
@@ -322,7 +321,7 @@ def _forward_level(
 def _backward(
     work: Workload, stage: Stage, s: Sizes, groups: _Groups, ends: tape_ends.HeadTapes | None, kept: int
 ) -> _Pass:
-    mode, level, split = work.parallelism.activation_checkpointing, _Level(), _splits(work)
+    mode, level, split = work.parallelism.activation_checkpointing, _Level(), splits_backward(work.parallelism)
     body = {
         ActivationCheckpointing.none: tape.block_backward,
         ActivationCheckpointing.full: tape.full_backward,

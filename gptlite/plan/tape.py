@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from gptlite.model.config import Activation
 from gptlite.ops.config import QUERY_BLOCK, Attention
-from gptlite.parallelism.layout import rule
+from gptlite.parallelism.layout import splits_backward
 from gptlite.plan.parameters import fused
 from gptlite.plan.workload import Workload
 
@@ -74,7 +74,7 @@ class Sizes:
         tensor, data = work.layout.size("tp"), work.layout.data_size
         tokens = work.micro_batch_size * work.sequence_length
         rows = tokens // tensor if config.sequence else tokens
-        split = config.pipeline > 1 and rule(config).splits_backward
+        split = splits_backward(config)
         half_grads = data > 1 and item < MASTER  # FSDP2 accumulates in fp32 what is computed in 16 bits
         return cls(
             whole=tokens * model.d_model * item,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from gptlite.model.config import Activation
 from gptlite.ops.config import LOGIT_BYTES
 from gptlite.parallelism.config import ActivationCheckpointing
-from gptlite.parallelism.layout import num_stages, rule, stages_of_rank
+from gptlite.parallelism.layout import num_stages, splits_backward, stages_of_rank
 from gptlite.plan.parameters import Stage, fused, padded, stages
 from gptlite.plan.timeline import order
 from gptlite.plan.workload import Transfer, Workload
@@ -70,7 +70,7 @@ def _tensor(found: _Sum, work: Workload, stage: Stage) -> None:
     between = tokens * work.model.d_model * work.itemsize
     # The table is looked up as it is: fp32, where no FSDP2 casts it.
     embedded = between if work.layout.data_size > 1 else tokens * work.model.d_model * MASTER
-    split = config.pipeline > 1 and rule(config).splits_backward
+    split = splits_backward(config)
     again = _recomputed(work, stage, split)
     summed = "reduce_scatter" if config.sequence else "all_reduce"
     if stage.first:

@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from gptlite.config import Config, with_vocabulary
 from gptlite.ops.select import select_ops
 from gptlite.parallelism import point_to_point
 from gptlite.parallelism.layout import AXES, resolve
-from gptlite.parallelism.memory_watch import MemoryWatch
+from gptlite.parallelism.memory_watch import MemoryWatch, where_backward_begins
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, _Stage
 from gptlite.parity.record import build
@@ -108,12 +107,7 @@ def _sampling(watch: MemoryWatch) -> Callable[[nn.Module, Any, Tensor], None]:
     """A forward hook that has the watch sample where the backward pass from a part's output begins."""
 
     def hook(part: nn.Module, inputs: Any, out: Tensor) -> None:
-        if out.requires_grad:
-            handle = out.register_hook(lambda gradient: begins(handle))
-
-    def begins(handle: RemovableHandle) -> None:
-        handle.remove()  # the weight half of a backward pass that is split would call it again
-        watch.sample()
+        where_backward_begins(out, watch.sample)
 
     return hook
 

@@ -106,14 +106,7 @@ OTHERS = [
     Layout(2, "micro=2"),
     Layout(4, "zero=1 micro=1 tied=false"),
 ]
-EIGHT = [
-    Layout(8, "tp=2 pp=2 zero=3 micro=1 sequence=true"),
-    Layout(8, "pp=4 zero=2 schedule=interleaved_1f1b micro=1 layers=8"),
-    Layout(8, "tp=2 pp=2 zero=2 schedule=zbv micro=1 layers=8"),
-    Layout(8, "pp=2 zero=3 copies=2 schedule=zero_bubble micro=1 layers=8 batch=16"),
-    Layout(8, "tp=4 zero=1 micro=1 sequence=true dtype=bf16"),
-]
-# Chosen once the formulas stood: 16 bits with ZeRO, split backward passes, buckets of several blocks, eight ranks.
+# 16 bits with ZeRO, split backward passes, buckets of several blocks, eight ranks: see the document for how they came.
 LATER = [
     Layout(2, "zero=2 micro=1 dtype=bf16"),
     Layout(2, "micro=1 dtype=bf16"),
@@ -125,6 +118,10 @@ LATER = [
     Layout(4, "pp=2 zero=2 schedule=interleaved_1f1b micro=1"),
     Layout(4, "pp=2 tp=2 schedule=zero_bubble sequence=true micro=2"),
     Layout(4, "pp=2 tp=2 schedule=zbv sequence=true micro=2 dtype=bf16"),
-    *EIGHT,
+    Layout(8, "tp=2 pp=2 zero=3 micro=1 sequence=true"),
+    Layout(8, "pp=4 zero=2 schedule=interleaved_1f1b micro=1 layers=8"),
+    Layout(8, "tp=2 pp=2 zero=2 schedule=zbv micro=1 layers=8"),
+    Layout(8, "pp=2 zero=3 copies=2 schedule=zero_bubble micro=1 layers=8 batch=16"),
+    Layout(8, "tp=4 zero=1 micro=1 sequence=true dtype=bf16"),
 ]
 LAYOUTS = [*QUICK, *OTHERS, *LATER]
