@@ -57,6 +57,11 @@ def _norm(tensors: list[Tensor]) -> Tensor:
     return tensors[0].new_empty((), dtype=FP32)
 
 
+def _weight_gradient(dy: Tensor, x: Tensor, bias: bool, fp32: bool) -> tuple[Tensor, ...]:
+    dtype, outputs = FP32 if fp32 else x.dtype, dy.shape[-1]
+    return x.new_empty(outputs, x.shape[-1], dtype=dtype), x.new_empty(outputs if bias else 0, dtype=dtype)
+
+
 def _attention(q: Tensor, k, v, scale) -> tuple[Tensor, ...]:
     return _by_position(q), q.new_empty(q.shape[:3], dtype=FP32)
 
@@ -104,6 +109,7 @@ FAKES: dict[str, Callable] = {
     "cross_entropy_gradient_": _nothing,
     "norm": _norm,
     "adamw_": _nothing,
+    "weight_gradient": _weight_gradient,
     "attention": _attention,
     "attention_backward": _attention_backward,
     "attention_packed": _attention_packed,

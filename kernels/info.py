@@ -15,7 +15,7 @@ from gptlite.kernels.library import Loaded, Unavailable, compiled, load
 from gptlite.kernels.tables import table
 from gptlite.kernels.toolchain import BuildError, Compiler, find_cxx, find_nvcc
 
-CPU_ONLY = "attention"  # ops that start so have no CUDA kernel
+CPU_ONLY = ("attention", "weight_gradient")  # ops that start so have no CUDA kernel
 
 
 @dataclass
@@ -46,7 +46,15 @@ def run(options: Options) -> int:
     cpu = path_of(loaded, "cpu")
     cuda = path_of(load("cuda") if library else loaded, "cuda")
     ops = [("op", "cpu", "cuda")]
-    ops += [(name, cpu, "reference (CPUs alone)" if name.startswith(CPU_ONLY) else cuda) for name in FAKES]
+    amx = cpu if isinstance(loaded, Loaded) and "amx" in loaded.isa else "reference (no AMX)"
+    ops += [
+        (
+            name,
+            amx if name == "weight_gradient" else cpu,
+            "reference (CPUs alone)" if name.startswith(CPU_ONLY) else cuda,
+        )
+        for name in FAKES
+    ]
     print(table(ops))
     return 0
 

@@ -24,6 +24,7 @@ from gptlite.errors import ConfigError
 from gptlite.tool import run_tool
 
 WARM = 3  # the first steps compile, allocate and fill the caches
+ASLEEP = 0.05  # seconds after which the threads of the one before no longer spin, waiting for work, on the cores
 STEP_SECONDS = 600  # more than the slowest first step takes, compiling
 
 
@@ -119,6 +120,8 @@ def serve(pipe: Any, build: Callable[..., Callable[[], None]], given: tuple[Any,
         pipe.recv()
         step = build(*given)
         while True:
+            time.sleep(ASLEEP)
+            step()  # as in training, where the step before was one's own
             start = time.perf_counter()
             step()
             pipe.send(time.perf_counter() - start)

@@ -25,8 +25,8 @@ class CausalSelfAttention(nn.Module):
         self.first_head = 0  # of the whole model's, where this rank holds only some
         self.dropout = config.dropout
         self.implementation = ops.attention
-        self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.bias)
-        self.proj = Linear(config.d_model, config.d_model, bias=config.bias)
+        self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.bias, fused=ops.linear)
+        self.proj = Linear(config.d_model, config.d_model, bias=config.bias, fused=ops.linear)
 
     def forward(self, x: Tensor, key: DropoutKey | None = None, cache: LayerCache | None = None) -> Tensor:
         # The local number of heads follows from the tensor, so a shard of the heads needs no other code.

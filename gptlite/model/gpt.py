@@ -83,7 +83,7 @@ class GPT(nn.Module):
         self.final_norm: nn.Module | None = LayerNorm(
             width, config.layer_norm_eps, bias=config.bias, fused=ops.layer_norm
         )
-        self.head: nn.Module | None = Head(width, rows, ops.cross_entropy)
+        self.head: nn.Module | None = Head(width, rows, ops.cross_entropy, fused=ops.linear)
         self.tie()
 
     @property

@@ -5,24 +5,28 @@ FSDP2's mixed precision (cast, compute, gradient back to fp32), and is a no-op w
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlite.ops.config import CrossEntropy
 from gptlite.ops.cross_entropy import linear_cross_entropy
 from gptlite.ops.dropout import DropoutKey
 from gptlite.ops.layer_norm import layer_norm, residual_norm
+from gptlite.ops.linear import linear
 
 
 class Linear(nn.Linear):
     """x [..., in] -> [..., out], in x's dtype."""
 
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, fused: bool) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.fused = fused
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), self.local_bias(x.dtype))
+        return linear(x, self.weight, self.bias, self.fused)
 
     def project(self, x: Tensor) -> Tensor:
         """Without the bias, for an op that adds it."""
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight, fused=self.fused)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias in a compute dtype."""
@@ -32,9 +36,9 @@ class Linear(nn.Linear):
 class Head(nn.Linear):
     """The output projection, and its loss."""
 
-    def __init__(self, d_model: int, rows: int, cross_entropy: CrossEntropy) -> None:
+    def __init__(self, d_model: int, rows: int, cross_entropy: CrossEntropy, *, fused: bool) -> None:
         super().__init__(d_model, rows, bias=False)
-        self.cross_entropy = cross_entropy
+        self.cross_entropy, self.fused = cross_entropy, fused
 
     def forward(self, hidden: Tensor, targets: Tensor | None, vocab_size: int) -> Tensor:
         """The sum of the losses, fp32; without targets, logits [B, V], fp32, of one position.
@@ -45,7 +49,9 @@ class Head(nn.Linear):
         if targets is None:
             return (hidden[:, 0] @ weight[:vocab_size].t()).float()
         rows = hidden.flatten(0, 1)
-        return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, choice=self.cross_entropy)
+        return linear_cross_entropy(
+            rows, weight, targets.flatten(), vocab_size, choice=self.cross_entropy, fused_linear=self.fused
+        )
 
 
 class LayerNorm(nn.LayerNorm):

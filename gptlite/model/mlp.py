@@ -16,8 +16,8 @@ class MLP(nn.Module):
         super().__init__()
         self.fused_gelu = ops.bias_gelu
         self.activation = config.activation
-        self.up = Linear(config.d_model, config.ffn_size, bias=config.bias)
-        self.down = Linear(config.ffn_size, config.d_model, bias=config.bias)
+        self.up = Linear(config.d_model, config.ffn_size, bias=config.bias, fused=ops.linear)
+        self.down = Linear(config.ffn_size, config.d_model, bias=config.bias, fused=ops.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.activation is Activation.relu:

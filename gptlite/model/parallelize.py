@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gptlite.model.flops import head_flops, layer_flops
 from gptlite.model.gpt import GPT
+from gptlite.model.layers import Linear
 from gptlite.model.vocab_parallel import VocabParallelHead
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
@@ -56,6 +57,8 @@ def parallelize(
     for part in parts:
         if axis is not None:
             _cut_tensors(part, axis)
+        if split_backward:
+            _plain_products(part)
         for block in part.blocks():
             _recompute(block, config.activation_checkpointing, split_backward)
             if compile:
@@ -133,6 +136,13 @@ def _cut_tensors(part: GPT, axis: TensorAxis) -> None:
         block.attn.first_head = axis.rank * (part.config.num_heads // axis.size)
         block.mlp.up = ColumnParallelLinear(block.mlp.up, axis)  # type: ignore[assignment]
         block.mlp.down = RowParallelLinear(block.mlp.down, axis)  # type: ignore[assignment]
+
+
+def _plain_products(part: GPT) -> None:
+    """Torch's own, where the input's gradient and the weight's are computed apart: a function of ours computes both."""
+    for module in part.modules():
+        if isinstance(module, Linear):
+            module.fused = False
 
 
 def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: bool) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gptlite.ops.config import LOGIT_BYTES, SOFTMAX_BYTES, CrossEntropy
+from gptlite.ops.linear import linear_gradients
 
 IGNORE = -100
 
@@ -50,6 +51,7 @@ def linear_cross_entropy(
     shard: VocabShard | None = None,
     choice: CrossEntropy = CrossEntropy.chunked,
     terms: LossTerms = NO_TERMS,
+    fused_linear: bool = False,
 ) -> Tensor:
     """Sum over tokens of -log softmax(hidden weightᵀ)[target] and the other terms, fp32.
 
@@ -64,7 +66,7 @@ def linear_cross_entropy(
     """
     if choice is CrossEntropy.reference and shard is None:
         return _written_out(hidden @ weight[:vocab_size].t(), targets, terms)
-    loss = _Loss(vocab_size, shard, choice is CrossEntropy.fused, terms)
+    loss = _Loss(vocab_size, shard, choice is CrossEntropy.fused, terms, fused_linear)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, loss)
     table = weight[: loss.rows(weight)]
@@ -89,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = h @ table.t()
             losses.append(loss.of(logits, t, want_grad=True))
             dhidden.append(logits @ table)
-            part = logits.t() @ h
+            part = linear_gradients(logits, h, table, None, loss.fused_linear)[0]
             # Chunks add up in fp32: a sum of many in bf16 would lose the small ones.
             dtable = part if dtable is None else dtable.float().add_(part)
         assert dtable is not None
@@ -125,6 +127,7 @@ class _Loss:
     shard: VocabShard | None
     fused: bool
     terms: LossTerms
+    fused_linear: bool
 
     def rows(self, weight: Tensor) -> int:
         """How many of a table's rows are no padding."""

@@ -10,6 +10,7 @@ from gptlite.errors import ConfigError
 from gptlite.kernels.library import Loaded, Unavailable, load
 from gptlite.ops.config import Attention, CrossEntropy, Implementation, OpsConfig
 
+AMX = "amx_bf16"
 # The keys whose choice is between our kernel and a reference.
 PLAIN = ("layer_norm", "bias_gelu", "dropout", "adamw")
 
@@ -23,6 +24,7 @@ class Ops:
     layer_norm: bool = False
     bias_gelu: bool = False
     dropout: bool = False
+    linear: bool = False
     adamw: bool = False
     reasons: tuple[str, ...] = ()
 
@@ -37,6 +39,7 @@ def select_ops(config: OpsConfig, device: torch.device, log: Callable[[str], Non
     paths = {key: _plain(config, key, library, chosen) for key in PLAIN}
     cross_entropy = _cross_entropy(config, library, chosen)
     attention = _attention(config, device, library, chosen)
+    paths["linear"] = _linear(config, device, library, chosen)
     return Ops(attention, cross_entropy, **paths, reasons=tuple(_words(chosen)))
 
 
@@ -52,7 +55,7 @@ def _words(chosen: dict[str, str]) -> Iterable[str]:
 def _wants_kernels(config: OpsConfig, device: torch.device) -> bool:
     if config.implementation is not Implementation.reference:
         return True
-    choices = (config.cross_entropy, *(getattr(config, key) for key in PLAIN))
+    choices = (config.cross_entropy, config.linear, *(getattr(config, key) for key in PLAIN))
     kernel_attention = config.attention in (Attention.fused, Attention.fused_softmax)
     return kernel_attention or any(choice.value == "fused" for choice in choices)
 
@@ -75,6 +78,26 @@ def _plain(config: OpsConfig, key: str, library: Loaded | Unavailable, chosen: d
     fused = _available(_asked(config, key), choice is Implementation.fused, library)
     chosen[key] = _fused_words(choice is Implementation.fused, library) if fused else _why_not(library)
     return fused
+
+
+def _linear(config: OpsConfig, device: torch.device, library: Loaded | Unavailable, chosen: dict[str, str]) -> bool:
+    own, kernels = config.linear, isinstance(library, Loaded) and device.type == "cpu"
+    if own is Implementation.fused:
+        _available("ops.linear=fused", True, library)
+        if not kernels or AMX not in library.isa:
+            raise ConfigError(f"ops.linear=fused needs a CPU with AMX; {_lacks(device)}; use ops.linear=auto")
+    elif own is Implementation.reference or config.implementation is Implementation.reference:
+        chosen["linear"] = "reference (asked for)"
+        return False
+    if kernels and AMX in library.isa:
+        chosen["linear"] = _fused_words(own is Implementation.fused, library)
+        return True
+    chosen["linear"] = f"reference ({_lacks(device)})" if isinstance(library, Loaded) else _why_not(library)
+    return False
+
+
+def _lacks(device: torch.device) -> str:
+    return "this CPU has no AMX" if device.type == "cpu" else f"this runs on {device.type}"
 
 
 def _asked(config: OpsConfig, key: str) -> str:

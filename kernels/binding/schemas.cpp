@@ -43,6 +43,7 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
       "Tensor(d!)[] steps, float lr, float beta1, float beta2, float eps, float weight_decay, bool adam, Tensor? scale, "
       "Tensor? found_inf) -> ()");
 
+  m.def("weight_gradient(Tensor dy, Tensor x, bool bias, bool fp32) -> (Tensor dw, Tensor dbias)");
   m.def("attention(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor dout, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, float scale) -> "

@@ -61,6 +61,7 @@ GPTLITE_FOR_EACH_KERNEL(GPTLITE_DECLARE)
 namespace amx {  // these alone; they return GPTLITE_UNSUPPORTED for what avx512 is to do
 GPTLITE_DECLARE(attention_forward)
 GPTLITE_DECLARE(attention_backward)
+GPTLITE_DECLARE(weight_gradient)
 }  // namespace amx
 #endif
 
@@ -270,6 +271,11 @@ int gptlite_cpu_attention_backward(const GptliteHeads* dq, const GptliteHeads* d
                      scale, dtype, context);
 }
 
+int gptlite_cpu_weight_gradient(void* dw, void* dbias, const void* dy, const void* x, int64_t rows, int64_t outputs,
+                                int64_t inputs, int dtype, int out_dtype, int64_t threads, void* context) {
+  GPTLITE_TRY_AMX(weight_gradient, dw, dbias, dy, x, rows, outputs, inputs, dtype, out_dtype, threads, context);
+  return GPTLITE_UNSUPPORTED;
+}
 
 const char* gptlite_cpu_isa(void) {
   switch (gptlite::isa()) {

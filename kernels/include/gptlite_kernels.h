@@ -85,7 +85,7 @@ GPTLITE_KERNEL(masked_softmax_forward, void* y, const void* x, const void* mask,
                const int64_t* mask_strides, int64_t batch, int64_t heads, int64_t queries, int64_t keys, float scale,
                int dtype)
 
-// dx = scale * y * (dy - sum(dy * y)) over rows [rows, keys]. dx may be dy.
+// dx = scale * y * (dy - sum(dy * y)) over rows [rows, keys].
 GPTLITE_KERNEL(masked_softmax_backward, void* dx, const void* dy, const void* y, int64_t rows, int64_t keys, float scale,
                int dtype)
 
@@ -171,6 +171,12 @@ int gptlite_cpu_attention_backward(const GptliteHeads* dq, const GptliteHeads* d
                                    const GptliteHeads* q, const GptliteHeads* k, const GptliteHeads* v, int64_t batch,
                                    int64_t heads, int64_t queries, int64_t keys, int64_t width, float scale, int dtype,
                                    void* context);
+
+// The gradients of a linear layer, on CPUs with AMX alone (elsewhere GPTLITE_UNSUPPORTED): dw [outputs, inputs] = dyᵀ x
+// and, if not NULL, dbias [outputs], dy's sums; of dy [rows, outputs] and x [rows, inputs], bf16. Results are rounded to
+// bf16 and written as `out_dtype`, bf16 or fp32. `threads`: how many the context has. They change no bit.
+int gptlite_cpu_weight_gradient(void* dw, void* dbias, const void* dy, const void* x, int64_t rows, int64_t outputs,
+                                int64_t inputs, int dtype, int out_dtype, int64_t threads, void* context);
 
 // The instruction sets this CPU library would use here, "avx512 avx512_bf16 amx_bf16", "avx2" or "baseline"; and, for tests,
 // a way to have it use a lesser one ("baseline", "avx2", "avx512", "amx"; NULL: the best). Returns 0, or

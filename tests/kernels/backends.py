@@ -344,6 +344,16 @@ class Backend:
         )
         return tuple(gradients)
 
+    def weight_gradient(
+        self, dy: Tensor, x: Tensor, out_dtype: torch.dtype = torch.float32, threads: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """dw [outputs, inputs], dbias [outputs] of dy [rows, outputs] and x [rows, inputs]."""
+        memory, (rows, outputs), inputs = self._memory(), dy.shape, x.shape[1]
+        dw, dbias = memory.new((outputs, inputs), out_dtype), memory.new((outputs,), out_dtype)
+        sizes = rows, outputs, inputs, CODES[dy.dtype], CODES[out_dtype], threads
+        self._call(memory, "gptlite_cpu_weight_gradient", dw, dbias, memory.copy(dy), memory.copy(x), *sizes)
+        return dw.tensor, dbias.tensor
+
     def _memory(self) -> Memory:
         return Memory(self.offsets)
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,15 @@ def emulated_library(request: pytest.FixtureRequest) -> Backend:
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest) -> Backend:
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """The backend that the test's parameter names; the test is skipped where this machine has not got it."""
     if request.param == EMULATED:
         # Every test has an order of threads and blocks of its own.
-        return request.getfixturevalue("emulated_library").having(seed=zlib.crc32(request.node.name.encode()))
+        yield request.getfixturevalue("emulated_library").having(seed=zlib.crc32(request.node.name.encode()))
+        return
     cpu = request.getfixturevalue("cpu_library")
     isa = None if request.param == BEST else request.param
     if cpu.gptlite_cpu_limit_isa(None if isa is None else isa.encode()) == UNSUPPORTED:
         pytest.skip(f"no {isa} here")
-    return Backend(request.param, cpu, "gptlite_cpu_", isa=isa)
+    yield Backend(request.param, cpu, "gptlite_cpu_", isa=isa)
+    cpu.gptlite_cpu_limit_isa(None)  # torch's ops in this process are of the same library

@@ -71,7 +71,8 @@ def signatures() -> dict[str, list[type]]:
     header = re.sub(r"//[^\n]*|^#define(?:.*\\\n)*.*\n", "", HEADER.read_text(), flags=re.MULTILINE)
     kernels = dict(re.findall(r"GPTLITE_KERNEL\((\w+),([^)]*)\)", header))
     alone = {
-        name: text.rpartition(",")[0] for name, text in re.findall(r"int (gptlite_cpu_attention\w+)\(([^)]*)\)", header)
+        name: text.rpartition(",")[0]
+        for name, text in re.findall(r"int (gptlite_cpu_(?:attention|weight)\w+)\(([^)]*)\)", header)
     }
     return {name: [_type(each) for each in text.split(",")] for name, text in (kernels | alone).items()}
 

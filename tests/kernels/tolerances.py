@@ -27,6 +27,7 @@ ARITHMETIC = {
     "cross_entropy": 1e-6,
     "norm": 1e-6,  # as the header promises
     "adamw": 5e-7,
+    "weight_gradient": 2e-6,
     "attention": 2e-6,  # a softmax between two dot products
 }
 

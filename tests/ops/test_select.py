@@ -32,7 +32,7 @@ def paths(ops: Ops) -> dict:
 
 def test_auto_takes_the_kernels_where_they_load(with_kernels):
     ops = select_ops(OpsConfig(), CPU)
-    plain = dict.fromkeys(PLAIN, True)
+    plain = dict.fromkeys(PLAIN, True) | {"linear": False}
     assert paths(ops) == {"attention": Attention.fused, "cross_entropy": CrossEntropy.fused, **plain}
     assert "avx512 kernels" in ", ".join(ops.reasons)
     assert select_ops(OpsConfig(), CUDA).attention is Attention.sdpa
@@ -40,7 +40,7 @@ def test_auto_takes_the_kernels_where_they_load(with_kernels):
 
 def test_auto_without_kernels_is_the_reference_and_says_why(without_kernels):
     ops = select_ops(OpsConfig(), CPU)
-    plain = dict.fromkeys(PLAIN, False)
+    plain = dict.fromkeys((*PLAIN, "linear"), False)
     assert paths(ops) == {"attention": Attention.matmul, "cross_entropy": CrossEntropy.chunked, **plain}
     assert sum("no C++ compiler on PATH" in reason for reason in ops.reasons) == 2  # the loss's path has its own name
 
@@ -60,11 +60,34 @@ def test_one_op_may_differ_from_the_rest(with_kernels, key):
     assert [name for name in PLAIN if not getattr(ops, name)] == [key]
 
 
-@pytest.mark.parametrize("key", [*PLAIN, "cross_entropy", "attention"])
+@pytest.mark.parametrize("key", [*PLAIN, "linear", "cross_entropy", "attention"])
 def test_a_kernel_asked_for_by_name_that_cannot_run_is_refused(without_kernels, key):
     kind = {"cross_entropy": CrossEntropy, "attention": Attention}.get(key, Implementation)
     with pytest.raises(ConfigError, match=rf"^ops\.{key}=fused: no C\+\+ compiler on PATH; .*ops\.{key}=auto$"):
         select_ops(replace(OpsConfig(), **{key: kind.fused}), CPU)
+
+
+def with_amx(monkeypatch):
+    found = Loaded(path=None, cuda=False, isa="avx512 avx512_bf16 amx_bf16", seconds=1.0, cached=True, why_no_cuda="")
+    monkeypatch.setattr(select, "load", lambda device, log: replace(found, cuda=device == "cuda"))
+
+
+def test_linear_layers_are_fused_where_there_is_amx(monkeypatch):
+    with_amx(monkeypatch)
+    assert select_ops(OpsConfig(), CPU).linear
+    assert select_ops(OpsConfig(Implementation.fused), CPU).linear
+    assert not select_ops(REFERENCE, CPU).linear
+    assert not select_ops(OpsConfig(linear=Implementation.reference), CPU).linear
+    ops = select_ops(OpsConfig(Implementation.fused), CUDA)
+    assert not ops.linear
+    assert "linear reference (this runs on cuda)" in ops.reasons
+
+
+def test_without_amx_they_are_fused_for_nobody(with_kernels):
+    ops = select_ops(OpsConfig(Implementation.fused), CPU)
+    assert "linear reference (this CPU has no AMX)" in ops.reasons
+    with pytest.raises(ConfigError, match=r"^ops.linear=fused needs a CPU with AMX; this CPU has no AMX; .*=auto$"):
+        select_ops(OpsConfig(linear=Implementation.fused), CPU)
 
 
 def test_all_kernels_asked_for_are_refused_together(without_kernels):
