@@ -13,6 +13,8 @@ from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check as check_logger
 from gptlite.optimizer.checks import check_optimizer
+from gptlite.optimizer.config import ELEMENTWISE
+from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import (
     Layout,
     accumulation,
@@ -66,6 +68,7 @@ def _positive(config: Config) -> None:
             "dp_replicate",
             "virtual_stages",
             "bucket_layers",
+            "offload_buffer_mib",
         ),
         "trainer": ("max_steps", "log_interval", "eval_samples"),
         "cluster": ("nodes", "devices_per_node"),
@@ -115,6 +118,33 @@ def _parallelism(config: Config) -> None:
         )
     _tensor(config)
     _pipeline(config)
+    _offload(config)
+
+
+def _offload(config: Config) -> None:
+    """That the folder is one, and has room, is seen where the ranks will run: gptlite/offload_space.py."""
+    offload, path = config.parallelism.offload, config.parallelism.offload_path
+    if offload is not Offload.nvme:
+        if path is not None:
+            raise ConfigError(
+                f"parallelism.offload_path={path} is for parallelism.offload=nvme, and it is {offload.value}; "
+                f"leave it out, or use parallelism.offload=nvme"
+            )
+        return
+    if not path:
+        raise ConfigError(
+            "parallelism.offload=nvme needs a folder for its files; give parallelism.offload_path=/nvme/run1, say"
+        )
+    if type(config.optimizer) not in ELEMENTWISE:
+        listed = ", ".join(f"optimizer={_optimizer_name(kind)}" for kind in ELEMENTWISE)
+        raise ConfigError(
+            f"parallelism.offload=nvme steps pieces of parameters by themselves, which optimizer="
+            f"{_optimizer_name(type(config.optimizer))} does not allow; use parallelism.offload=cpu, or {listed}"
+        )
+
+
+def _optimizer_name(kind: type) -> str:
+    return kind.__name__.removesuffix("Config").lower()
 
 
 def _tensor(config: Config) -> None:

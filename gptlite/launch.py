@@ -11,6 +11,7 @@ from gptlite.checks import check_world
 from gptlite.config import Config
 from gptlite.errors import ConfigError
 from gptlite.host_memory import limit
+from gptlite.offload_space import check_offload_space
 from gptlite.parallelism.layout import wanted_world
 from gptlite.starter import Starter, is_main, starter
 
@@ -33,9 +34,13 @@ def launch(config: Config, started: float) -> int:
     if world == 1:
         limit(config.trainer.host_memory_limit)
         keep_freed_memory()
+        from gptlite.parallelism.process_group import leave
         from gptlite.pretrain import pretrain
 
-        return pretrain(config, started)
+        try:
+            return pretrain(config, started)
+        finally:
+            leave()  # the group of one rank that offloads
     if outer:
         from gptlite.worker import under
 
@@ -53,7 +58,7 @@ def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
 
         config = chosen(config, outer.world_size if outer else None, print if is_main() else _unsaid)
     world = outer.world_size if outer else wanted_world(config.parallelism, gpus)
-    check_world(config, world)
+    layout = check_world(config, world)
     here = outer.local_world_size if outer else world
     # srun may show each rank its own GPU alone.
     if gpus and here > gpus and not (outer and outer.name == "srun" and gpus == 1):
@@ -61,6 +66,7 @@ def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
             f"the layout has {here} ranks on this machine, which shows {gpus} GPU{'s' * (gpus > 1)}; lower the degrees "
             f"of parallelism, or set CUDA_VISIBLE_DEVICES= for ranks on the CPU"
         )
+    check_offload_space(config, layout, here)
     return config, world
 
 

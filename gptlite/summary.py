@@ -26,8 +26,10 @@ from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
 from gptlite.model.flops import flops_per_token, head_flops, layer_flops
 from gptlite.model.generate import Sampling, generate
 from gptlite.ops.select import Ops
+from gptlite.optimizer.streamed import OffloadFailed
 from gptlite.parallelism.boxes import num_local_elements
 from gptlite.parallelism.collectives import gather_objects
+from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages, split_layers, stages_per_rank
 from gptlite.parallelism.main_rank import from_main
 from gptlite.parallelism.mesh import Mesh
@@ -36,7 +38,7 @@ from gptlite.parallelism.watchdog import RankStuck, Watch
 from gptlite.precision import Policy, cpu_name
 from gptlite.run_folder import RunFolder, SaveFailed
 from gptlite.trainer.loop import Ending, Outcome
-from gptlite.trainer.memory import predicted
+from gptlite.trainer.memory import offload_words, predicted
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState, model_tensors
 from gptlite.trainer.step import Diverged
@@ -63,6 +65,7 @@ def announce(
         ("precision", f"{policy.name} ({policy.reason}){_slowdown(policy, mesh.device)}"),
         ("ops", ", ".join(ops.reasons)),
         *predicted(state, mesh, config.parallelism, policy, ops, length),
+        *offload_words(state, config.parallelism),
         ("data", f"{data.describe()}"),
         ("batch", f"{batch.global_batch_size} sequences of {length} = {per_step:,} tokens a step; "
                   f"{batch.global_batch_size} = micro-batch {state.loader.micro_batch_size} x "
@@ -183,6 +186,12 @@ def conclude(
             f"error: {error}. Nothing was saved; of the earlier checkpoints, which are intact, resume from one before "
             f"the last check that passed, on other hardware if it happens again"
         )
+    except OffloadFailed as error:
+        status = f"failed: {error}"
+        if run.mesh.world_size > 1:  # the others wait for this rank: it ends the run
+            raise
+        conclusion.exit_code = 1
+        run.log(f"error: {error}; the same command goes on from the last checkpoint once it is mended")
     except SaveFailed as error:
         status, conclusion.exit_code = f"failed: {error}", 1
         run.log(f"error: {error}")
@@ -273,6 +282,8 @@ def _close(
     if (peak := memory_bytes(reporter.device)["memory_peak_bytes"]) is not None:
         lines.append(("peak memory", format_bytes(peak)))
     lines += reporter.memory.lines()
+    if config.parallelism.offload is not Offload.none:
+        lines += reporter.memory.offloaded()
     if reporter.speeds:
         lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / "curves.png"))))
     more = "" if state.step < config.trainer.max_steps else f" trainer.max_steps={2 * config.trainer.max_steps}"

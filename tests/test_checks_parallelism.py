@@ -23,7 +23,11 @@ PRESETS = {
     "pp4": (4, 1, 1, 1, 1),
     "tp2_pp2": (2, 1, 1, 1, 2),
     "tp2_pp2_dp2": (2, 2, 1, 1, 2),
+    "zero3_cpu_offload": (1, 1, 2, 1, 1),
+    "zero_infinity": (1, 1, 2, 1, 1),
 }
+NEEDS = {"zero_infinity": ["parallelism.offload_path=/nvme/run1"]}
+ZERO = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_cpu_offload": 3, "zero_infinity": 3}
 
 
 def loaded(words):
@@ -41,9 +45,9 @@ def refusal(action):
 # auto has no degrees of its own: tests/plan/test_search.py
 @pytest.mark.parametrize("name", sorted({path.stem for path in (CONF_DIR / "parallelism").glob("*.yaml")} - {"auto"}))
 def test_every_preset_runs_as_it_is_on_a_cpu(name):
-    config = load([f"parallelism={name}"])
+    config = load([f"parallelism={name}", *NEEDS.get(name, [])])
     assert check_world(config, wanted_world(config.parallelism, gpus=0)) == Layout(PRESETS[name])
-    assert config.parallelism.zero == int(name.removeprefix("zero") if name.startswith("zero") else 0)
+    assert config.parallelism.zero == ZERO.get(name, 0)
 
 
 def test_a_data_parallel_preset_takes_every_gpu():
@@ -74,6 +78,11 @@ REFUSED = {
     "use parallelism.sequence=false, or parallelism.tensor=2, 4 or 8",
     "sequence=true tensor=4 data.sequence_length=250": "data.sequence_length=250 is not divisible by "
     "parallelism.tensor=4; try 1, 2\n",
+    # Offload.
+    "offload=nvme": "parallelism.offload=nvme needs a folder for its files; give parallelism.offload_path=/nvme/run1",
+    "offload=cpu offload_path=/nvme": "parallelism.offload_path=/nvme is for parallelism.offload=nvme, and it is cpu; "
+    "leave it out, or use parallelism.offload=nvme",
+    "offload_buffer_mib=0": "parallelism.offload_buffer_mib=0 must be at least 1",
     # ZeRO and copies.
     "zero=4": "parallelism.zero=4 is no stage of ZeRO; use 0, 1, 2 or 3",
     "zero=-1": "parallelism.zero=-1 is no stage of ZeRO",

@@ -66,7 +66,10 @@ ROOMS = {
         lazy="matplotlib",
     ),
     "starter": Room(),
-    "launch": Room("checks config elastic ops parallelism planning pretrain starter worker", packages="torch"),
+    "launch": Room(
+        "checks config elastic offload_space ops parallelism planning pretrain starter worker", packages="torch"
+    ),
+    "offload_space": Room("config ops parallelism plan"),
     "planning": Room("checks config model ops parallelism plan precision"),
     "plan_report": Room("metrics model parallelism plan planning"),
     "tuning": Room("config metrics parallelism plan planning"),
@@ -106,6 +109,7 @@ WIDER = {
     MAPPED["kernels"] / "command.py": "tool",  # a command line; what a run imports of the kernels never imports it
 }
 CONFIG_USERS = {
+    *("offload_space",),
     *("cli", "sweep", "launch", "elastic", "worker", "pretrain", "run_folder", "summary", "checks", "config_errors"),
     *("planning", "plan_report", "tuning", "restore", "tool", "parity", "huggingface", "checkpoint_tool"),
 }

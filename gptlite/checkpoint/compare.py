@@ -45,6 +45,8 @@ EFFECTS: dict[str, Effect] = {
     "parallelism": Effect.reshards,
     "parallelism.prefetch": Effect.safe,  # when something moves, not what is added to what
     "parallelism.timeout_seconds": Effect.safe,
+    "parallelism.offload_path": Effect.safe,  # scratch space
+    "parallelism.offload_buffer_mib": Effect.safe,
     "parallelism.activation_checkpointing": Effect.safe,  # the same operations, some of them twice
     "trainer": Effect.safe,
     "trainer.compile": Effect.changes_numbers,

@@ -40,6 +40,10 @@ class SGDConfig(OptimizerConfig):
     nesterov: bool = False
 
 
+# Rules that update each element by its own gradient and state alone, so that any piece of a parameter can be stepped.
+ELEMENTWISE: tuple[type[OptimizerConfig], ...] = (AdamWConfig, AdamConfig, SGDConfig)
+
+
 @dataclass
 class ScheduleConfig:
     """Linear warmup over `warmup_steps`, then a shape. Rates are fractions of `optimizer.lr`."""

@@ -64,7 +64,8 @@ def clip_and_step(optimizer: Optimizer, parameters: Iterable[nn.Parameter], max_
     The fused step leaves the gradients themselves as they are.
     """
     if isinstance(optimizer, FusedAdam | FusedAdamW):
-        optimizer.step(scale=clip_factor(max_norm, norm) if max_norm > 0 else None)
+        held = next((tensor for group in optimizer.param_groups for tensor in group["params"]), norm)
+        optimizer.step(scale=clip_factor(max_norm, norm.to(local_tensor(held).device)) if max_norm > 0 else None)
     else:
         clip_gradients(parameters, max_norm, norm)
         optimizer.step()

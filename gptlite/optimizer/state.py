@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
+from gptlite.parallelism.state_file import InFiles
+
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """The live state tensors by key, not copies: writing into them changes the optimizer.
 
     What torch would create at the first step is created here where it is missing, with the value it starts
     from, so that a checkpoint can be read into a fresh optimizer in place. Moments have the parameter's shape,
-    `step` is 0-dim fp32.
+    `step` is 0-dim fp32. State in files is mapped from them.
     """
+    if isinstance(optimizer, InFiles):
+        optimizer.settle()
     tensors: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(optimizer):
         for key, value in materialized(optimizer, parameter).items():

@@ -12,6 +12,15 @@ class ActivationCheckpointing(Enum):
     selective = "selective"
 
 
+class Offload(Enum):
+    """What a step keeps off its device: nothing; all model state but what computes, in host memory; or that, with the
+    optimizer's state in files."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
 @dataclass
 class ParallelismConfig:
     """Degrees of each mesh axis, and how each is run. `data: null` is what is left of the world."""
@@ -23,6 +32,9 @@ class ParallelismConfig:
     data: int | None = None
     dp_replicate: int = 1  # copies of the shards; the other data / dp_replicate ranks shard (HSDP)
     zero: int = 0  # what data ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    offload: Offload = Offload.none  # where parameters, gradients and optimizer state are kept: docs/offload.md
+    offload_path: str | None = None  # the folder of offload=nvme, on a disk of each machine's own
+    offload_buffer_mib: int = 64  # of each of the two buffers that state passes through on its way to files and back
     sequence: bool = False  # cut the activations between tensor-parallel layers along the sequence
     schedule: str = "1f1b"  # gpipe, 1f1b, interleaved_1f1b, zero_bubble or zbv
     virtual_stages: int | None = None  # stages a pipeline rank holds; null: 1 for gpipe and 1f1b, else 2

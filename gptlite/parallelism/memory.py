@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import stages_per_rank
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.state_file import InFiles
 from gptlite.parallelism.zero import local_tensor, sharded_modules
 
 MASTER = 4  # bytes of a parameter, and of a gradient that accumulates: fp32
@@ -53,7 +54,8 @@ def predicted_state(
     """Model state when it will be most. `itemsize` is of the compute dtype; the optimizer's state must exist."""
     modules: list[nn.Module] = [m for part in parts for m in sharded_modules(part) if m is not part]  # type: ignore[misc]
     blocks = {id(p) for module in modules for p in module.parameters()}
-    copied = [p for p in shards_of(optimizer) if mesh.data_size > 1 and (zero < 3 or id(p) not in blocks)]
+    engine = any(sharded_modules(part) for part in parts)
+    copied = [p for p in shards_of(optimizer) if engine and (zero < 3 or id(p) not in blocks)]
     shards, whole = MASTER * _elements(shards_of(optimizer)), MASTER * whole_elements(optimizer, mesh)
     gathered = itemsize * _elements(copied) * mesh.size("dp_shard")
     accumulated = 0 if micro_batches == 1 else whole if zero < 2 else shards
@@ -96,7 +98,9 @@ def shards_of(optimizer: Optimizer) -> Iterable[Tensor]:
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:
-    """Its tensors, local."""
+    """Its tensors, local; of state in files, what is in memory."""
+    if isinstance(optimizer, InFiles):
+        return optimizer.resident()
     values = (value for state in optimizer.state.values() for value in state.values())
     return [local_tensor(value) for value in values if isinstance(value, Tensor)]
 

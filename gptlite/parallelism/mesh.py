@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import AXES, Layout, resolve
+from gptlite.parallelism.process_group import join_alone, leave
 from gptlite.parallelism.torch_private import set_timeout
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -19,7 +20,8 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 class Mesh:
     """The degrees of the five axes, slowest first, this rank's place on them, and the process groups along them.
 
-    With one rank there is nothing to communicate, so no process group exists and `device_mesh` is None.
+    With one rank there is nothing to communicate, so no process group exists and `device_mesh` is None, unless FSDP2
+    offloads.
     """
 
     device: torch.device
@@ -80,18 +82,25 @@ class Mesh:
         return self.rank == 0
 
     def close(self) -> None:
-        """Destroys the mesh's process groups, though not the world's: each holds file descriptors."""
+        """Destroys the mesh's process groups, though not the world's of several: each holds file descriptors."""
         if self.device_mesh is None:
             return
         groups = {id(group): group for axis in AXES for group in [self.group(axis)]}
         for group in groups.values():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
+        if self.world_size == 1:
+            leave()
 
 
 def build_mesh(config: ParallelismConfig) -> Mesh:
-    """One device if no process group has been joined, else the five axes over the world. Raises ConfigError."""
+    """One device if no process group has been joined, else the five axes over the world. Raises ConfigError.
+
+    Where one device offloads, this joins a group of its own, which `close` leaves.
+    """
     cuda = torch.cuda.is_available()
+    if not dist.is_initialized() and config.offload is not Offload.none:
+        join_alone(config.timeout_seconds)
     if not dist.is_initialized():
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         return Mesh(device, resolve(config, 1))

@@ -210,7 +210,7 @@ def add_across_ends(first: nn.Parameter | None, last: nn.Parameter | None, mesh:
         held[0].add_(held[1])
         held[1].copy_(held[0])
     elif held:
-        mine = held[0].contiguous()
+        mine = held[0].contiguous().to(mesh.device)  # an offloaded gradient is on the host
         other = torch.empty_like(mine)
         group = mesh.group("pp")
         peer = dist.get_global_rank(group, mesh.size("pp") - 1 if first is not None else 0)

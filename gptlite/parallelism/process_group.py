@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 SIOCGIFADDR = 0x8915  # Linux: an interface's address
 NOWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): the way to it is the way out of this machine
@@ -29,6 +30,18 @@ def join(timeout_seconds: float) -> None:
         dist.init_process_group("gloo", timeout=timeout)
 
 
+def join_alone(timeout_seconds: float) -> None:
+    """Makes this process a group of one rank, for what FSDP2 does on one device."""
+    timeout, store = timedelta(seconds=timeout_seconds), HashStore()
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group("nccl", timeout=timeout, store=store, rank=0, world_size=1, device_id=device)
+    else:
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _loopback()):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+        dist.init_process_group("gloo", timeout=timeout, store=store, rank=0, world_size=1)
+
+
 def leave() -> None:
     """Leaves the group, if one was joined."""
     if dist.is_initialized():
@@ -48,12 +61,16 @@ def _interface() -> str | None:
     Loopback where all ranks are on this machine; else the one that reaches rank 0. None leaves it to gloo.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+        return _loopback()
     # Where rank 0's name is this machine's own, it may resolve to loopback, which the others do not reach.
     for host in (os.environ["MASTER_ADDR"], NOWHERE):
         if (address := _address_towards(host)) and not address.startswith("127."):
             return _interface_of(address)
     return None
+
+
+def _loopback() -> str | None:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
 
 
 def _address_towards(host: str) -> str | None:

@@ -153,7 +153,8 @@ def sum_sliced_gradients(parameters: Iterable[Tensor], axis: TensorAxis) -> None
     """Sums over the axis the gradients of whole parameters, each of which has seen a slice of the sequence."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None and not is_cut(p)]
     if gradients:
-        flat = _sum(torch.cat([gradient.flatten() for gradient in gradients]), axis)
+        whole = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = _sum(whole.to(axis.mesh.device_type), axis)  # an offloaded gradient is on the host
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 

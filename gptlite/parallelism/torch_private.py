@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
@@ -57,11 +57,11 @@ def accumulate_gradients_now(part: nn.Module) -> None:
 def _groups(part: nn.Module) -> list[Any]:
     """FSDP2's groups of parameters in a part, whatever it is a part of."""
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
-    each = [
-        state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for state in root._state_ctx.all_states
-    ]
-    return [group for groups in each for group in groups if group is not None]
+    return [group for state in root._state_ctx.all_states for group in _groups_of(state) if group is not None]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
 
 
 def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -73,7 +73,7 @@ def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     gradients: list[Tensor | None] = []
     states: list[Any] = [fully_shard.state(m) for m in part.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
     for state in states:
-        for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
+        for group in _groups_of(state):
             if group is None:
                 continue
             gradients.append(group._partial_reduce_output)
@@ -82,6 +82,53 @@ def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
                 whole = getattr(param, "_unsharded_param", None)  # made by the first gathering
                 gradients += [param.unsharded_accumulated_grad, None if whole is None else whole.grad]
     return gathered, [gradient for gradient in gradients if gradient is not None]
+
+
+@contextmanager
+def watched_shards(
+    parts: Iterable[nn.Module], gathered: Callable[[int], None], reduced: Callable[[int], None]
+) -> Iterator[None]:
+    """While entered, is told the bytes of this rank's shards whenever FSDP2 gathers a group of parameters, and those of
+    its gradients, fp32, whenever a group's have been reduced over all ranks: what it moves where it offloads."""
+
+    def watch(group: Any) -> None:
+        wait, post_backward = group.wait_for_unshard, group.post_backward
+
+        def waited() -> None:
+            if group._all_gather_result is not None:
+                gathered(sum(param._sharded_param_data.nbytes for param in group.fsdp_params))
+            wait()
+
+        def reduces() -> None:
+            copies = group.mesh_info.mesh.ndim > 1
+            found = [param for param in group.fsdp_params if _has_gradient(param)]
+            if found and group.reduce_grads and (group.all_reduce_grads or not copies):
+                reduced(sum(param._sharded_param_data.nbytes for param in found))
+            post_backward()
+
+        group.wait_for_unshard, group.post_backward = waited, reduces
+        opened.append(group)
+
+    opened: list[Any] = []
+    states: list[Any] = [
+        fully_shard.state(m)  # type: ignore[attr-defined]
+        for part in parts
+        for m in part.modules()
+        if isinstance(m, FSDPModule)
+    ]
+    groups = {id(group): group for state in states for group in _groups_of(state) if group is not None}
+    for group in groups.values():
+        watch(group)
+    try:
+        yield
+    finally:
+        for group in opened:
+            del group.wait_for_unshard, group.post_backward
+
+
+def _has_gradient(param: Any) -> bool:
+    whole = getattr(param, "_unsharded_param", None)  # made by the first gathering
+    return param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 
 
 @contextmanager

@@ -14,13 +14,14 @@ replicated (HSDP), and their gradients all-reduced at the boundary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduceScatter
 
@@ -28,23 +29,29 @@ from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduce
 def shard(
     part: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, config: ParallelismConfig, dtype: torch.dtype
 ) -> None:
-    """Shards a part of the model over the data axes, in place; without data parallelism it is left as it is.
+    """Shards a part of the model over the data axes, in place.
+
+    Without data parallelism it is left as it is, unless something is offloaded: then a rank has all of the only shard,
+    which FSDP2 keeps in host memory, with its gradient, as it does the shards of several.
 
     `blocks` are gathered and reduced `bucket_layers` at a time, the rest of the part together. Parameters are gathered
     in `dtype`, gradients reduced in fp32.
     """
-    if mesh.data_size == 1:
+    offloads = config.offload is not Offload.none
+    if mesh.data_size == 1 and not offloads:
         return
-    hybrid = config.zero == 0 or mesh.size("dp_replicate") > 1
+    hybrid = mesh.data_size > 1 and (config.zero == 0 or mesh.size("dp_replicate") > 1)
     axes = ("dp_replicate", "dp_shard") if hybrid else ("dp_shard",)
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()
+    split = partial(fully_shard, mesh=mesh.along(*axes), mp_policy=policy, offload_policy=place)
     size = config.bucket_layers
     buckets = [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
     for bucket in buckets:
-        fully_shard(bucket, mesh=mesh.along(*axes), mp_policy=policy, reshard_after_forward=config.zero == 3)
-    fully_shard(part, mesh=mesh.along(*axes), mp_policy=policy, reshard_after_forward=False)
+        split(bucket, reshard_after_forward=config.zero == 3)
+    split(part, reshard_after_forward=False)
     for module in sharded_modules(part):
         # Gradients are sums over the tokens of the global batch: nothing is averaged.
         module.set_gradient_divide_factor(1.0)
@@ -59,6 +66,11 @@ def shard(
 def sharded_modules(part: nn.Module) -> list[FSDPModule]:
     """The modules that FSDP2 gathers; none without data parallelism."""
     return [module for module in part.modules() if isinstance(module, FSDPModule)]
+
+
+def home(mesh: Mesh, config: ParallelismConfig) -> torch.device:
+    """Where parameters, gradients and optimizer state are between their uses."""
+    return mesh.device if config.offload is Offload.none else torch.device("cpu")
 
 
 def before_backward(part: nn.Module, zero: int, last: bool) -> None:

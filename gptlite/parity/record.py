@@ -16,10 +16,12 @@ from gptlite.model.init import init_weights
 from gptlite.model.parallelize import build_passes, materialize, parallelize
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.schedule import Schedule
+from gptlite.optimizer.streamed import offload_state
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.collectives import gather_objects
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.parallelism.zero import home
 from gptlite.parity.gather import Whole, gather
 from gptlite.precision import resolve_precision
 from gptlite.trainer.ops import agreed_ops
@@ -90,10 +92,11 @@ def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
     with torch.device("meta"):
         model = GPT(config.model, ops, config.seed)
     parts = parallelize(model, mesh, config.parallelism, policy, compile=config.trainer.compile)
-    materialize(parts, mesh.device)
+    materialize(parts, home(mesh, config.parallelism))
     for part in parts:
         init_weights(part, config.model, config.seed)
     optimizer = build_optimizer(config.optimizer, [w for part in parts for w in part.named_weights()], ops.adamw)
+    optimizer = offload_state(optimizer, config.parallelism, mesh)
     loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
     schedule = Schedule(config.schedule, config.trainer.max_steps)
     chain = Chain(parts, mesh, config.parallelism)

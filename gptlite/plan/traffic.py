@@ -130,14 +130,14 @@ def _data(found: _Sum, work: Workload, stage: Stage) -> None:
     shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
     for group, number in stage.groups(work.parallelism.bucket_layers):
         elements = padded(group, shards)
-        for phase, gathered in _gathered(work, stage.number, group is not stage.others).items():
-            found.add("dp_shard", "all_gather", shards, elements * work.itemsize, phase, number * gathered)
+        for phase, times in gathered(work, stage.number, group is not stage.others).items():
+            found.add("dp_shard", "all_gather", shards, elements * work.itemsize, phase, number * times)
         reductions = work.micro_batches if work.parallelism.zero >= 2 else 1
         found.add("dp_shard", "reduce_scatter", shards, elements * MASTER, "backward", number * reductions)
         found.add("dp_replicate", "all_reduce", copies, elements // shards * MASTER, "backward", number)
 
 
-def _gathered(work: Workload, stage: int, block: bool) -> dict[str, int]:
+def gathered(work: Workload, stage: int, block: bool) -> dict[str, int]:
     """How often a group of a stage's parameters is gathered in a step, by phase.
 
     Through the step, or with ZeRO 3: a block at each pass, freed after it; the others from a forward pass on to the end

@@ -10,8 +10,9 @@ from gptlite.metrics.console import format_bytes
 from gptlite.model.activations import MicroBatch, block_bytes, head_bytes, scores_bytes
 from gptlite.ops.select import Ops
 from gptlite.optimizer.state import optimizer_state
+from gptlite.optimizer.streamed import StreamedStep
 from gptlite.parallelism.collectives import all_reduce, gather_objects
-from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.memory import (
     MASTER,
     StateBytes,
@@ -22,7 +23,8 @@ from gptlite.parallelism.memory import (
 )
 from gptlite.parallelism.memory_watch import MemoryWatch
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.torch_private import profiler_runs
+from gptlite.parallelism.torch_private import profiler_runs, watched_shards
+from gptlite.parallelism.zero import local_tensor
 from gptlite.precision import Policy
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step, StepResult
@@ -63,7 +65,7 @@ class RankMemory:
             sequence=config.sequence,
         )
         kept = _kept(state, batch, config)
-        if mesh.data_size == 1 and itemsize < MASTER:
+        if mesh.data_size == 1 and itemsize < MASTER and config.offload is Offload.none:
             kept += whole * itemsize  # the weights, which layers have cast
         model = state.parts[0].config
         passing = [scores_bytes(model, batch)] + [head_bytes(model, batch) for part in state.parts if part.is_last]
@@ -86,6 +88,22 @@ def predicted(
     return [("memory", text)]
 
 
+def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[str, str]]:
+    """The banner's line on what this rank, the first, keeps off its device; none if nothing."""
+    if config.offload is Offload.none:
+        return []
+    shards = sum(local_tensor(p).nbytes for part in state.parts for p in part.parameters())
+    text = f"{config.offload.value}: on rank 0 {format_bytes(shards)} of fp32 weights and as much of gradients"
+    if not isinstance(state.optimizer, StreamedStep):
+        return [("offload", f"{text}, and the optimizer's state, in host memory")]
+    stream = state.optimizer.stream
+    way = "O_DIRECT" if stream.file.direct else "the page cache, for want of O_DIRECT"
+    buffers = format_bytes(sum(tensor.nbytes for tensor in state.optimizer.resident()))
+    size = format_bytes(stream.file.size)
+    return [("offload", f"{text} in host memory, {size} of optimizer state in {config.offload_path} by {way}, through "
+                        f"buffers of {buffers} together: {size} are read and {size} written a step")]  # fmt: skip
+
+
 class MemoryReport:
     """Measures one step of a run: by the second, all that lives through a run exists.
 
@@ -97,6 +115,8 @@ class MemoryReport:
         self._found: list[list[int]] = []  # bytes of each category, rank by rank
         self._peaks: list[int] = []  # of each rank
         self._steps = 0
+        self._to_device: list[int] = []  # bytes of this rank's shards in the measured step, where it offloads
+        self._to_host: list[int] = []
 
     def due(self, last: bool) -> bool:
         """Whether the coming step is to be measured; `last`: there will be no other. All ranks say the same."""
@@ -113,6 +133,7 @@ class MemoryReport:
             with excluded():
                 watch = MemoryWatch(state.parts, state.optimizer, step.mesh.device, step.accumulation)
                 stack.enter_context(watch)
+                stack.enter_context(watched_shards(state.parts, self._to_device.append, self._to_host.append))
             result = step(state)
             with excluded():
                 stack.close()
@@ -143,6 +164,11 @@ class MemoryReport:
             return []
         sizes = [f"{name} {format_bytes(self.row[f'memory_{name}_bytes'])}" for name in CATEGORIES]
         return [("memory, at most", ", ".join(sizes))]
+
+    def offloaded(self) -> list[tuple[str, str]]:
+        """The closing table's line on what offload has moved on this rank in the measured step."""
+        there, back = map(format_bytes, (sum(self._to_device), sum(self._to_host)))
+        return [("offload, a step", f"{there} of weights to the device, {back} of gradients to the host")]
 
 
 def _everyone(values: Sequence[int], mesh: Mesh) -> list[list[int]]:

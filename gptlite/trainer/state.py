@@ -68,8 +68,12 @@ class TrainState:
             return
         with torch.no_grad():
             copy.copy_(embedding.weight)  # type: ignore[arg-type]
+            theirs = self.optimizer.state[copy]
             for key, value in self.optimizer.state[embedding.weight].items():  # type: ignore[index]
-                self.optimizer.state[copy][key] = value.clone() if isinstance(value, Tensor) else value
+                if key in theirs and isinstance(value, Tensor):
+                    theirs[key].copy_(value)  # in place: it may be in a file
+                else:
+                    theirs[key] = value.clone() if isinstance(value, Tensor) else value
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of this rank's parts by its global name, which the head's copy of a tied embedding shares."""

@@ -82,7 +82,7 @@ class Step:
         fused = isinstance(state.optimizer, FusedStep)
         if self.mesh.world_size == 1:
             norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
-            loss_value, norm_value = torch.stack([total, norm]).tolist()
+            loss_value, norm_value = torch.stack([total, norm.to(total.device)]).tolist()
             return norm, loss_value, norm_value
         mesh = self.mesh
         first_of_tensor = mesh.coordinate("tp") == 0

@@ -42,6 +42,8 @@ def joined(world: int, name: str) -> Iterator[bool]:
     rank = int(os.environ.get("RANK", 0))
     if world == 1 or rank >= world:
         yield rank < world
+        if dist.is_initialized():  # the group of one rank that offloads
+            dist.destroy_process_group()
         return
     store = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False)
     limit = timedelta(seconds=60)

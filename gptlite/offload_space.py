@@ -1,0 +1,54 @@
+"""Whether the folder of `parallelism.offload=nvme` can hold the state of this machine's ranks, before they start."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from gptlite.config import Config
+from gptlite.errors import ConfigError
+from gptlite.files import unwritable
+from gptlite.ops.config import Attention
+from gptlite.parallelism.config import Offload
+from gptlite.parallelism.layout import Layout
+from gptlite.plan.offload import file_bytes
+from gptlite.plan.workload import Workload
+
+
+def check_offload_space(config: Config, layout: Layout, here: int) -> None:
+    """Raises ConfigError, one line, where `here` ranks of a layout cannot keep their state in the folder."""
+    if config.parallelism.offload is not Offload.nvme:
+        return
+    key, folder = f"parallelism.offload_path={config.parallelism.offload_path}", config.parallelism.offload_path or ""
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"{key} is no folder; make it, on a local disk, or give another")
+    if reason := unwritable(path, "parallelism.offload_path"):
+        raise ConfigError(f"{key}: {reason}")
+    needed, free = needed_bytes(config, layout, here), shutil.disk_usage(path).free
+    if needed > free:
+        raise ConfigError(
+            f"{key}: the optimizer state of {here} rank{'s' * (here > 1)} takes {needed / 1e6:.1f} MB, and "
+            f"{free / 1e6:.1f} MB are free; free some, or give another folder"
+        )
+
+
+def needed_bytes(config: Config, layout: Layout, here: int) -> int:
+    """Bytes of the files of the first `here` ranks; at least, where the vocabulary is not known yet."""
+    model = config.model if config.model.vocab_size else replace(config.model, vocab_size=1)
+    work = Workload(
+        model=model,
+        parallelism=config.parallelism,
+        layout=layout,
+        optimizer=config.optimizer,
+        global_batch_size=config.data.global_batch_size,
+        micro_batch_size=1,
+        sequence_length=config.data.sequence_length,
+        dtype="fp32",
+        attention=Attention.matmul,
+    )
+    tensor = layout.size("tp")
+    stage = layout.world_size // layout.size("pp")
+    each = {(r // stage, r % tensor): 0 for r in range(here)}
+    for place in each:
+        each[place] = file_bytes(work, *place)
+    return sum(each[r // stage, r % tensor] for r in range(here))

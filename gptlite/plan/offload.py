@@ -1,0 +1,66 @@
+"""What offload keeps and moves, by arithmetic: bytes of a rank's state file, and what crosses to and from its host.
+
+No torch here. Who moves what: gptlite.parallelism.zero (FSDP2), gptlite.optimizer.streamed (files).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptlite.optimizer.config import OptimizerConfig, SGDConfig
+from gptlite.parallelism.config import Offload
+from gptlite.plan.parameters import Stage, padded, stages
+from gptlite.plan.traffic import MASTER, gathered
+from gptlite.plan.workload import Workload
+
+PAGE = 4096  # bytes: where each parameter begins in a state file
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of one step on a rank: shards that go to the device, gradients that come to the host, state read and
+    written."""
+
+    to_device: int = 0
+    to_host: int = 0
+    read: int = 0
+    written: int = 0
+
+
+def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> Moved:
+    """What offload moves in a step. Of data ranks the first is meant, whose shards are the longest."""
+    if work.parallelism.offload is Offload.none:
+        return Moved()
+    held = stages(work, pp_rank, tp_rank)
+    to_device, to_host = (sum(column) for column in zip(*(_stage(work, stage) for stage in held), strict=True))
+    file = file_bytes(work, pp_rank, tp_rank)
+    return Moved(to_device, to_host, file, file)
+
+
+def file_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> int:
+    """The size of a rank's state file; 0 without one."""
+    if work.parallelism.offload is not Offload.nvme:
+        return 0
+    shards = work.layout.size("dp_shard")
+    sizes = (MASTER * p.shard(shards) for stage in stages(work, pp_rank, tp_rank) for p in stage.parameters())
+    return moments(work.optimizer) * sum(-(-size // PAGE) * PAGE for size in sizes)
+
+
+def moments(optimizer: OptimizerConfig) -> int:
+    """Elements of state that an elementwise optimizer has for each of a parameter's."""
+    if isinstance(optimizer, SGDConfig):
+        return 1 if optimizer.momentum else 0
+    return 2
+
+
+def _stage(work: Workload, stage: Stage) -> tuple[int, int]:
+    """A stage's shards go to the device as often as they are gathered, before they are cast; its gradients come back
+    as often as they are reduced over all data ranks, in fp32."""
+    shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
+    reductions = work.micro_batches if work.parallelism.zero >= 2 and copies == 1 else 1
+    there = back = 0
+    for group, number in stage.groups(work.parallelism.bucket_layers):
+        size = MASTER * padded(group, shards) // shards * number
+        there += size * sum(gathered(work, stage.number, group is not stage.others).values())
+        back += size * reductions
+    return there, back

@@ -1,0 +1,139 @@
+"""What ranks do in test_offload.py: the first steps of a run, with and without offload, compared bit by bit."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import torch
+
+from distributed.matrix import BASE, GLOBAL_BATCH
+from gptlite.config import Config, load
+from gptlite.optimizer.streamed import Stream
+from gptlite.parallelism.boxes import local_part
+from gptlite.parallelism.config import Offload
+from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.torch_private import watched_shards
+from gptlite.parity.record import build
+from gptlite.plan.config import ClusterConfig
+from gptlite.plan.offload import Moved, moved
+from gptlite.planning import workload_of
+from gptlite.trainer.state import TrainState
+
+STEPS = 3
+Bits = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, as overrides of train.py, and the ranks that it takes."""
+
+    words: str
+    world: int = 1
+    accumulation: int = 2
+
+    def overrides(self) -> list[str]:
+        layout = dict(word.split("=") for word in self.words.split() if word.startswith("parallelism."))
+        inner = int(layout.get("parallelism.tensor", 1)) * int(layout.get("parallelism.pipeline", 1))
+        data = self.world // inner
+        return [
+            *BASE,
+            "model.num_layers=4",
+            "precision=fp32",
+            f"parallelism.data={data}",
+            f"data.micro_batch_size={GLOBAL_BATCH // (data * self.accumulation)}",
+            *self.words.split(),
+        ]
+
+
+def config_of(case: Case, offload: str, path: str | None = None) -> Config:
+    """Of a case's run with that offload."""
+    config = load(case.overrides())
+    buffer = 1 if path else config.parallelism.offload_buffer_mib
+    parallelism = replace(config.parallelism, offload=Offload[offload], offload_path=path, offload_buffer_mib=buffer)
+    return replace(config, parallelism=parallelism)
+
+
+def differing(case: Case, offload: str, path: str | None = None) -> list[str]:
+    """On every rank: what of the steps of a run with offload is not, to the bit, what it is without."""
+    plain, offloaded = take(config_of(case, "none")), take(config_of(case, offload, path))
+    assert [step.keys() for step in plain] == [step.keys() for step in offloaded]
+    return [
+        f"step {number} {key}"
+        for number, (ours, theirs) in enumerate(zip(offloaded, plain, strict=True), 1)
+        for key, value in theirs.items()
+        if not _same(ours[key], value)
+    ]
+
+
+def take(config: Config) -> list[Bits]:
+    """The losses, norms, gradients, values and optimizer state of the steps, this rank's parts."""
+    mesh = build_mesh(config.parallelism)
+    try:
+        state, step = build(config, mesh)
+        gradients: Bits = {}
+
+        def inspect(state: TrainState) -> None:
+            for name, parameter in state.named_parameters():
+                if parameter.grad is not None:
+                    gradients[f"gradient {name}"] = local_part(parameter.grad).clone()
+
+        found = []
+        with closing(state.loader):
+            for _ in range(STEPS):
+                result = step(state, inspect)
+                tensors = {key: local_part(tensor).clone() for key, tensor in state.tensors().items()}
+                found.append({"loss": result.loss, "norm": result.grad_norm} | gradients | tensors)
+        return found
+    finally:
+        mesh.close()
+
+
+def _same(a: object, b: object) -> bool:
+    """To the bit: -0 is not 0."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        integers = torch.int32 if a.itemsize == 4 else torch.int16
+        return a.shape == b.shape and torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
+    return a == b
+
+
+def counted(case: Case, offload: str, path: str | None = None) -> tuple[Moved, Moved]:
+    """On every rank: what a step of a run has moved, the second one, and what the plan says that one moves."""
+    config = config_of(case, offload, path)
+    mesh = build_mesh(config.parallelism)
+    try:
+        state, step = build(config, mesh)
+        stream = getattr(state.optimizer, "stream", None)
+        with closing(state.loader):
+            step(state)
+            there: list[int] = []
+            back: list[int] = []
+            before = _through(stream)
+            with watched_shards(state.parts, there.append, back.append):
+                step(state)
+            after = _through(stream)
+        model = replace(config.model, vocab_size=state.parts[0].config.vocab_size)
+        work = workload_of(replace(config, model=model), mesh.layout, ClusterConfig(device="cpu"))
+        planned = moved(work, mesh.coordinate("pp"), mesh.coordinate("tp"))
+        return Moved(sum(there), sum(back), after[0] - before[0], after[1] - before[1]), planned
+    finally:
+        mesh.close()
+
+
+def _through(stream: Stream | None) -> tuple[int, int]:
+    """The bytes read and written so far; what is under way belongs to the step before."""
+    if stream is None:
+        return 0, 0
+    stream.wait()
+    return stream.file.bytes_read, stream.file.bytes_written
+
+
+def file_size(config: Config) -> int:
+    """The size of this rank's state file."""
+    mesh = build_mesh(config.parallelism)
+    try:
+        state, _ = build(config, mesh)
+        state.loader.close()
+        return state.optimizer.stream.file.size  # type: ignore[attr-defined]
+    finally:
+        mesh.close()

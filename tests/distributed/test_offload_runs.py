@@ -1,0 +1,150 @@
+"""Runs that offload: their checkpoints and those of any other layout, what is refused, and what a kill leaves."""
+
+import os
+import shutil
+import uuid
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from checkpoint.destruction.campaign import Campaign
+from checkpoint.destruction.forks import shared_server
+
+from distributed.ranks import Ranks
+from distributed.reshard_cases import COUNTERS
+from distributed.reshard_pairs import SINGLE, Layout, Pair
+from distributed.test_reshard import check_stored, whole
+from gptlite.checks import check
+from gptlite.config import load
+from gptlite.errors import ConfigError
+from gptlite.launch import planned
+from gptlite.offload_space import needed_bytes
+from gptlite.optimizer.config import OptimizerConfig
+from gptlite.optimizer.streamed import offload_state
+from gptlite.parallelism.layout import resolve
+from gptlite.parallelism.main_rank import ALONE
+from gptlite.parallelism.state_file import StateFile
+
+P = "parallelism."
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_checkpoint_goes_from_files_to_memory_to_the_host_and_back(tmp_path: Path):
+    """Four ranks of ZeRO 3 with files, one without offload, two tensor ranks on the host, two pipeline ranks."""
+    nvme = [f"{P}offload=nvme", f"{P}offload_path={tmp_path}"]
+    chain = [
+        (Layout(data=4, zero=3), nvme),
+        (SINGLE, []),
+        (Layout(tensor=2), [f"{P}offload=cpu"]),
+        (Layout(pipeline=2, zero=2), nvme),
+    ]
+    expected, loss = whole(Pair(SINGLE, SINGLE))
+    folder = None
+    with Ranks(4, join=False) as ranks:
+        for number, (layout, more) in enumerate(chain):
+            overrides = [*Pair(layout, SINGLE).overrides(layout), f"run.dir={tmp_path / str(number)}", *more]
+            function, resume = ("save", []) if folder is None else ("resume", [f"checkpoint.resume={folder}"])
+            arguments = (load([*overrides, *resume]), layout.world, uuid.uuid4().hex)
+            found = ranks.run(f"distributed.reshard_cases:{function}", *arguments, timeout=150)[: layout.world]
+            if folder is not None:
+                assert found[0].wrong == []
+                assert all(each.counters == COUNTERS for each in found)
+                assert [each.loss for each in found] == pytest.approx([loss] * layout.world, rel=1e-5)
+            folder = found[0] if folder is None else found[0].folder
+            check_stored(folder, expected)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2", "3"}
+
+
+def test_a_killed_run_leaves_nothing_in_the_folder_and_goes_on_from_its_checkpoint(tmp_path: Path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    overrides = [f"{P}offload=nvme", f"{P}offload_path={scratch}", f"{P}offload_buffer_mib=1", f"{P}zero=3"]
+    campaign = Campaign(shared_server(), tmp_path, overrides, seed=0, interval=2)
+    campaign.probe()
+    campaign.kill_at("data")
+    campaign.kill_by_time()
+    assert list(scratch.iterdir()) == []
+    assert sum(campaign.hits.values()) == 2
+    assert campaign.differing() == []
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        planned(load([f"{P}offload=nvme", *overrides]), None)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_refused_before_any_rank_starts(tmp_path: Path):
+    path = tmp_path / "nvme"
+    assert refused(f"{P}offload_path={path}") == (
+        f"parallelism.offload_path={path} is no folder; make it, on a local disk, or give another"
+    )
+    path.write_text("")
+    assert "is no folder" in refused(f"{P}offload_path={path}")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_path: Path):
+    with mock.patch("tempfile.TemporaryFile", side_effect=OSError(30, "Read-only file system")):
+        line = refused(f"{P}offload_path={tmp_path}")
+    assert line == (
+        f"parallelism.offload_path={tmp_path}: {tmp_path}: read-only file system; give another parallelism.offload_path"
+    )
+
+
+def test_a_disk_with_too_little_room_is_refused_before_any_rank_starts(tmp_path: Path):
+    """gpt3-small's 124 million parameters and 50304 - 50257 rows of padding have 8 bytes of moments each."""
+    overrides = [f"{P}offload_path={tmp_path}", f"{P}data=4", "model=gpt3-small", "model.vocab_size=50257"]
+    with mock.patch("shutil.disk_usage", return_value=Usage(0, 0, 10**9)):
+        line = refused(*overrides, f"{P}zero=0")
+        assert line.startswith(f"parallelism.offload_path={tmp_path}: the optimizer state of 4 ranks takes 4")
+        assert line.endswith(" MB, and 1000.0 MB are free; free some, or give another folder")
+    with mock.patch("shutil.disk_usage", return_value=Usage(0, 0, 1.1e9)):
+        planned(load([f"{P}offload=nvme", *overrides, f"{P}zero=3"]), None)  # shards: all of it once
+
+
+def test_the_room_that_is_asked_for_is_the_files_own(tmp_path: Path):
+    config = load(
+        [*Pair(SINGLE, SINGLE).overrides(SINGLE), "run.dir=unused", f"{P}offload=nvme", f"{P}offload_path={tmp_path}"]
+    )
+    with Ranks(1) as ranks:
+        (size,) = ranks.run("distributed.offload_cases:file_size", config)
+    assert size == needed_bytes(config, resolve(config.parallelism, 1), 1)
+
+
+def test_a_file_that_does_not_fit_after_all_is_refused_in_one_line(tmp_path: Path):
+    config = load([f"{P}offload=nvme", f"{P}offload_path={tmp_path}"])
+    parameter = torch.nn.Parameter(torch.zeros(10))
+    optimizer = torch.optim.AdamW([{"params": [parameter], "names": ["p"]}])
+    with (
+        mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(ConfigError) as caught,
+    ):
+        offload_state(optimizer, config.parallelism, ALONE)
+    assert str(caught.value) == (
+        f"parallelism.offload_path={tmp_path}: rank 0 cannot keep its optimizer state there: no space left on device; "
+        "free some space, or give another folder"
+    )
+
+
+def test_a_disk_that_others_fill_later_does_not_touch_the_file(tmp_path: Path):
+    """Its blocks are its own from the beginning."""
+    file = StateFile(tmp_path, 10 * 2**20)
+    before = shutil.disk_usage(tmp_path).free
+    descriptor = file._file.fileno()
+    assert os.fstat(descriptor).st_blocks * 512 >= 10 * 2**20
+    assert os.fstat(descriptor).st_nlink == 0
+    assert before > 0
+
+
+class NotElementwiseConfig(OptimizerConfig):
+    """An optimizer that looks at whole matrices."""
+
+
+def test_an_optimizer_that_is_not_elementwise_keeps_its_state_out_of_files(tmp_path: Path):
+    config = load([f"{P}offload=nvme", f"{P}offload_path={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"optimizer=notelementwise does not allow; use parallelism.offload=cpu, or"):
+        check(replace(config, optimizer=NotElementwiseConfig()))
