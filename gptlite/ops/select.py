@@ -36,11 +36,11 @@ def select_ops(config: OpsConfig, device: torch.device, log: Callable[[str], Non
     """
     library = load(device.type, log) if _wants_kernels(config, device) else Unavailable("nothing asks for them")
     chosen: dict[str, str] = {}
+    linear = _linear(config, device, library, chosen)
     paths = {key: _plain(config, key, library, chosen) for key in PLAIN}
     cross_entropy = _cross_entropy(config, library, chosen)
     attention = _attention(config, device, library, chosen)
-    paths["linear"] = _linear(config, device, library, chosen)
-    return Ops(attention, cross_entropy, **paths, reasons=tuple(_words(chosen)))
+    return Ops(attention, cross_entropy, linear=linear, **paths, reasons=tuple(_words(chosen)))
 
 
 def _words(chosen: dict[str, str]) -> Iterable[str]:
