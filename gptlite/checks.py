@@ -27,6 +27,7 @@ from gptlite.parallelism.layout import (
     schedule_refuses,
     stages_per_rank,
 )
+from gptlite.precision import check_precision
 
 if TYPE_CHECKING:
     from gptlite.config import Config
@@ -43,6 +44,7 @@ def check(config: Config) -> None:
     _model(config)
     _parallelism(config)
     _batch(config)
+    check_precision(config.precision)
     _trainer(config)
     check_optimizer(config.optimizer, config.schedule, config.trainer.max_steps)
     _checkpoint(config.checkpoint)

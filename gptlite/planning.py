@@ -19,7 +19,7 @@ from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import this_machine
 from gptlite.plan.search import Candidate, Found, Space, rank_memory, search
 from gptlite.plan.workload import Workload
-from gptlite.precision import Precision
+from gptlite.precision import SCALED, Precision
 
 Log = Callable[[str], None]
 GPT2_VOCABULARY = 50257  # what a model has whose tokenizer nobody knows yet
@@ -166,7 +166,9 @@ def fixed_keys(config: Config) -> frozenset[str]:
 
 
 def planned_dtype(config: Config, cluster: ClusterConfig) -> str:
-    """What a run would compute in there: `precision=auto` is bf16 where the cluster's peaks have it."""
+    """What a run would multiply in there: `precision=auto` is bf16 where the cluster's peaks have it."""
+    if config.precision.dtype in SCALED:
+        return "fp16"
     if config.precision.dtype is not Precision.auto:
         return config.precision.dtype.value
     return "bf16" if "bf16" in cluster.peak_tflops else "fp32"

@@ -1,8 +1,9 @@
-"""Which dtype computes. Parameters, gradients' reduction and the optimizer stay in fp32."""
+"""Which dtype computes what (docs/precision.md). Parameters and the optimizer stay in fp32."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -13,47 +14,170 @@ if TYPE_CHECKING:
 
 
 class Precision(Enum):
-    """`auto` is bf16 where the hardware computes in it, else fp32; `bf16` has fp32 master weights and reductions."""
+    """`auto` is bf16 where the hardware computes in it, else fp32; all have fp32 master weights.
+
+    fp16 computes as bf16 does, with a loss scale; `amp_o1` and `amp_o2` are Apex's levels.
+    """
 
     auto = "auto"
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
+    amp_o1 = "amp_o1"
+    amp_o2 = "amp_o2"
+
+
+class Reduce(Enum):
+    """In which dtype ZeRO sums gradients over the data ranks."""
+
+    fp32 = "fp32"
+    compute = "compute"
+
+
+MOST_SCALE_POWER = 32
+SCALING_KEYS = (
+    *("loss_scale", "loss_scale_window", "hysteresis"),
+    *(DYNAMIC_KEYS := ("initial_scale_power", "min_loss_scale", "scale_factor")),
+)
+SCALED = (Precision.fp16, Precision.amp_o1, Precision.amp_o2)
 
 
 @dataclass
 class PrecisionConfig:
-    """The dtype policy."""
+    """The dtype policy and, where fp16 computes, the loss scale by the rule and the names of DeepSpeed."""
 
     dtype: Precision = Precision.auto
+    reduce: Reduce = Reduce.fp32
+    loss_scale: float = 0.0  # 0: dynamic, by the keys below; else it stays at this
+    initial_scale_power: int = 16  # starts at 2 to this
+    loss_scale_window: int = 1000  # steps without overflow until it grows
+    hysteresis: int = 2  # overflows until it shrinks; counted anew when it grows
+    min_loss_scale: float = 1.0  # an overflow down here ends the run
+    scale_factor: float = 2.0  # what it grows and shrinks by
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What FSDP2 calls a mixed-precision policy: parameters cast for compute, gradients reduced in fp32."""
+    """Which dtype each thing has: what FSDP2 calls a mixed-precision policy, and more. docs/precision.md has the table.
+
+    `compute_dtype` is that of matrix products and attention.
+    """
 
     compute_dtype: torch.dtype
     reason: str
+    precision: Precision = Precision.auto
+    reduce: Reduce = Reduce.fp32
 
     @property
     def name(self) -> str:
-        """`bf16` or `fp32`."""
-        return "bf16" if self.compute_dtype.itemsize == 2 else "fp32"
+        """`bf16`, `fp32`, `amp_o1`, ..."""
+        if self.precision is not Precision.auto:
+            return self.precision.value
+        return {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[str(self.compute_dtype).partition(".")[2]]
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Of activations between layers."""
+        import torch
+
+        return torch.float32 if self.precision is Precision.amp_o1 else self.compute_dtype
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """In which FSDP2 gathers parameters. Apex's levels keep some in fp32, so there the layers cast."""
+        import torch
+
+        return torch.float32 if self.precision in (Precision.amp_o1, Precision.amp_o2) else self.compute_dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """In which FSDP2 sums gradients."""
+        import torch
+
+        return torch.float32 if self.reduce is Reduce.fp32 else self.compute_dtype
+
+    @property
+    def fp32_norms(self) -> bool:
+        """Whether layer norms take a 16-bit input in fp32, with gains that are not rounded."""
+        return self.precision is Precision.amp_o2
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether small gradients need a loss scale: fp16 ends at 6e-8."""
+        import torch
+
+        return self.compute_dtype == torch.float16
+
+
+def check_precision(config: PrecisionConfig) -> None:
+    """Raises ConfigError, one line, for a loss scale that cannot work and for keys that would do nothing."""
+    scale, power, least = config.loss_scale, config.initial_scale_power, config.min_loss_scale
+    if not 0 <= scale <= 2.0**MOST_SCALE_POWER:
+        raise ConfigError(f"precision.loss_scale={scale:g} must be 0 (dynamic), or above and at most 2**32")
+    if not 0 <= power <= MOST_SCALE_POWER:
+        raise ConfigError(f"precision.initial_scale_power={power} must be 0 to {MOST_SCALE_POWER}, e.g. 16")
+    for key in ("loss_scale_window", "hysteresis"):
+        if getattr(config, key) < 1:
+            raise ConfigError(f"precision.{key}={getattr(config, key)} must be at least 1")
+    if not 0 < least <= 2.0**power:
+        raise ConfigError(
+            f"precision.min_loss_scale={least:g} must be above 0 and at most the scale at the start, "
+            f"2**{power} = {2**power} (precision.initial_scale_power)"
+        )
+    if not 1 < config.scale_factor < math.inf:
+        raise ConfigError(f"precision.scale_factor={config.scale_factor:g} must be above 1, e.g. 2")
+    _refuse_idle_keys(config)
+
+
+def _refuse_idle_keys(config: PrecisionConfig) -> None:
+    """A key that is set, and would do nothing."""
+    changed = [each.name for each in fields(config) if getattr(config, each.name) != each.default]
+    scaling = [key for key in changed if key in SCALING_KEYS]
+    name = config.dtype.value
+    if scaling and config.dtype not in SCALED:
+        raise ConfigError(
+            f"precision.{scaling[0]}={getattr(config, scaling[0]):g} does nothing with precision={name}, which scales "
+            f"no loss; use precision={', '.join(each.value for each in SCALED)}, or leave it out"
+        )
+    idle = [key for key in scaling if key in DYNAMIC_KEYS]
+    if config.loss_scale and idle:
+        raise ConfigError(
+            f"precision.{idle[0]}={getattr(config, idle[0]):g} does nothing with precision.loss_scale="
+            f"{config.loss_scale:g}, which stays as it is; use precision.loss_scale=0, or leave it out"
+        )
+    if config.reduce is Reduce.compute and config.dtype is Precision.fp32:
+        raise ConfigError("precision.reduce=compute is fp32 with precision=fp32; leave it out, or use precision=bf16")
 
 
 def resolve_precision(config: PrecisionConfig, device: torch.device) -> Policy:
-    """The policy a device runs. Raises ConfigError for bf16 on a GPU older than sm_80."""
+    """The policy a device runs. Raises ConfigError where its GPU is too old: bf16 takes sm_80, fp16 sm_53."""
+    dtype, precision, reason = _resolved(config, device)
+    return Policy(dtype, reason, precision, config.reduce)
+
+
+def _resolved(config: PrecisionConfig, device: torch.device) -> tuple[torch.dtype, Precision, str]:
     import torch
 
     native, hardware = native_bf16(device)
     match config.dtype:
         case Precision.fp32:
-            return Policy(torch.float32, "asked for")
+            return torch.float32, config.dtype, "asked for"
         case Precision.bf16:
             if not native and device.type == "cuda":
                 raise ConfigError(f"precision=bf16: {hardware}; use precision=fp32")
-            return Policy(torch.bfloat16, "asked for" if native else f"asked for, though {hardware}: fp32 is faster")
+            return torch.bfloat16, config.dtype, _asked_for(native, hardware)
+        case Precision.fp16 | Precision.amp_o1 | Precision.amp_o2:
+            native, hardware = native_fp16(device)
+            if not native and device.type == "cuda":
+                raise ConfigError(f"precision={config.dtype.value}: {hardware}; use precision=fp32")
+            return torch.float16, config.dtype, _asked_for(native, hardware)
         case Precision.auto:
-            return Policy(torch.bfloat16 if native else torch.float32, f"auto: {hardware}")
+            dtype, precision = (torch.bfloat16, Precision.bf16) if native else (torch.float32, Precision.fp32)
+            return dtype, precision, f"auto: {hardware}"
+
+
+def _asked_for(native: bool, hardware: str) -> str:
+    return "asked for" if native else f"asked for, though {hardware}: fp32 is faster"
 
 
 def native_bf16(device: torch.device) -> tuple[bool, str]:
@@ -69,6 +193,18 @@ def native_bf16(device: torch.device) -> tuple[bool, str]:
         if flag in flags:
             return True, f"the CPU has bf16 in hardware ({words})"
     return False, "the CPU has no bf16 in hardware"
+
+
+def native_fp16(device: torch.device) -> tuple[bool, str]:
+    """Whether a device computes in fp16, and the words for it."""
+    import torch
+
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        has = "has" if capability >= (5, 3) else "has no"
+        return capability >= (5, 3), f"sm_{capability[0]}{capability[1]} {has} native fp16"
+    native = bool(cpu_flags() & {"avx512_fp16", "amx_fp16"})
+    return native, f"the CPU has {'fp16' if native else 'no fp16'} in hardware"
 
 
 def cpu_flags() -> set[str]:

@@ -23,6 +23,7 @@ from gptlite.precision import resolve_precision
 from gptlite.run_folder import RunFolder
 from gptlite.summary import announce, conclude
 from gptlite.trainer.loop import Settings, train
+from gptlite.trainer.loss_scale import build_scaler
 from gptlite.trainer.ops import agreed_ops
 from gptlite.trainer.signals import StopSignal
 from gptlite.trainer.state import TrainState
@@ -61,7 +62,8 @@ def pretrain(
     loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
     schedule = Schedule(config.schedule, config.trainer.max_steps)
     chain = Chain(parts, mesh, config.parallelism)
-    state = TrainState(chain, optimizer, schedule, loader, data.identity)
+    scaler = build_scaler(config.precision, policy)
+    state = TrainState(chain, optimizer, schedule, loader, data.identity, scaler=scaler)
     passes = build_passes(
         chain,
         config.parallelism,

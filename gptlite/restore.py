@@ -8,7 +8,7 @@ from gptlite.config import Config, from_yaml
 from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.model.gpt import GPT
-from gptlite.model.parallelize import materialize
+from gptlite.model.parallelize import materialize, set_dtypes
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import select_ops
 from gptlite.parallelism.config import ParallelismConfig
@@ -36,6 +36,6 @@ def restore(checkpoint: str, precision: str = "auto") -> tuple[GPT, Tokenizer, C
     with torch.device("meta"):
         model = GPT(config.model, select_ops(OpsConfig(), mesh.device))
     materialize([model], mesh.device)
-    model.compute_dtype = resolve_precision(PrecisionConfig(Precision[precision]), mesh.device).compute_dtype
+    set_dtypes(model, resolve_precision(PrecisionConfig(Precision[precision]), mesh.device))
     load_tensors(path, model_tensors([model]), strict=False, verified=True)
     return model.eval(), load_tokenizer(path / "tokenizer"), config, mesh

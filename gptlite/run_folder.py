@@ -70,7 +70,8 @@ class RunFolder:
         load_tensors(self.resume_from, tensors, strict=not weights_only, verified=True, log=self.log, mesh=self.mesh)
         state.refresh_copies()
         if not weights_only:
-            state.load_meta(meta)
+            for line in state.load_meta(meta):
+                self.log(line)
             if not self.resume_from.resolve().is_relative_to(self.path.resolve()):
                 state.wandb_id = None  # that tracker's run belongs to the folder it was started in
         for change in changes:

@@ -6,8 +6,8 @@ It takes the first steps of the configured run on one process, then on the layou
 processes on a CPU. A row a step says how far apart losses, gradient norms, gradients and updated values are; the last
 line is the verdict, and names the first tensor that differs. Nothing is written to the run folder.
 
-Unless told otherwise it reads random tokens (data=synthetic) and computes in fp32. In bf16 the layout may be as far
-from one process as twice that is from fp32. Exit codes: 0 the same, 1 different, 2 refused.
+Unless told otherwise it reads random tokens (data=synthetic) and computes in fp32. In bf16, fp16, amp_o1 and amp_o2 the
+layout may be as far from one process as twice that is from fp32. Exit codes: 0 the same, 1 different, 2 refused.
 """
 
 import sys
@@ -24,7 +24,7 @@ from gptlite.config import Config, load
 from gptlite.errors import ConfigError
 from gptlite.parallelism.layout import wanted_world
 from gptlite.parallelism.words import layout_words
-from gptlite.precision import Precision
+from gptlite.precision import Precision, PrecisionConfig
 from gptlite.starter import starter
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def composed(arguments: list[str]) -> tuple[int, Config]:
 
 
 def one_process(config: Config, steps: int) -> "tuple[Iterator[StepRecord], Iterator[StepRecord] | None]":
-    """The reference's steps and, for bf16, those of the same run in fp32."""
+    """The reference's steps and, where 16 bits compute, those of the same run in fp32."""
     from gptlite.parallelism.config import ParallelismConfig
     from gptlite.parallelism.mesh import build_mesh
     from gptlite.parity.record import recorded
@@ -86,8 +86,8 @@ def one_process(config: Config, steps: int) -> "tuple[Iterator[StepRecord], Iter
 
     alone = replace(config, parallelism=ParallelismConfig())
     runs = [alone]
-    if resolve_precision(config.precision, build_mesh(alone.parallelism).device).name == "bf16":
-        runs.append(replace(alone, precision=replace(alone.precision, dtype=Precision.fp32)))
+    if resolve_precision(config.precision, build_mesh(alone.parallelism).device).name != "fp32":
+        runs.append(replace(alone, precision=PrecisionConfig(Precision.fp32)))
     first, *exact = ((step for step in recorded(run, steps) if step is not None) for run in runs)
     return first, exact[0] if exact else None
 

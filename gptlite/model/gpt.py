@@ -53,9 +53,9 @@ class Block(nn.Module):
         first = slice_index(self.tensor_axis) * x.shape[1]
         attention_key = self._key(0, sample_ids, sites, 0)  # attention sees the whole sequence
         residual_key, mlp_key = (self._key(i, sample_ids, sites, first) for i in (1, 2))
-        attended = self.attn(self.attn_norm(x), attention_key, cache)
+        attended = self.attn(self.attn_norm(x), attention_key, cache).to(x.dtype)
         normed, x = self.mlp_norm.after_residual(attended, x, self.dropout, residual_key)
-        return x + dropout(self.mlp(normed), self.dropout, mlp_key, self.fused_dropout)
+        return x + dropout(self.mlp(normed).to(x.dtype), self.dropout, mlp_key, self.fused_dropout)
 
     def _key(self, i: int, sample_ids: Tensor | None, sites: Tensor | None, first: int) -> DropoutKey | None:
         if sample_ids is None or sites is None:

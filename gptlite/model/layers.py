@@ -1,7 +1,8 @@
 """Plain layers whose parameters follow their input's dtype.
 
 Parameters are fp32 masters; the activations carry the compute dtype. Casting here gives one device the numerics of
-FSDP2's mixed precision (cast, compute, gradient back to fp32), and is a no-op where FSDP2 has cast already.
+FSDP2's mixed precision (cast, compute, gradient back to fp32), and is a no-op where FSDP2 has cast already. Where
+activations are to stay in fp32 (Apex's O1), a layer's `matmul_dtype` says what its product is computed in.
 """
 
 import torch
@@ -9,24 +10,26 @@ from torch import Tensor, nn
 
 from gptlite.ops.config import CrossEntropy
 from gptlite.ops.cross_entropy import linear_cross_entropy
-from gptlite.ops.dropout import DropoutKey
+from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.layer_norm import layer_norm, residual_norm
 from gptlite.ops.linear import linear
 
 
 class Linear(nn.Linear):
-    """x [..., in] -> [..., out], in x's dtype."""
+    """x [..., in] -> [..., out], in x's dtype or, if it is set, `matmul_dtype`."""
+
+    matmul_dtype: torch.dtype | None = None
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, fused: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.fused)
+        return linear(x.to(self.matmul_dtype or x.dtype), self.weight, self.bias, self.fused)
 
     def project(self, x: Tensor) -> Tensor:
         """Without the bias, for an op that adds it."""
-        return linear(x, self.weight, fused=self.fused)
+        return linear(x.to(self.matmul_dtype or x.dtype), self.weight, fused=self.fused)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias in a compute dtype."""
@@ -34,7 +37,9 @@ class Linear(nn.Linear):
 
 
 class Head(nn.Linear):
-    """The output projection, and its loss."""
+    """The output projection, and its loss; `matmul_dtype` as in Linear."""
+
+    matmul_dtype: torch.dtype | None = None
 
     def __init__(self, d_model: int, rows: int, cross_entropy: CrossEntropy, *, fused: bool) -> None:
         super().__init__(d_model, rows, bias=False)
@@ -45,6 +50,7 @@ class Head(nn.Linear):
 
         hidden [B, S, d]; targets [B, S]; rows from `vocab_size` on are padding.
         """
+        hidden = hidden.to(self.matmul_dtype or hidden.dtype)
         weight = self.weight.to(hidden.dtype)
         if targets is None:
             return (hidden[:, 0] @ weight[:vocab_size].t()).float()
@@ -55,17 +61,27 @@ class Head(nn.Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm over the last dimension, in x's dtype with fp32 statistics."""
+    """Layer norm over the last dimension, in x's dtype with fp32 statistics.
+
+    With `fp32` it is computed from x in fp32, with gains that are not cast, and then rounded to x's dtype.
+    """
+
+    fp32 = False
 
     def __init__(self, width: int, eps: float, *, bias: bool, fused: bool) -> None:
         super().__init__(width, eps, bias=bias)
         self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fp32:
+            return layer_norm(x.float(), self.weight, self.bias, self.eps, self.fused).to(x.dtype)
         return layer_norm(x, *self._gain(x.dtype), self.eps, self.fused)
 
     def after_residual(self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None) -> tuple[Tensor, Tensor]:
         """The norm of residual + dropout(x), and that sum; without a key nothing is dropped."""
+        if self.fp32:
+            h = residual + dropout(x, p, key, self.fused)
+            return self(h), h
         return residual_norm(x, residual, *self._gain(x.dtype), self.eps, p, key, self.fused)
 
     def _gain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

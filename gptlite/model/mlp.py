@@ -23,4 +23,6 @@ class MLP(nn.Module):
         if self.activation is Activation.relu:
             return self.down(F.relu(self.up(x)))
         approximate = "tanh" if self.activation is Activation.gelu_tanh else "none"
-        return self.down(bias_gelu(self.up.project(x), self.up.local_bias(x.dtype), approximate, self.fused_gelu))
+        # In the activations' dtype, whatever the product was computed in.
+        projected, bias = self.up.project(x).to(x.dtype), self.up.local_bias(x.dtype)
+        return self.down(bias_gelu(projected, bias, approximate, self.fused_gelu))

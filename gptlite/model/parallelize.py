@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gptlite.model.flops import head_flops, layer_flops
 from gptlite.model.gpt import GPT
-from gptlite.model.layers import Linear
+from gptlite.model.layers import Head, LayerNorm, Linear
 from gptlite.model.vocab_parallel import VocabParallelHead
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
@@ -30,6 +30,7 @@ from gptlite.parallelism.torch_private import KeptForAll
 from gptlite.parallelism.zero import shard
 from gptlite.precision import Policy
 
+MULTIPLYING = (Linear, Head, ColumnParallelLinear, RowParallelLinear, VocabParallelHead)
 # What selective checkpointing keeps: the linear layers and SDPA. Pointwise ops are cheap to make again, and so, for
 # the memory they take, are written-out attention scores (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
 KEPT = (
@@ -63,9 +64,19 @@ def parallelize(
             _recompute(block, config.activation_checkpointing, split_backward)
             if compile:
                 block.compile()
-        part.compute_dtype = policy.compute_dtype
-        shard(part, part.blocks(), mesh, config, policy.compute_dtype)
+        set_dtypes(part, policy)
+        shard(part, part.blocks(), mesh, config, policy.gather_dtype, policy.reduce_dtype)
     return parts
+
+
+def set_dtypes(part: GPT, policy: Policy) -> None:
+    """Tells a part's layers what they compute in."""
+    part.compute_dtype = policy.stream_dtype
+    for module in part.modules():
+        if isinstance(module, MULTIPLYING):
+            module.matmul_dtype = None if policy.stream_dtype == policy.compute_dtype else policy.compute_dtype
+        elif isinstance(module, LayerNorm):
+            module.fp32 = policy.fp32_norms
 
 
 def materialize(parts: list[GPT], device: torch.device) -> None:

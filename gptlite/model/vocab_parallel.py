@@ -1,5 +1,6 @@
 """The output head where the ranks of the tensor axis share its rows."""
 
+import torch
 from torch import Tensor, nn
 
 from gptlite.model.layers import Head
@@ -9,6 +10,8 @@ from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, local,
 
 class VocabParallelHead(nn.Module):
     """Head, of this rank's rows of the table; logits of other ranks' rows never come here while training."""
+
+    matmul_dtype: torch.dtype | None = None
 
     def __init__(self, whole: Head, axis: TensorAxis) -> None:
         super().__init__()
@@ -20,6 +23,7 @@ class VocabParallelHead(nn.Module):
 
         hidden [B, S or s, d]; targets [B, S]. Logits are gathered: of one position there are few.
         """
+        hidden = hidden.to(self.matmul_dtype or hidden.dtype)
         longest = rows_per_rank(self.weight, self.axis)
         weight = local(self.weight, hidden.dtype)
         if targets is None:

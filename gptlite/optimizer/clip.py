@@ -30,19 +30,28 @@ def local_grad_norm(parameters: Iterable[nn.Parameter], fused: bool = False) -> 
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor, loss_scale: float = 1.0) -> None:
     """Scales all gradients in place as `norm`, theirs together, comes down to `max_norm`; 0 leaves them.
+
+    Gradients of a loss that was multiplied by `loss_scale` are divided by that.
 
     If the norm is inf or NaN the scaled gradients are worthless: look at it before stepping.
     """
-    if max_norm > 0 and (gradients := gradients_of(parameters)):
-        factor = clip_factor(max_norm, norm).to(gradients[0].device)
-        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+    factor = clip_factor(max_norm, norm, loss_scale)
+    if factor is not None and (gradients := gradients_of(parameters)):
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
-    """What gradients of that norm are multiplied by, at most 1."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+def clip_factor(max_norm: float, norm: Tensor, loss_scale: float = 1.0) -> Tensor | None:
+    """What gradients of that norm are multiplied by, at most 1; None for 1.
+
+    Those of a scaled loss, and so their norm, are `loss_scale` times too large: the factor makes up for that as well.
+    """
+    if loss_scale == 1.0:
+        return torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm > 0 else None
+    if max_norm > 0:
+        return torch.clamp(max_norm / (norm / loss_scale + 1e-6), max=1.0) / loss_scale
+    return torch.full_like(norm, 1 / loss_scale)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

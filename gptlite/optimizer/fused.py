@@ -58,16 +58,23 @@ class FusedAdamW(FusedStep, AdamW):
     """torch.optim.AdamW with that step."""
 
 
-def clip_and_step(optimizer: Optimizer, parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+def clip_and_step(
+    optimizer: Optimizer,
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm: Tensor,
+    loss_scale: float = 1.0,
+) -> None:
     """Takes the step with gradients scaled as their `norm` comes down to `max_norm`; 0 leaves them.
 
-    The fused step leaves the gradients themselves as they are.
+    Gradients and norm are of the loss times `loss_scale`, which is divided out; `max_norm` is without it. The fused
+    step leaves the gradients themselves as they are.
     """
     if isinstance(optimizer, FusedAdam | FusedAdamW):
         held = next((tensor for group in optimizer.param_groups for tensor in group["params"]), norm)
-        optimizer.step(scale=clip_factor(max_norm, norm.to(local_tensor(held).device)) if max_norm > 0 else None)
+        optimizer.step(scale=clip_factor(max_norm, norm.to(local_tensor(held).device), loss_scale))
     else:
-        clip_gradients(parameters, max_norm, norm)
+        clip_gradients(parameters, max_norm, norm, loss_scale)
         optimizer.step()
 
 

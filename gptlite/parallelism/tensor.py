@@ -93,7 +93,9 @@ def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class ColumnParallelLinear(nn.Module):
-    """x [B, S or s, d] -> [B, S, f / T]: this rank's output features."""
+    """x [B, S or s, d] -> [B, S, f / T]: this rank's output features. x is gathered in the dtype of the product."""
+
+    matmul_dtype: torch.dtype | None = None
 
     def __init__(self, whole: nn.Linear, axis: TensorAxis) -> None:
         super().__init__()
@@ -103,10 +105,11 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.project(x)
-        return out if self.bias is None else out + local(self.bias, x.dtype)
+        return out if self.bias is None else out + local(self.bias, out.dtype)
 
     def project(self, x: Tensor) -> Tensor:
         """Without the bias, for an op that adds it."""
+        x = x.to(self.matmul_dtype or x.dtype)
         weight = local(self.weight, x.dtype)
         if self.axis.overlap:
             return _OverlappedColumn.apply(x, weight, self.axis)
@@ -118,7 +121,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """x [B, S, f / T], this rank's input features -> [B, S or s, d]."""
+    """x [B, S, f / T], this rank's input features -> [B, S or s, d]. Summed in the dtype of the product."""
+
+    matmul_dtype: torch.dtype | None = None
 
     def __init__(self, whole: nn.Linear, axis: TensorAxis) -> None:
         super().__init__()
@@ -127,6 +132,7 @@ class RowParallelLinear(nn.Module):
         self.bias = whole.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.matmul_dtype or x.dtype)
         out = leave(F.linear(x, local(self.weight, x.dtype)), self.axis)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 

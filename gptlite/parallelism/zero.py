@@ -27,7 +27,12 @@ from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduce
 
 
 def shard(
-    part: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, config: ParallelismConfig, dtype: torch.dtype
+    part: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: Mesh,
+    config: ParallelismConfig,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Shards a part of the model over the data axes, in place.
 
@@ -35,7 +40,7 @@ def shard(
     which FSDP2 keeps in host memory, with its gradient, as it does the shards of several.
 
     `blocks` are gathered and reduced `bucket_layers` at a time, the rest of the part together. Parameters are gathered
-    in `dtype`, gradients reduced in fp32.
+    in `dtype`, gradients reduced in `reduce_dtype`.
     """
     offloads = config.offload is not Offload.none
     if mesh.data_size == 1 and not offloads:
@@ -43,7 +48,7 @@ def shard(
     hybrid = mesh.data_size > 1 and (config.zero == 0 or mesh.size("dp_replicate") > 1)
     axes = ("dp_replicate", "dp_shard") if hybrid else ("dp_shard",)
     policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()
     split = partial(fully_shard, mesh=mesh.along(*axes), mp_policy=policy, offload_policy=place)

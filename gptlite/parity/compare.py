@@ -73,8 +73,8 @@ def fp32_limits() -> Limits:
     return Limits(1e-5, 1e-5, lambda _: 1e-4, lambda _: 0.1)
 
 
-def bf16_limits(apart: Sequence[Distances], factor: float = 2.0) -> Limits:
-    """For a bf16 run judged by the one-process bf16 run; `apart` is that one's distances (rms) from fp32, each step.
+def half_limits(apart: Sequence[Distances], factor: float = 2.0) -> Limits:
+    """For a run in 16 bits judged by one process's; `apart` is that one's distances (rms) from fp32, each step.
 
     A layout that is as close to fp32 as one process is, is within twice that of one process: the triangle inequality.
     So a tensor may be off by twice the largest distance it had. Luck has a share where there is little to average over:

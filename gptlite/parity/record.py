@@ -24,6 +24,7 @@ from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.zero import home
 from gptlite.parity.gather import Whole, gather
 from gptlite.precision import resolve_precision
+from gptlite.trainer.loss_scale import build_scaler
 from gptlite.trainer.ops import agreed_ops
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
@@ -100,7 +101,8 @@ def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
     loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
     schedule = Schedule(config.schedule, config.trainer.max_steps)
     chain = Chain(parts, mesh, config.parallelism)
-    state = TrainState(chain, optimizer, schedule, loader, data.identity)
+    scaler = build_scaler(config.precision, policy)
+    state = TrainState(chain, optimizer, schedule, loader, data.identity, scaler=scaler)
     passes = build_passes(
         chain,
         config.parallelism,
@@ -113,9 +115,10 @@ def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
 
 
 def _gradients(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """A parameter that got no gradient has one of zeros."""
+    """Without the loss scale. A parameter that got no gradient has one of zeros."""
+    scale = state.scaler.scale if state.scaler else 1.0
     for name, p in _named(state):
-        yield name, torch.zeros_like(p) if p.grad is None else p.grad
+        yield name, torch.zeros_like(p) if p.grad is None else p.grad if scale == 1.0 else p.grad / scale
 
 
 def _named(state: TrainState) -> list[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ import torch
 
 from gptlite.config import Config
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.parity.compare import Distances, Limits, StepComparison, bf16_limits, compare, fp32_limits
+from gptlite.parity.compare import Distances, Limits, StepComparison, compare, fp32_limits, half_limits
 from gptlite.parity.record import StepRecord, recorded
 from gptlite.parity.report import HEADER, row, verdict
 
@@ -24,7 +24,7 @@ APART = "apart"
 
 
 def save_reference(folder: Path, steps: Iterator[StepRecord], exact: Iterator[StepRecord] | None = None) -> None:
-    """Writes one process's steps, a file each; with `exact`, its fp32 steps, also how far bf16 is from those."""
+    """Writes one process's steps, a file each; with `exact`, its fp32 steps, also how far 16 bits are from those."""
     from gptlite.parity.compare import distances
 
     apart = []
@@ -43,7 +43,7 @@ def compare_run(reference: Path, config: Config, *_: Any) -> int:
     mesh = build_mesh(config.parallelism)
     steps = sum(file.name != APART for file in reference.iterdir())
     apart: list[Distances] | None = torch.load(reference / APART, weights_only=False)
-    limits: Limits = fp32_limits() if apart is None else bf16_limits(apart)
+    limits: Limits = fp32_limits() if apart is None else half_limits(apart)
     comparisons: list[StepComparison] = []
     if mesh.is_main:
         print(HEADER)

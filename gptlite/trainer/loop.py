@@ -141,6 +141,8 @@ def train(
                 result = reporter.take(take_step, state)
             reporter.throughput.step()
             clock.step()
+            if result.skipped:
+                reporter.skipped(state, result)
             if trace := profiler.after(state.step):
                 reporter.log(f"profile: {trace}")
             if state.step % config.log_interval == 0 or state.step in (1, config.max_steps):

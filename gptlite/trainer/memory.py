@@ -53,24 +53,26 @@ class RankMemory:
         """This rank's, with sequences of `length` tokens."""
         optimizer_state(state.optimizer)  # made now, as it would be at the first step
         itemsize, micro_batches = policy.compute_dtype.itemsize, state.loader.num_micro_batches
-        model_state = predicted_state(state.parts, state.optimizer, mesh, config.zero, itemsize, micro_batches)
+        gathered = policy.gather_dtype.itemsize
+        model_state = predicted_state(state.parts, state.optimizer, mesh, config.zero, gathered, micro_batches)
         whole = max(1, whole_elements(state.optimizer, mesh))
         batch = MicroBatch(
             sequences=state.loader.global_batch_size // (micro_batches * mesh.data_size),
             length=length,
-            itemsize=itemsize,
+            itemsize=policy.stream_dtype.itemsize,
             device=mesh.device.type,
             attention=ops.attention,
             tensor=mesh.size("tp"),
             sequence=config.sequence,
         )
         kept = _kept(state, batch, config)
-        if mesh.data_size == 1 and itemsize < MASTER and config.offload is Offload.none:
+        in_fp32 = mesh.data_size == 1 and config.offload is Offload.none
+        if itemsize < (MASTER if in_fp32 else gathered):
             kept += whole * itemsize  # the weights, which layers have cast
         model = state.parts[0].config
         passing = [scores_bytes(model, batch)] + [head_bytes(model, batch) for part in state.parts if part.is_last]
         activations = kept * micro_batches_in_flight(config, mesh.coordinate("pp"), micro_batches) + max(passing)
-        paper = paper_bytes_a_parameter(config.zero, mesh.size("dp_shard"), itemsize)
+        paper = paper_bytes_a_parameter(config.zero, mesh.size("dp_shard"), gathered)
         return cls(model_state, round(activations), model_state.total / whole, paper)
 
 

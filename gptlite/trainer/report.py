@@ -1,7 +1,6 @@
 """What the loop says: a row for every sink and a line for the person, at each log interval and evaluation."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -43,7 +42,10 @@ class Reporter:
         self, state: TrainState, result: StepResult, communication: Callable[[float], dict[str, Any]] = lambda _: {}
     ) -> None:
         """A training row: the loss of this step, the speed since the last row, the communication of a step so long."""
-        row: dict[str, Any] = {"step": state.step} | asdict(result) | {"tokens": state.tokens}
+        row: dict[str, Any] = {"step": state.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+        if state.scaler is not None:
+            row |= {"loss_scale": result.loss_scale, "skipped_steps": state.scaler.skipped}
+        row["tokens"] = state.tokens
         row |= self.throughput.read() | memory_bytes(self.device) | self.memory.row
         row |= communication(row["step_seconds"])
         self.memory.gather_peaks(row["memory_peak_bytes"], state.chain.mesh)
@@ -52,6 +54,13 @@ class Reporter:
         self._last = row
         self._write(row)
         self.log(step_line(row, self.max_steps, self.throughput.eta_seconds(self.max_steps - state.step)))
+
+    def skipped(self, state: TrainState, result: StepResult) -> None:
+        """The line on a step that was skipped."""
+        assert state.scaler is not None
+        after = state.scaler.scale
+        change = f"is now {after:g}" if after != result.loss_scale else "stays"
+        self.log(f"step {state.step} overflowed at a loss scale of {result.loss_scale:g} and is skipped; it {change}")
 
     def evaluation(self, state: TrainState, result: Evaluation) -> None:
         """An evaluation row."""

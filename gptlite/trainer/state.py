@@ -15,6 +15,7 @@ from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.boxes import num_local_elements
 from gptlite.parallelism.chain import Chain
+from gptlite.trainer.loss_scale import LossScaler
 
 
 def model_tensors(parts: list[GPT]) -> dict[str, Tensor]:
@@ -44,6 +45,7 @@ class TrainState:
     best_val_loss: float = math.inf  # nats per token
     evaluated_step: int = 0  # the step of the last evaluation
     wandb_id: str | None = None
+    scaler: LossScaler | None = None  # where fp16 computes
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor, live: writing into one changes the state."""
@@ -99,11 +101,19 @@ class TrainState:
             "evaluated_step": self.evaluated_step,
             "wandb_id": self.wandb_id,
             "data_identity": self.data_identity,
+            "loss_scale": self.scaler.meta() if self.scaler else None,
         }
 
-    def load_meta(self, meta: dict[str, Any]) -> None:
-        """Takes back what `meta` gave."""
+    def load_meta(self, meta: dict[str, Any]) -> list[str]:
+        """Takes back what `meta` gave. Returns what is to be said of what it could not."""
         self.step, self.consumed_samples = meta["step"], meta["consumed_samples"]
         self.tokens, self.wandb_id = meta["tokens"], meta["wandb_id"]
         self.evaluated_step = meta["evaluated_step"]
         self.best_val_loss = math.inf if meta["best_val_loss"] is None else meta["best_val_loss"]
+        scale = meta.get("loss_scale")  # older checkpoints have none
+        if self.scaler is None:
+            return [f"the checkpoint's loss scale, {scale['scale']:g}, is left: only fp16 has one"] if scale else []
+        if scale is None:
+            return [f"the checkpoint has no loss scale: it starts at {self.scaler.scale:g}"]
+        self.scaler.load_meta(scale)
+        return []

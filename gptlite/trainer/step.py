@@ -21,16 +21,24 @@ from gptlite.trainer.state import TrainState
 
 
 class Diverged(RuntimeError):
-    """The loss or the gradient is not finite. The parameters are those of the step before."""
+    """The loss or the gradient is not finite, and no smaller loss scale is left to try.
+
+    The parameters are those of the step before.
+    """
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Mean loss in nats per token, gradient norm before clipping, and the rate the step was taken at."""
+    """Mean loss in nats per token, gradient norm before clipping, and the rate the step was taken at.
+
+    With a loss scale also that, which the other two are without; a step that overflowed was `skipped`.
+    """
 
     loss: float
     grad_norm: float
     lr: float
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,34 +56,43 @@ class Step:
         """Takes the optimizer step `state.step` and advances the state. Raises Diverged before the parameters change.
 
         The loss is a sum over tokens divided once by the number of valid tokens of the global batch, so it does not
-        depend on how the batch is cut into micro-batches and over ranks. `inspect` is called with the gradients
-        complete, before they are clipped.
+        depend on how the batch is cut into micro-batches and over ranks. A loss scale multiplies it; where it makes
+        something overflow, the step counts, but the optimizer does not take it. `inspect` is called with the gradients
+        complete, before they are clipped and the loss scale is divided out.
         """
         batches = [state.loader.batch(state.consumed_samples, index) for index in range(self.accumulation)]
         valid = torch.stack([(batch.targets != IGNORE).sum() for batch in batches]).sum()
         all_reduce(valid, self.mesh, DATA_AXES)
+        scale = state.scaler.scale if state.scaler else 1.0
         total = self.passes.run(
             MicroBatches(
                 [batch.tokens for batch in batches],
                 [batch.targets for batch in batches],
                 [batch.sample_ids for batch in batches],
             ),
-            valid,
+            valid / scale if state.scaler else valid,
         )
         finish_gradients(state.parts, self.mesh)
         if inspect is not None:
             inspect(state)
         norm, loss_value, norm_value = self._settle(state, total)
-        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-            raise Diverged(f"step {state.step + 1}: loss {loss_value}, gradient norm {norm_value}")
+        loss_value, norm_value = loss_value / scale, norm_value / scale
+        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+        if not finite and (state.scaler is None or state.scaler.exhausted):
+            words = f", at a loss scale of {scale:g} that goes no lower" if state.scaler else ""
+            raise Diverged(f"step {state.step + 1}: loss {loss_value}, gradient norm {norm_value}{words}")
         lr = self.peak_lr * state.schedule.factor(state.step)
-        set_lr(state.optimizer, lr)
-        clip_and_step(state.optimizer, (p for part in state.parts for p in part.parameters()), self.clip_norm, norm)
+        if finite:
+            set_lr(state.optimizer, lr)
+            parameters = (p for part in state.parts for p in part.parameters())
+            clip_and_step(state.optimizer, parameters, self.clip_norm, norm, scale)
+        if state.scaler is not None:
+            state.scaler.update(overflow=not finite)
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.consumed_samples += state.loader.global_batch_size
         state.tokens += state.loader.global_batch_size * batches[0].tokens.shape[1]
-        return StepResult(loss_value, norm_value, lr)
+        return StepResult(loss_value, norm_value, lr, scale if state.scaler else None, not finite)
 
     def _settle(self, state: TrainState, total: Tensor) -> tuple[Tensor, float, float]:
         """The gradient norm on the device, then loss and norm as numbers: the step's one wait for device and ranks."""

@@ -238,6 +238,28 @@ MORE: list[Cell] = [
     Cell(tensor=8, vocabulary="uneven", shared=("data.vocab_size=9",)),
     Cell(tensor=2, data=2, zero=3, accumulation=3, shared=("model.dropout=0.0", "optimizer=sgd")),
 ]
+# Where fp16 computes, judged by the one-process run in the same precision.
+FP16 = [
+    Cell(data=8, zero=1, precision="fp16"),
+    Cell(data=8, zero=3, accumulation=3, tied=False, precision="fp16"),
+    Cell(tensor=8, precision="fp16", vocabulary="uneven"),
+    Cell(tensor=2, pipeline=2, data=2, zero=2, schedule="1f1b", accumulation=4, sequence=True, precision="fp16"),
+    Cell(pipeline=4, data=2, zero=2, schedule="zbv", accumulation=8, precision="fp16"),
+    Cell(tensor=2, pipeline=4, schedule="interleaved_1f1b", accumulation=4, tied=False, precision="fp16"),
+    Cell(data=4, replicate=2, zero=3, tensor=2, accumulation=3, checkpointing="selective", precision="fp16"),
+    Cell(data=8, zero=0, accumulation=3, precision="amp_o1"),
+    Cell(data=8, zero=3, checkpointing="full", vocabulary="uneven", precision="amp_o1"),
+    Cell(tensor=4, data=2, zero=2, accumulation=3, sequence=True, tied=False, precision="amp_o1"),
+    Cell(tensor=2, pipeline=2, data=2, zero=1, schedule="zero_bubble", accumulation=4, precision="amp_o1"),
+    Cell(tensor=2, pipeline=2, data=2, zero=3, schedule="1f1b", accumulation=4, sequence=True, precision="amp_o1"),
+    Cell(pipeline=4, data=2, zero=2, schedule="zbv", accumulation=8, precision="amp_o1"),
+    Cell(data=8, zero=1, accumulation=3, precision="amp_o2"),
+    Cell(data=8, zero=3, tied=False, vocabulary="uneven", precision="amp_o2"),
+    Cell(tensor=8, sequence=True, checkpointing="selective", precision="amp_o2"),
+    Cell(tensor=2, pipeline=2, data=2, zero=2, schedule="zbv", accumulation=4, sequence=True, precision="amp_o2"),
+    Cell(tensor=2, pipeline=2, data=2, zero=3, schedule="1f1b", accumulation=4, precision="amp_o2"),
+    Cell(tensor=2, pipeline=4, schedule="gpipe", accumulation=3, checkpointing="full", precision="amp_o2"),
+]
 # Compiling takes a minute each.
 COMPILED = [
     Cell(tensor=2, sequence=True, more=("trainer.compile=true",)),
@@ -245,18 +267,21 @@ COMPILED = [
     Cell(pipeline=2, schedule="1f1b", accumulation=3, more=("trainer.compile=true",)),
 ]
 CHOSEN = chosen(104)
-CELLS = [*CHOSEN, *MORE, *COMPILED]
-# Every axis value, and beyond them HSDP and bf16; all of eight ranks, which are slow to start.
+CELLS = [*CHOSEN, *MORE, *FP16, *COMPILED]
+# Every axis value, and beyond them HSDP, bf16, fp16 and Apex's levels; all of eight ranks, which are slow to start.
 QUICK = {
     cell.id
     for cell in [
         *CHOSEN[:12],
         next(cell for cell in MORE if cell.replicate > 2),
         next(cell for cell in MORE if cell.precision == "bf16" and cell.pipeline > 1),
+        next(cell for cell in FP16 if cell.precision == "fp16" and cell.pipeline > 1),
+        next(cell for cell in FP16 if cell.precision == "amp_o1" and cell.pipeline > 1),
+        next(cell for cell in FP16 if cell.precision == "amp_o2" and cell.pipeline > 1),
     ]
 }
 # With these, the pairs of all axis values, and some of what is no axis. The rest meets each pair again and again.
-SLOW = {cell.id for cell in [*CHOSEN[:33], *MORE[::6]]} - QUICK
+SLOW = {cell.id for cell in [*CHOSEN[:33], *MORE[::6], *FP16[::4]]} - QUICK
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from distributed.parity_bugs import planted
 from distributed.ranks import Ranks
 from gptlite.config import Config, load
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.parity.compare import Distances, Limits, StepComparison, bf16_limits, compare, distances, fp32_limits
+from gptlite.parity.compare import Distances, Limits, StepComparison, compare, distances, fp32_limits, half_limits
 from gptlite.parity.record import StepRecord, record, recorded
 from gptlite.parity.report import verdict
 
@@ -52,7 +52,7 @@ def run_cell(config: Config, reference: str, apart: Sequence[Distances] | None, 
 
 def limits_of(apart: Sequence[Distances] | None) -> Limits:
     """What a cell must keep."""
-    return fp32_limits() if apart is None else bf16_limits(apart)
+    return fp32_limits() if apart is None else half_limits(apart)
 
 
 def judge(references: References, cell: Cell, result: Result) -> tuple[bool, str]:

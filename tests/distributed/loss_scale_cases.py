@@ -1,0 +1,53 @@
+"""What ranks do in test_loss_scale_ranks.py."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+
+from gptlite.config import Config
+from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.zero import local_tensor
+from gptlite.parity.record import build
+from gptlite.trainer.state import TrainState
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A rank's steps, as (loss scale, skipped, loss), and what it counted."""
+
+    steps: list[tuple[float | None, bool, float]]
+    samples: int
+    adam: set[float]
+
+
+def train(config: Config, steps: int) -> Trained:
+    """The first steps of a run."""
+    mesh = build_mesh(config.parallelism)
+    try:
+        state, take_step = build(config, mesh)
+        with closing(state.loader):
+            results = [take_step(state) for _ in range(steps)]
+        counts = {local_tensor(each["step"]).item() for each in state.optimizer.state.values()}
+        return Trained([(r.loss_scale, r.skipped, r.loss) for r in results], state.consumed_samples, counts)
+    finally:
+        mesh.close()
+
+
+def train_with_inf_on(config: Config, rank: int) -> Trained:
+    """Three steps, in the second of which one element of one gradient of one rank is infinite."""
+    mesh = build_mesh(config.parallelism)
+    try:
+        state, take_step = build(config, mesh)
+
+        def plant(state: TrainState) -> None:
+            if mesh.rank == rank and state.step == 1:
+                gradient = next(p.grad for p in state.weights() if p.grad is not None and p.ndim > 1)
+                local_tensor(gradient).view(-1)[0] = float("inf")
+
+        with closing(state.loader):
+            results = [take_step(state, plant) for _ in range(3)]
+        counts = {local_tensor(each["step"]).item() for each in state.optimizer.state.values()}
+        return Trained([(r.loss_scale, r.skipped, r.loss) for r in results], state.consumed_samples, counts)
+    finally:
+        mesh.close()

@@ -1,0 +1,89 @@
+"""Every rank of every axis sees an overflow, wherever it was, and skips the same steps."""
+
+import math
+
+import pytest
+import torch
+from marking import marked
+
+from distributed.matrix import BASE, GLOBAL_BATCH, Cell
+from distributed.ranks import Ranks
+from gptlite.checkpoint.load import load_tensors
+from gptlite.checkpoint.manifest import read_manifest
+from gptlite.config import load
+from gptlite.trainer.loss_scale import LossScaler
+
+STEPS = 16
+# From 2**26 down until it fits, then up after every four good steps until it does not.
+SCALE = ["precision.initial_scale_power=26", "precision.hysteresis=1", "precision.loss_scale_window=4"]
+MIXED = {"tensor": 2, "pipeline": 2, "data": 2}
+CELLS = [
+    Cell(**MIXED, zero=3, schedule="1f1b", accumulation=4, precision="fp16"),
+    Cell(**MIXED, zero=0, schedule="zbv", accumulation=4, sequence=True, precision="amp_o1"),
+    Cell(**MIXED, zero=1, schedule="interleaved_1f1b", accumulation=4, tied=False, precision="fp16"),
+    Cell(**MIXED, zero=2, schedule="1f1b", accumulation=4, precision="amp_o2"),
+    Cell(tensor=8, sequence=True, precision="fp16"),
+    Cell(pipeline=4, data=2, zero=2, schedule="zero_bubble", accumulation=4, precision="fp16"),
+    Cell(data=8, replicate=2, zero=3, accumulation=3, precision="amp_o1"),
+]
+
+
+@pytest.fixture(scope="module")
+def eight():
+    with Ranks(8) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("cell", marked(CELLS, quick=1, slow=3, name=lambda cell: cell.id))
+def test_all_ranks_skip_the_same_steps_and_recover(eight, cell):
+    ranks = eight.run("distributed.loss_scale_cases:train", load([*cell.overrides(), *SCALE]), STEPS, timeout=200)
+    assert all(each == ranks[0] for each in ranks)
+    skipped = [was for _, was, _ in ranks[0].steps]
+    assert skipped[0]
+    assert not all(skipped)
+    first = skipped.index(False)
+    assert any(skipped[first:])  # it grew until it overflowed again
+    assert ranks[0].samples == STEPS * GLOBAL_BATCH
+    assert ranks[0].adam == {STEPS - sum(skipped)}
+    rule, scale = LossScaler(2.0**26, 4, 1, 1.0, 2.0), []
+    for was in skipped:
+        scale.append(rule.scale)
+        rule.update(was)
+    assert [each for each, *_ in ranks[0].steps] == scale
+    assert all(loss == pytest.approx(math.log(37), rel=0.1) for *_, loss in ranks[0].steps)
+
+
+def test_an_overflow_on_one_rank_alone_is_everyones(eight):
+    """The last layers of the model overflow, on the last ranks of the pipeline; the first hear of it."""
+    cell = Cell(**MIXED, zero=1, schedule="1f1b", accumulation=4, precision="fp16")
+    ranks = eight.run("distributed.loss_scale_cases:train_with_inf_on", load(cell.overrides()), 5, timeout=200)
+    assert [step[1] for step in ranks[0].steps] == [False, True, False]
+    assert all(each == ranks[0] for each in ranks)
+    assert ranks[0].adam == {2}
+
+
+def test_resuming_within_a_window_is_bit_exact_on_eight_ranks(eight, tmp_path):
+    cell = Cell(tensor=2, pipeline=2, data=2, zero=3, schedule="1f1b", accumulation=4, precision="fp16")
+    options = [*(each for each in BASE if not each.startswith(("run.", "trainer.max"))), *cell.overrides()[len(BASE) :]]
+    options += ["run.name=x", "precision.loss_scale_window=4", "trainer.sample_tokens=0", "schedule.warmup_steps=1"]
+
+    def go(name: str, steps: int) -> None:
+        overrides = [*options, f"run.dir={tmp_path / name}", f"trainer.max_steps={steps}"]
+        assert eight.run("distributed.run_cases:train", overrides, timeout=200) == [0] * 8
+
+    go("whole", 10)
+    go("cut", 6)
+    go("cut", 10)
+    whole, cut = (tmp_path / name / "checkpoints" / "step-00000010" for name in ("whole", "cut"))
+    assert read_manifest(whole).meta["loss_scale"] == read_manifest(cut).meta["loss_scale"]
+    assert read_manifest(whole).meta["loss_scale"]["scale"] == 2.0**18
+    assert read_manifest(whole).meta["loss_scale"]["good_steps"] == 2
+    first, second = stored(whole), stored(cut)
+    assert [key for key in first if not torch.equal(first[key], second[key])] == []
+
+
+def stored(folder) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    tensors = {key: torch.empty(entry["shape"]) for key, entry in read_manifest(folder).tensors.items()}
+    load_tensors(folder, tensors)
+    return tensors
