@@ -27,13 +27,14 @@ from gptlite.parallelism.layout import (
     schedule_refuses,
     stages_per_rank,
 )
-from gptlite.precision import check_precision
+from gptlite.precision import Precision, check_precision
 
 if TYPE_CHECKING:
     from gptlite.config import Config
 
 
 MAX_STEP_TOKENS = 2**31  # twenty times the largest batches published; past it a typo, not a plan
+FP8_MULTIPLE = 16  # the hardware's, of each side of a product
 MAX_TIMEOUT = 1_000_000  # seconds, eleven days
 
 
@@ -45,6 +46,7 @@ def check(config: Config) -> None:
     _parallelism(config)
     _batch(config)
     check_precision(config.precision)
+    _fp8(config)
     _trainer(config)
     check_optimizer(config.optimizer, config.schedule, config.trainer.max_steps)
     _checkpoint(config.checkpoint)
@@ -167,6 +169,19 @@ def _tensor(config: Config) -> None:
             raise ConfigError(f"{key}={size} is not divisible by parallelism.tensor={tensor}; try {listed(degrees)}")
     if model.vocab_size is not None and tensor > (rows := model.padded_vocab_size):
         raise ConfigError(f"parallelism.tensor={tensor} is more than the vocabulary's {rows} rows; use {rows} at most")
+
+
+def _fp8(config: Config) -> None:
+    model, tensor = config.model, config.parallelism.tensor
+    if config.precision.dtype is not Precision.fp8:
+        return
+    for key, size in (("model.d_model", model.d_model), ("model.d_ff", model.ffn_size)):
+        if size % (FP8_MULTIPLE * tensor):
+            by = f" x parallelism.tensor={tensor}" if tensor > 1 else ""
+            raise ConfigError(
+                f"{key}={size} is not divisible by {FP8_MULTIPLE}{by}, as precision=fp8 needs the sides of a product "
+                f"to be; use precision=bf16, or {key}={-(-size // (FP8_MULTIPLE * tensor)) * FP8_MULTIPLE * tensor}"
+            )
 
 
 def _pipeline(config: Config) -> None:

@@ -169,6 +169,8 @@ def planned_dtype(config: Config, cluster: ClusterConfig) -> str:
     """What a run would multiply in there: `precision=auto` is bf16 where the cluster's peaks have it."""
     if config.precision.dtype in SCALED:
         return "fp16"
+    if config.precision.dtype is Precision.fp8:
+        return "bf16"  # what a step has besides its products; these may take half the time
     if config.precision.dtype is not Precision.auto:
         return config.precision.dtype.value
     return "bf16" if "bf16" in cluster.peak_tflops else "fp32"

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class Precision(Enum):
     """`auto` is bf16 where the hardware computes in it, else fp32; all have fp32 master weights.
 
-    fp16 computes as bf16 does, with a loss scale; `amp_o1` and `amp_o2` are Apex's levels.
+    fp16 computes as bf16 does, with a loss scale; `amp_o1` and `amp_o2` are Apex's levels; `fp8` is bf16 whose blocks
+    multiply in fp8.
     """
 
     auto = "auto"
@@ -25,6 +26,7 @@ class Precision(Enum):
     fp16 = "fp16"
     amp_o1 = "amp_o1"
     amp_o2 = "amp_o2"
+    fp8 = "fp8"
 
 
 class Reduce(Enum):
@@ -102,6 +104,11 @@ class Policy:
         return self.precision is Precision.amp_o2
 
     @property
+    def fp8(self) -> bool:
+        """Whether the linear layers of blocks multiply in fp8."""
+        return self.precision is Precision.fp8
+
+    @property
     def scales_loss(self) -> bool:
         """Whether small gradients need a loss scale: fp16 ends at 6e-8."""
         import torch
@@ -150,7 +157,7 @@ def _refuse_idle_keys(config: PrecisionConfig) -> None:
 
 
 def resolve_precision(config: PrecisionConfig, device: torch.device) -> Policy:
-    """The policy a device runs. Raises ConfigError where its GPU is too old: bf16 takes sm_80, fp16 sm_53."""
+    """The policy a device runs. Raises ConfigError where a GPU is too old: sm_80 has bf16, sm_53 fp16, sm_89 fp8."""
     dtype, precision, reason = _resolved(config, device)
     return Policy(dtype, reason, precision, config.reduce)
 
@@ -171,6 +178,11 @@ def _resolved(config: PrecisionConfig, device: torch.device) -> tuple[torch.dtyp
             if not native and device.type == "cuda":
                 raise ConfigError(f"precision={config.dtype.value}: {hardware}; use precision=fp32")
             return torch.float16, config.dtype, _asked_for(native, hardware)
+        case Precision.fp8:
+            if lacking := _no_fp8(device):
+                raise ConfigError(f"precision=fp8: {lacking}; use precision=bf16 or fp16")
+            words = "" if device.type == "cuda" else ", though no CPU has fp8 in hardware: bf16 or fp32 is faster"
+            return torch.bfloat16, config.dtype, f"asked for{words}"
         case Precision.auto:
             dtype, precision = (torch.bfloat16, Precision.bf16) if native else (torch.float32, Precision.fp32)
             return dtype, precision, f"auto: {hardware}"
@@ -205,6 +217,23 @@ def native_fp16(device: torch.device) -> tuple[bool, str]:
         return capability >= (5, 3), f"sm_{capability[0]}{capability[1]} {has} native fp16"
     native = bool(cpu_flags() & {"avx512_fp16", "amx_fp16"})
     return native, f"the CPU has {'fp16' if native else 'no fp16'} in hardware"
+
+
+def _no_fp8(device: torch.device) -> str:
+    """Why a device cannot multiply in fp8; empty where it can."""
+    import torch
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        newer = (major, minor) >= (8, 9)
+        return "" if newer else f"sm_{major}{minor} has no fp8, which takes sm_89 (Ada), sm_90 (Hopper) or newer"
+    x, scale = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
+    try:
+        scaled_mm(x, x.t(), scale, ScalingType.TensorWise, scale, ScalingType.TensorWise)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"torch {torch.__version__} has no fp8 product for {device.type} ({str(error).splitlines()[0]})"
+    return ""
 
 
 def cpu_flags() -> set[str]:

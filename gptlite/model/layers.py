@@ -11,25 +11,33 @@ from torch import Tensor, nn
 from gptlite.ops.config import CrossEntropy
 from gptlite.ops.cross_entropy import linear_cross_entropy
 from gptlite.ops.dropout import DropoutKey, dropout
+from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.layer_norm import layer_norm, residual_norm
-from gptlite.ops.linear import linear
+from gptlite.ops.linear import cast, linear
 
 
 class Linear(nn.Linear):
-    """x [..., in] -> [..., out], in x's dtype or, if it is set, `matmul_dtype`."""
+    """x [..., in] -> [..., out], in x's dtype or, if it is set, `matmul_dtype`; `fp8`: multiplied in that."""
 
     matmul_dtype: torch.dtype | None = None
+    fp8 = False
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, fused: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x.to(self.matmul_dtype or x.dtype), self.weight, self.bias, self.fused)
+        return self._product(x, self.bias)
 
     def project(self, x: Tensor) -> Tensor:
         """Without the bias, for an op that adds it."""
-        return linear(x.to(self.matmul_dtype or x.dtype), self.weight, fused=self.fused)
+        return self._product(x, None)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        x = x.to(self.matmul_dtype or x.dtype)
+        if self.fp8:
+            return fp8_linear(x, self.weight.to(x.dtype), cast(bias, x.dtype))
+        return linear(x, self.weight, bias, self.fused)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias in a compute dtype."""

@@ -12,6 +12,7 @@ from gptlite.model.flops import head_flops, layer_flops
 from gptlite.model.gpt import GPT
 from gptlite.model.layers import Head, LayerNorm, Linear
 from gptlite.model.vocab_parallel import VocabParallelHead
+from gptlite.ops.fp8 import fp8_linear
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.layout import num_stages, split_layers, splits_backward, stages_of_rank
@@ -30,7 +31,8 @@ from gptlite.parallelism.torch_private import KeptForAll
 from gptlite.parallelism.zero import shard
 from gptlite.precision import Policy
 
-MULTIPLYING = (Linear, Head, ColumnParallelLinear, RowParallelLinear, VocabParallelHead)
+IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
+MULTIPLYING = (*IN_BLOCKS, Head, VocabParallelHead)
 # What selective checkpointing keeps: the linear layers and SDPA. Pointwise ops are cheap to make again, and so, for
 # the memory they take, are written-out attention scores (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
 KEPT = (
@@ -77,6 +79,10 @@ def set_dtypes(part: GPT, policy: Policy) -> None:
             module.matmul_dtype = None if policy.stream_dtype == policy.compute_dtype else policy.compute_dtype
         elif isinstance(module, LayerNorm):
             module.fp32 = policy.fp32_norms
+        if policy.fp8 and isinstance(module, Linear):
+            module.fp8 = True
+        elif policy.fp8 and isinstance(module, IN_BLOCKS):
+            module.multiply = fp8_linear  # type: ignore[method-assign]
 
 
 def materialize(parts: list[GPT], device: torch.device) -> None:
@@ -181,5 +187,6 @@ def _keep_for_both_halves() -> tuple[Any, Any]:
 
 
 def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    kept = op in KEPT or str(op).startswith("gptlite.attention")  # ours exist once the kernels are loaded
+    # Ours exist once the kernels are loaded; fp8 products have another name in each torch.
+    kept = op in KEPT or str(op).startswith(("gptlite.attention", "aten._scaled_mm"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -96,6 +96,7 @@ class ColumnParallelLinear(nn.Module):
     """x [B, S or s, d] -> [B, S, f / T]: this rank's output features. x is gathered in the dtype of the product."""
 
     matmul_dtype: torch.dtype | None = None
+    multiply = staticmethod(F.linear)  # or in fp8
 
     def __init__(self, whole: nn.Linear, axis: TensorAxis) -> None:
         super().__init__()
@@ -111,9 +112,9 @@ class ColumnParallelLinear(nn.Module):
         """Without the bias, for an op that adds it."""
         x = x.to(self.matmul_dtype or x.dtype)
         weight = local(self.weight, x.dtype)
-        if self.axis.overlap:
+        if self.axis.overlap and self.multiply is F.linear:
             return _OverlappedColumn.apply(x, weight, self.axis)
-        return F.linear(enter(x, self.axis), weight)
+        return self.multiply(enter(x, self.axis), weight)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
         """This rank's part of the bias."""
@@ -124,6 +125,7 @@ class RowParallelLinear(nn.Module):
     """x [B, S, f / T], this rank's input features -> [B, S or s, d]. Summed in the dtype of the product."""
 
     matmul_dtype: torch.dtype | None = None
+    multiply = staticmethod(F.linear)  # or in fp8
 
     def __init__(self, whole: nn.Linear, axis: TensorAxis) -> None:
         super().__init__()
@@ -133,7 +135,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.matmul_dtype or x.dtype)
-        out = leave(F.linear(x, local(self.weight, x.dtype)), self.axis)
+        out = leave(self.multiply(x, local(self.weight, x.dtype)), self.axis)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from gptlite.config import load
 from gptlite.errors import ConfigError
@@ -18,9 +19,9 @@ STEPS = 500
 WITHIN = 0.01  # relative, of every step's loss
 # The default run's text, tokens and schedule; a model and a batch that a CPU without fast fp16 trains in minutes.
 RUN = f"""
-data=shakespeare data.global_batch_size=16 data.micro_batch_size=16 data.sequence_length=64 model.sequence_length=64
-model.num_layers=2 model.num_heads=4 model.d_model=128 optimizer.lr=2e-3 trainer.max_steps={STEPS}
-trainer.log_interval=1 trainer.eval_interval=0 trainer.eval_samples=256 trainer.sample_tokens=0
+data=shakespeare data.global_batch_size=8 data.micro_batch_size=8 data.sequence_length=64 model.sequence_length=64
+model.num_layers=2 model.num_heads=4 model.d_model=64 optimizer.lr=2e-3 trainer.max_steps={STEPS}
+trainer.log_interval=1 trainer.eval_interval=0 trainer.eval_samples=64 trainer.sample_tokens=0
 """.split()
 
 
@@ -51,6 +52,7 @@ def test_the_curves_are_within_a_hundredth_of_fp32s(tmp_path):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         reference = rows(Path(temporary), "fp32")
         for name in sys.argv[1:] or ["fp16", "amp_o1", "amp_o2"]:
