@@ -43,7 +43,7 @@ class Reporter:
     ) -> None:
         """A training row: the loss of this step, the speed since the last row, the communication of a step so long."""
         row: dict[str, Any] = {"step": state.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
-        if state.scaler is not None:
+        if result.loss_scale is not None and state.scaler is not None:
             row |= {"loss_scale": result.loss_scale, "skipped_steps": state.scaler.skipped}
         row["tokens"] = state.tokens
         row |= self.throughput.read() | memory_bytes(self.device) | self.memory.row
