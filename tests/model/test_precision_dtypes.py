@@ -62,8 +62,9 @@ def gradients(model, batch) -> dict[str, torch.Tensor]:
         ("amp_o2", FULL, HALF, torch.float16),
     ],
 )
-def test_what_each_operator_reads(tiny, batch, name, norm, gelu, stream, recompute):
-    model, between = plan(tiny(Attention.matmul, dropout=0.1), name, recompute), set()
+@pytest.mark.parametrize("bias", [True, False], ids=["biases", "none"])
+def test_what_each_operator_reads(tiny, batch, name, norm, gelu, stream, recompute, bias):
+    model, between = plan(tiny(Attention.matmul, dropout=0.1, bias=bias), name, recompute), set()
     for block in model.layers.values():
         block.register_forward_hook(lambda *call: between.add(call[2].dtype))
     with Seen() as seen:
