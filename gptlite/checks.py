@@ -110,8 +110,6 @@ def _model(config: Config) -> None:
 
 def _parallelism(config: Config) -> None:
     layout = config.parallelism
-    if layout.context != 1:
-        raise ConfigError(f"parallelism.context={layout.context}: not in this version yet; use parallelism.context=1")
     if not 0 <= layout.zero <= 3:
         raise ConfigError(f"parallelism.zero={layout.zero} is no stage of ZeRO; use 0, 1, 2 or 3")
     if layout.prefetch < 0:
@@ -120,6 +118,7 @@ def _parallelism(config: Config) -> None:
         raise ConfigError(
             f"parallelism.timeout_seconds={layout.timeout_seconds} must be above 0 and at most {MAX_TIMEOUT:,}"
         )
+    _context(config)
     _tensor(config)
     _pipeline(config)
     _offload(config)
@@ -151,9 +150,23 @@ def _optimizer_name(kind: type) -> str:
     return kind.__name__.removesuffix("Config").lower()
 
 
+def _context(config: Config) -> None:
+    length, ranks = config.data.sequence_length, config.parallelism.context
+    if ranks == 1 or length % (2 * ranks) == 0:
+        return
+    tries = [f"parallelism.context={listed(divisors(length // 2) if length % 2 == 0 else [1])}"]
+    below = length // (2 * ranks) * 2 * ranks
+    lengths = [size for size in (below, below + 2 * ranks) if 0 < size <= config.model.sequence_length]
+    tries += [f"data.sequence_length={listed(lengths, 'or')}"] if lengths else []
+    raise ConfigError(
+        f"data.sequence_length={length} is not divisible by 2 x parallelism.context={ranks} = {2 * ranks}, the chunks "
+        f"that balance the causal mask; try {', or '.join(tries)}"
+    )
+
+
 def _tensor(config: Config) -> None:
     model, tensor, sequence = config.model, config.parallelism.tensor, config.parallelism.sequence
-    length = config.data.sequence_length
+    length = config.data.sequence_length // config.parallelism.context
     degrees = divisors(math.gcd(model.num_heads, model.ffn_size, length if sequence else 0))
     if sequence and tensor == 1:
         others = f", or parallelism.tensor={listed(degrees[1:], 'or')}" if degrees[1:] else ""
@@ -163,10 +176,12 @@ def _tensor(config: Config) -> None:
         )
     cut = {"model.num_heads": model.num_heads, "model.d_ff": model.ffn_size}
     if sequence:
-        cut["data.sequence_length"] = length
+        ranks, whole = config.parallelism.context, config.data.sequence_length
+        cut["data.sequence_length" if ranks == 1 else f"data.sequence_length={whole} / parallelism.context"] = length
     for key, size in cut.items():
         if size % tensor:
-            raise ConfigError(f"{key}={size} is not divisible by parallelism.tensor={tensor}; try {listed(degrees)}")
+            value = f"={config.parallelism.context} = {size}" if "/" in key else f"={size}"
+            raise ConfigError(f"{key}{value} is not divisible by parallelism.tensor={tensor}; try {listed(degrees)}")
     if model.vocab_size is not None and tensor > (rows := model.padded_vocab_size):
         raise ConfigError(f"parallelism.tensor={tensor} is more than the vocabulary's {rows} rows; use {rows} at most")
 

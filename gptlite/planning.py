@@ -27,7 +27,7 @@ MOST_NODES = 4096  # looked at, when asked what would fit
 REPORT_SECONDS = 5.0
 # What a candidate's override line says, in this order; the rest of ParallelismConfig is the user's.
 CHOSEN = (
-    *("tensor", "sequence", "pipeline", "schedule", "virtual_stages", "data", "dp_replicate", "zero"),
+    *("tensor", "sequence", "context", "pipeline", "schedule", "virtual_stages", "data", "dp_replicate", "zero"),
     "activation_checkpointing",
 )
 

@@ -11,21 +11,25 @@ from gptlite.errors import ConfigError
 from gptlite.parallelism.layout import SCHEDULES, Layout, largest_micro_batch, wanted_world
 
 PRESETS = {
-    "single": (1, 1, 1, 1, 1),
-    "ddp": (1, 2, 1, 1, 1),
-    "zero1": (1, 1, 2, 1, 1),
-    "zero2": (1, 1, 2, 1, 1),
-    "zero3": (1, 1, 2, 1, 1),
-    "tp2": (1, 1, 1, 1, 2),
-    "tp4": (1, 1, 1, 1, 4),
-    "tp8": (1, 1, 1, 1, 8),
-    "pp2": (2, 1, 1, 1, 1),
-    "pp4": (4, 1, 1, 1, 1),
-    "tp2_pp2": (2, 1, 1, 1, 2),
-    "tp2_pp2_dp2": (2, 2, 1, 1, 2),
-    "zero3_cpu_offload": (1, 1, 2, 1, 1),
-    "zero_infinity": (1, 1, 2, 1, 1),
+    "single": (1, 1, 1, 1),
+    "ddp": (1, 2, 1, 1),
+    "zero1": (1, 1, 2, 1),
+    "zero2": (1, 1, 2, 1),
+    "zero3": (1, 1, 2, 1),
+    "tp2": (1, 1, 1, 2),
+    "tp4": (1, 1, 1, 4),
+    "tp8": (1, 1, 1, 8),
+    "pp2": (2, 1, 1, 1),
+    "pp4": (4, 1, 1, 1),
+    "tp2_pp2": (2, 1, 1, 2),
+    "tp2_pp2_dp2": (2, 2, 1, 2),
+    "zero3_cpu_offload": (1, 1, 2, 1),
+    "zero_infinity": (1, 1, 2, 1),
+    "cp2": (1, 2, 1, 1),
+    "cp4": (1, 4, 1, 1),
+    "tp2_cp2": (1, 2, 1, 2),
 }
+CONTEXT = {"cp2": 2, "cp4": 4, "tp2_cp2": 2}
 NEEDS = {"zero_infinity": ["parallelism.offload_path=/nvme/run1"]}
 ZERO = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_cpu_offload": 3, "zero_infinity": 3}
 
@@ -46,7 +50,7 @@ def refusal(action):
 @pytest.mark.parametrize("name", sorted({path.stem for path in (CONF_DIR / "parallelism").glob("*.yaml")} - {"auto"}))
 def test_every_preset_runs_as_it_is_on_a_cpu(name):
     config = load([f"parallelism={name}", *NEEDS.get(name, [])])
-    assert check_world(config, wanted_world(config.parallelism, gpus=0)) == Layout(PRESETS[name])
+    assert check_world(config, wanted_world(config.parallelism, gpus=0)) == Layout(PRESETS[name], CONTEXT.get(name, 1))
     assert config.parallelism.zero == ZERO.get(name, 0)
 
 
@@ -72,7 +76,15 @@ REFUSED = {
     "tensor=16": "model.num_heads=8 is not divisible by parallelism.tensor=16; try 1, 2, 4, 8",
     "tensor=4 model.d_ff=1002": "model.d_ff=1002 is not divisible by parallelism.tensor=4; try 1, 2\n",
     "tensor=8 model.vocab_size=4 model.vocab_multiple=1": "parallelism.tensor=8 is more than the vocabulary's 4 rows",
-    "context=2": "parallelism.context=2: not in this version yet; use parallelism.context=1",
+    # Context parallelism.
+    "context=0": "parallelism.context=0 must be at least 1",
+    "context=4 data.sequence_length=252": "data.sequence_length=252 is not divisible by 2 x parallelism.context=4 = 8, "
+    "the chunks that balance the causal mask; try parallelism.context=1, 2, 3, 6, 7, 9, 14, 18, 21, 42, 63, 126, or "
+    "data.sequence_length=248 or 256\n",
+    "context=2 data.sequence_length=255": "data.sequence_length=255 is not divisible by 2 x parallelism.context=2 = 4, "
+    "the chunks that balance the causal mask; try parallelism.context=1, or data.sequence_length=252 or 256\n",
+    "context=4 sequence=true tensor=8 data.sequence_length=240": "data.sequence_length=240 / parallelism.context=4 "
+    "= 60 is not divisible by parallelism.tensor=8; try 1, 2, 4\n",
     # Sequence parallelism.
     "sequence=true": "parallelism.sequence=true cuts sequences over tensor-parallel ranks, and parallelism.tensor=1; "
     "use parallelism.sequence=false, or parallelism.tensor=2, 4 or 8",

@@ -121,7 +121,7 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
                 corner = (x + width * shard[0] / shard[1], y + height * tensor[0] / tensor[1])
                 color = (BLUE, ORANGE)[place["tp"]]
                 axes.add_patch(Rectangle(corner, width / shard[1], height / tensor[1], facecolor=color))
-        samples = place["dp_replicate"] * layout.size("dp_shard") + place["dp_shard"]
+        samples = (place["dp_replicate"] * layout.size("dp_shard") + place["dp_shard"]) // layout.context
         labels.append(f"rank {rank}" + (f", samples {'ABCD'[samples]}" if layout.data_size > 1 else ""))
     axes.set_yticks([rank + 0.5 for rank in range(panel.world)], labels, fontsize=8.5)
 

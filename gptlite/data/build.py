@@ -32,7 +32,7 @@ from gptlite.data.text import Span, find_files, split
 from gptlite.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import largest_micro_batch
+from gptlite.parallelism.layout import CONTEXT, chunk_starts, largest_micro_batch
 from gptlite.parallelism.main_rank import ALONE, from_all, from_main, together
 from gptlite.parallelism.mesh import Mesh
 from gptlite.progress import Log, Progress
@@ -139,7 +139,17 @@ def build_loader(
         device=mesh.device,
         data_rank=mesh.data_rank,
         data_size=mesh.data_size,
+        positions=_positions(config.sequence_length, mesh),
     )
+
+
+def _positions(length: int, mesh: Mesh) -> np.ndarray | None:
+    """Which positions of each sequence this rank has; None: all."""
+    ranks = mesh.size(CONTEXT)
+    if ranks == 1:
+        return None
+    chunk = np.arange(length // (2 * ranks))
+    return np.concatenate([start + chunk for start in chunk_starts(length, ranks, mesh.coordinate(CONTEXT))])
 
 
 def _open(folder: Path, name: str, config: DataConfig) -> PreparedData:

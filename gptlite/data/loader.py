@@ -15,7 +15,7 @@ IGNORE = -100  # targets that do not count, the default of torch's cross entropy
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank: B sequences of S tokens, on the rank's device."""
+    """One micro-batch of one rank: B sequences of S tokens, or of those positions of each that the rank has."""
 
     tokens: torch.Tensor  # int64[B, S]
     targets: torch.Tensor  # int64[B, S], IGNORE where nothing is predicted
@@ -35,7 +35,8 @@ class Loader:
 
     A global batch of G is the samples [consumed, consumed + G). Micro-batch m takes the next B * R of them and rank r
     of R its B, so the ranks' parts, side by side, are the global batch in order for any R. Nothing is remembered:
-    to resume is to ask for the same `consumed_samples`.
+    to resume is to ask for the same `consumed_samples`. Of each sample a rank gets the tokens at `positions`, by
+    default all.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Loader:
         device: torch.device,
         data_rank: int = 0,
         data_size: int = 1,
+        positions: np.ndarray | None = None,
     ):
         self._train = train
         self._validation = validation
@@ -59,6 +61,7 @@ class Loader:
         self._device = device
         self._data_rank = data_rank
         self._data_size = data_size
+        self._positions = positions
         self.global_batch_size = global_batch_size
         self.num_micro_batches = global_batch_size // (micro_batch_size * data_size)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
@@ -146,4 +149,6 @@ class Loader:
             values = dataset[int(chunk)]
             tokens[row, : len(values) - 1] = values[:-1]
             targets[row, : len(values) - 1] = values[1:]
+        if self._positions is not None:
+            tokens, targets = tokens[:, self._positions], targets[:, self._positions]
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(ids))

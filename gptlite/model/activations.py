@@ -13,7 +13,8 @@ WRITTEN_OUT = (Attention.matmul, Attention.fused_softmax)
 class MicroBatch:
     """What a rank computes at a time: sequences of that length, in elements of `itemsize` bytes, on a kind of device.
 
-    `tensor`: ranks that share each layer; `sequence`: whether they cut the sequence between layers too.
+    `tensor`: ranks that share each layer; `sequence`: whether they cut the sequence between layers too; `context`:
+    ranks that share each sequence, of which `length` positions are here.
     """
 
     sequences: int
@@ -23,6 +24,12 @@ class MicroBatch:
     attention: Attention
     tensor: int = 1
     sequence: bool = False
+    context: int = 1
+
+    @property
+    def keys(self) -> float:
+        """Positions that the scores of a query are written out for, where they are."""
+        return self.length * (self.context if self.context == 1 else self.context / 2 + 1 / 4)
 
     @property
     def tokens(self) -> int:
@@ -50,7 +57,7 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
             elements += width / ranks
         return round(batch.tokens * elements * batch.itemsize)
     elements = 4 * width / between + (4 * width + 2 * inner) / ranks
-    masks, scores = 0.0, config.num_heads / ranks * batch.length
+    masks, scores = 0.0, config.num_heads / ranks * batch.keys
     if config.dropout:
         elements += 2 * scores
         masks = scores + 2 * width / between
@@ -67,7 +74,7 @@ def scores_bytes(config: GPTConfig, batch: MicroBatch) -> int:
     if batch.attention not in WRITTEN_OUT:
         return 0
     rows = batch.sequences * (config.num_heads // batch.tensor) * min(batch.length, QUERY_BLOCK)
-    return 3 * rows * batch.length * batch.itemsize
+    return round(3 * rows * batch.length * batch.context * batch.itemsize)
 
 
 def head_bytes(config: GPTConfig, batch: MicroBatch) -> int:

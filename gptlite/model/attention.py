@@ -1,7 +1,9 @@
 """Multi-head causal self-attention."""
 
 from dataclasses import replace
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from gptlite.model.cache import LayerCache
@@ -10,6 +12,29 @@ from gptlite.model.layers import Linear
 from gptlite.ops.attention import causal_attention, packed_causal_attention
 from gptlite.ops.dropout import DropoutKey
 from gptlite.ops.select import Ops
+
+
+class ContextCut(Protocol):
+    """What a model knows of the ranks that its sequences are cut over: each has two chunks, an early and a late one."""
+
+    whole: bool  # no sequence is cut for now
+
+    def starts(self, length: int) -> tuple[int, int]:
+        """Where this rank's chunks begin, of the `length` positions that are here."""
+        ...
+
+    def positions(self, first: int, count: int, length: int) -> tuple[int, int]:
+        """Of `count` positions from `first` on, of the `length` that are here: where they begin, and by how much more
+        the second half of them is further on."""
+        ...
+
+    def keys_and_values(self, qkv: Tensor) -> tuple[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], list[Tensor]]:
+        """For each chunk the keys and values [B, H, its end, D] that its queries may see; and the memory of both."""
+        ...
+
+    def give_back(self, out: Tensor, qkv: Tensor, memory: list[Tensor]) -> Tensor:
+        """`out`, made from `memory`, which is wanted no more before the backward pass."""
+        ...
 
 
 class CausalSelfAttention(nn.Module):
@@ -25,6 +50,7 @@ class CausalSelfAttention(nn.Module):
         self.first_head = 0  # of the whole model's, where this rank holds only some
         self.dropout = config.dropout
         self.implementation = ops.attention
+        self.context: ContextCut | None = None  # set where sequences are cut over ranks
         self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.bias, fused=ops.linear)
         self.proj = Linear(config.d_model, config.d_model, bias=config.bias, fused=ops.linear)
 
@@ -35,10 +61,23 @@ class CausalSelfAttention(nn.Module):
         qkv = qkv.view(batch, length, -1, 3, self.head_dim)
         if key is not None:
             key = replace(key, first_head=self.first_head)
-        if cache is None:
+        if self.context is not None and not self.context.whole:
+            out = self._over_ranks(qkv, key, self.context)
+        elif cache is None:
             out = packed_causal_attention(qkv, self.implementation, self.dropout, key)
         else:
             q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # [B, H, S, D] each
             k, v = cache.append(k, v)
             out = causal_attention(q, k, v, self.implementation, self.dropout, key).transpose(1, 2)
         return self.proj(out.reshape(batch, length, -1))
+
+    def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, context: ContextCut) -> Tensor:
+        """qkv [B, s, H, 3, D] of this rank's two chunks -> [B, s, H, D]. No query meets a key after its chunk."""
+        length = qkv.shape[1]
+        pairs, memory = context.keys_and_values(qkv)
+        queries = qkv[:, :, :, 0].transpose(1, 2).chunk(2, 2)
+        outs = []
+        for q, (k, v), start in zip(queries, pairs, context.starts(length), strict=True):
+            own = None if key is None else replace(key, first_position=start)
+            outs.append(causal_attention(q, k, v, self.implementation, self.dropout, own).transpose(1, 2))
+        return context.give_back(torch.cat(outs, 1), qkv, memory)

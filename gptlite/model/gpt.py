@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gptlite.model.attention import CausalSelfAttention
+from gptlite.model.attention import CausalSelfAttention, ContextCut
 from gptlite.model.cache import LayerCache
 from gptlite.model.config import GPTConfig
 from gptlite.model.layers import Head, LayerNorm
@@ -26,11 +26,16 @@ class SequenceCut(Protocol):
 
     sequence: bool  # whether activations between layers are slices of the sequence
     rank: int
+    size: int
 
 
-def slice_index(axis: SequenceCut | None) -> int:
-    """Which slice of the sequence the activations between layers are."""
-    return axis.rank if axis is not None and axis.sequence else 0
+def positions(tensor: SequenceCut | None, context: ContextCut | None, count: int) -> tuple[int, int]:
+    """Where the `count` positions that activations between layers have here are in the sequence: the first's number,
+    and how many are left out between the first half of them and the second."""
+    index, slices = (tensor.rank, tensor.size) if tensor is not None and tensor.sequence else (0, 1)
+    if context is None or context.whole:
+        return index * count, 0
+    return context.positions(index * count, count, slices * count)
 
 
 class Block(nn.Module):
@@ -40,6 +45,7 @@ class Block(nn.Module):
         super().__init__()
         self.seed, self.dropout = seed, config.dropout
         self.tensor_axis: SequenceCut | None = None
+        self.context: ContextCut | None = None
         self.fused_dropout = ops.dropout
         self.attn_norm = LayerNorm(config.d_model, config.layer_norm_eps, bias=config.bias, fused=ops.layer_norm)
         self.attn = CausalSelfAttention(config, ops)
@@ -50,17 +56,19 @@ class Block(nn.Module):
         self, x: Tensor, sample_ids: Tensor | None = None, sites: Tensor | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         """Dropout needs the batch's sample_ids [B] and the numbers of its sites [3]."""
-        first = slice_index(self.tensor_axis) * x.shape[1]
-        attention_key = self._key(0, sample_ids, sites, 0)  # attention sees the whole sequence
-        residual_key, mlp_key = (self._key(i, sample_ids, sites, first) for i in (1, 2))
+        first, gap = positions(self.tensor_axis, self.context, x.shape[1])
+        attention_key = self._key(0, sample_ids, sites, 0)  # attention sees all positions
+        residual_key, mlp_key = (self._key(i, sample_ids, sites, first, gap) for i in (1, 2))
         attended = self.attn(self.attn_norm(x), attention_key, cache).to(x.dtype)
         normed, x = self.mlp_norm.after_residual(attended, x, self.dropout, residual_key)
         return x + dropout(self.mlp(normed).to(x.dtype), self.dropout, mlp_key, self.fused_dropout)
 
-    def _key(self, i: int, sample_ids: Tensor | None, sites: Tensor | None, first: int) -> DropoutKey | None:
+    def _key(
+        self, i: int, sample_ids: Tensor | None, sites: Tensor | None, first: int, gap: int = 0
+    ) -> DropoutKey | None:
         if sample_ids is None or sites is None:
             return None
-        return DropoutKey(self.seed, sites[i], sample_ids, first)
+        return DropoutKey(self.seed, sites[i], sample_ids, first, gap=gap)
 
 
 class GPT(nn.Module):
@@ -76,6 +84,7 @@ class GPT(nn.Module):
         self.config, self.seed, self.fused_dropout = config, seed, ops.dropout
         self.compute_dtype = torch.float32
         self.tensor_axis: SequenceCut | None = None  # set where layers are cut over ranks
+        self.context: ContextCut | None = None  # set where sequences are
         width, rows = config.d_model, config.padded_vocab_size
         self.token_embedding: nn.Module | None = nn.Embedding(rows, width)
         self.position_embedding: nn.Embedding | None = nn.Embedding(config.sequence_length, width)
@@ -163,16 +172,23 @@ class GPT(nn.Module):
         return x if self.final_norm is None else self.final_norm(x)
 
     def _embed(self, tokens: Tensor, sample_ids: Tensor | None, start: int) -> Tensor:
-        """tokens [B, S] from position `start` on -> [B, S, d], or this rank's slice of the sequence."""
+        """tokens [B, S] from position `start` on -> [B, S, d], or this rank's slice of the sequence; of a sequence that
+        is cut over ranks, the tokens that are here."""
         assert self.token_embedding is not None
         assert self.position_embedding is not None
         if (end := start + tokens.shape[1]) > self.config.sequence_length:
             raise ValueError(f"{end} positions, but model.sequence_length={self.config.sequence_length}")
         # Each cast before they are added, as FSDP2 casts parameters before they are used.
         x = self.token_embedding(tokens).to(self.compute_dtype)
-        first = start + slice_index(self.tensor_axis) * x.shape[1]
-        x = x + self.position_embedding.weight[first : first + x.shape[1]].to(self.compute_dtype)
+        first, gap = positions(self.tensor_axis, self.context, x.shape[1])
+        first, half = start + first, x.shape[1] // 2
+        learned = self.position_embedding.weight
+        if gap:
+            second = first + half + gap
+            x = x + torch.cat([learned[first : first + half], learned[second : second + half]]).to(self.compute_dtype)
+        else:
+            x = x + learned[first : first + x.shape[1]].to(self.compute_dtype)
         if sample_ids is None:
             return x
-        key = DropoutKey(self.seed, EMBEDDING_SITE, sample_ids, first)
+        key = DropoutKey(self.seed, EMBEDDING_SITE, sample_ids, first, gap=gap)
         return dropout(x, self.config.dropout, key, self.fused_dropout)

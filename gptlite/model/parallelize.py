@@ -15,7 +15,8 @@ from gptlite.model.vocab_parallel import VocabParallelHead
 from gptlite.ops.fp8 import fp8_linear
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
-from gptlite.parallelism.layout import num_stages, split_layers, splits_backward, stages_of_rank
+from gptlite.parallelism.context import ContextAxis, context_axis
+from gptlite.parallelism.layout import CONTEXT, num_stages, split_layers, splits_backward, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, add_across_ends
 from gptlite.parallelism.tensor import (
@@ -50,18 +51,22 @@ def parallelize(
 ) -> list[GPT]:
     """This rank's parts of the pipeline, ready to be materialized; on one device the only part is the model itself.
 
-    Order: pipeline, tensor, recomputation, compilation, ZeRO, as each wraps what the one before has made.
+    Order: pipeline, tensor, context, recomputation, compilation, ZeRO, as each wraps what the one before has made.
     """
     parts = _cut_layers(model, mesh, config)
     split_backward = splits_backward(config)
     # A backward pass in two halves would run an overlapping layer's communication in both; compiled code is reordered
     # by the compiler.
     axis = tensor_axis(mesh, config.sequence, overlap=not (split_backward or compile))
+    # What is computed again is gathered again with it, and compiled code knows no memory that comes and goes.
+    context = context_axis(mesh, config.activation_checkpointing is ActivationCheckpointing.none and not compile)
     for part in parts:
         if axis is not None:
             _cut_tensors(part, axis)
         if split_backward:
             _plain_products(part)
+        if context is not None:
+            _cut_sequences(part, context)
         for block in part.blocks():
             _recompute(block, config.activation_checkpointing, split_backward)
             if compile:
@@ -100,8 +105,9 @@ def build_passes(
     assert isinstance(part, GPT)
     if chain.mesh.size("pp") == 1:
         return OnePart(part, config.zero)
-    tokens = (micro_batch_size, sequence_length)
-    activations = (micro_batch_size, chain.slice_length(sequence_length), part.config.d_model)
+    length = sequence_length // chain.mesh.size(CONTEXT)
+    tokens = (micro_batch_size, length)
+    activations = (micro_batch_size, chain.slice_length(length), part.config.d_model)
     return Pipeline(chain.parts, chain.mesh, config, micro_batches, tokens, activations, part.compute_dtype)
 
 
@@ -160,6 +166,12 @@ def _plain_products(part: GPT) -> None:
     for module in part.modules():
         if isinstance(module, Linear):
             module.fused = False
+
+
+def _cut_sequences(part: GPT, context: ContextAxis) -> None:
+    part.context = context
+    for block in part.blocks():
+        block.context = block.attn.context = context
 
 
 def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: bool) -> None:

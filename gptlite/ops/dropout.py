@@ -5,7 +5,7 @@ The mask comes from the counter-based generator Philox4x32-10 (Salmon et al., SC
 checkpoint, and recomputation under activation checkpointing replays it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from gptlite.ops.philox import WORD, philox
 class DropoutKey:
     """What names a mask: the run's seed, the place in the model, and the global sample numbers of the batch.
 
-    A tensor that is a piece of a whole says where it starts, and gets the whole's mask for that piece.
+    A tensor that is a piece of a whole says where it starts, and gets the whole's mask for that piece. Its positions
+    are one run, or two equally long ones with `gap` left out between them.
     """
 
     seed: int  # 0 <= seed < 2**32
@@ -27,6 +28,7 @@ class DropoutKey:
     sample_ids: Tensor  # [B] int64
     first_position: int = 0
     first_head: int = 0
+    gap: int = 0
 
 
 def keep_mask(shape: torch.Size, p: float, key: DropoutKey) -> Tensor:
@@ -36,6 +38,8 @@ def keep_mask(shape: torch.Size, p: float, key: DropoutKey) -> Tensor:
     lanes = -(-width // 4)
     sample = key.sample_ids.view(batch, *[1] * (len(shape) - 1))
     position = torch.arange(key.first_position, key.first_position + positions, device=device).unsqueeze(-1)
+    if key.gap:
+        position[positions // 2 :] += key.gap
     head = torch.zeros_like(sample)
     if len(shape) == 4:
         head = torch.arange(key.first_head, key.first_head + shape[1], device=device).view(-1, 1, 1)
@@ -52,6 +56,9 @@ def dropout(x: Tensor, p: float, key: DropoutKey | None, fused: bool = False) ->
     """
     if key is None or p == 0.0:
         return x
+    if fused and key.gap:  # the kernel knows one run
+        halves = x.split(x.shape[-2] // 2, -2)
+        return torch.cat([_Dropout.apply(h, *kernel_key(p, k)) for h, k in zip(halves, runs(key, x), strict=True)], -2)
     if fused:
         return _Dropout.apply(x, *kernel_key(p, key))
     return torch.where(
@@ -65,6 +72,12 @@ def kernel_key(p: float, key: DropoutKey | None) -> tuple[float, int, Tensor | N
         return 0.0, 0, None, None, 0, 0
     site = key.site if isinstance(key.site, Tensor) else torch.full((), key.site, device=key.sample_ids.device)
     return p, key.seed, site, key.sample_ids, key.first_position, key.first_head
+
+
+def runs(key: DropoutKey, x: Tensor) -> tuple[DropoutKey, DropoutKey]:
+    """The keys of the two halves of the positions of x [..., S, C]."""
+    second = key.first_position + x.shape[-2] // 2 + key.gap
+    return replace(key, gap=0), replace(key, first_position=second, gap=0)
 
 
 class _Dropout(torch.autograd.Function):

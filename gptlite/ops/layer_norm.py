@@ -28,6 +28,8 @@ def residual_norm(
     fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """h = residual + dropout(x), and its layer norm: (norm, h), all [B, S, D]. `key=None` drops nothing."""
+    if fused and key is not None and key.gap:  # the kernel knows one run of positions
+        x, p, key = dropout(x, p, key, fused), 0.0, None
     if fused:
         return _ResidualNorm.apply(x, residual, weight, bias, eps, p, key)
     h = residual + dropout(x, p, key)

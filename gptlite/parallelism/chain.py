@@ -6,13 +6,14 @@ torch's schedules run a fixed number of micro-batches of a fixed shape; these ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.context import context_of
 from gptlite.parallelism.layout import num_stages, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.tensor import axis_of
@@ -29,7 +30,7 @@ class Chain:
         config: ParallelismConfig | None = None,
     ) -> None:
         config = config or ParallelismConfig()
-        self.parts, self.axis = list(parts), axis_of(parts[0])
+        self.parts, self.axis, self.context = list(parts), axis_of(parts[0]), context_of(parts[0])
         self.mesh = mesh or Mesh(next(parts[0].parameters()).device)
         self._owner = {stage: rank for rank in range(config.pipeline) for stage in stages_of_rank(config, rank)}
         self._mine = stages_of_rank(config, self.mesh.coordinate("pp"))
@@ -41,7 +42,7 @@ class Chain:
         return self._last in self._mine
 
     def slice_length(self, length: int) -> int:
-        """Positions of a sequence that the activations between parts have on this rank."""
+        """Positions that the activations between parts have here, of those that tokens have on this rank."""
         return length // self.axis.size if self.axis is not None and self.axis.sequence else length
 
     def run(
@@ -80,13 +81,16 @@ class Chain:
     def reading(self, whole_sequence: bool = False) -> Iterator[None]:
         """No gradients and no dropout while entered; afterwards what ZeRO has gathered is freed.
 
-        `whole_sequence` turns sequence parallelism off: a single token has no sequence to cut.
+        `whole_sequence` turns sequence and context parallelism off: a single token has no sequence to cut.
         """
         training = [part.training for part in self.parts]
         for part in self.parts:
             part.eval()
         try:
-            with torch.no_grad(), self.axis.whole_sequence() if whole_sequence and self.axis else nullcontext():
+            with torch.no_grad(), ExitStack() as stack:
+                for axis in (self.axis, self.context):
+                    if whole_sequence and axis is not None:
+                        stack.enter_context(axis.whole_sequence())
                 yield
         finally:
             reshard(self.parts)

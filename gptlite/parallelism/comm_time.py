@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from gptlite.parallelism.flight_recorder import RecordedTime
-from gptlite.parallelism.layout import AXES
+from gptlite.parallelism.layout import CONTEXT
 from gptlite.parallelism.mesh import DATA_AXES, Mesh
 from gptlite.parallelism.stack import WORLD
 
-KINDS = ("tp", "pp", "dp", WORLD)
+KINDS = ("tp", CONTEXT, "pp", "dp", WORLD)
 WINDOW_SECONDS = 20.0  # of training over which a share is averaged, if rows come more often: 400 looks
 NOTABLE = 0.1  # of a step: a rank that computes longer than the mean by less is not slower
 
@@ -32,7 +32,7 @@ class CommunicationTime:
         self._new_total = 0.0
         self._seconds, self._total = dict.fromkeys(KINDS, 0.0), 0.0
         self._rows = 0
-        groups = [dist.group.WORLD, *(mesh.group(axis) for axis in AXES if mesh.size(axis) > 1)]
+        groups = [dist.group.WORLD, *mesh.groups().values()]
         self._recorded = RecordedTime(groups) if mesh.device.type == "cuda" else None
 
     def add(self, axis: str | None, seconds: float) -> None:
@@ -44,9 +44,10 @@ class CommunicationTime:
     def row(self, step_seconds: float) -> dict[str, Any]:
         """The keys of a metrics row, the same on all ranks; to be called by all of them, after as many steps.
 
-        `comm_seconds_<axis>`: seconds of a step in collectives along tp, pp, dp (both data axes) and of all ranks
-        (world), the mean over the ranks. `slowest_rank`: which rank of the world the others waited for, None if all
-        computed about as long. `slowest_rank_<axis>`: the same along an axis, as an index on it.
+        `comm_seconds_<axis>`: seconds of a step in collectives along tp, cp, pp, dp (both data axes, cp's ranks among
+        them) and of all ranks (world), the mean over the ranks. `slowest_rank`: which rank of the world the others
+        waited for, None if all computed about as long. `slowest_rank_<axis>`: the same along an axis, as an index on
+        it.
         """
         shares = self._shares()
         own = torch.tensor(shares, dtype=torch.float64, device=self._mesh.device)
@@ -71,14 +72,14 @@ class CommunicationTime:
 
 def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, Any]:
     """A row's keys from every rank's shares [world, KINDS] of a step."""
-    sizes = {"tp": mesh.size("tp"), "pp": mesh.size("pp"), "dp": mesh.data_size, WORLD: mesh.world_size}
+    sizes = {axis: mesh.size(axis) for axis in ("tp", CONTEXT, "pp")} | {"dp": mesh.fsdp_size, WORLD: mesh.world_size}
     seconds = (shares.mean(0) * step_seconds).tolist()
     row: dict[str, Any] = {
         f"comm_seconds_{kind}": value for kind, value in zip(KINDS, seconds, strict=True) if sizes[kind] > 1
     }
     computing = 1 - shares.sum(1)
     row["slowest_rank"] = _slowest(computing)
-    for kind in KINDS[:3]:
+    for kind in KINDS[:-1]:
         if sizes[kind] > 1:
             axes = DATA_AXES if kind == "dp" else (kind,)
             index = torch.tensor([_index(mesh, rank, axes) for rank in range(mesh.world_size)])

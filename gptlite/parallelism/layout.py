@@ -7,15 +7,25 @@ from dataclasses import dataclass
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.parallelism.config import ParallelismConfig
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+CONTEXT = "cp"  # ranks that share sequences: neighbours on the data axes, see Layout
 MAX_MICRO_BATCH = 16  # sequences; the most that a micro-batch left open becomes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees of the five axes, slowest first, in the order of AXES."""
+    """The degrees of the axes, slowest first, in the order of AXES, and how many ranks share each sequence.
 
-    sizes: tuple[int, ...] = (1, 1, 1, 1, 1)
+    To parameters, ranks that share sequences are data-parallel ranks like others: they hold copies or shards, and
+    their gradients are summed. So they are part of the data axes, neighbours on them.
+    """
+
+    sizes: tuple[int, ...] = (1, 1, 1, 1)
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) != len(AXES):
+            raise ValueError(f"{len(self.sizes)} sizes, and the axes are {', '.join(AXES)}")
 
     @property
     def world_size(self) -> int:
@@ -23,13 +33,18 @@ class Layout:
         return math.prod(self.sizes)
 
     @property
-    def data_size(self) -> int:
-        """Number of data-parallel parts of a global batch: dp_replicate * dp_shard."""
+    def fsdp_size(self) -> int:
+        """Ranks whose gradients are summed, each of other tokens: dp_replicate * dp_shard."""
         return self.size("dp_replicate") * self.size("dp_shard")
 
+    @property
+    def data_size(self) -> int:
+        """Number of data-parallel parts of a global batch."""
+        return self.fsdp_size // self.context
+
     def size(self, axis: str) -> int:
-        """Degree of one axis, by its name in AXES."""
-        return self.sizes[AXES.index(axis)]
+        """Degree of one axis, by its name in AXES, or of CONTEXT."""
+        return self.context if axis == CONTEXT else self.sizes[AXES.index(axis)]
 
 
 @dataclass(frozen=True)
@@ -74,7 +89,8 @@ def splits_backward(config: ParallelismConfig) -> bool:
 def resolve(config: ParallelismConfig, world: int) -> Layout:
     """The layout on that many ranks: `data: null` is what is left of them. Raises ConfigError with the equation.
 
-    Without ZeRO the data ranks hold copies; with it they shard, in `dp_replicate` copies.
+    Without ZeRO the data ranks hold copies; with it they shard, in `dp_replicate` copies. So do ranks that share
+    sequences, all of which shard.
     """
     inner = config.pipeline * config.context * config.tensor
     data = world // inner if config.data is None else config.data
@@ -91,8 +107,9 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
             f"parallelism.dp_replicate={replicate} of {data} data-parallel ranks: parallelism.zero=0 copies all to all "
             f"of them; use parallelism.dp_replicate=1, or shard with parallelism.zero=1, 2 or 3"
         )
-    replicate = data if config.zero == 0 else replicate
-    return Layout((config.pipeline, replicate, data // replicate, config.context, config.tensor))
+    context = config.context
+    copies, shards = (data * context, 1) if config.zero == 0 else (replicate, data // replicate * context)
+    return Layout((config.pipeline, copies, shards, config.tensor), context)
 
 
 def _unequal(config: ParallelismConfig, world: int) -> str:
@@ -126,6 +143,16 @@ def wanted_world(config: ParallelismConfig, gpus: int) -> int:
         return inner * replicate
     shards = gpus // (inner * replicate) if gpus else 2
     return inner * replicate * max(shards, 1)
+
+
+def chunk_starts(length: int, size: int, rank: int) -> tuple[int, int]:
+    """Where the two chunks begin that a rank has of a sequence cut over `size` ranks, of length / (2 size) each.
+
+    Chunks r and 2 size - 1 - r: an early one, whose queries see few keys, and a late one, so that all ranks have as
+    much to do (Llama 3, arXiv:2407.21783, section 3.3.2).
+    """
+    chunk = length // (2 * size)
+    return rank * chunk, (2 * size - 1 - rank) * chunk
 
 
 def stages_per_rank(config: ParallelismConfig) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gptlite.parallelism.config import Offload, ParallelismConfig
-from gptlite.parallelism.layout import AXES, Layout, resolve
+from gptlite.parallelism.layout import AXES, CONTEXT, Layout, resolve
 from gptlite.parallelism.process_group import join_alone, leave
 from gptlite.parallelism.torch_private import set_timeout
 
@@ -18,16 +19,17 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The degrees of the five axes, slowest first, this rank's place on them, and the process groups along them.
+    """The degrees of the axes, slowest first, this rank's place on them, and the process groups along them.
 
     With one rank there is nothing to communicate, so no process group exists and `device_mesh` is None, unless FSDP2
-    offloads.
+    offloads. `context_group`: the ranks that share this one's sequences, where there are several; see Layout.
     """
 
     device: torch.device
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
     device_mesh: DeviceMesh | None = None
+    context_group: dist.ProcessGroup | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -40,7 +42,7 @@ class Mesh:
         return self.layout.world_size
 
     def size(self, axis: str) -> int:
-        """Degree of one axis, by its name in AXES."""
+        """Degree of one axis, by its name in AXES, or of CONTEXT."""
         return self.layout.size(axis)
 
     def coordinate(self, axis: str) -> int:
@@ -49,13 +51,21 @@ class Mesh:
 
     def coordinate_of(self, rank: int, axis: str) -> int:
         """Any rank's index along an axis."""
+        if axis == CONTEXT:
+            return rank // self.size("tp") % self.size(CONTEXT)
         index = AXES.index(axis)
         inner = torch.Size(self.sizes[index + 1 :]).numel()
         return rank // inner % self.sizes[index]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank's line along an axis. Raises ValueError on one device, which has none."""
+        if axis == CONTEXT and self.context_group is not None:
+            return self.context_group
         return self.along(axis).get_group()
+
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """The process groups of the axes, CONTEXT among them, that have more than one rank."""
+        return {axis: self.group(axis) for axis in (*AXES, CONTEXT) if self.size(axis) > 1}
 
     def along(self, *axes: str) -> DeviceMesh:
         """This rank's sub-mesh of some axes. Raises ValueError on one device."""
@@ -68,13 +78,19 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """Number of data-parallel parts of a global batch: dp_replicate * dp_shard."""
+        """Number of data-parallel parts of a global batch."""
         return self.layout.data_size
+
+    @property
+    def fsdp_size(self) -> int:
+        """Ranks whose gradients are summed: data_size times those that share each sequence."""
+        return self.layout.fsdp_size
 
     @property
     def data_rank(self) -> int:
         """Which part of the global batch this rank reads."""
-        return self.coordinate("dp_replicate") * self.size("dp_shard") + self.coordinate("dp_shard")
+        index = self.coordinate("dp_replicate") * self.size("dp_shard") + self.coordinate("dp_shard")
+        return index // self.size(CONTEXT)
 
     @property
     def is_main(self) -> bool:
@@ -85,7 +101,8 @@ class Mesh:
         """Destroys the mesh's process groups, though not the world's of several: each holds file descriptors."""
         if self.device_mesh is None:
             return
-        groups = {id(group): group for axis in AXES for group in [self.group(axis)]}
+        every = [*(self.group(axis) for axis in AXES), *([self.context_group] if self.context_group else [])]
+        groups = {id(group): group for group in every}
         for group in groups.values():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
@@ -94,7 +111,7 @@ class Mesh:
 
 
 def build_mesh(config: ParallelismConfig) -> Mesh:
-    """One device if no process group has been joined, else the five axes over the world. Raises ConfigError.
+    """One device if no process group has been joined, else the axes over the world. Raises ConfigError.
 
     Where one device offloads, this joins a group of its own, which `close` leaves.
     """
@@ -106,8 +123,19 @@ def build_mesh(config: ParallelismConfig) -> Mesh:
         return Mesh(device, resolve(config, 1))
     rank, layout = dist.get_rank(), resolve(config, dist.get_world_size())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    ranks = torch.arange(layout.world_size).view(layout.sizes)
-    mesh = Mesh(device, layout, rank, DeviceMesh(device.type, ranks, mesh_dim_names=AXES))
-    for axis in AXES:  # torch gives each half an hour
+    mesh = mesh_over_world(device, layout, rank)
+    for axis in (*AXES, *([CONTEXT] if layout.context > 1 else [])):  # torch gives each half an hour
         set_timeout(mesh.group(axis), config.timeout_seconds)
     return mesh
+
+
+def mesh_over_world(device: torch.device, layout: Layout, rank: int) -> Mesh:
+    """A mesh of all ranks, whose groups are made. Collective."""
+    ranks = torch.arange(layout.world_size)
+    device_mesh = DeviceMesh(device.type, ranks.view(layout.sizes), mesh_dim_names=AXES)
+    context: Any = None
+    if layout.context > 1:
+        lines = ranks.view(-1, layout.context, layout.size("tp")).transpose(1, 2).flatten(0, 1).tolist()
+        # Described as DeviceMesh describes its own.
+        context, _ = dist.new_subgroups_by_enumeration(lines, group_desc=f"mesh_{CONTEXT}")
+    return Mesh(device, layout, rank, device_mesh, context)

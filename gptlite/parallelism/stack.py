@@ -20,6 +20,7 @@ AXIS_FILES = {
     "gptlite/parallelism/pipeline.py": "pp",
     "gptlite/parallelism/chain.py": "pp",
     "gptlite/parallelism/tensor.py": "tp",
+    "gptlite/parallelism/context.py": "cp",
 }
 WORLD = "world"
 # What a function on the stack says of the phase, from the outside in; after "backward" nothing more is said.
@@ -39,7 +40,8 @@ PHASES = {
 class Place:
     """Where a thread stands. `waits`: "collective", "store", or "" where it does not wait for other ranks.
 
-    `collective` is its name, "" where the stack does not tell; `axis` tp, pp, dp or world; `words` the phase and line.
+    `collective` is its name, "" where the stack does not tell; `axis` tp, cp, pp, dp or world; `words` the phase and
+    the line.
     """
 
     waits: str = ""

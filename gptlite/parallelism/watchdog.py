@@ -26,7 +26,6 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from gptlite.parallelism.comm_time import CommunicationTime
 from gptlite.parallelism.flight_recorder import counts, oldest_under_way
-from gptlite.parallelism.layout import AXES
 from gptlite.parallelism.mailbox import Mailbox
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.stack import WORLD, Place, place_of, waits_along
@@ -60,7 +59,7 @@ class Watch:
         self._asks = self._ends - 3 * self._period  # time for two words of each
         self.communication_time = CommunicationTime(mesh)
         self._main, self._host = threading.get_ident(), socket.gethostname()
-        self._groups = [dist.group.WORLD, *(mesh.group(axis) for axis in AXES if mesh.size(axis) > 1)]
+        self._groups = [dist.group.WORLD, *mesh.groups().values()]
         name = [uuid.uuid4().hex]  # a run that was started again may find the store of the one before
         dist.broadcast_object_list(name, src=0, device=mesh.device)
         store: Any = dist.distributed_c10d._get_default_store()

@@ -15,8 +15,9 @@ def layout_words(config: ParallelismConfig, layout: Layout) -> str:
         axes.append(f"pipeline {pipeline}")
     if layout.data_size > 1:
         axes.append(f"data {layout.data_size} ({', '.join(_data_words(config, layout))})")
-    if (context := layout.size("cp")) > 1:
-        axes.append(f"context {context}")
+    if layout.context > 1:
+        words = "" if layout.data_size > 1 else f" ({', '.join(_data_words(config, layout))})"
+        axes.append(f"context {layout.context}{words}")
     if (tensor := layout.size("tp")) > 1:
         axes.append(f"tensor {tensor}{' (sequence)' if config.sequence else ''}")
     words = " x ".join(axes)

@@ -36,16 +36,16 @@ def shard(
 ) -> None:
     """Shards a part of the model over the data axes, in place.
 
-    Without data parallelism it is left as it is, unless something is offloaded: then a rank has all of the only shard,
+    Where they have one rank it is left as it is, unless something is offloaded: then a rank has all of the only shard,
     which FSDP2 keeps in host memory, with its gradient, as it does the shards of several.
 
     `blocks` are gathered and reduced `bucket_layers` at a time, the rest of the part together. Parameters are gathered
     in `dtype`, gradients reduced in `reduce_dtype`.
     """
     offloads = config.offload is not Offload.none
-    if mesh.data_size == 1 and not offloads:
+    if mesh.fsdp_size == 1 and not offloads:
         return
-    hybrid = mesh.data_size > 1 and (config.zero == 0 or mesh.size("dp_replicate") > 1)
+    hybrid = mesh.fsdp_size > 1 and (config.zero == 0 or mesh.size("dp_replicate") > 1)
     axes = ("dp_replicate", "dp_shard") if hybrid else ("dp_shard",)
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False

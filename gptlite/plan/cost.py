@@ -11,7 +11,7 @@ from gptlite.model.flops import flops_per_token, head_flops, layer_flops
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import SGDConfig
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import num_stages, split_layers, splits_backward, stages_of_rank
+from gptlite.parallelism.layout import CONTEXT, num_stages, split_layers, splits_backward, stages_of_rank
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost_block import Passes, Piece, Stack, Traffic, block, block_parameters, head
 from gptlite.plan.cost_device import Device, device_of, ranks_on_node, waiting_for_cores
@@ -132,11 +132,14 @@ def stack_of(work: Workload) -> Stack:
 
 def _causal(work: Workload) -> float:
     """Share of the scores that attention computes."""
+    ranks = work.layout.context
+    # Of a chunk's queries nobody computes what comes after the chunk; a mask that is given hides the rest of it.
+    boxes = (1 + 1 / (2 * ranks)) / 2
     if work.attention is Attention.fused_softmax:
-        return 1.0
+        return 1.0 if ranks == 1 else boxes
     if work.attention is Attention.matmul:
-        return (1 + min(1.0, QUERY_BLOCK / work.sequence_length)) / 2
-    return 0.5
+        return (1 + min(1 / (2 * ranks) if ranks > 1 else 1.0, QUERY_BLOCK / work.sequence_length)) / 2
+    return 0.5 if ranks == 1 or work.attention is Attention.fused else boxes
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ def _rank(work: Workload, cluster: ClusterConfig, device: Device, rank: int, lay
     held = sum(len(layers[stage]) for stage in mine)
     stack, links = stack_of(work), Links(cluster, work.layout)
     ranks = work.layout.size("tp")
-    piece = Piece(work.micro_batch_size, work.sequence_length, ranks, config.sequence)
+    piece = Piece(work.micro_batch_size, work.rank_length, ranks, config.sequence, work.layout.context)
     passes = block(model, piece, stack, device, config.activation_checkpointing.value).times(held)
     if last in mine:
         passes += head(model, piece, stack, device)
@@ -197,19 +200,21 @@ def _rank(work: Workload, cluster: ClusterConfig, device: Device, rank: int, lay
 
 
 def _tensor(work: Workload, cluster: ClusterConfig, links: Links, sent: list[Transfer], passes: Passes) -> Passes:
-    """Exposed communication along the tensor axis, of one micro-batch.
+    """Exposed communication inside of layers, of one micro-batch: along the tensor axis, and of keys and values, for
+    which attention waits.
 
     The backward pass of a column-parallel layer sums its input's gradient, and gathers its input once more, while it
     computes: all of the backward traffic without sequence parallelism, two thirds of it with.
     """
     config = work.parallelism
-    there, back = (
-        sum(links.seconds(each) for each in sent if each.axis == "tp" and each.phase == phase) / work.micro_batches
+    there, back, keys_there, keys_back = (
+        sum(links.seconds(each) for each in sent if each.axis == axis and each.phase == phase) / work.micro_batches
+        for axis in ("tp", CONTEXT)
         for phase in ("forward", "backward")
     )
     split = splits_backward(config)
     hidden = 0.0 if split else cluster.overlap * min(back * (2 / 3 if config.sequence else 1), passes.forward / 2)
-    return Passes(there, back - hidden)
+    return Passes(there + keys_there, back + keys_back - hidden)
 
 
 def _data(work: Workload, cluster: ClusterConfig, links: Links, sent: list[Transfer], passes: Passes) -> float:
@@ -243,6 +248,6 @@ def _message(work: Workload, cluster: ClusterConfig) -> float:
     if work.layout.size("pp") == 1:
         return 0.0
     between = work.layout.size("tp") if work.parallelism.sequence else 1
-    payload = work.micro_batch_size * work.sequence_length // between * work.model.d_model * work.itemsize
+    payload = work.micro_batch_size * work.rank_length // between * work.model.d_model * work.itemsize
     links = Links(cluster, work.layout)
     return links.once("send", payload, links.group("pp"))

@@ -47,12 +47,21 @@ class Stack:
 
 @dataclass(frozen=True)
 class Piece:
-    """A micro-batch as a rank sees it: `sequences` of `length`, each layer cut over `tensor` ranks."""
+    """A micro-batch as a rank sees it: `sequences` of `length`, each layer cut over `tensor` ranks.
+
+    Of sequences that are cut over `context` ranks it has `length` positions, and the keys of all.
+    """
 
     sequences: int
     length: int
     tensor: int = 1
     sequence: bool = False
+    context: int = 1
+
+    @property
+    def keys(self) -> int:
+        """Positions that queries look at, before the causal mask."""
+        return self.length * self.context
 
     @property
     def tokens(self) -> int:
@@ -115,10 +124,10 @@ def _attention(model: GPTConfig, piece: Piece, stack: Stack, device: Device) -> 
     heads, length, wide = model.num_heads / piece.tensor, piece.length, model.head_dim
     batch = piece.sequences * heads
     if stack.fused_attention:
-        flops, elements = 4 * batch * length * length * wide * stack.causal, 4 * batch * length * wide
+        flops, elements = 4 * batch * length * piece.keys * wide * stack.causal, 4 * batch * length * wide
         # The backward pass has five products for two, the scores' again among them.
         return device.fused_attention(flops, elements), device.fused_attention(2.5 * flops, 2 * elements)
-    product = device.matmul(length, wide, length * stack.causal, batch)
+    product = device.matmul(length, wide, piece.keys * stack.causal, batch)
     return 2 * product, 4 * product
 
 
@@ -126,5 +135,5 @@ def _pointwise(model: GPTConfig, piece: Piece, traffic: Traffic, device: Device)
     ranks = piece.tensor
     each = traffic.width * model.d_model / (ranks if piece.sequence else 1)
     each += (traffic.heads * model.d_model + traffic.inner * model.ffn_size) / ranks
-    each += traffic.scores * model.num_heads * piece.length / ranks
+    each += traffic.scores * model.num_heads * piece.keys / ranks
     return device.move(piece.tokens * each * device.itemsize, traffic.ops)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gptlite.parallelism.layout import AXES, Layout
+from gptlite.parallelism.layout import AXES, CONTEXT, Layout
 from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.cost_device import ranks_on_node
 from gptlite.plan.workload import Transfer
@@ -42,6 +42,8 @@ class Links:
         sizes, node = self.layout.sizes, ranks_on_node(self.cluster, self.layout.world_size)
         if axis == WORLD:
             ranks, stride = self.layout.world_size, 1
+        elif axis == CONTEXT:
+            ranks, stride = self.layout.context, self.layout.size("tp")
         else:
             place = AXES.index(axis)
             ranks, stride = sizes[place], math.prod(sizes[place + 1 :])

@@ -61,7 +61,7 @@ def _state(work: Workload, held: list[Stage], passes: list[Pass]) -> tuple[int, 
     gathered = {
         stage.number: work.itemsize * padded(stage.others if zero == 3 else stage.parameters(), shards)
         for stage in held
-        if work.layout.data_size > 1
+        if work.layout.fsdp_size > 1
     }
     reduced = {stage.number: MASTER * padded(stage.parameters(), shards) for stage in held}
     if zero >= 2:
@@ -166,7 +166,7 @@ class _Groups:
     @classmethod
     def of(cls, work: Workload, stage: Stage, final: bool = False) -> _Groups:
         """Of a stage, in a step's last backward pass of it or in others."""
-        shards, data = work.layout.size("dp_shard"), work.layout.data_size
+        shards, data = work.layout.size("dp_shard"), work.layout.fsdp_size
         blocks = min(work.parallelism.bucket_layers, stage.layers)
         buckets = -(-stage.layers // work.parallelism.bucket_layers)
         last = stage.layers - (buckets - 1) * blocks

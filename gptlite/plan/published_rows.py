@@ -94,7 +94,7 @@ def deepspeed_rows() -> list[Row]:
 def _megatron(words: Sequence[str]) -> Row:
     heads, width, layers, tensor, pipeline, gpus, batch, micro, virtual = map(int, words[1:10])
     model = GPTConfig(num_layers=layers, num_heads=heads, d_model=width, vocab_size=51200, sequence_length=2048)
-    layout = Layout((pipeline, gpus // (pipeline * tensor), 1, 1, tensor))
+    layout = Layout((pipeline, gpus // (pipeline * tensor), 1, tensor))
     return Row(
         table=MEGATRON,
         name=f"{words[0]}B",
@@ -119,7 +119,7 @@ def _deepspeed(words: Sequence[str]) -> Row:
         sequence_length=1024,
     )
     data = 64 // tensor
-    layout = Layout((1, 1, data, 1, tensor) if zero else (1, data, 1, 1, tensor))
+    layout = Layout((1, 1, data, tensor) if zero else (1, data, 1, tensor))
     return Row(
         table=DEEPSPEED,
         name=f"{words[0]}B {'ZeRO' if zero else 'Megatron'} mp{tensor}",

@@ -23,6 +23,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 WANTED = 30  # kinds of layouts that fit, of those with other degrees or another ZeRO stage
 ASKED = 300  # layouts that are counted exactly where nothing fits, to say how little would do
 MASTER = 4  # bytes of a parameter
+SHORTEST_CHUNK = 1024  # positions: with shorter ones another axis divides the same work for less traffic
 UNKNOWN = (0, RankBytes(0, 0, 0, 0))  # the memory of a layout that has only been timed
 VIRTUAL_STAGES = (2, 3, 4)  # for schedules that take any number
 Refuses = Callable[[ParallelismConfig, int], str]
@@ -173,7 +174,7 @@ def distinct(found: Found, count: int) -> list[Candidate]:
 
 def _kind(each: Candidate) -> tuple[int, ...]:
     its = each.work.parallelism
-    return its.tensor, its.pipeline, each.work.layout.data_size, its.zero
+    return its.tensor, its.pipeline, its.context, each.work.layout.data_size, its.zero
 
 
 def workloads(
@@ -202,11 +203,19 @@ def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[Parall
     for tensor in [base.tensor] if "tensor" in fixed else heads:
         depths = [d for d in divisors(world) if d <= model.num_layers]
         for pipeline in [base.pipeline] if "pipeline" in fixed else depths:
-            inner = tensor * pipeline * base.context
-            if world % inner or (base.data is not None and inner * base.data != world):
-                continue
-            degrees = replace(base, tensor=tensor, pipeline=pipeline, data=world // inner)
-            yield from _ways(degrees, space, node)
+            for context in [base.context] if "context" in fixed else _contexts(space, world):
+                inner = tensor * pipeline * context
+                if world % inner or (base.data is not None and inner * base.data != world):
+                    continue
+                degrees = replace(base, tensor=tensor, pipeline=pipeline, context=context, data=world // inner)
+                yield from _ways(degrees, space, node)
+
+
+def _contexts(space: Space, world: int) -> list[int]:
+    """Over how many ranks sequences may be cut."""
+    length = space.work.sequence_length
+    chunked = (d for d in divisors(world) if length % (2 * d) == 0 and length // (2 * d) >= SHORTEST_CHUNK)
+    return [1, *(degree for degree in chunked if degree > 1)]
 
 
 def _ways(degrees: ParallelismConfig, space: Space, node: int) -> Iterator[ParallelismConfig]:
@@ -246,9 +255,9 @@ def _schedules(degrees: ParallelismConfig, fixed: frozenset[str]) -> list[tuple[
 def _zeros(degrees: ParallelismConfig, fixed: frozenset[str], node: int) -> list[tuple[int, int]]:
     """ZeRO stages with their number of copies: shards over all data ranks, or over those of one node alone (HSDP)."""
     data = degrees.data or 1
-    if data == 1:
+    if data * degrees.context == 1:
         return [(degrees.zero if "zero" in fixed else 0, 1)]
-    inside = max(1, node // degrees.tensor)
+    inside = max(1, node // (degrees.tensor * degrees.context))
     copies = {1} | ({data // inside} if data % inside == 0 and inside > 1 else set())
     if "dp_replicate" in fixed:
         copies = {degrees.dp_replicate}

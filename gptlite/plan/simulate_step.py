@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 
 from gptlite.data.loader import Batch, Loader
 from gptlite.kernels.library import Loaded, load
@@ -31,9 +30,9 @@ from gptlite.optimizer.config import ConstantConfig
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.chain import Chain
-from gptlite.parallelism.layout import AXES, Layout
+from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.memory_watch import state_tensors
-from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.mesh import Mesh, mesh_over_world
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
 from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduceScatter
 from gptlite.parallelism.torch_private import imagined_world, schedule_stages
@@ -91,8 +90,7 @@ def _mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
         yield Mesh(CPU, layout)
         return
     with imagined_world(rank, layout.world_size):
-        ranks = torch.arange(layout.world_size).view(layout.sizes)
-        yield Mesh(CPU, layout, rank, DeviceMesh("cpu", ranks, mesh_dim_names=AXES))
+        yield mesh_over_world(CPU, layout, rank)
 
 
 @contextmanager
@@ -155,7 +153,7 @@ class _Loader:
     """As much of a loader as a step asks for. On a CPU a thread of its own makes the batches, which do not count."""
 
     def __init__(self, work: Workload, micro_batches: int, watch: Watch) -> None:
-        shape = (work.micro_batch_size, work.sequence_length)
+        shape = (work.micro_batch_size, work.rank_length)
         self.num_micro_batches, self.global_batch_size = micro_batches, work.global_batch_size
         self._copies = work.device != "cpu"
         tensors = [torch.zeros(size, dtype=torch.int64) for size in (shape, shape, shape[:1])]

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gptlite.parallelism.layout import AXES
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import held_messages, is_last_sum, shapes_unseen, watched_resizes
 from gptlite.plan.simulate_flops import flops_of
@@ -61,7 +60,7 @@ class Watch(TorchDispatchMode):
         self.phase = "step"
         self.state: Callable[[], dict[str, list[Tensor]]] = dict  # the tensors of the model state, by category
         self._mesh = mesh
-        self._axes = {mesh.group(axis).group_name: axis for axis in AXES if mesh.size(axis) > 1}
+        self._axes = {group.group_name: axis for axis, group in mesh.groups().items()}
         self._world = False  # whether it is all ranks that are asked
         self._quiet = False  # whether transfers are parts of one that is counted whole
         self._storages: dict[int, tuple[int, int, Any]] = {}  # number, bytes and a weak reference, by address

@@ -16,6 +16,7 @@ from itertools import accumulate
 
 from gptlite.model.config import Activation
 from gptlite.ops.config import QUERY_BLOCK, Attention
+from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.parallelism.layout import splits_backward
 from gptlite.plan.parameters import fused
 from gptlite.plan.workload import Workload
@@ -37,12 +38,15 @@ class Sizes:
     """Bytes of one micro-batch's tensors on a rank; weights' are those of their gradients in `grad` bytes a number.
 
     whole: [B, S, d]; slice: the same as it is between layers; heads: a rank's part of one of queries, keys, values;
-    inner: of the MLP's hidden layer; scores: [B, H, S, S]; row: one fp32 number a position between layers.
+    gathered: keys and values of all ranks that share sequences, `refill`: given back after the forward pass; inner: of
+    the MLP's hidden layer; scores: [B, H, S, S]; row: one fp32 number a position between layers.
     """
 
     whole: int
     slice: int
     heads: int
+    gathered: int
+    refill: bool
     inner: int
     scores: int
     lse: int
@@ -71,8 +75,10 @@ class Sizes:
     def of(cls, work: Workload) -> Sizes:
         """Of a step."""
         model, config, item = work.model, work.parallelism, work.itemsize
-        tensor, data = work.layout.size("tp"), work.layout.data_size
-        tokens = work.micro_batch_size * work.sequence_length
+        tensor, data = work.layout.size("tp"), work.layout.fsdp_size
+        tokens, context = work.rank_tokens, work.layout.context
+        # Of chunks c of 2 C, an early one and a late one, queries see (2 C + 1) c keys together.
+        seen = work.sequence_length if context == 1 else (work.sequence_length + work.rank_length // 2) // 2
         rows = tokens // tensor if config.sequence else tokens
         split = splits_backward(config)
         half_grads = data > 1 and item < MASTER  # FSDP2 accumulates in fp32 what is computed in 16 bits
@@ -80,8 +86,10 @@ class Sizes:
             whole=tokens * model.d_model * item,
             slice=rows * model.d_model * item,
             heads=tokens * model.d_model * item // tensor,
+            gathered=2 * tokens * context * model.d_model * item // tensor if context > 1 else 0,
+            refill=config.activation_checkpointing is ActivationCheckpointing.none,
             inner=tokens * model.ffn_size * item // tensor,
-            scores=tokens * work.sequence_length * model.num_heads // tensor * item,
+            scores=tokens * seen * model.num_heads // tensor * item,
             lse=tokens * model.num_heads // tensor * MASTER,
             row=rows * MASTER,
             item=item,
@@ -126,7 +134,7 @@ def block_forward(s: Sizes) -> Tape:
     matrix = s.width * s.width // s.tensor
     tape = [*s.cast(2 * s.width), s.slice, s.row, s.row]  # the norm, and its statistics
     tape += s.cast(3 * matrix) + _column(s, 3 * s.heads, biased=True)
-    tape += _attention_forward(s)
+    tape += _gathered_forward(s) if s.gathered else _attention_forward(s)
     tape += s.cast(matrix) + _row(s)
     if s.fused:
         tape += [s.slice, s.slice, s.row, s.row]  # norm and sum
@@ -187,6 +195,23 @@ def _attention_forward(s: Sizes) -> Tape:
     return [h, s.lse]
 
 
+def _gathered_forward(s: Sizes) -> Tape:
+    """Attention of a rank's two chunks, to the keys and values of all."""
+    h, g = s.heads, s.gathered
+    tape = [g, 2 * h, g, g, -g, -g, -2 * h]  # in order, its own side by side, all ranks', and gloo's
+    chunk = [(each + (each > 0)) // 2 for each in _attention_forward(s)]
+    return [*tape, *chunk, *chunk, h, *([-g] if s.refill else [])]
+
+
+def _gathered_backward(s: Sizes) -> Tape:
+    """The gradients of what all ranks have are put together, summed and cut."""
+    h, g = s.heads, s.gathered
+    own = [*([g, 2 * h, g, g, -g, -g, -2 * h] if s.refill else [])]
+    # Those of queries, and of the keys and values that each of the two chunks sees: (2 C + 1) / 2 C of all together.
+    seen = g + 2 * h // 2
+    return [-h, *own, h, seen, h, -h - s.lse, -g, g, g, 2 * h, -g, -seen, 3 * h, -2 * h - g, -3 * h, -h]
+
+
 def masked(s: Sizes, size: int) -> Tape:
     """A dropout mask of so many bytes of numbers, where no kernel draws it again: a byte an element, kept."""
     if s.fused:
@@ -223,7 +248,7 @@ def block_backward(s: Sizes, given: bool = True) -> Tape:
     tape += [s.heads, *s.weight(matrix, s.width), *_uncast(s, matrix)]
     tape += [-s.whole] if s.sequence else []
     tape += [-dropping]
-    tape += _attention_backward(s)
+    tape += _gathered_backward(s) if s.gathered else _attention_backward(s)
     tape += _column_backward(s, 3 * s.heads, 3 * matrix, 3 * s.width // s.tensor)
     tape += [
         s.slice,

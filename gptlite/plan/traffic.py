@@ -41,11 +41,12 @@ def transfers(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Transfer]:
     """Every collective and message of one step that a pipeline rank takes part in, equal ones together.
 
     `tp_rank` matters where the vocabulary does not divide by the tensor axis. Of data ranks the first is meant, whose
-    shards are the longest. Compiled blocks gather less under sequence parallelism than is counted here.
+    shards are the longest. Compiled blocks gather less under sequence and context parallelism than is counted here.
     """
     found, held = _Sum(), stages(work, pp_rank, tp_rank)
     for stage in held:
         _tensor(found, work, stage)
+        _context(found, work, stage)
         _data(found, work, stage)
         _pipeline(found, work, stage, pp_rank)
         _sliced(found, work, stage)
@@ -66,10 +67,10 @@ def _tensor(found: _Sum, work: Workload, stage: Stage) -> None:
     if ranks == 1:
         return
     count, layers = work.micro_batches, stage.layers
-    tokens = work.micro_batch_size * work.sequence_length
+    tokens = work.rank_tokens
     between = tokens * work.model.d_model * work.itemsize
     # The table is looked up as it is: fp32, where no FSDP2 casts it.
-    embedded = between if work.layout.data_size > 1 else tokens * work.model.d_model * MASTER
+    embedded = between if work.layout.fsdp_size > 1 else tokens * work.model.d_model * MASTER
     split = splits_backward(config)
     again = _recomputed(work, stage, split)
     summed = "reduce_scatter" if config.sequence else "all_reduce"
@@ -89,6 +90,20 @@ def _tensor(found: _Sum, work: Workload, stage: Stage) -> None:
     if stage.last:
         for rows, chunks in _chunks(work, tokens):
             found.add("tp", "all_gather", ranks, ranks * rows * TERMS, "forward", chunks * count)
+
+
+def _context(found: _Sum, work: Workload, stage: Stage) -> None:
+    """Among the ranks that share sequences, for each micro-batch and block: keys and values, and their gradients.
+
+    They are gathered again for the backward pass, alone or with the block that is computed again.
+    """
+    ranks, count = work.layout.context, work.micro_batches * stage.layers
+    tokens = work.micro_batch_size * work.sequence_length
+    payload = 2 * tokens * work.model.d_model // work.layout.size("tp") * work.itemsize
+    again = _recomputed(work, stage, splits_backward(work.parallelism)).gathers // 2 * work.micro_batches
+    found.add("cp", "all_gather", ranks, payload, "forward", count)
+    found.add("cp", "all_gather", ranks, payload, "backward", again or count)
+    found.add("cp", "reduce_scatter", ranks, payload, "backward", count)
 
 
 @dataclass(frozen=True)
@@ -125,7 +140,7 @@ def _chunks(work: Workload, tokens: int) -> list[tuple[int, int]]:
 
 def _data(found: _Sum, work: Workload, stage: Stage) -> None:
     """Along the data axes: FSDP2's, one for each group of parameters. Reductions are in fp32."""
-    if work.layout.data_size == 1:
+    if work.layout.fsdp_size == 1:
         return
     shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
     for group, number in stage.groups(work.parallelism.bucket_layers):
@@ -165,7 +180,7 @@ def _pipeline(found: _Sum, work: Workload, stage: Stage, pp_rank: int) -> None:
     """A stage's messages: an activation of each micro-batch goes on, its gradient comes back."""
     config, mine = work.parallelism, stages_of_rank(work.parallelism, pp_rank)
     between = work.layout.size("tp") if config.sequence else 1
-    length = work.sequence_length // between
+    length = work.rank_length // between
     payload = work.micro_batch_size * length * work.model.d_model * work.itemsize
     for neighbour, (forward, backward) in ((stage.number + 1, ("send", "recv")), (stage.number - 1, ("recv", "send"))):
         if 0 <= neighbour < num_stages(config) and neighbour not in mine:

@@ -40,6 +40,16 @@ class Workload:
         return accumulation(self.global_batch_size, self.micro_batch_size, self.layout.data_size)
 
     @property
+    def rank_length(self) -> int:
+        """Positions of each sequence that a rank has, of those that are cut over ranks."""
+        return self.sequence_length // self.layout.context
+
+    @property
+    def rank_tokens(self) -> int:
+        """Positions of a micro-batch that a rank has."""
+        return self.micro_batch_size * self.rank_length
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step, over all ranks."""
         return self.global_batch_size * self.sequence_length
@@ -64,9 +74,9 @@ class RankBytes:
 class Transfer:
     """One kind of collective that a rank takes part in, `count` times a step.
 
-    axis: tp, pp, dp_shard, dp_replicate or world. kind: all_reduce, all_gather, reduce_scatter, send, recv, broadcast.
-    payload: bytes of the whole tensor before (reduce) or after (gather) it, or of the message. phase: forward, backward
-    or step, which says what it can hide behind.
+    axis: tp, cp, pp, dp_shard, dp_replicate or world. kind: all_reduce, all_gather, reduce_scatter, send, recv or
+    broadcast. payload: bytes of the whole tensor before (reduce) or after (gather) it, or of the message. phase:
+    forward, backward or step, which says what it can hide behind.
     """
 
     axis: str

@@ -13,6 +13,7 @@ from gptlite.optimizer.state import optimizer_state
 from gptlite.optimizer.streamed import StreamedStep
 from gptlite.parallelism.collectives import all_reduce, gather_objects
 from gptlite.parallelism.config import Offload, ParallelismConfig
+from gptlite.parallelism.layout import CONTEXT
 from gptlite.parallelism.memory import (
     MASTER,
     StateBytes,
@@ -58,15 +59,16 @@ class RankMemory:
         whole = max(1, whole_elements(state.optimizer, mesh))
         batch = MicroBatch(
             sequences=state.loader.global_batch_size // (micro_batches * mesh.data_size),
-            length=length,
+            length=length // mesh.size(CONTEXT),
             itemsize=policy.stream_dtype.itemsize,
             device=mesh.device.type,
             attention=ops.attention,
             tensor=mesh.size("tp"),
             sequence=config.sequence,
+            context=mesh.size(CONTEXT),
         )
         kept = _kept(state, batch, config)
-        in_fp32 = mesh.data_size == 1 and config.offload is Offload.none
+        in_fp32 = mesh.fsdp_size == 1 and config.offload is Offload.none
         if itemsize < (MASTER if in_fp32 else gathered):
             kept += whole * itemsize  # the weights, which layers have cast
         model = state.parts[0].config
@@ -83,7 +85,7 @@ def predicted(
     ranks = gather_objects(mesh, RankMemory.of(state, mesh, config, policy, ops, length))
     mine, most = ranks[0], max(range(len(ranks)), key=lambda rank: ranks[rank].total)
     text = ", ".join([*_listed(mine.state), f"activations about {format_bytes(mine.activations)}"])
-    if mesh.data_size > 1:
+    if mesh.fsdp_size > 1:
         text += f"; {mine.a_parameter:.4g} bytes of model state a parameter ({mine.paper:.4g} in the ZeRO paper)"
     if mesh.world_size > 1:
         text = f"rank 0: {text}; the most: {format_bytes(ranks[most].total)}, on rank {most}"

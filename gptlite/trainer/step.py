@@ -13,6 +13,7 @@ from gptlite.optimizer.clip import local_grad_norm
 from gptlite.optimizer.fused import FusedStep, clip_and_step
 from gptlite.optimizer.schedule import set_lr
 from gptlite.parallelism.collectives import all_reduce
+from gptlite.parallelism.layout import CONTEXT
 from gptlite.parallelism.mesh import DATA_AXES, Mesh
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
 from gptlite.parallelism.tensor import is_cut
@@ -91,7 +92,7 @@ class Step:
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.consumed_samples += state.loader.global_batch_size
-        state.tokens += state.loader.global_batch_size * batches[0].tokens.shape[1]
+        state.tokens += state.loader.global_batch_size * batches[0].tokens.shape[1] * self.mesh.size(CONTEXT)
         return StepResult(loss_value, norm_value, lr, scale if state.scaler else None, not finite)
 
     def _settle(self, state: TrainState, total: Tensor) -> tuple[Tensor, float, float]:

@@ -86,7 +86,7 @@ def cut_tensors(mesh: Mesh, config: ParallelismConfig, rows: int) -> dict[str, T
         if mesh.size("tp") > 1 and dim is not None:
             weight = distribute_tensor(weight, mesh.along("tp"), [Shard(dim)], src_data_rank=None)
         part.register_parameter(name.replace(".", "/"), nn.Parameter(weight))
-    if mesh.data_size > 1:
+    if mesh.fsdp_size > 1:
         hybrid = config.zero == 0 or mesh.size("dp_replicate") > 1
         fully_shard(part, mesh=mesh.along(*(("dp_replicate", "dp_shard") if hybrid else ("dp_shard",))))
     tensors: dict[str, Tensor] = {}

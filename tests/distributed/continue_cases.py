@@ -54,7 +54,7 @@ def train(config: Config, world: int, name: str, stop_at: int | None = None) -> 
         if not is_in:
             return None
         layout = resolve(config.parallelism, world)
-        inner = layout.size("cp") * layout.size("tp")
+        inner = layout.context * layout.size("tp")
         return Trained(pretrain(config), rank // inner % layout.data_size, layout.data_size, fed)
 
 

@@ -50,18 +50,20 @@ class Cell:
     checkpointing: str = "none"
     precision: str = "fp32"
     replicate: int = 1
+    context: int = 1
     shared: tuple[str, ...] = ()  # overrides that the reference has too
     more: tuple[str, ...] = ()  # overrides that change no number
 
     @property
     def world(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
 
     @property
     def id(self) -> str:
         words = [f"tp{self.tensor}{'-sp' if self.sequence else ''}-pp{self.pipeline}"]
         words += [self.schedule] * (self.pipeline > 1)
         words += [f"dp{self.data}" + (f"x{self.replicate}" if self.replicate > 1 else ""), f"zero{self.zero}"]
+        words.insert(1, f"cp{self.context}") if self.context > 1 else None
         words += [f"acc{self.accumulation}", "tied" if self.tied else "untied", self.vocabulary]
         words += [f"ac_{self.checkpointing}"] * (self.checkpointing != "none")
         words += [self.precision] * (self.precision != "fp32")
@@ -96,6 +98,7 @@ class Cell:
             "pipeline": self.pipeline,
             "data": self.data,
             "dp_replicate": self.replicate,
+            "context": self.context,
             "zero": self.zero,
             "sequence": str(self.sequence).lower(),
             "activation_checkpointing": self.checkpointing,
@@ -131,6 +134,10 @@ def reference_of(cell: Cell, precision: str) -> list[str]:
     return [*BASE, *cell.model, f"precision={precision}", f"data.micro_batch_size={GLOBAL_BATCH}"]
 
 
+# Of sequences cut over ranks every combination with these, too.
+CONTEXT_AXES = AXES | {"context": (2, 4, 8)}
+
+
 def legal(cell: Cell) -> bool:
     """Whether a combination of axis values is a layout of eight ranks, and says each thing once.
 
@@ -140,7 +147,7 @@ def legal(cell: Cell) -> bool:
         return False
     if cell.tensor * cell.accumulation > MOST_MESSAGES:
         return False
-    if (cell.zero and cell.data == 1) or GLOBAL_BATCH % (cell.data * cell.accumulation):
+    if (cell.zero and cell.data * cell.context == 1) or GLOBAL_BATCH % (cell.data * cell.accumulation):
         return False
     if cell.pipeline == 1:
         return True
@@ -149,12 +156,12 @@ def legal(cell: Cell) -> bool:
 
 
 @lru_cache
-def legal_cells() -> list[Cell]:
-    """Every legal combination of the axes on eight ranks."""
-    cells = []
-    for values in product(*AXES.values()):
-        named = dict(zip(AXES, values, strict=True))
-        degrees = named["tensor"] * named["pipeline"]
+def legal_cells(context: bool = False) -> list[Cell]:
+    """Every legal combination of the axes on eight ranks; with or without cut sequences."""
+    cells, axes = [], CONTEXT_AXES if context else AXES
+    for values in product(*axes.values()):
+        named = dict(zip(axes, values, strict=True))
+        degrees = named["tensor"] * named["pipeline"] * named.get("context", 1)
         if degrees <= 8 and legal(cell := Cell(data=8 // degrees, **named)):
             cells.append(cell)
     return cells
@@ -162,17 +169,18 @@ def legal_cells() -> list[Cell]:
 
 def pairs(cell: Cell) -> set[tuple[str, Any, str, Any]]:
     """What a cell tries together: every two axis values of it."""
-    return {(a, getattr(cell, a), b, getattr(cell, b)) for a, b in combinations(AXES, 2)}
+    axes = CONTEXT_AXES if cell.context > 1 else AXES
+    return {(a, getattr(cell, a), b, getattr(cell, b)) for a, b in combinations(axes, 2)}
 
 
 @lru_cache
-def chosen(count: int, seed: int = 3) -> list[Cell]:
+def chosen(count: int, seed: int = 3, context: bool = False) -> list[Cell]:
     """`count` legal cells in which every two axis values that can meet do so, early ones covering most.
 
     Greedy, the same on every machine: the cell with the most new pairs for its cost, ties by a seeded shuffle. Once all
     pairs have been met, they are to be met again.
     """
-    candidates = list(legal_cells())
+    candidates = list(legal_cells(context))
     random.Random(seed).shuffle(candidates)
     with_pairs = [(cell, pairs(cell)) for cell in candidates]
     everything = set().union(*(met for _, met in with_pairs))
@@ -186,6 +194,7 @@ def chosen(count: int, seed: int = 3) -> list[Cell]:
     return picked
 
 
+SIX_HEADS = ("model.num_heads=6", "model.d_model=48", "model.sequence_length=24")
 # What the axes above leave out.
 MORE: list[Cell] = [
     # Three data ranks, and a pipeline of three and of six: nothing divides evenly.
@@ -267,7 +276,39 @@ COMPILED = [
     Cell(pipeline=2, schedule="1f1b", accumulation=3, more=("trainer.compile=true",)),
 ]
 CHOSEN = chosen(104)
-CELLS = [*CHOSEN, *MORE, *FP16, *COMPILED]
+# Sequences cut over ranks: dropout, positions, loss and gradients with all else.
+CONTEXT = chosen(40, context=True)
+MORE_CONTEXT = [
+    Cell(context=2),
+    Cell(context=2, data=2, zero=1, accumulation=3, tied=False),
+    Cell(context=4, tensor=1, zero=3, accumulation=3, vocabulary="uneven"),
+    Cell(context=2, data=3, zero=3, accumulation=4),
+    # Shards in copies (HSDP), each cut over the ranks of a sequence too.
+    Cell(context=2, data=4, replicate=2, zero=1, accumulation=3),
+    Cell(context=2, data=4, replicate=4, zero=3, accumulation=3, checkpointing="full"),
+    Cell(context=2, data=2, replicate=2, pipeline=2, zero=2, schedule="zero_bubble", accumulation=4),
+    # A slice between tensor-parallel layers that has some of both chunks.
+    Cell(context=2, tensor=3, sequence=True, accumulation=3, shared=SIX_HEADS),
+    Cell(context=2, tensor=3, sequence=True, shared=(*SIX_HEADS, "ops=reference"), checkpointing="selective"),
+    # Other ways to compute attention, with dropout and without.
+    Cell(context=4, accumulation=3, shared=("ops=reference",)),
+    Cell(context=4, data=2, zero=2, accumulation=3, shared=("ops=reference", "model.dropout=0.0")),
+    *(
+        Cell(context=2, tensor=2, accumulation=3, shared=("model.dropout=0.0",), more=(f"ops.attention={attention}",))
+        for attention in ("sdpa", "matmul", "fused", "fused_softmax")
+    ),
+    Cell(context=4, pipeline=2, schedule="zbv", zero=3, accumulation=4, shared=("model.dropout=0.0",)),
+    Cell(context=4, zero=1, shared=("data.sequence_length=8", "model.bias=false")),
+    # bf16, judged by the one-process bf16 run.
+    Cell(context=2, precision="bf16"),
+    Cell(context=4, data=2, zero=3, accumulation=3, precision="bf16"),
+    Cell(context=2, tensor=2, pipeline=2, zero=2, schedule="1f1b", accumulation=4, sequence=True, precision="bf16"),
+]
+COMPILED += [
+    Cell(context=2, more=("trainer.compile=true",)),
+    Cell(context=2, tensor=2, zero=3, sequence=True, checkpointing="full", more=("trainer.compile=true",)),
+]
+CELLS = [*CHOSEN, *MORE, *FP16, *COMPILED, *CONTEXT, *MORE_CONTEXT]
 # Every axis value, and beyond them HSDP, bf16, fp16 and Apex's levels; all of eight ranks, which are slow to start.
 QUICK = {
     cell.id
@@ -278,10 +319,11 @@ QUICK = {
         next(cell for cell in FP16 if cell.precision == "fp16" and cell.pipeline > 1),
         next(cell for cell in FP16 if cell.precision == "amp_o1" and cell.pipeline > 1),
         next(cell for cell in FP16 if cell.precision == "amp_o2" and cell.pipeline > 1),
+        *CONTEXT[:5],
     ]
 }
 # With these, the pairs of all axis values, and some of what is no axis. The rest meets each pair again and again.
-SLOW = {cell.id for cell in [*CHOSEN[:33], *MORE[::6], *FP16[::4]]} - QUICK
+SLOW = {cell.id for cell in [*CHOSEN[:33], *MORE[::6], *FP16[::4], *CONTEXT[:12], *MORE_CONTEXT[::3]]} - QUICK
 
 
 @dataclass(frozen=True)
@@ -325,5 +367,6 @@ REFUSED = [
     Refused(f"{P}data=5", "data.global_batch_size=48"),
     Refused(f"{P}data=2 {P}tensor=2 data.micro_batch_size=8", "world size 8", world=8),
     Refused(f"{P}tensor=2 {P}pipeline=2", "world size 6", world=6),
-    Refused(f"{P}context=2", "parallelism.context=2"),
+    Refused(f"{P}context=3", "data.sequence_length=16"),
+    Refused(f"{P}context=4 {P}tensor=8 {P}sequence=true", "data.sequence_length=16 / parallelism.context=4 = 4"),
 ]

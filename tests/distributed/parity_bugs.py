@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from distributed.matrix import Cell
+from gptlite.data import build
 from gptlite.data.loader import Loader
 from gptlite.model import attention, gpt, init, parallelize
-from gptlite.parallelism import boxes, collectives, pipeline, tensor, zero
+from gptlite.parallelism import boxes, collectives, context, pipeline, tensor, zero
 from gptlite.parity import record
 from gptlite.trainer import step
 from gptlite.trainer.state import TrainState
@@ -32,6 +33,8 @@ SPLIT = Cell(tensor=2, pipeline=2, schedule="zero_bubble", accumulation=4)  # wh
 DATA = Cell(data=2, accumulation=3)
 ZERO = replace(DATA, zero=3)
 HYBRID = Cell(data=4, replicate=2, zero=2, accumulation=3)
+CONTEXT = Cell(context=2, accumulation=3)
+SHARDED = replace(CONTEXT, zero=3)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def _summed_twice(parameters: Any, axis: Any) -> None:
         _sum_sliced_gradients(parameters, axis)
 
 
-def _first_slice_key(self: Any, i: int, sample_ids: Any, sites: Any, first: int) -> Any:
+def _first_slice_key(self: Any, i: int, sample_ids: Any, sites: Any, first: int, gap: int = 0) -> Any:
     return _key(self, i, sample_ids, sites, 0)
 
 
@@ -121,6 +124,36 @@ def _loader_of_rank_0(*args: Any, **options: Any) -> Loader:
     return loader
 
 
+def _as_they_lie(self: Any, first: int, count: int, length: int) -> tuple[int, int]:
+    return self.starts(length)[0] + first, 0
+
+
+def _not_scattered(own: torch.Tensor, ranks: torch.Tensor, group: Any) -> None:
+    own.copy_(ranks[dist.get_rank(group)])
+
+
+def _one_after_the_other(length: int, size: int, rank: int) -> tuple[int, int]:
+    return rank * length // size, (2 * rank + 1) * length // (2 * size)
+
+
+def _in_order_of_ranks(size: int) -> list[tuple[int, int]]:
+    return [(rank, half) for half in (0, 1) for rank in range(size)]
+
+
+def _without(*left_out: str) -> Any:
+    return lambda key, **changes: replace(key, **{name: changes[name] for name in changes if name not in left_out})
+
+
+def _no_gap(self: Any, i: int, sample_ids: Any, sites: Any, first: int, gap: int = 0) -> Any:
+    return _key(self, i, sample_ids, sites, first)
+
+
+def _of_one_data_rank(value: torch.Tensor, mesh: Any, axes: Any = None, op: str = "sum") -> torch.Tensor:
+    """What a sum over the data ranks alone would give, those that share its sequences left out."""
+    collectives.all_reduce(value, mesh, axes, op)
+    return value.floor_divide_(mesh.size("cp")) if value.dtype == torch.int64 else value
+
+
 def _no_decay_on_later_ranks(config: Any, *others: Any) -> Any:
     return _build_optimizer(replace(config, weight_decay=0.0) if dist.get_rank() else config, *others)
 
@@ -135,7 +168,7 @@ BUGS: dict[str, Bug] = {
         SPLIT, ((tensor._Copy, "backward", staticmethod(_not_summed)),)
     ),
     "tensor: each rank's heads drop what the first heads drop": Bug(
-        TENSOR, ((attention, "replace", lambda key, first_head: key),)
+        TENSOR, ((attention, "replace", _without("first_head")),)
     ),
     "tensor: ranks hold each other's shards": Bug(TENSOR, ((init, "local_box", _mirrored),)),
     "tensor: what every rank holds counts on each in the norm": Bug(
@@ -160,6 +193,25 @@ BUGS: dict[str, Bug] = {
     "pipeline: the second part drops by another sample's number": Bug(
         PIPELINE, ((pipeline._Plain, "forward", _next_samples),)
     ),
+    "context: positions are those of one run": Bug(CONTEXT, ((context.ContextAxis, "positions", _as_they_lie),)),
+    "context: a rank reads two chunks side by side": Bug(CONTEXT, ((build, "chunk_starts", _one_after_the_other),)),
+    "context: attention drops by the place within a chunk": Bug(
+        CONTEXT, ((attention, "replace", _without("first_position")),)
+    ),
+    "context: the second chunk drops as if it followed the first": Bug(CONTEXT, ((gpt.Block, "_key", _no_gap),)),
+    "context: gradients of keys and values are those of a rank's own queries": Bug(
+        CONTEXT, ((context, "reduce_scatter_single", _not_scattered),)
+    ),
+    "context: gathered keys and values are not in the order of positions": Bug(
+        CONTEXT, ((context, "_owners", _in_order_of_ranks),)
+    ),
+    "context: gradients are not summed over its ranks": Bug(
+        CONTEXT, ((zero.FSDPModule, "set_requires_all_reduce", _never_all_reduced),)
+    ),
+    "context: gradients are not reduced to the shards of its ranks": Bug(
+        SHARDED, ((pipeline, "before_backward", _never_last),)
+    ),
+    "context: the valid tokens are those of one chunk": Bug(CONTEXT, ((step, "all_reduce", _of_one_data_rank),)),
     "data: the valid tokens are those of one rank": Bug(DATA, ((step, "all_reduce", _counted_here),)),
     "data: every rank reads the samples of rank 0": Bug(DATA, ((record, "build_loader", _loader_of_rank_0),)),
     "data: samples are numbered within the rank": Bug(DATA, ((Loader, "batch", _numbered_in_the_rank),)),

@@ -33,10 +33,11 @@ class Layout:
     schedule: str = "1f1b"
     replicate: int = 1
     virtual: int | None = None  # stages of a pipeline rank
+    context: int = 1
 
     @property
     def world(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
 
     @property
     def stages(self) -> int:
@@ -47,14 +48,15 @@ class Layout:
     def id(self) -> str:
         words = [f"tp{self.tensor}"] * (self.tensor > 1) + [f"pp{self.pipeline}_{self.schedule}"] * (self.pipeline > 1)
         words += [f"virtual{self.virtual}"] * (self.virtual is not None)
+        words += [f"cp{self.context}"] * (self.context > 1)
         words += [f"dp{self.data}" + f"x{self.replicate}" * (self.replicate > 1)] * (self.data > 1)
-        words += [f"zero{self.zero}"] * (self.data > 1 or self.zero > 0)
+        words += [f"zero{self.zero}"] * (self.data * self.context > 1 or self.zero > 0)
         return "_".join(words) or "single"
 
     def overrides(self) -> list[str]:
         """Of train.py."""
         keys = {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data, "zero": self.zero}
-        keys |= {"dp_replicate": self.replicate}
+        keys |= {"dp_replicate": self.replicate, "context": self.context}
         if self.pipeline > 1:
             keys |= {"schedule": self.schedule, "virtual_stages": "null" if self.virtual is None else self.virtual}
         return [f"parallelism.{key}={value}" for key, value in keys.items()]
@@ -82,7 +84,9 @@ class Pair:
         # Odd, so that an even number of stages are not equally long.
         layers = 5 if max(self.source.stages, self.target.stages) < 5 else 9
         batch = f"data.global_batch_size={MICRO_BATCHES * layout.data}"
-        return [*BASE, *MODELS[self.model], f"model.num_layers={layers}", *layout.overrides(), batch]
+        # Of 12 positions four ranks cannot have equal chunks.
+        length = ["data.sequence_length=8"] if max(self.source.context, self.target.context) > 1 else []
+        return [*BASE, *MODELS[self.model], f"model.num_layers={layers}", *layout.overrides(), batch, *length]
 
 
 SINGLE = Layout()
@@ -163,6 +167,18 @@ def _far_apart() -> list[Pair]:
     ]
 
 
-ALL = [*SMALL, *_far_apart()]
-QUICK = SMALL[:4]
-SLOW = [*SMALL[4:], *ALL[len(SMALL) :: 10]]  # the rest are long
+CONTEXT = [
+    Pair(Layout(context=2), Layout(tensor=2)),
+    Pair(Layout(context=4, zero=3), SINGLE),
+    Pair(SINGLE, Layout(context=4, zero=3), "untied"),
+    Pair(Layout(tensor=2), Layout(context=2, zero=1)),
+    Pair(Layout(context=2, data=2, zero=3), Layout(context=4, zero=1), "tied-padded"),
+    Pair(Layout(context=2, tensor=2, zero=2), Layout(pipeline=2, context=2, schedule="zbv")),
+    Pair(Layout(context=4, tensor=2, zero=3), Layout(data=7, zero=3)),
+    Pair(Layout(data=5, zero=2), Layout(context=2, pipeline=2, data=2, zero=3, schedule="interleaved_1f1b")),
+    Pair(Layout(context=2, data=4, zero=3, replicate=2), Layout(tensor=4, context=2), "untied"),
+]
+
+ALL = [*SMALL, *_far_apart(), *CONTEXT]
+QUICK = [*SMALL[:4], *CONTEXT[:2]]
+SLOW = [*SMALL[4:], *ALL[len(SMALL) : -len(CONTEXT) : 10], *CONTEXT[2:5]]  # the rest are long

@@ -119,6 +119,8 @@ SAME = [
     other(tensor=2, data=2, zero=1, micro=3),
     other(tensor=2, pipeline=2, micro=3),
     other(data=4, zero=3, replicate=2, micro=1),
+    other(context=2, zero=3, micro=6),
+    other(context=2, tensor=2, data=2, zero=1, micro=3),
 ]
 
 
@@ -156,6 +158,8 @@ CHANGED = [
     (other(tensor=2, pipeline=2, data=2, zero=3, micro=3), other(data=6, zero=3, micro=1)),
     (other(data=6, zero=2, micro=2), other(tensor=4, pipeline=2, micro=3)),
     (other(tensor=2, data=3, zero=3, micro=2), other(pipeline=4, data=2, zero=2, schedule="1f1b", micro=1)),
+    (other(context=2, zero=3, micro=6), other(tensor=2, micro=4)),
+    (other(data=4, zero=3, micro=3), other(context=4, data=2, zero=2, micro=3)),
 ]
 
 

@@ -36,7 +36,7 @@ from gptlite.trainer import loop
 
 THIS = "distributed.test_watch"
 LIMIT = 6.0  # seconds
-FOUR = Mesh(torch.device("cpu"), Layout((2, 1, 1, 1, 2)))  # pipeline 2 x tensor 2
+FOUR = Mesh(torch.device("cpu"), Layout((2, 1, 1, 2)))  # pipeline 2 x tensor 2
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,14 @@ def test_width_and_length_only_cut_the_mask(width):
     assert torch.equal(keep_mask((1, 2, 4, width), 0.5, key), whole[:, :, :4, :width])
 
 
+@pytest.mark.parametrize("shape", [(2, 24, 12), (2, 3, 24, 10)], ids=["residual", "attention"])
+def test_two_runs_of_positions_have_the_masks_of_those_positions(shape):
+    whole = keep_mask(shape, 0.5, DropoutKey(1, 2, ids(5, 6)))
+    piece = (*shape[:-2], 8, shape[-1])
+    key = DropoutKey(1, 2, ids(5, 6), first_position=3, gap=9)  # positions 3 to 6 and 16 to 19
+    assert torch.equal(keep_mask(piece, 0.5, key), torch.cat([whole[..., 3:7, :], whole[..., 16:20, :]], -2))
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_rate(p):
     mask = keep_mask((8, 4, 64, 64), p, DropoutKey(0, 1, torch.arange(8)))

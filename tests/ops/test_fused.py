@@ -20,6 +20,7 @@ from gptlite.ops.layer_norm import layer_norm, residual_norm
 from gptlite.ops.softmax import causal_softmax, masked_softmax
 
 KEY = DropoutKey(5, 3, torch.tensor([7, 2**33 + 1]), first_position=4)
+APART = DropoutKey(5, 3, torch.tensor([7, 2**33 + 1]), first_position=4, gap=6)
 MASK = torch.rand(2, 1, 9, 12, generator=torch.Generator().manual_seed(3)) < 0.4
 MASK[0, 0, 3] = True  # sees nothing
 B, S, D = 2, 9, 20
@@ -49,6 +50,11 @@ OPS: dict[str, tuple[Op, list[Tensor]]] = {
         lambda f, x, r, w: residual_norm(x, r, w, None, 1e-5, 0.3, KEY, f),
         draw((B, S, D), (B, S, D), (D,)),
     ),
+    "residual_norm with dropout of two runs of positions": (
+        lambda f, x, r, w: residual_norm(x, r, w, None, 1e-5, 0.3, APART, f),
+        draw((B, S + 1, D), (B, S + 1, D), (D,)),
+    ),
+    "dropout of two runs of positions": (lambda f, x: dropout(x, 0.3, APART, f), draw((B, S + 1, D))),
     "bias_gelu tanh": (lambda f, x, b: bias_gelu(x, b, "tanh", f), draw((B, S, D), (D,))),
     "bias_gelu erf": (lambda f, x: bias_gelu(x, None, "none", f), draw((B, S, D))),
     "dropout": (lambda f, x: dropout(x, 0.3, KEY, f), draw((B, S, D))),

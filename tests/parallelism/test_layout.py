@@ -10,11 +10,13 @@ from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import (
     AXES,
+    CONTEXT,
     MAX_MICRO_BATCH,
     SCHEDULES,
     Layout,
     accumulation,
     check_micro_batches,
+    chunk_starts,
     divisors,
     largest_micro_batch,
     listed,
@@ -38,23 +40,46 @@ TORCH = {
 @pytest.mark.parametrize(
     ("config", "world", "sizes"),
     [
-        ({}, 1, (1, 1, 1, 1, 1)),
-        ({}, 6, (1, 6, 1, 1, 1)),
-        ({"tensor": 2}, 6, (1, 3, 1, 1, 2)),
-        ({"tensor": 2, "pipeline": 2, "data": 2}, 8, (2, 2, 1, 1, 2)),
-        ({"data": 4, "dp_replicate": 4}, 4, (1, 4, 1, 1, 1)),
-        ({"zero": 1}, 4, (1, 1, 4, 1, 1)),
-        ({"zero": 3, "dp_replicate": 2, "tensor": 2}, 24, (1, 2, 6, 1, 2)),
-        ({"zero": 2, "dp_replicate": 4}, 4, (1, 4, 1, 1, 1)),
-        ({"context": 2, "pipeline": 3, "zero": 3}, 12, (3, 1, 2, 2, 1)),
+        ({}, 1, (1, 1, 1, 1)),
+        ({}, 6, (1, 6, 1, 1)),
+        ({"tensor": 2}, 6, (1, 3, 1, 2)),
+        ({"tensor": 2, "pipeline": 2, "data": 2}, 8, (2, 2, 1, 2)),
+        ({"data": 4, "dp_replicate": 4}, 4, (1, 4, 1, 1)),
+        ({"zero": 1}, 4, (1, 1, 4, 1)),
+        ({"zero": 3, "dp_replicate": 2, "tensor": 2}, 24, (1, 2, 6, 2)),
+        ({"zero": 2, "dp_replicate": 4}, 4, (1, 4, 1, 1)),
+        # Ranks that share sequences hold copies, or shards with ZeRO, as data ranks do.
+        ({"context": 2, "pipeline": 3, "zero": 3}, 12, (3, 1, 4, 1)),
+        ({"context": 2, "tensor": 2}, 12, (1, 6, 1, 2)),
+        ({"context": 4, "zero": 1, "dp_replicate": 2}, 16, (1, 2, 8, 1)),
+        ({"context": 4, "zero": 2}, 4, (1, 1, 4, 1)),
     ],
 )
 def test_data_is_what_is_left_of_the_world(config, world, sizes):
     layout = resolve(ParallelismConfig(**config), world)
-    assert layout == Layout(sizes)
+    context = config.get("context", 1)
+    assert layout == Layout(sizes, context)
     assert layout.world_size == world
-    assert layout.data_size == sizes[1] * sizes[2]
+    assert layout.fsdp_size == sizes[1] * sizes[2]
+    assert layout.data_size == world // (sizes[0] * context * sizes[3])
     assert [layout.size(axis) for axis in AXES] == list(sizes)
+    assert layout.size(CONTEXT) == context
+
+
+def test_a_layout_has_a_size_for_each_axis():
+    with pytest.raises(ValueError, match="5 sizes, and the axes are pp, dp_replicate, dp_shard, tp"):
+        Layout((1, 1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_ranks_that_share_a_sequence_have_as_many_keys_to_look_at(size):
+    length = 48 * size
+    chunk = length // (2 * size)
+    starts = [chunk_starts(length, size, rank) for rank in range(size)]
+    # All chunks, each on one rank, and an early one with a late one.
+    assert sorted(start for pair in starts for start in pair) == list(range(0, length, chunk))
+    seen = [sum(position + 1 for start in pair for position in range(start, start + chunk)) for pair in starts]
+    assert set(seen) == {length * (length + 1) // 2 // size}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A rank's place on the five axes."""
+"""A rank's place on the axes."""
 
 from itertools import product
 
@@ -10,7 +10,7 @@ from gptlite.parallelism.layout import AXES, Layout
 from gptlite.parallelism.mesh import Mesh, build_mesh
 
 CPU = torch.device("cpu")
-SIZES = (2, 2, 3, 1, 2)  # pp, dp_replicate, dp_shard, cp, tp
+SIZES = (2, 2, 3, 2)  # pp, dp_replicate, dp_shard, tp
 
 
 def test_ranks_are_counted_with_the_last_axis_fastest():
@@ -37,6 +37,17 @@ def test_data_parallel_parts_span_replicate_and_shard():
         by_place.setdefault((mesh.coordinate("pp"), mesh.coordinate("tp")), set()).add(mesh.data_rank)
     assert all(parts == set(range(6)) for parts in by_place.values())
     assert len(by_place) == 4
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 6, 2), (2, 12, 1, 2)], ids=["shards", "copies"])
+def test_ranks_that_share_sequences_are_neighbours_and_read_the_same_samples(sizes):
+    meshes = [Mesh(CPU, Layout(sizes, context=3), rank) for rank in range(48)]
+    assert {(mesh.data_size, mesh.fsdp_size, mesh.size("cp")) for mesh in meshes} == {(4, 12, 3)}
+    for tp, line in product(range(2), range(8)):
+        its = meshes[6 * line + tp : 6 * line + 6 : 2]
+        assert [mesh.coordinate("cp") for mesh in its] == [0, 1, 2]
+        assert len({(mesh.data_rank, mesh.coordinate("pp"), mesh.coordinate("tp")) for mesh in its}) == 1
+    assert {mesh.data_rank for mesh in meshes} == {0, 1, 2, 3}
 
 
 def test_one_rank_is_the_main_one():

@@ -143,18 +143,18 @@ def links(sizes, cluster=REAL, **keys):
 
 
 def test_ranks_lie_on_nodes_with_the_tensor_axis_innermost():
-    its = links((2, 4, 2, 1, 4))  # 64 ranks on 8 nodes of 8
+    its = links((2, 4, 2, 4))  # 64 ranks on 8 nodes of 8
     assert its.group("tp") == Group(4, 4, 1)
     assert its.group("dp_shard") == Group(2, 2, 1)
     assert its.group("dp_replicate") == Group(4, 1, 4)
     assert its.group("pp") == Group(2, 1, 2)
     assert its.group("world") == Group(64, 8, 8)
-    assert links((1, 1, 32, 1, 2)).group("dp_shard") == Group(32, 4, 8)
-    assert links((1, 1, 2, 1, 16)).group("tp") == Group(16, 8, 2)
+    assert links((1, 1, 32, 2)).group("dp_shard") == Group(32, 4, 8)
+    assert links((1, 1, 2, 16)).group("tp") == Group(16, 8, 2)
 
 
 def test_a_ring_takes_its_bytes_over_the_slowest_link():
-    inside = links((1, 1, 1, 1, 8))
+    inside = links((1, 1, 1, 8))
     expected = 2 * (7 / 8 * 1e9 / 200e9 + 7e-6)
     assert inside.once("all_reduce", 1e9, inside.group("tp")) == pytest.approx(expected)
     assert inside.once("all_gather", 1e9, inside.group("tp")) == pytest.approx(expected / 2)
@@ -164,16 +164,16 @@ def test_a_ring_takes_its_bytes_over_the_slowest_link():
 
 def test_a_groups_ranks_on_a_node_use_its_network_together():
     # 16 ranks on two nodes in one group: 8 cards of 20 GB/s, and no more than a device passes on inside the node.
-    whole = links((1, 1, 16, 1, 1))
+    whole = links((1, 1, 16, 1))
     assert whole.once("all_gather", 16e9, whole.group("dp_shard")) == pytest.approx(15e9 / 160e9 + 7e-6 + 1e-5)
     # In groups of one rank a node: a card each.
-    apart = links((1, 1, 2, 1, 8))
+    apart = links((1, 1, 2, 8))
     assert apart.once("all_gather", 2e9, apart.group("dp_shard")) == pytest.approx(1e9 / 20e9 + 1e-5)
     # A card for two devices halves that.
     cards = replace(REAL, inter=replace(REAL.inter, shared=2))
-    shared = links((1, 1, 2, 1, 8), cards)
+    shared = links((1, 1, 2, 8), cards)
     assert shared.once("all_gather", 2e9, shared.group("dp_shard")) == pytest.approx(1e9 / 10e9 + 1e-5)
-    free = links((1, 1, 2, 1, 8), cards, shared=False)
+    free = links((1, 1, 2, 8), cards, shared=False)
     assert free.once("all_gather", 2e9, free.group("dp_shard")) == pytest.approx(1e9 / 80e9 + 1e-5)
 
 

@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         self.counts: Counter[tuple[str, str, int, int, str]] = Counter()
         self.asked: Counter[tuple[str, int]] = Counter()  # the pipeline's messages, as its stages ask for them
         self.sent: Counter[tuple[str, int]] = Counter()  # and as they are seen
-        self._axes = {mesh.group(axis).group_name: axis for axis in AXES if mesh.size(axis) > 1}
+        self._axes = {group.group_name: axis for axis, group in mesh.groups().items()}
         self._phase, self._inside = "step", False
         self._open = ExitStack()
 

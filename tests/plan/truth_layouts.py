@@ -43,6 +43,7 @@ def _load(overrides: tuple[str, ...]) -> Config:
 SHORT = {
     "tp": "parallelism.tensor",
     "pp": "parallelism.pipeline",
+    "cp": "parallelism.context",
     "sequence": "parallelism.sequence",
     "schedule": "parallelism.schedule",
     "stages": "parallelism.virtual_stages",

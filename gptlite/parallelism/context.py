@@ -1,0 +1,163 @@
+"""Context parallelism: each sequence is cut over ranks, which gather each other's keys and values (Llama 3,
+arXiv:2407.21783, section 3.3.2).
+
+A rank holds two chunks of every sequence, see layout.chunk_starts, side by side in its tensors. All layers work on
+positions one by one but for attention: queries stay, and keys and values of all positions are gathered, whose gradients
+are summed and scattered in the backward pass. The gathered ones are given back after the forward pass and gathered once
+more before the backward pass, so that what autograd keeps is cut too.
+
+Shapes: B sequences of S positions, s = S / C on each of C ranks, H heads of width D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gptlite.parallelism.layout import CONTEXT, chunk_starts
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.torch_private import all_gather_single, reduce_scatter_single
+
+KeysAndValues = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class ContextAxis:
+    """The ranks that share each sequence. All of a model's layers hold the same object.
+
+    `refill`: gathered keys and values are given back after the forward pass and gathered again for the backward pass;
+    not for blocks that are computed again, which give back all at once. `whole`: no sequence is cut for now.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+    refill: bool
+    whole: bool = False
+
+    @contextmanager
+    def whole_sequence(self) -> Iterator[None]:
+        """While entered, no sequence is cut: every rank has all of it, as in generation."""
+        self.whole = True
+        try:
+            yield
+        finally:
+            self.whole = False
+
+    def starts(self, length: int) -> tuple[int, int]:
+        """Where this rank's two chunks begin in the whole sequence; `length` positions are here."""
+        return chunk_starts(self.size * length, self.size, self.rank)
+
+    def positions(self, first: int, count: int, length: int) -> tuple[int, int]:
+        """Where `count` of the `length` positions that are here, from `first` on, are in the whole sequence: the
+        number of the first, and by how much more the second half of them is further on, 0 if they are one run."""
+        early, late = self.starts(length)
+        gap, chunk = late - early - length // 2, length // 2
+        if first >= chunk:
+            return early + first + gap, 0
+        # Slices are equally long, so the one in the middle, if there is one, has as many of either chunk.
+        return early + first, gap if first + count > chunk else 0
+
+    def keys_and_values(self, qkv: Tensor) -> tuple[KeysAndValues, list[Tensor]]:
+        """What the queries of each of this rank's chunks may see: keys and values [B, H, end of the chunk, D].
+
+        qkv [B, s, H, 3, D]. The list has the tensor whose memory they lie in, if it is to be given back.
+        """
+        memory: list[Tensor] = []
+        k0, v0, k1, v1 = _Gather.apply(qkv, self, memory)
+        return ((k0, v0), (k1, v1)), memory
+
+    def give_back(self, out: Tensor, qkv: Tensor, memory: list[Tensor]) -> Tensor:
+        """`out`, what attention gave; gathered keys and values are needed again in its backward pass alone."""
+        return _GiveBack.apply(out, qkv, memory, self) if memory and out.requires_grad else out
+
+
+def context_axis(mesh: Mesh, refill: bool) -> ContextAxis | None:
+    """The ranks of a mesh that share sequences; None where each has its own."""
+    size = mesh.size(CONTEXT)
+    return ContextAxis(mesh.group(CONTEXT), size, mesh.coordinate(CONTEXT), refill) if size > 1 else None
+
+
+def context_of(part: nn.Module) -> ContextAxis | None:
+    """The axis that a part's sequences are cut over; None where they are whole."""
+    axes = (getattr(module, "context", None) for module in part.modules())
+    return next((axis for axis in axes if isinstance(axis, ContextAxis)), None)
+
+
+class _Gather(torch.autograd.Function):
+    """Every rank's keys and values, in the order of positions; the gradients of each rank's own, summed."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, axis: ContextAxis, memory: list[Tensor]) -> tuple[Tensor, ...]:
+        batch, length, heads, _, width = qkv.shape
+        whole = qkv.new_empty(2, batch, heads, axis.size * length, width)
+        _fill(whole, qkv, axis)
+        if axis.refill:
+            memory.append(whole)
+        ctx.axis, ctx.shape, ctx.memory = axis, qkv.shape, memory
+        ends = [start + length // 2 for start in axis.starts(length)]
+        return tuple(whole[which, :, :, :end] for end in ends for which in (0, 1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        axis = ctx.axis
+        ctx.memory.clear()  # nodes of the graph outlive the backward pass, and hold what they remember
+        batch, length, heads, _, width = ctx.shape
+        chunk = length // 2
+        ranks = grads[0].new_zeros(axis.size, 2, batch, heads, 2, chunk, width)
+        for index, (rank, half) in enumerate(_owners(axis.size)):
+            start, end = index * chunk, (index + 1) * chunk
+            for which, grad in enumerate(grads):  # of the early chunk's keys and values, of the late one's
+                if grad.shape[2] >= end:
+                    ranks[rank, which % 2, :, :, half] += grad[:, :, start:end]
+        own = ranks.new_empty(ranks.shape[1:])
+        reduce_scatter_single(own.view(1, -1), ranks.view(axis.size, -1), group=axis.group)
+        dqkv = grads[0].new_zeros(ctx.shape)
+        dqkv[:, :, :, 1:] = own.view(2, batch, heads, length, width).permute(1, 3, 2, 0, 4)
+        return dqkv, None, None
+
+
+class _GiveBack(torch.autograd.Function):
+    """`out`; frees the memory of keys and values that its backward pass fills again first."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, qkv: Tensor, memory: list[Tensor], axis: ContextAxis) -> Tensor:
+        ctx.save_for_backward(qkv)
+        storage = memory[0].untyped_storage()
+        ctx.memory, ctx.axis, ctx.bytes = memory, axis, storage.nbytes()
+        storage.resize_(0)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        (qkv,) = ctx.saved_tensors
+        for whole in ctx.memory:
+            whole.untyped_storage().resize_(ctx.bytes)
+            _fill(whole.data, qkv, ctx.axis)  # `.data`: to autograd nothing is changed
+        return grad, None, None, None
+
+
+def _fill(whole: Tensor, qkv: Tensor, axis: ContextAxis) -> None:
+    """Puts all ranks' keys and values into `whole` [2, B, H, S, D]."""
+    batch, length, heads, _, width = qkv.shape
+    own = qkv[:, :, :, 1:].permute(3, 0, 2, 1, 4).contiguous()
+    ranks = own.new_empty(axis.size, own.numel())
+    all_gather_single(ranks, own.view(1, -1), group=axis.group)
+    ranks = ranks.view(axis.size, 2, batch, heads, 2, length // 2, width)
+    for index, (rank, half) in enumerate(_owners(axis.size)):
+        start = index * (length // 2)
+        whole[:, :, :, start : start + length // 2] = ranks[rank, :, :, :, half]
+
+
+def _owners(size: int) -> list[tuple[int, int]]:
+    """Which rank has each chunk of a sequence, and whether it is the first or the second there."""
+    return [(rank, 0) for rank in range(size)] + [(rank, 1) for rank in reversed(range(size))]
