@@ -86,6 +86,10 @@ def rank_ending(config: Config, world: int, started: float, worker: tuple[str, .
             memory = _memory(results, failures, kernel_kills() > kills, near)
             reason, ran_out = memory or words.splitlines()[0], bool(memory)
             print(memory or words, file=sys.stderr)
+            if memory:
+                from gptlite.memory_advice import advice_lines
+
+                print(*advice_lines(config, world), sep="\n", file=sys.stderr)
             if requests.received:
                 break
             if attempt < restarts:

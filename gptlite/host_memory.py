@@ -16,6 +16,8 @@ HOST = re.compile(
 )
 # What may have another cause, and has this one where a limit is near.
 UNCLEAR = re.compile(r"can't start new thread|Resource temporarily unavailable|inline_container|could not create a")
+# Torch's stable ABI, which our kernels are bound by, loses the reason; an empty tensor can fail for this one alone.
+KERNEL = re.compile(r"aoti_torch_empty_strided\(.*API call failed")
 NEAR = 64 * 2**20
 NOTE_SECONDS = 0.02
 DEVICE = re.compile(r"CUDA out of memory|CUDA error: out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED")
@@ -54,6 +56,8 @@ def out_of_memory(error: BaseException) -> str:
             return f"CUDA memory ran out{_asked(text)}{f', {free[1]} free' if free else ''}"
         if isinstance(each, MemoryError) or HOST.search(text):
             return f"host memory ran out{_asked(text)}"
+        if KERNEL.search(text):
+            return "memory ran out for a kernel's result"
         if UNCLEAR.search(text) and _limit_is_near():
             return f"host memory ran out: {text.strip().splitlines()[0]}"
     return ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gptlite.checks import check_world
 from gptlite.config import Config
 from gptlite.errors import ConfigError
-from gptlite.host_memory import limit
+from gptlite.host_memory import lift, limit, out_of_memory
 from gptlite.offload_space import check_offload_space
 from gptlite.parallelism.layout import wanted_world
 from gptlite.starter import Starter, is_main, starter
@@ -39,6 +39,11 @@ def launch(config: Config, started: float) -> int:
 
         try:
             return pretrain(config, started)
+        except Exception as error:
+            if not (reason := out_of_memory(error)):
+                raise
+            lift()
+            return ran_out(reason, config)
         finally:
             leave()  # the group of one rank that offloads
     if outer:
@@ -46,6 +51,16 @@ def launch(config: Config, started: float) -> int:
 
         return under(outer, config, started)
     return start_ranks(config, world, started).exit_code
+
+
+def ran_out(reason: str, config: Config) -> int:
+    """Says that the one rank's memory ran out, and what would have taken less; returns the exit code."""
+    from gptlite.memory_advice import advice_lines
+
+    most = config.trainer.host_memory_limit
+    limited = f" (trainer.host_memory_limit={most:g} GiB)" if most else ""
+    print(f"error: {reason}{limited}", *advice_lines(config, 1), sep="\n", file=sys.stderr, flush=True)
+    return 1
 
 
 def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:

@@ -67,13 +67,14 @@ ROOMS = {
     ),
     "starter": Room(),
     "launch": Room(
-        "checks config elastic offload_space ops parallelism planning pretrain starter worker", packages="torch"
+        "checks config elastic memory_advice offload_space ops parallelism planning pretrain starter worker",
+        packages="torch",
     ),
     "offload_space": Room("config ops parallelism plan"),
     "planning": Room("checks config model ops parallelism plan precision"),
     "plan_report": Room("metrics model parallelism plan planning"),
     "tuning": Room("config metrics parallelism plan planning"),
-    "elastic": Room("checkpoint config rank_log rank_stop", packages="torch"),
+    "elastic": Room("checkpoint config memory_advice rank_log rank_stop", packages="torch"),
     "worker": Room("config launch parallelism pretrain rank_log rank_stop starter", packages="torch"),
     "rank_log": Room(),
     "rank_stop": Room("trainer"),
@@ -94,6 +95,7 @@ ROOMS = {
     "tool": Room("config"),
     "parity": Room("config data model ops optimizer parallelism precision trainer worker", packages="torch"),
     "config_errors": Room("config", packages="hydra omegaconf"),
+    "memory_advice": Room("checks config metrics parallelism plan planning precision", packages="torch"),
     "checks": Room("config checkpoint data metrics model ops optimizer parallelism precision trainer"),
     # Folders of their own, installed as gptlite.<name>.
     "conf": Room(),
@@ -109,7 +111,7 @@ WIDER = {
     MAPPED["kernels"] / "command.py": "tool",  # a command line; what a run imports of the kernels never imports it
 }
 CONFIG_USERS = {
-    *("offload_space",),
+    *("offload_space", "memory_advice"),
     *("cli", "sweep", "launch", "elastic", "worker", "pretrain", "run_folder", "summary", "checks", "config_errors"),
     *("planning", "plan_report", "tuning", "restore", "tool", "parity", "huggingface", "checkpoint_tool"),
 }

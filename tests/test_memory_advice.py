@@ -1,0 +1,66 @@
+"""What is said where memory ran out: three ways to take less, each legal and within the limit by the plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from gptlite.checks import check_world
+from gptlite.config import Config, load
+from gptlite.memory_advice import advice_lines, memory_advice
+from gptlite.plan.local import assumed
+from gptlite.plan.memory import most
+from gptlite.planning import workload_of
+
+RUN = (
+    "data=synthetic",
+    "model.vocab_size=512",
+    "precision=fp32",
+    "data.global_batch_size=64",
+    "data.micro_batch_size=32",
+)
+
+
+def taken(config: Config, world: int) -> int:
+    work = workload_of(config, check_world(config, world), assumed())
+    return most(replace(work, dtype="fp32"))[1].total
+
+
+def suggested(lines: list[str]) -> list[list[str]]:
+    """The overrides of each way."""
+    (line,) = [line for line in lines if line.startswith("what would have fitted: ")]
+    ways = line.removeprefix("what would have fitted: ").split("; ")
+    return [way[: way.index(" (")].split() for way in ways]
+
+
+@pytest.mark.parametrize(("extra", "world", "share"), [((), 1, 0.8), (("parallelism=ddp",), 2, 0.7)])
+def test_three_ways_that_fit_the_mildest_first(monkeypatch, extra, world, share) -> None:
+    whole = taken(load([*RUN, *extra]), world)
+    room = share * whole
+    limit = f"trainer.host_memory_limit={room / 2**30 + assumed().reserved_gib}"
+    if assumed().device != "cpu":
+        monkeypatch.setattr("gptlite.memory_advice.assumed", lambda: replace(assumed(), device="cpu"))
+    lines = memory_advice(load([*RUN, *extra, limit]), world)
+    assert "by the plan rank 0 takes" in lines[0]
+    ways = suggested(lines)
+    assert len(ways) == 3
+    assert ways[:2] == [["data.micro_batch_size=16"], ["parallelism.activation_checkpointing=full"]]
+    assert all(taken(load([*RUN, *extra, *way]), world) <= room for way in ways)
+
+
+def test_no_way_has_an_override_that_is_not_needed() -> None:
+    config = load([*RUN, "parallelism=ddp", "trainer.host_memory_limit=0.7"])
+    room = 0.2 * 2**30
+    for way in suggested(memory_advice(config, 2)):
+        for override in way if len(way) > 1 else ():
+            others = [each for each in way if each != override]
+            assert taken(load([*RUN, "parallelism=ddp", *others]), 2) > room
+
+
+def test_where_nothing_fits_the_least_is_said() -> None:
+    lines = memory_advice(load([*RUN, "trainer.host_memory_limit=0.51"]), 1)
+    assert lines[1].startswith("nothing here would have fitted; the least: ")
+    assert "data.micro_batch_size=1" in lines[1]
+
+
+def test_it_never_hides_what_it_explains() -> None:
+    assert advice_lines(load([*RUN, "parallelism.tensor=2"]), 3) == []
