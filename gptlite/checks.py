@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from gptlite import apex
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check as check_logger
-from gptlite.optimizer.checks import check_optimizer
+from gptlite.ops.config import LayerNorm
+from gptlite.optimizer.checks import check_device as check_optimizer_device
+from gptlite.optimizer.checks import check_optimizer, check_placement
 from gptlite.optimizer.config import ELEMENTWISE
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import (
@@ -49,6 +52,9 @@ def check(config: Config) -> None:
     _fp8(config)
     _trainer(config)
     check_optimizer(config.optimizer, config.schedule, config.trainer.max_steps)
+    layout = config.parallelism
+    check_placement(config.optimizer, layout.zero, layout.tensor, layout.offload.value)
+    _ops(config)
     _checkpoint(config.checkpoint)
     check_logger(config.logger)
 
@@ -59,6 +65,11 @@ def check_world(config: Config, world: int) -> Layout:
     if problem := _batch_problem(config, layout.data_size):
         raise ConfigError(problem)
     return layout
+
+
+def check_device(config: Config, device: str) -> None:
+    """Raises ConfigError, one line, for what does not run on a kind of device, cpu or cuda."""
+    check_optimizer_device(config.optimizer, device)
 
 
 def _positive(config: Config) -> None:
@@ -147,7 +158,7 @@ def _offload(config: Config) -> None:
 
 
 def _optimizer_name(kind: type) -> str:
-    return kind.__name__.removesuffix("Config").lower()
+    return kind.__name__.removesuffix("Config").replace("Apex", "Apex_").lower()
 
 
 def _context(config: Config) -> None:
@@ -284,6 +295,15 @@ def _trainer(config: Config) -> None:
     for key in ("eval_interval", "sample_tokens", "max_restarts", "replica_check_interval"):
         if getattr(trainer, key) < 0:
             raise ConfigError(f"trainer.{key}={getattr(trainer, key)} must not be negative; 0 turns it off")
+
+
+def _ops(config: Config) -> None:
+    if config.ops.layer_norm is not LayerNorm.apex:
+        return
+    if reason := apex.why_not(apex.LAYER_NORM):
+        raise ConfigError(f"ops.layer_norm=apex: {reason}, or use ops.layer_norm=auto")
+    if not config.model.bias:
+        raise ConfigError("ops.layer_norm=apex has biases, and model.bias=false; use ops.layer_norm=auto")
 
 
 def _checkpoint(config: CheckpointConfig) -> None:

@@ -79,6 +79,12 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "adamw_schema": optimizers.AdamWConfig,
         "adam_schema": optimizers.AdamConfig,
         "sgd_schema": optimizers.SGDConfig,
+        "lamb_schema": optimizers.LambConfig,
+        "apex_adam_schema": optimizers.ApexAdamConfig,
+        "apex_lamb_schema": optimizers.ApexLambConfig,
+        "lion_schema": optimizers.LionConfig,
+        "muon_schema": optimizers.MuonConfig,
+        "adafactor_schema": optimizers.AdafactorConfig,
     },
     "schedule": {
         "constant_schema": optimizers.ConstantConfig,

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from gptlite.checks import check_world
+from gptlite.checks import check_device, check_world
 from gptlite.config import Config
 from gptlite.errors import ConfigError
 from gptlite.host_memory import lift, limit, out_of_memory
@@ -74,6 +74,7 @@ def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
         config = chosen(config, outer.world_size if outer else None, print if is_main() else _unsaid)
     world = outer.world_size if outer else wanted_world(config.parallelism, gpus)
     layout = check_world(config, world)
+    check_device(config, "cuda" if gpus else "cpu")
     here = outer.local_world_size if outer else world
     # srun may show each rank its own GPU alone.
     if gpus and here > gpus and not (outer and outer.name == "srun" and gpus == 1):

@@ -41,10 +41,10 @@ class Room:
 
 
 # Every room may import itself, gptlite (its version) and these, which import nothing.
-LEAVES = ("errors", "files", "host_memory", "progress")
+LEAVES = ("apex", "errors", "files", "host_memory", "progress")
 ROOMS = {
     **{leaf: Room() for leaf in LEAVES},
-    "ops": Room("kernels", packages="torch"),
+    "ops": Room("kernels", packages="torch", lazy="apex"),
     "parallelism": Room(packages="torch"),
     "precision": Room(lazy="torch"),  # config.py imports it for its dataclass
     "metrics": Room(packages="torch", lazy="matplotlib numpy tensorboard wandb"),

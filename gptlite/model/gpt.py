@@ -38,6 +38,11 @@ def positions(tensor: SequenceCut | None, context: ContextCut | None, count: int
     return context.positions(index * count, count, slices * count)
 
 
+def _norm(config: GPTConfig, ops: Ops) -> LayerNorm:
+    options = {"bias": config.bias, "fused": ops.layer_norm, "apex": ops.apex_norm}
+    return LayerNorm(config.d_model, config.layer_norm_eps, **options)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); x [B, S, d]."""
 
@@ -47,9 +52,9 @@ class Block(nn.Module):
         self.tensor_axis: SequenceCut | None = None
         self.context: ContextCut | None = None
         self.fused_dropout = ops.dropout
-        self.attn_norm = LayerNorm(config.d_model, config.layer_norm_eps, bias=config.bias, fused=ops.layer_norm)
+        self.attn_norm = _norm(config, ops)
         self.attn = CausalSelfAttention(config, ops)
-        self.mlp_norm = LayerNorm(config.d_model, config.layer_norm_eps, bias=config.bias, fused=ops.layer_norm)
+        self.mlp_norm = _norm(config, ops)
         self.mlp = MLP(config, ops)
 
     def forward(
@@ -89,9 +94,7 @@ class GPT(nn.Module):
         self.token_embedding: nn.Module | None = nn.Embedding(rows, width)
         self.position_embedding: nn.Embedding | None = nn.Embedding(config.sequence_length, width)
         self.layers = nn.ModuleDict({str(i): Block(config, ops, seed) for i in range(config.num_layers)})
-        self.final_norm: nn.Module | None = LayerNorm(
-            width, config.layer_norm_eps, bias=config.bias, fused=ops.layer_norm
-        )
+        self.final_norm: nn.Module | None = _norm(config, ops)
         self.head: nn.Module | None = Head(width, rows, ops.cross_entropy, fused=ops.linear)
         self.tie()
 

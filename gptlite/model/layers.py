@@ -76,21 +76,21 @@ class LayerNorm(nn.LayerNorm):
 
     fp32 = False
 
-    def __init__(self, width: int, eps: float, *, bias: bool, fused: bool) -> None:
+    def __init__(self, width: int, eps: float, *, bias: bool, fused: bool, apex: bool = False) -> None:
         super().__init__(width, eps, bias=bias)
-        self.fused = fused
+        self.fused, self.apex = fused, apex
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fp32:
-            return layer_norm(x.float(), self.weight, self.bias, self.eps, self.fused).to(x.dtype)
-        return layer_norm(x, *self._gain(x.dtype), self.eps, self.fused)
+            return layer_norm(x.float(), self.weight, self.bias, self.eps, self.fused, self.apex).to(x.dtype)
+        return layer_norm(x, *self._gain(x.dtype), self.eps, self.fused, self.apex)
 
     def after_residual(self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None) -> tuple[Tensor, Tensor]:
         """The norm of residual + dropout(x), and that sum; without a key nothing is dropped."""
         if self.fp32:
             h = residual + dropout(x, p, key, self.fused)
             return self(h), h
-        return residual_norm(x, residual, *self._gain(x.dtype), self.eps, p, key, self.fused)
+        return residual_norm(x, residual, *self._gain(x.dtype), self.eps, p, key, self.fused, self.apex)
 
     def _gain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)

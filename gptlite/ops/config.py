@@ -17,6 +17,15 @@ class Implementation(Enum):
     reference = "reference"
 
 
+class LayerNorm(Enum):
+    """`apex` is NVIDIA Apex's kernel, the others as Implementation's."""
+
+    auto = "auto"
+    fused = "fused"
+    reference = "reference"
+    apex = "apex"
+
+
 class CrossEntropy(Enum):
     """`reference` writes all logits out in fp32; `chunked` is plain torch, a chunk of rows at a time and in place."""
 
@@ -48,7 +57,7 @@ class OpsConfig:
 
     implementation: Implementation = Implementation.auto
     attention: Attention = Attention.auto
-    layer_norm: Implementation = Implementation.auto  # that with the residual before it, too
+    layer_norm: LayerNorm = LayerNorm.auto  # that with the residual before it, too
     bias_gelu: Implementation = Implementation.auto
     dropout: Implementation = Implementation.auto
     linear: Implementation = Implementation.auto  # its weight's gradient, on CPUs with AMX and in bf16

@@ -10,8 +10,17 @@ from torch.autograd.function import once_differentiable
 from gptlite.ops.dropout import DropoutKey, dropout, kernel_key
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused: bool = False) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, arXiv:1607.06450. x [..., D]; weight, bias [D]."""
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused: bool = False, apex: bool = False
+) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, arXiv:1607.06450. x [..., D]; weight, bias [D].
+
+    `fused`: by our kernel; `apex`: by NVIDIA Apex's, which needs a bias.
+    """
+    if apex:
+        from apex.normalization.fused_layer_norm import fused_layer_norm_affine  # type: ignore[import-not-found]
+
+        return fused_layer_norm_affine(x, weight, bias, weight.shape, eps)
     if fused:
         return _LayerNorm.apply(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -26,6 +35,7 @@ def residual_norm(
     p: float = 0.0,
     key: DropoutKey | None = None,
     fused: bool = False,
+    apex: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """h = residual + dropout(x), and its layer norm: (norm, h), all [B, S, D]. `key=None` drops nothing."""
     if fused and key is not None and key.gap:  # the kernel knows one run of positions
@@ -33,7 +43,7 @@ def residual_norm(
     if fused:
         return _ResidualNorm.apply(x, residual, weight, bias, eps, p, key)
     h = residual + dropout(x, p, key)
-    return layer_norm(h, weight, bias, eps), h
+    return layer_norm(h, weight, bias, eps, apex=apex), h
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -6,9 +6,10 @@ from importlib.util import find_spec
 
 import torch
 
+from gptlite import apex
 from gptlite.errors import ConfigError
 from gptlite.kernels.library import Loaded, Unavailable, load
-from gptlite.ops.config import Attention, CrossEntropy, Implementation, OpsConfig
+from gptlite.ops.config import Attention, CrossEntropy, Implementation, LayerNorm, OpsConfig
 
 AMX = "amx_bf16"
 # The keys whose choice is between our kernel and a reference.
@@ -26,6 +27,7 @@ class Ops:
     dropout: bool = False
     linear: bool = False
     adamw: bool = False
+    apex_norm: bool = False  # layer norm by Apex; `layer_norm` is then False
     reasons: tuple[str, ...] = ()
 
 
@@ -37,10 +39,12 @@ def select_ops(config: OpsConfig, device: torch.device, log: Callable[[str], Non
     library = load(device.type, log) if _wants_kernels(config, device) else Unavailable("nothing asks for them")
     chosen: dict[str, str] = {}
     linear = _linear(config, device, library, chosen)
-    paths = {key: _plain(config, key, library, chosen) for key in PLAIN}
+    apex_norm = _apex_norm(config, device, chosen)
+    paths = {key: _plain(config, key, library, chosen) for key in PLAIN if key not in chosen}
     cross_entropy = _cross_entropy(config, library, chosen)
     attention = _attention(config, device, library, chosen)
-    return Ops(attention, cross_entropy, linear=linear, **paths, reasons=tuple(_words(chosen)))
+    words = tuple(_words(chosen))
+    return Ops(attention, cross_entropy, linear=linear, **paths, apex_norm=apex_norm, reasons=words)
 
 
 def _words(chosen: dict[str, str]) -> Iterable[str]:
@@ -69,8 +73,19 @@ def _available(key: str, wanted: bool, library: Loaded | Unavailable) -> bool:
     return False
 
 
+def _apex_norm(config: OpsConfig, device: torch.device, chosen: dict[str, str]) -> bool:
+    if config.layer_norm is not LayerNorm.apex:
+        return False
+    if device.type != "cuda":
+        raise ConfigError(f"ops.layer_norm=apex needs a GPU, and this runs on {device.type}; use ops.layer_norm=auto")
+    if reason := apex.why_not(apex.LAYER_NORM):
+        raise ConfigError(f"ops.layer_norm=apex: {reason}, or use ops.layer_norm=auto")
+    chosen["layer_norm"] = "apex (asked for)"
+    return True
+
+
 def _plain(config: OpsConfig, key: str, library: Loaded | Unavailable, chosen: dict[str, str]) -> bool:
-    own: Implementation = getattr(config, key)
+    own = Implementation(getattr(config, key).value)
     choice = config.implementation if own is Implementation.auto else own
     if choice is Implementation.reference:
         chosen[key] = "reference (asked for)"

@@ -1,34 +1,68 @@
 """From a configuration and named parameters to a torch optimizer."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gptlite.optimizer.config import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig
+from gptlite.optimizer.adafactor import Adafactor
+from gptlite.optimizer.apex import ApexOptimizer
+from gptlite.optimizer.config import (
+    AdafactorConfig,
+    AdamConfig,
+    AdamWConfig,
+    ApexAdamConfig,
+    ApexLambConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    MuonDtype,
+    MuonScale,
+    OptimizerConfig,
+    SGDConfig,
+)
 from gptlite.optimizer.fused import FusedAdam, FusedAdamW
+from gptlite.optimizer.lamb import Lamb
+from gptlite.optimizer.lion import Lion
+from gptlite.optimizer.muon import Muon, Stack
 
 # Where torch has one kernel for the whole update (a single pass over each parameter, its gradient and state).
 FUSED_DEVICES = ("cpu", "cuda")
+# Matrices that are no linear map between hidden activations: Muon leaves them to AdamW.
+EDGES = ("token_embedding.weight", "position_embedding.weight", "head.weight")
+QKV = "attn.qkv.weight"  # three matrices in one, dealt out by head
 
 
 def build_optimizer(
-    config: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]], fused_adam: bool = False
+    config: OptimizerConfig,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    fused_adam: bool = False,
+    num_heads: int | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of `config` over named parameters (`model.named_parameters()`); frozen ones are left out.
 
     Matrices, embeddings among them, decay by `config.weight_decay`, and vectors (biases and norms) do not. Each group
     carries `names`, in the order of its `params`, and holds tensors of one mesh: a kernel over many takes no mixture.
 
-    `fused_adam`: by our kernel, which must be loaded, where it is Adam or AdamW. Raises TypeError for a configuration
-    class without a builder, ValueError if nothing is trainable.
+    `fused_adam`: by our kernel, which must be loaded, where it is Adam or AdamW. `num_heads` is the model's, which Muon
+    must know to take a fused QKV projection apart. Raises TypeError for a configuration class without a builder,
+    ValueError if nothing is trainable, or Muon is not told.
     """
-    groups = _parameter_groups(parameters, config.weight_decay)
+    groups = _parameter_groups(parameters, config.weight_decay, _muon if isinstance(config, MuonConfig) else None)
     fused = all(parameter.device.type in FUSED_DEVICES for group in groups for parameter in group["params"])
     kernels: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     match config:
+        case ApexAdamConfig(lr=lr, eps=eps):
+            options = {"betas": (config.beta1, config.beta2), "eps": eps, "adam_w_mode": True}
+            return ApexOptimizer(groups, _apex("FusedAdam"), lr, options)
+        case ApexLambConfig(lr=lr, eps=eps):
+            # It clips by itself, by a norm of this rank's gradients, unless its limit cannot be reached.
+            options = {"betas": (config.beta1, config.beta2), "eps": eps, "max_grad_norm": math.inf}
+            return ApexOptimizer(groups, _apex("FusedLAMB"), lr, options)
         case AdamWConfig(lr=lr, eps=eps):
             kind = FusedAdamW if fused_adam else torch.optim.AdamW
             return kind(groups, lr=lr, betas=(config.beta1, config.beta2), eps=eps, **kernels)
@@ -39,18 +73,71 @@ def build_optimizer(
             if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
                 kernels = {"foreach": True}  # torch has no fused SGD of DTensors
             return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, **kernels)
+        case LambConfig(lr=lr, eps=eps):
+            return Lamb(groups, lr=lr, betas=(config.beta1, config.beta2), eps=eps)
+        case LionConfig(lr=lr):
+            return Lion(groups, lr=lr, betas=(config.beta1, config.beta2))
+        case AdafactorConfig(lr=lr, decay=decay, clip_threshold=clip):
+            return Adafactor(groups, lr=lr, decay=decay, clip_threshold=clip, eps=(config.eps1, config.eps2))
+        case MuonConfig():
+            adamw = {"betas": (config.beta1, config.beta2), "eps": config.eps, **kernels}
+            return _build_muon(config, groups, FusedAdamW if fused_adam else torch.optim.AdamW, adamw, num_heads)
     raise TypeError(f"no builder for {type(config).__name__}: add a case to build_optimizer")
 
 
-def _parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Split by number of dims: decaying a gain or a bias towards 0 regularises nothing, it shifts activations."""
+def _apex(name: str) -> type[torch.optim.Optimizer]:
+    """A class of Apex, which `check_optimizer` has found."""
+    return getattr(import_module("apex.optimizers"), name)
+
+
+def _build_muon(
+    config: MuonConfig,
+    groups: list[dict[str, Any]],
+    adamw: type[torch.optim.AdamW],
+    adamw_options: dict[str, Any],
+    num_heads: int | None,
+) -> Muon:
+    fused = [name for group in groups for name in group["names"] if name.endswith(QKV)]
+    if fused and num_heads is None:
+        raise ValueError(f"{fused[0]} is dealt out by head, so Muon needs num_heads")
+    return Muon(
+        groups,
+        adamw,
+        adamw_options,
+        lr=config.lr,
+        adamw_lr_ratio=config.adamw_lr_ratio,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        steps=config.newton_schulz_steps,
+        dtype=torch.bfloat16 if config.newton_schulz_dtype is MuonDtype.bf16 else torch.float32,
+        match_rms_adamw=config.scale is MuonScale.match_rms_adamw,
+        stacks={name: Stack(num_heads or 1, 3) for name in fused},
+    )
+
+
+def _muon(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    """Whether Muon steps a parameter itself."""
+    return {"muon": parameter.ndim == 2 and not name.endswith(EDGES)}
+
+
+def _parameter_groups(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    more: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Split by number of dims: decaying a gain or a bias towards 0 regularises nothing, it shifts activations.
+
+    And by what `more` says of a parameter, which the group then says.
+    """
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     groups: dict[Any, dict[str, Any]] = {}
     for vectors, decay in ((False, weight_decay), (True, 0.0)):
         for name, parameter in trainable:
             if (parameter.ndim < 2) == vectors:
                 mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-                group = groups.setdefault((vectors, mesh), {"params": [], "names": [], "weight_decay": decay})
+                its = {} if more is None else more(name, parameter)
+                new = {"params": [], "names": [], "weight_decay": decay, **its}
+                group = groups.setdefault((vectors, mesh, *its.values()), new)
                 group["params"].append(parameter)
                 group["names"].append(name)
     return list(groups.values())

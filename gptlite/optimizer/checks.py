@@ -2,12 +2,19 @@
 
 import math
 
+from gptlite import apex
 from gptlite.errors import ConfigError
 from gptlite.optimizer.config import (
+    AdafactorConfig,
     AdamConfig,
     AdamWConfig,
+    ApexAdamConfig,
+    ApexLambConfig,
     CosineConfig,
+    LambConfig,
     LinearConfig,
+    LionConfig,
+    MuonConfig,
     OptimizerConfig,
     ScheduleConfig,
     SGDConfig,
@@ -16,12 +23,48 @@ from gptlite.optimizer.config import (
 )
 from gptlite.optimizer.schedule import resolve_warmup_steps
 
+# What to use in place of Apex's.
+INSTEAD = {"optimizer=apex_adam": "optimizer=adamw", "optimizer=apex_lamb": "optimizer=lamb"}
+
 
 def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_steps: int) -> None:
     """Raise ConfigError, naming the key and the fix, for values that could not train for `max_steps`."""
     _check_update(optimizer)
+    _check_apex(optimizer)
     _check_shape(schedule)
     _check_length(schedule, max_steps)
+
+
+def check_device(optimizer: OptimizerConfig, device: str) -> None:
+    """Raise ConfigError for an optimizer that does not run on a kind of device."""
+    if device != "cuda" and (key := _apex_key(optimizer)):
+        raise ConfigError(f"{key} needs a GPU, and this runs on {device}; use {INSTEAD[key]}")
+
+
+def check_placement(optimizer: OptimizerConfig, zero: int, tensor: int, offload: str) -> None:
+    """Raise ConfigError for an optimizer that must have whole parameters, or have them on a GPU."""
+    if offload != "none" and (key := _apex_key(optimizer)):
+        raise ConfigError(
+            f"{key} steps on a GPU, and parallelism.offload={offload} has the state elsewhere; use {INSTEAD[key]}"
+        )
+    if isinstance(optimizer, ApexLambConfig) and (zero > 0 or tensor > 1):
+        key = f"parallelism.zero={zero}" if zero > 0 else f"parallelism.tensor={tensor}"
+        raise ConfigError(
+            f"optimizer=apex_lamb takes the norm of what a rank holds of a parameter, and {key} cuts them; "
+            f"use optimizer=lamb"
+        )
+
+
+def _apex_key(optimizer: OptimizerConfig) -> str:
+    if isinstance(optimizer, ApexAdamConfig | ApexLambConfig):
+        return "optimizer=apex_adam" if isinstance(optimizer, ApexAdamConfig) else "optimizer=apex_lamb"
+    return ""
+
+
+def _check_apex(optimizer: OptimizerConfig) -> None:
+    key = _apex_key(optimizer)
+    if key and (reason := apex.why_not(apex.OPTIMIZERS)):
+        raise ConfigError(f"{key}: {reason}, or use {INSTEAD[key]}")
 
 
 def _check_update(config: OptimizerConfig) -> None:
@@ -31,18 +74,57 @@ def _check_update(config: OptimizerConfig) -> None:
         0 <= config.clip_norm < math.inf, "optimizer.clip_norm", config.clip_norm, "must be 0 (no clipping) or more"
     )
     match config:
-        case AdamConfig() | AdamWConfig():
-            _require(0 <= config.beta1 < 1, "optimizer.beta1", config.beta1, "must be in [0, 1), e.g. 0.9")
-            _require(0 <= config.beta2 < 1, "optimizer.beta2", config.beta2, "must be in [0, 1), e.g. 0.95")
-            _require(0 < config.eps < math.inf, "optimizer.eps", config.eps, "must be above 0, e.g. 1e-8")
+        case AdamConfig() | AdamWConfig() | LambConfig():
+            _check_adam(config)
+        case LionConfig():
+            _check_betas(config)
+        case MuonConfig():
+            _check_muon(config)
+        case AdafactorConfig():
+            _check_adafactor(config)
         case SGDConfig():
-            _require(0 <= config.momentum < 1, "optimizer.momentum", config.momentum, "must be in [0, 1), e.g. 0.9")
+            _check_momentum(config)
             _require(
                 config.momentum > 0 or not config.nesterov,
                 "optimizer.nesterov",
                 config.nesterov,
                 "needs a momentum; set optimizer.momentum=0.9 or optimizer.nesterov=false",
             )
+
+
+def _check_adam(config: AdamConfig | AdamWConfig | LambConfig | MuonConfig) -> None:
+    _check_betas(config)
+    _require(0 < config.eps < math.inf, "optimizer.eps", config.eps, "must be above 0, e.g. 1e-8")
+
+
+def _check_betas(config: AdamConfig | AdamWConfig | LambConfig | LionConfig | MuonConfig) -> None:
+    _require(0 <= config.beta1 < 1, "optimizer.beta1", config.beta1, "must be in [0, 1), e.g. 0.9")
+    _require(0 <= config.beta2 < 1, "optimizer.beta2", config.beta2, "must be in [0, 1), e.g. 0.95")
+
+
+def _check_momentum(config: SGDConfig | MuonConfig) -> None:
+    _require(0 <= config.momentum < 1, "optimizer.momentum", config.momentum, "must be in [0, 1), e.g. 0.9")
+
+
+def _check_muon(config: MuonConfig) -> None:
+    _check_adam(config)
+    _check_momentum(config)
+    steps, ratio = config.newton_schulz_steps, config.adamw_lr_ratio
+    _require(1 <= steps <= 100, "optimizer.newton_schulz_steps", steps, "must be from 1 to 100; 5 is usual")
+    _require(0 < ratio < math.inf, "optimizer.adamw_lr_ratio", ratio, "must be above 0 and finite, e.g. 1.0")
+
+
+def _check_adafactor(config: AdafactorConfig) -> None:
+    least = 1e-37  # fp32 has no normal number below
+    _require(0 < config.decay <= 1, "optimizer.decay", config.decay, "must be above 0 and at most 1, e.g. 0.8")
+    _require(
+        0 < config.clip_threshold < math.inf,
+        "optimizer.clip_threshold",
+        config.clip_threshold,
+        "must be above 0 and finite, e.g. 1.0",
+    )
+    _require(least <= config.eps1 < math.inf, "optimizer.eps1", config.eps1, f"must be {least:g} or more, e.g. 1e-30")
+    _require(0 < config.eps2 < math.inf, "optimizer.eps2", config.eps2, "must be above 0, e.g. 1e-3")
 
 
 def _check_shape(config: ScheduleConfig) -> None:

@@ -29,6 +29,15 @@ def local_grad_norm(parameters: Iterable[nn.Parameter], fused: bool = False) -> 
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
+def square_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The squared L2 norm of each tensor [len(tensors)], fp64; there must be one."""
+    pieces = [_pieces(tensor) for tensor in tensors]
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    norms = torch._foreach_norm([piece for each in pieces for piece in each], 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
+    squares = torch.stack(norms).double().square()
+    return torch.stack([each.sum() for each in squares.split([len(each) for each in pieces])])
+
+
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor, loss_scale: float = 1.0) -> None:
     """Scales all gradients in place as `norm`, theirs together, comes down to `max_norm`; 0 leaves them.

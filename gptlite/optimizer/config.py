@@ -1,6 +1,7 @@
 """Optimizers and learning-rate schedules. One dataclass each: builders match on the class."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass
@@ -42,6 +43,77 @@ class SGDConfig(OptimizerConfig):
 
 # Rules that update each element by its own gradient and state alone, so that any piece of a parameter can be stepped.
 ELEMENTWISE: tuple[type[OptimizerConfig], ...] = (AdamWConfig, AdamConfig, SGDConfig)
+
+
+@dataclass
+class LambConfig(OptimizerConfig):
+    """Adam's update as long as the matrix it is for, times the rate (You et al. 2019, arXiv:1904.00962)."""
+
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-6
+
+
+@dataclass
+class ApexAdamConfig(AdamWConfig):
+    """AdamW by NVIDIA Apex's FusedAdam."""
+
+
+@dataclass
+class ApexLambConfig(LambConfig):
+    """LAMB by NVIDIA Apex's FusedLAMB, whose norms are of what a rank holds."""
+
+
+@dataclass
+class LionConfig(OptimizerConfig):
+    """The sign of a momentum (Chen et al. 2023, arXiv:2302.06675)."""
+
+    lr: float = 1e-4
+    weight_decay: float = 1.0
+    beta1: float = 0.95
+    beta2: float = 0.98
+
+
+class MuonScale(Enum):
+    """How large an update is: of the RMS of AdamW's, or as Jordan has it, for rates about 0.02."""
+
+    match_rms_adamw = "match_rms_adamw"
+    original = "original"
+
+
+class MuonDtype(Enum):
+    """What Newton-Schulz computes in; bf16 is faster on GPUs."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+@dataclass
+class MuonConfig(OptimizerConfig):
+    """Orthogonal momentum for the matrices inside layers (Jordan et al. 2024), AdamW for all else."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: int = 5
+    newton_schulz_dtype: MuonDtype = MuonDtype.fp32
+    scale: MuonScale = MuonScale.match_rms_adamw
+    adamw_lr_ratio: float = 1.0  # AdamW's rate as a fraction of `lr`
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+
+@dataclass
+class AdafactorConfig(OptimizerConfig):
+    """Second moments by row and column (Shazeer and Stern 2018, arXiv:1804.04235); `lr` is relative to the weights."""
+
+    lr: float = 1e-2
+    weight_decay: float = 0.0
+    decay: float = 0.8  # beta2 of step t is 1 - t^-decay
+    clip_threshold: float = 1.0  # on the RMS of each update
+    eps1: float = 1e-30  # added to squared gradients
+    eps2: float = 1e-3  # the least RMS a parameter is taken to have
 
 
 @dataclass

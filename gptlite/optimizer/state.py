@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
+from gptlite.optimizer.base import OwnOptimizer
 from gptlite.parallelism.state_file import InFiles
 
 
@@ -18,7 +19,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
     What torch would create at the first step is created here where it is missing, with the value it starts
     from, so that a checkpoint can be read into a fresh optimizer in place. Moments have the parameter's shape,
-    `step` is 0-dim fp32. State in files is mapped from them.
+    Adafactor's factors that of a row or a column, `step` is 0-dim fp32. State in files is mapped from them.
     """
     if isinstance(optimizer, InFiles):
         optimizer.settle()
@@ -35,7 +36,9 @@ def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def materialized(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """One parameter's state tensors, created as torch's first step would."""
+    """One parameter's state tensors, created as the first step would."""
+    if isinstance(optimizer, OwnOptimizer):
+        return optimizer.state_of(parameter)
     state = optimizer.state[parameter]
     if isinstance(optimizer, Adam) and not state:
         # A fused kernel counts steps on the parameter's device, the others on the host.

@@ -1,32 +1,72 @@
 """Which box of a whole tensor a rank holds."""
 
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def local_box(tensor: Tensor) -> Box:
-    """Shape and global offset of this rank's elements; of a plain tensor, all of them. An empty box starts at the end.
+@dataclass(frozen=True)
+class Cut:
+    """A mesh axis that a dim of a tensor is cut over, as torch.chunk does: its name, ranks and this rank among them."""
 
-    FSDP2 cuts what the tensor axis has cut before it, each as torch.chunk does, and says so by a placement with a
-    `split_factor`. torch's own arithmetic for it is wrong where the tensor axis cuts unevenly (seen in 2.11 and 2.13:
-    50,257 rows over 2 x 8 ranks).
+    axis: str
+    dim: int
+    size: int
+    rank: int
+    mesh: DeviceMesh
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of the axis that this one is among."""
+        return self.mesh.get_group(self.axis)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its ranks exchange tensors; offloaded ones lie elsewhere."""
+        return torch.device(self.mesh.device_type)
+
+    def lengths(self, length: int) -> list[int]:
+        """How much of a dim of that length each rank of the axis has."""
+        longest = -(-length // self.size)
+        return [min(longest, max(0, length - rank * longest)) for rank in range(self.size)]
+
+
+def cuts(tensor: Tensor) -> list[Cut]:
+    """The cuts of a tensor over more than one rank, each of what the one before has left; none for a plain tensor.
+
+    FSDP2 cuts what the tensor axis has cut before it, and says so by a placement with a `split_factor`.
     """
-    shape, offset = list(tensor.shape), [0] * tensor.dim()
     if not isinstance(tensor, DTensor):
-        return tuple(shape), tuple(offset)
+        return []
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this rank is not in the tensor's mesh: it holds no box of it")
+    names = mesh.mesh_dim_names or [str(axis) for axis in range(mesh.ndim)]
     axes = [axis for axis, placement in enumerate(tensor.placements) if hasattr(placement, "dim")]
-    for axis in sorted(axes, key=lambda axis: hasattr(tensor.placements[axis], "split_factor")):
-        dim = tensor.placements[axis].dim  # type: ignore[attr-defined]
-        longest = -(-shape[dim] // mesh.size(axis))
-        start = min(coordinate[axis] * longest, shape[dim])
-        shape[dim] = min(longest, shape[dim] - start)
-        offset[dim] += start
+    return [
+        Cut(names[axis], tensor.placements[axis].dim, mesh.size(axis), coordinate[axis], mesh)  # type: ignore[attr-defined]
+        for axis in sorted(axes, key=lambda axis: hasattr(tensor.placements[axis], "split_factor"))
+        if mesh.size(axis) > 1
+    ]
+
+
+def local_box(tensor: Tensor) -> Box:
+    """Shape and global offset of this rank's elements; of a plain tensor, all of them. An empty box starts at the end.
+
+    torch's own arithmetic for it is wrong where the tensor axis cuts unevenly (seen in 2.11 and 2.13: 50,257 rows over
+    2 x 8 ranks).
+    """
+    shape, offset = list(tensor.shape), [0] * tensor.dim()
+    for cut in cuts(tensor):
+        start = min(cut.rank * -(-shape[cut.dim] // cut.size), shape[cut.dim])
+        shape[cut.dim] = cut.lengths(shape[cut.dim])[cut.rank]
+        offset[cut.dim] += start
     for dim, size in enumerate(shape):
         if size == 0:
             offset[dim] = tensor.shape[dim]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import AXES, CONTEXT, Layout, resolve
 from gptlite.parallelism.process_group import join_alone, leave
-from gptlite.parallelism.torch_private import set_timeout
+from gptlite.parallelism.torch_private import forget_meshes, set_timeout
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 
@@ -106,6 +106,7 @@ class Mesh:
         for group in groups.values():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
+        forget_meshes()
         if self.world_size == 1:
             leave()
 

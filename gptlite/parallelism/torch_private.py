@@ -30,6 +30,14 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def forget_meshes() -> None:
+    """Empties DTensor's cache of what ops give: a tensor made with a new mesh gets an equal older one from it, whose
+    process groups may be gone."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
 def reduce_gradients_now(part: nn.Module) -> None:
     """Reduces what gradients there are, as the end of a backward pass would.
 

@@ -96,7 +96,8 @@ def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
     materialize(parts, home(mesh, config.parallelism))
     for part in parts:
         init_weights(part, config.model, config.seed)
-    optimizer = build_optimizer(config.optimizer, [w for part in parts for w in part.named_weights()], ops.adamw)
+    weights = [named for part in parts for named in part.named_weights()]
+    optimizer = build_optimizer(config.optimizer, weights, ops.adamw, config.model.num_heads)
     optimizer = offload_state(optimizer, config.parallelism, mesh)
     loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
     schedule = Schedule(config.schedule, config.trainer.max_steps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptlite.optimizer.config import AdamConfig, AdamWConfig, SGDConfig
+from gptlite.optimizer.config import AdafactorConfig, LionConfig, MuonConfig, SGDConfig
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.parallelism.layout import num_stages, rule, splits_backward
 from gptlite.plan import tape, tape_ends
@@ -57,7 +57,7 @@ def _state(work: Workload, held: list[Stage], passes: list[Pass]) -> tuple[int, 
     shards, zero, count = work.layout.size("dp_shard"), work.parallelism.zero, work.micro_batches
     parameters = [parameter for stage in held for parameter in stage.parameters()]
     mine = MASTER * sum(parameter.shard(shards) for parameter in parameters)
-    moments, found = _moments(work, parameters), (0, 0)
+    moments, found = _moments(work, held), (0, 0)
     gathered = {
         stage.number: work.itemsize * padded(stage.others if zero == 3 else stage.parameters(), shards)
         for stage in held
@@ -91,14 +91,29 @@ def _left(work: Workload) -> int:
     return work.layout.size("dp_shard") if work.parallelism.zero < 2 else 1
 
 
-def _moments(work: Workload, parameters: list[Parameter]) -> int:
-    elements = sum(parameter.shard(work.layout.size("dp_shard")) for parameter in parameters)
+def _moments(work: Workload, held: list[Stage]) -> int:
+    """All in fp32, a count of steps too, which each parameter has but for Lion, SGD and Muon's matrices."""
+    shards = work.layout.size("dp_shard")
+    parameters = [parameter for stage in held for parameter in stage.parameters()]
+    elements = sum(parameter.shard(shards) for parameter in parameters)
     match work.optimizer:
-        case AdamWConfig() | AdamConfig():
-            return MASTER * (2 * elements + len(parameters))  # and each one's step count
         case SGDConfig(momentum=momentum):
             return MASTER * elements if momentum else 0
-    return 2 * MASTER * elements
+        case LionConfig():
+            return MASTER * elements
+        case MuonConfig():
+            matrices = [each for stage in held for each in stage.block * stage.layers if each.width > 1]
+            alone = sum(matrix.shard(shards) for matrix in matrices)
+            return MASTER * (2 * elements - alone + len(parameters) - len(matrices))
+        case AdafactorConfig():
+            return MASTER * sum(1 + _factors(parameter, shards) for parameter in parameters)
+    return MASTER * (2 * elements + len(parameters))  # Adam's two, and LAMB's
+
+
+def _factors(parameter: Parameter, shards: int) -> int:
+    """A matrix has a mean for each row and for each column, a vector (a column of rows) for each element."""
+    rows = parameter.shard(shards) // parameter.width
+    return rows + parameter.width if parameter.width > 1 else rows
 
 
 @dataclass(frozen=True)

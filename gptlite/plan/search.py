@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from gptlite.errors import ConfigError
 from gptlite.model.flops import num_parameters
-from gptlite.optimizer.config import AdamConfig, AdamWConfig
+from gptlite.optimizer.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, divisors, resolve
 from gptlite.parallelism.words import layout_words
@@ -150,7 +150,7 @@ def _too_much(size: float, cluster: ClusterConfig, world: int, words: str) -> st
 def least_bytes(work: Workload) -> float:
     """No more than a layout's fullest rank takes: the mean over ranks of the parameters and the optimizer's state, in
     fp32. Quick, so that the exact count is spared what cannot fit."""
-    moments = {AdamWConfig: 2, AdamConfig: 2}.get(type(work.optimizer), 0)
+    moments = {AdamWConfig: 2, AdamConfig: 2, LambConfig: 2, LionConfig: 1, MuonConfig: 1}.get(type(work.optimizer), 0)
     shards = work.layout.size("dp_shard")
     cut = work.layout.size("tp") * work.layout.size("pp") * shards
     return MASTER * (1 + moments) * num_parameters(work.model) / cut

@@ -136,7 +136,8 @@ def _build(
 ) -> tuple[TrainState, OnePart | Pipeline]:
     """What `pretrain` builds of them, but for the data and the initial weights."""
     materialize(parts, CPU)
-    optimizer = build_optimizer(work.optimizer, [w for part in parts for w in part.named_weights()], ops.adamw)
+    weights = [named for part in parts for named in part.named_weights()]
+    optimizer = build_optimizer(work.optimizer, weights, ops.adamw, work.model.num_heads)
     optimizer_state(optimizer)  # creates it
     chain = Chain(parts, mesh, work.parallelism)
     passes = build_passes(

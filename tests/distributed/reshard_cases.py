@@ -21,6 +21,7 @@ from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.config import Config, to_yaml
 from gptlite.parallelism.boxes import local_box, local_part
 from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.parallelism.torch_private import forget_meshes
 from gptlite.parallelism.words import layout_words
 from gptlite.parity.gather import Whole, gather
 from gptlite.parity.record import build
@@ -52,6 +53,7 @@ def joined(world: int, name: str) -> Iterator[bool]:
         yield True
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def drawn(key: str, shape: torch.Size, filling: str) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from gptlite.errors import ConfigError
 from gptlite.kernels.library import Loaded, Unavailable
 from gptlite.ops import select
-from gptlite.ops.config import Attention, CrossEntropy, Implementation, OpsConfig
+from gptlite.ops.config import Attention, CrossEntropy, Implementation, LayerNorm, OpsConfig
 from gptlite.ops.select import PLAIN, Ops, select_ops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -27,7 +27,7 @@ def without_kernels(monkeypatch):
 
 
 def paths(ops: Ops) -> dict:
-    return {field.name: getattr(ops, field.name) for field in fields(ops) if field.name != "reasons"}
+    return {field.name: getattr(ops, field.name) for field in fields(ops) if field.name not in ("reasons", "apex_norm")}
 
 
 def test_auto_takes_the_kernels_where_they_load(with_kernels):
@@ -54,15 +54,17 @@ def test_the_reference_loads_nothing(monkeypatch):
 
 @pytest.mark.parametrize("key", PLAIN)
 def test_one_op_may_differ_from_the_rest(with_kernels, key):
-    ops = select_ops(replace(REFERENCE, **{key: Implementation.fused}), CPU)
+    kind = LayerNorm if key == "layer_norm" else Implementation
+    ops = select_ops(replace(REFERENCE, **{key: kind.fused}), CPU)
     assert [name for name in PLAIN if getattr(ops, name)] == [key]
-    ops = select_ops(replace(OpsConfig(), **{key: Implementation.reference}), CPU)
+    ops = select_ops(replace(OpsConfig(), **{key: kind.reference}), CPU)
     assert [name for name in PLAIN if not getattr(ops, name)] == [key]
 
 
 @pytest.mark.parametrize("key", [*PLAIN, "linear", "cross_entropy", "attention"])
 def test_a_kernel_asked_for_by_name_that_cannot_run_is_refused(without_kernels, key):
-    kind = {"cross_entropy": CrossEntropy, "attention": Attention}.get(key, Implementation)
+    kinds = {"cross_entropy": CrossEntropy, "attention": Attention, "layer_norm": LayerNorm}
+    kind = kinds.get(key, Implementation)
     with pytest.raises(ConfigError, match=rf"^ops\.{key}=fused: no C\+\+ compiler on PATH; .*ops\.{key}=auto$"):
         select_ops(replace(OpsConfig(), **{key: kind.fused}), CPU)
 

@@ -8,11 +8,15 @@ import pytest
 from gptlite.errors import ConfigError
 from gptlite.optimizer.checks import check_optimizer
 from gptlite.optimizer.config import (
+    AdafactorConfig,
     AdamConfig,
     AdamWConfig,
     CosineConfig,
     InverseSqrtConfig,
+    LambConfig,
     LinearConfig,
+    LionConfig,
+    MuonConfig,
     SGDConfig,
     WarmupConfig,
     WSDConfig,
@@ -30,6 +34,17 @@ REFUSED_OPTIMIZERS = [
     (AdamConfig(eps=0.0), "optimizer.eps=0.0"),
     (SGDConfig(momentum=1.5), "optimizer.momentum=1.5"),
     (SGDConfig(momentum=0.0, nesterov=True), "optimizer.nesterov=True needs a momentum"),
+    (LambConfig(beta2=1.0), "optimizer.beta2=1.0"),
+    (LambConfig(eps=0.0), "optimizer.eps=0.0"),
+    (LionConfig(beta1=-1.0), "optimizer.beta1=-1.0"),
+    (MuonConfig(momentum=1.0), "optimizer.momentum=1.0"),
+    (MuonConfig(beta1=1.0), "optimizer.beta1=1.0"),
+    (MuonConfig(newton_schulz_steps=0), "optimizer.newton_schulz_steps=0 must be from 1 to 100"),
+    (MuonConfig(adamw_lr_ratio=0.0), "optimizer.adamw_lr_ratio=0.0 must be above 0"),
+    (AdafactorConfig(decay=0.0), "optimizer.decay=0.0 must be above 0"),
+    (AdafactorConfig(clip_threshold=0.0), "optimizer.clip_threshold=0.0"),
+    (AdafactorConfig(eps1=0.0), "optimizer.eps1=0.0 must be 1e-37 or more"),
+    (AdafactorConfig(eps2=0.0), "optimizer.eps2=0.0"),
 ]
 
 REFUSED_SCHEDULES = [

@@ -9,21 +9,40 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from gptlite import apex
 from gptlite.optimizer.checks import check_optimizer
 from gptlite.optimizer.config import (
+    AdafactorConfig,
     AdamConfig,
     AdamWConfig,
+    ApexAdamConfig,
+    ApexLambConfig,
     ConstantConfig,
     CosineConfig,
     InverseSqrtConfig,
+    LambConfig,
     LinearConfig,
+    LionConfig,
+    MuonConfig,
     SGDConfig,
     WarmupConfig,
     WSDConfig,
 )
 
 CONF = Path(__file__).parents[2] / "conf"
-OPTIMIZERS = {"adamw": AdamWConfig, "adam": AdamConfig, "sgd": SGDConfig}
+OPTIMIZERS = {
+    "adamw": AdamWConfig,
+    "adam": AdamConfig,
+    "sgd": SGDConfig,
+    "lamb": LambConfig,
+    "apex_adam": ApexAdamConfig,
+    "apex_lamb": ApexLambConfig,
+    "lion": LionConfig,
+    "muon": MuonConfig,
+    "adafactor": AdafactorConfig,
+}
+# The others take the model's published rate, which is AdamW's.
+RATES = {"lamb": 6e-3, "apex_lamb": 6e-3, "lion": 1e-4, "adafactor": 1e-2}
 SCHEDULES = {
     "constant": ConstantConfig,
     "cosine": CosineConfig,
@@ -65,9 +84,10 @@ def test_a_preset_is_typed_and_shows_every_setting(group, name, cls):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("max_steps", [5, 1000])
-def test_any_two_presets_train(optimizer, schedule, max_steps):
+def test_any_two_presets_train(optimizer, schedule, max_steps, monkeypatch):
+    monkeypatch.setattr(apex, "why_not", lambda _: "")
     config = composed(f"+optimizer={optimizer}", f"+schedule={schedule}")
-    assert config["optimizer"].lr == 2.5e-4  # the model's published rate
+    assert config["optimizer"].lr == RATES.get(optimizer, 2.5e-4)
     check_optimizer(config["optimizer"], config["schedule"], max_steps)
 
 

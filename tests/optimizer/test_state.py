@@ -5,7 +5,16 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.optimizer.build import build_optimizer
-from gptlite.optimizer.config import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig
+from gptlite.optimizer.config import (
+    AdafactorConfig,
+    AdamConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from gptlite.optimizer.state import optimizer_state
 
 CONFIGS = [
@@ -14,6 +23,10 @@ CONFIGS = [
     SGDConfig(lr=0.1),
     SGDConfig(lr=0.1, nesterov=True),
     SGDConfig(momentum=0.0),
+    LambConfig(),
+    LionConfig(),
+    MuonConfig(lr=0.1),
+    AdafactorConfig(),
 ]
 ADAM_KEYS = ["step", "exp_avg", "exp_avg_sq"]
 
@@ -67,7 +80,14 @@ def test_materializing_before_the_first_step_changes_nothing(config):
 
 
 @pytest.mark.parametrize(
-    ("config", "names"), [(AdamWConfig(), ADAM_KEYS), (AdamConfig(), ADAM_KEYS), (SGDConfig(), ["momentum_buffer"])]
+    ("config", "names"),
+    [
+        (AdamWConfig(), ADAM_KEYS),
+        (AdamConfig(), ADAM_KEYS),
+        (SGDConfig(), ["momentum_buffer"]),
+        (LambConfig(), ADAM_KEYS),
+        (LionConfig(), ["exp_avg"]),
+    ],
 )
 def test_keys_are_global_names_and_the_same_before_and_after_a_step(config, names):
     run = Run(config)
@@ -79,6 +99,24 @@ def test_keys_are_global_names_and_the_same_before_and_after_a_step(config, name
     after = optimizer_state(run.optimizer)
     assert {key: (tensor.shape, tensor.dtype) for key, tensor in after.items()} == layout
     assert any(tensor.any() for tensor in after.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "matrix", "vector"),
+    [
+        (MuonConfig(), {"momentum_buffer": (3, 4)}, {"step": (), "exp_avg": (3,), "exp_avg_sq": (3,)}),
+        (AdafactorConfig(), {"step": (), "row_var": (3,), "col_var": (4,)}, {"step": (), "variance": (3,)}),
+    ],
+)
+def test_matrices_and_vectors_may_have_other_states(config, matrix, vector):
+    run = Run(config)
+    for _ in range(2):
+        state = optimizer_state(run.optimizer)
+        for name, shapes in (("0.weight", matrix), ("0.bias", vector)):
+            prefix = f"optim.{name}."
+            found = {k.removeprefix(prefix): tuple(t.shape) for k, t in state.items() if k.startswith(prefix)}
+            assert found == shapes
+        run.train(0, 1)
 
 
 def test_state_is_live():

@@ -4,10 +4,12 @@ import time
 from dataclasses import replace
 
 import pytest
+from marking import combinations, marked
 
-from gptlite.optimizer.config import SGDConfig
+from gptlite.optimizer.config import AdafactorConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
 from gptlite.plan import memory
 from gptlite.plan.memory import estimate, most, zero_paper_bytes
+from gptlite.plan.simulate import simulate
 from plan.truth import workload
 from plan.truth_layouts import LAYOUTS, QUICK, Layout
 from plan.truth_table import Row, run
@@ -64,6 +66,28 @@ def test_memory_follows_the_layout():
     shorter = replace(one, micro_batch_size=2)
     assert estimate(shorter, 0).activations < 0.6 * estimate(one, 0).activations
     assert estimate(replace(one, optimizer=SGDConfig(momentum=0.0)), 0).optimizer == 0
+
+
+STATE_LAYOUTS = [
+    Layout(1, ""),
+    Layout(4, "tp=2 zero=3"),
+    Layout(4, "pp=2 schedule=1f1b zero=1 micro=1"),
+    Layout(8, "tp=2 pp=2 schedule=1f1b zero=2 tied=false micro=1"),
+]
+
+
+STATE_CASES = combinations(
+    [MuonConfig, AdafactorConfig, LionConfig, LambConfig, AdamWConfig],
+    STATE_LAYOUTS,
+    first=[(MuonConfig, STATE_LAYOUTS[-1]), (AdafactorConfig, STATE_LAYOUTS[1]), (LionConfig, STATE_LAYOUTS[0])],
+)
+
+
+@pytest.mark.parametrize(("config", "layout"), marked(STATE_CASES, quick=3, slow=20))
+def test_an_optimizers_state_is_what_is_planned(config, layout):
+    """By a step of rank 0 with imagined ranks."""
+    work = replace(workload(layout.config(), layout.world), optimizer=config())
+    assert simulate(work, 0).peak.optimizer == estimate(work, 0).optimizer > 0
 
 
 @pytest.mark.parametrize("layers", [4, 6, 8, 10])

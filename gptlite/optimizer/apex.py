@@ -1,0 +1,51 @@
+"""NVIDIA Apex's FusedAdam and FusedLAMB, given this rank's part of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gptlite.optimizer.base import OwnOptimizer, local_gradients, local_parameters, step_count
+
+
+class ApexOptimizer(OwnOptimizer):
+    """`kind` is Apex's class, which gets `options`. State, and so checkpoints, are as AdamW's and LAMB's here.
+
+    Apex knows no DTensors, and counts steps by group. It is handed local tensors for the time of a step, since FSDP2
+    may move what it pads.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], kind: Callable[..., Optimizer], lr: float, options: dict[str, Any]
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        local = [
+            {"params": local_parameters(group["params"]), "weight_decay": group["weight_decay"]}
+            for group in self.param_groups
+        ]
+        self.inner = kind(local, lr=lr, **options)
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """As Adam's."""
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": step_count(), **moments}
+
+    def update(self) -> None:
+        """Takes a step."""
+        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
+            parameters = self.ready(mine)
+            local = local_parameters(parameters)
+            its["params"], its["lr"] = local, mine["lr"]
+            its["step"] = max(self.counted(parameters), default=1) - 1  # the steps before
+            states = zip(*(self.local_states(parameters, key) for key in ("exp_avg", "exp_avg_sq")), strict=True)
+            for tensor, gradient, (first, second) in zip(local, local_gradients(parameters), states, strict=True):
+                tensor.grad = gradient
+                self.inner.state[tensor] = {"exp_avg": first, "exp_avg_sq": second}
+        self.inner.step()
+        self.inner.state.clear()
+        for its in self.inner.param_groups:
+            its["params"] = []

@@ -1,0 +1,76 @@
+"""LAMB (You et al. 2019, arXiv:1904.00962, algorithm 2): Adam's update, as long as the parameter times the rate."""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gptlite.optimizer.base import OwnOptimizer, local_gradients, local_parameters, step_count
+from gptlite.optimizer.clip import square_norms
+from gptlite.parallelism.boxes import cuts
+from gptlite.parallelism.collectives import sum_over_cuts
+
+
+class Lamb(OwnOptimizer):
+    """Each matrix x steps by lr |x| / |u| u, with u Adam's update and the weight decay; norms are of whole matrices.
+
+    Vectors step by lr u: in the authors' own code, what does not decay is not adapted. The norms of all matrices are
+    summed over an axis of the mesh together.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """As Adam's."""
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": step_count(), **moments}
+
+    def update(self) -> None:
+        """Takes a step."""
+        groups = [(group, self.ready(group)) for group in self.param_groups]
+        updates = [self._updates(group, parameters) for group, parameters in groups]
+        parameters = [parameter for _, each in groups for parameter in each]
+        if parameters:
+            _adapt(parameters, [update for each in updates for update in each])
+        for (group, each), its in zip(groups, updates, strict=True):
+            if each:
+                torch._foreach_add_(local_parameters(each), its, alpha=-group["lr"])
+
+    def _updates(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """m / (sqrt(v) + eps) + weight_decay x, the moments without their bias towards 0."""
+        if not parameters:
+            return []
+        (beta1, beta2), gradients = group["betas"], local_gradients(parameters)
+        steps = self.counted(parameters)
+        first, second = (self.local_states(parameters, key) for key in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        roots = torch._foreach_div(second, [1 - beta2**step for step in steps])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        updates = torch._foreach_div(first, [1 - beta1**step for step in steps])
+        torch._foreach_div_(updates, roots)
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, local_parameters(parameters), alpha=group["weight_decay"])
+        return list(updates)
+
+
+def _adapt(parameters: Sequence[nn.Parameter], updates: Sequence[Tensor]) -> None:
+    """Makes each matrix's update as long as it; where one of the two is 0 it stays. Nothing waits for the device."""
+    matrices = [
+        (parameter, update) for parameter, update in zip(parameters, updates, strict=True) if parameter.ndim > 1
+    ]
+    if not matrices:
+        return
+    weights, updates = local_parameters(p for p, _ in matrices), [update for _, update in matrices]
+    squares = torch.stack([square_norms(weights), square_norms(updates)], 1)
+    squares = torch.stack(sum_over_cuts(squares.unbind(), [cuts(parameter) for parameter, _ in matrices]))
+    size, length = squares.sqrt().unbind(1)
+    ratio = torch.where((size > 0) & (length > 0), size / length, 1.0).to(updates[0].dtype)
+    torch._foreach_mul_(updates, list(ratio.unbind()))

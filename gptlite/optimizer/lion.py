@@ -1,0 +1,40 @@
+"""Lion (Chen et al. 2023, arXiv:2302.06675, program 1): the sign of an interpolated momentum."""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptlite.optimizer.base import OwnOptimizer, local_gradients, local_parameters
+
+
+class Lion(OwnOptimizer):
+    """x -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay x), then m = beta2 m + (1 - beta2) g. One moment, no count.
+
+    Element by element, so other ranks are not asked.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The momentum."""
+        return {"exp_avg": torch.zeros_like(parameter)}
+
+    def update(self) -> None:
+        """Takes a step."""
+        for group in self.param_groups:
+            parameters = self.ready(group)
+            if not parameters:
+                continue
+            (beta1, beta2), gradients = group["betas"], local_gradients(parameters)
+            moments, weights = self.local_states(parameters, "exp_avg"), local_parameters(parameters)
+            updates = torch._foreach_lerp(moments, gradients, 1 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+            torch._foreach_lerp_(moments, gradients, 1 - beta2)

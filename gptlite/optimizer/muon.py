@@ -1,0 +1,141 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum, made orthogonal.
+
+Matrices inside the layers step by the nearest orthogonal matrix to their momentum, which a Newton-Schulz iteration
+approaches; embeddings, the head and vectors by AdamW. A matrix that several ranks hold pieces of is orthogonalised
+whole, by one of them: see gptlite.parallelism.owners.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from gptlite.optimizer.base import OwnOptimizer, local_parameters
+from gptlite.optimizer.state import materialized
+from gptlite.parallelism.owners import change_whole
+from gptlite.parallelism.zero import local_tensor
+
+QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: singular values come to between 0.7 and 1.2 in five steps
+EPS = 1e-7
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A matrix [groups x count x n, columns] that is `count` matrices [groups x n, columns], dealt out in groups.
+
+    The fused QKV projection is three, its groups the heads.
+    """
+
+    groups: int = 1
+    count: int = 1
+
+    def split(self, matrix: Tensor) -> Tensor:
+        """[count, groups x n, columns]"""
+        rows = matrix.view(self.groups, self.count, -1, matrix.shape[1])
+        return rows.transpose(0, 1).reshape(self.count, -1, matrix.shape[1])
+
+    def join(self, matrices: Tensor) -> Tensor:
+        """The other way."""
+        rows = matrices.view(self.count, self.groups, -1, matrices.shape[2])
+        return rows.transpose(0, 1).reshape(-1, matrices.shape[2])
+
+
+class Muon(OwnOptimizer):
+    """Groups with `muon` hold the matrices, the others are given to `adamw`, whose rate is `adamw_lr_ratio` of theirs.
+
+    `stacks` says which parameters, by name, are several matrices. `match_rms_adamw`: updates are as large as AdamW's
+    are, 0.2 sqrt(max(rows, columns)) times the orthogonal matrix (Liu et al. 2025, arXiv:2502.16982, section 2.2), else
+    sqrt(max(1, rows / columns)) times it, as Jordan has them. Newton-Schulz computes in `dtype`.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        adamw: type[AdamW],
+        adamw_options: dict[str, Any],
+        *,
+        lr: float,
+        adamw_lr_ratio: float,
+        momentum: float,
+        nesterov: bool,
+        steps: int,
+        dtype: torch.dtype,
+        match_rms_adamw: bool,
+        stacks: Mapping[str, Stack],
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0})
+        self.newton_schulz_steps, self.dtype, self.match_rms_adamw = steps, dtype, match_rms_adamw
+        self.adamw_lr_ratio, self.stacks = adamw_lr_ratio, stacks
+        self._matrices = {id(p) for group in self.param_groups if group["muon"] for p in group["params"]}
+        others = [{key: group[key] for key in ("params", "weight_decay")} for group in self._others()]
+        self.adamw = adamw(others, lr=lr, **adamw_options) if others else None
+        if self.adamw is not None:
+            self.adamw.state = self.state
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """A momentum for matrices, AdamW's state for the others."""
+        if id(parameter) in self._matrices:
+            return {"momentum_buffer": torch.zeros_like(parameter)}
+        assert self.adamw is not None
+        return materialized(self.adamw, parameter)
+
+    def update(self) -> None:
+        """Takes a step."""
+        for group in self.param_groups:
+            if group["muon"]:
+                self._step_matrices(group)
+        if self.adamw is not None:
+            for mine, its in zip(self._others(), self.adamw.param_groups, strict=True):
+                its["lr"] = mine["lr"] * self.adamw_lr_ratio
+            self.adamw.step()
+
+    def _others(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if not group["muon"]]
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        named = zip(group["names"], group["params"], strict=True)
+        found = [(name, parameter) for name, parameter in named if parameter.grad is not None]
+        if not found:
+            return
+        updates = [self._momentum(group, parameter) for _, parameter in found]
+        stacks = [self.stacks.get(name, Stack()) for name, _ in found]
+        change_whole(updates, lambda index, whole: self.orthogonal_update(whole, stacks[index]))
+        weights = local_parameters(parameter for _, parameter in found)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, [local_tensor(update) for update in updates], alpha=-group["lr"])
+
+    def _momentum(self, group: dict[str, Any], parameter: nn.Parameter) -> Tensor:
+        """What is to be made orthogonal; cut as the parameter is."""
+        assert parameter.grad is not None
+        momentum, gradient = self.state_of(parameter)["momentum_buffer"], local_tensor(parameter.grad)
+        local_tensor(momentum).lerp_(gradient, 1 - group["momentum"])
+        update = momentum.clone()
+        if group["nesterov"]:
+            local_tensor(update).lerp_(gradient, 1 - group["momentum"])
+        return update
+
+    def orthogonal_update(self, whole: Tensor, stack: Stack) -> Tensor:
+        """[rows, columns] -> the same, each of its matrices orthogonal, and scaled."""
+        matrices = stack.split(whole)
+        rows, columns = matrices.shape[1:]
+        scale = 0.2 * max(rows, columns) ** 0.5 if self.match_rms_adamw else max(1.0, rows / columns) ** 0.5
+        orthogonal = newton_schulz(matrices.to(self.dtype), self.newton_schulz_steps)
+        return stack.join(orthogonal.to(whole.dtype) * scale)
+
+
+def newton_schulz(x: Tensor, steps: int) -> Tensor:
+    """[..., n, m] -> about U Vᵀ of its singular value decomposition U S Vᵀ; zeros stay."""
+    a, b, c = QUINTIC
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(steps):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.mT if tall else x

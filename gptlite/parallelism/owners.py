@@ -1,0 +1,128 @@
+"""Whole tensors from ranks that hold pieces of them: each is handed to one rank, which gives the pieces back changed.
+
+For what needs the whole of a matrix. With N ranks along the cuts, N tensors are handed out at a time, one to each, so
+that every rank does its share of the work, and holds one whole tensor at a time beside its pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gptlite.parallelism.boxes import Cut, cuts, local_part
+
+Change = Callable[[int, Tensor], Tensor]  # of the whole tensor with that number, to one of the same shape
+Level = tuple[Cut, tuple[int, ...]]  # a cut, and the shape of what it has cut
+
+
+def change_whole(tensors: Sequence[Tensor], change: Change) -> None:
+    """Replaces each tensor by what `change` makes of its whole, in place. Collective over the ranks of their cuts.
+
+    The whole is the same bits however it was cut, and one rank alone computes its change for all that hold pieces.
+    """
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        alike.setdefault(tuple(cut.axis for cut in cuts(tensor)), []).append(index)
+    for _, places in sorted(alike.items()):  # in the same order on all ranks
+        places.sort(key=lambda index: -tensors[index].numel())  # a round takes as long as its largest
+        ranks = prod(cut.size for cut in cuts(tensors[places[0]]))
+        for start in range(0, len(places), ranks):
+            _round({index: tensors[index] for index in places[start : start + ranks]}, change)
+
+
+def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
+    """For at most one tensor a rank: along one cut after the other, pieces go to their owners; then all the way back.
+
+    An owner has a coordinate on each axis. Those with the same ones on the axes before meet on the next.
+    """
+    levels = {index: _levels(tensor) for index, tensor in tensors.items()}
+    held = {index: local_part(tensor) for index, tensor in tensors.items()}
+    for index, each in levels.items():
+        held[index] = held[index].to(each[0][0].device) if each else held[index]
+    like, way, stride = next(iter(held.values())), [], 1
+    for level in range(len(next(iter(levels.values())))):
+        if not held:
+            break
+        at = {index: levels[index][level] for index in held}
+        size = next(iter(at.values()))[0].size
+        owners = {index: place // stride % size for place, index in enumerate(tensors) if index in held}
+        held = _collect(held, owners, at, like)
+        way.append((owners, at))
+        stride *= size
+    held = {index: change(index, whole) for index, whole in held.items()}
+    for owners, at in reversed(way):
+        held = _give_back(held, owners, at, like)
+    for index, tensor in tensors.items():
+        local_part(tensor).copy_(held[index])
+
+
+def _levels(tensor: Tensor) -> list[Level]:
+    """The cuts of a tensor, from the last that was made to the first."""
+    shape, found = list(tensor.shape), []
+    for cut in cuts(tensor):
+        found.append((cut, tuple(shape)))
+        shape[cut.dim] = cut.lengths(shape[cut.dim])[cut.rank]
+    return found[::-1]
+
+
+def _collect(
+    held: Mapping[int, Tensor], owners: dict[int, int], at: dict[int, Level], like: Tensor
+) -> dict[int, Tensor]:
+    """What this rank owns, joined along a cut from every rank's pieces."""
+    ((cut, _), *_) = at.values()
+    sent = [[held[index] for index in owners if owners[index] == rank] for rank in range(cut.size)]
+    mine = [index for index in owners if owners[index] == cut.rank]
+    shapes = [[_piece(at[index], rank) for index in mine] for rank in range(cut.size)]
+    received = _exchange(sent, shapes, like, cut.group)
+    return {index: torch.cat(pieces, at[index][0].dim) for index, *pieces in zip(mine, *received, strict=True)}
+
+
+def _give_back(
+    held: Mapping[int, Tensor], owners: dict[int, int], at: dict[int, Level], like: Tensor
+) -> dict[int, Tensor]:
+    """This rank's pieces along a cut, from the owners of the joined ones."""
+    ((cut, _), *_) = at.values()
+    theirs = [[index for index in owners if owners[index] == rank] for rank in range(cut.size)]
+    cut_up = [_pieces(held[index], at[index]) for index in theirs[cut.rank]]
+    sent = [[pieces[rank] for pieces in cut_up] for rank in range(cut.size)]
+    shapes = [[_piece(at[index], cut.rank) for index in each] for each in theirs]
+    received = _exchange(sent, shapes, like, cut.group)
+    return {
+        index: piece
+        for each, pieces in zip(theirs, received, strict=True)
+        for index, piece in zip(each, pieces, strict=True)
+    }
+
+
+def _pieces(whole: Tensor, level: Level) -> Sequence[Tensor]:
+    cut, shape = level
+    return whole.split(cut.lengths(shape[cut.dim]), cut.dim)
+
+
+def _piece(level: Level, rank: int) -> tuple[int, ...]:
+    """The shape of what a rank has."""
+    cut, shape = level
+    return (*shape[: cut.dim], cut.lengths(shape[cut.dim])[rank], *shape[cut.dim + 1 :])
+
+
+def _exchange(
+    sent: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],
+    like: Tensor,
+    group: dist.ProcessGroup,
+) -> list[list[Tensor]]:
+    """Gives each rank of a group the tensors for it, and returns what each has sent here, of known shapes."""
+    flat = torch.cat([like.new_empty(0), *(tensor.flatten() for tensors in sent for tensor in tensors)])
+    into = [sum(map(prod, each)) for each in shapes]
+    received = like.new_empty(sum(into))
+    out = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+    dist.all_to_all_single(received, flat, into, out, group=group)
+    found = []
+    for part, each in zip(received.split(into), shapes, strict=True):
+        pieces = part.split([prod(shape) for shape in each])
+        found.append([piece.view(shape) for piece, shape in zip(pieces, each, strict=True)])
+    return found

@@ -1,0 +1,119 @@
+"""Each optimizer on parameters that ranks hold pieces of: the steps of one process, and checkpoints that reshard."""
+
+import uuid
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from marking import marked
+from torch import Tensor
+
+from distributed.optimizer_cases import take_steps
+from distributed.ranks import Ranks
+from distributed.reshard_cases import COUNTERS
+from distributed.reshard_pairs import SINGLE, Layout, Pair
+from gptlite.config import Config, load
+
+OPTIMIZERS = ["lamb", "lion", "muon", "adafactor"]
+# Uneven shards, and empty ones: 20 and 37 rows over these ranks.
+LAYOUTS = [
+    Layout(tensor=2),
+    Layout(tensor=2, data=2, zero=3),
+    Layout(data=3, zero=2),
+    Layout(data=4, zero=1),
+    Layout(data=4, zero=3, replicate=2),
+    Layout(tensor=4),
+    Layout(data=2),
+    Layout(pipeline=2, data=2, zero=1),
+    Layout(tensor=2, pipeline=2, data=2, zero=3),
+    Layout(tensor=2, pipeline=2, data=2, zero=0, schedule="zbv"),
+    Layout(pipeline=2, data=4, zero=2),
+    Layout(tensor=2, data=4, zero=3),
+    Layout(tensor=4, data=2, zero=3),
+    Layout(data=7, zero=3),
+    Layout(tensor=2, data=4, zero=2, replicate=2),
+]
+STEPPED = [(layout, optimizer) for layout in LAYOUTS for optimizer in OPTIMIZERS]
+RESHARDED = [
+    (source, target, optimizer)
+    for source, target in (
+        (Layout(data=4, zero=3), SINGLE),
+        (Layout(tensor=2, data=2, zero=3), Layout(data=3, zero=1)),
+        (SINGLE, Layout(tensor=2, pipeline=2, data=2, zero=3)),
+    )
+    for optimizer in OPTIMIZERS
+]
+
+
+class Pool:
+    """Ranks that stay, as many as the largest layout yet has needed."""
+
+    def __init__(self) -> None:
+        self.ranks: Ranks | None = None
+
+    def run(self, world: int, function: str, config: Config, *more: str) -> list:
+        """What the first `world` ranks give."""
+        if self.ranks is None or self.ranks.world < world:
+            self.close()
+            self.ranks = Ranks(4 if world <= 4 else 8, join=False)
+        return self.ranks.run(f"distributed.{function}", config, world, uuid.uuid4().hex, *more, timeout=300)[:world]
+
+    def close(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+def config_of(layout: Layout, other: Layout, optimizer: str, *overrides: str) -> Config:
+    return load([*Pair(layout, other).overrides(layout), f"optimizer={optimizer}", *overrides])
+
+
+@lru_cache
+def alone(optimizer: str) -> dict[str, Tensor]:
+    """One process's weights and states after the steps."""
+    found = take_steps(config_of(SINGLE, SINGLE, optimizer, "run.dir=unused"))
+    assert found is not None
+    return {key: whole.value for key, whole in found.items()}
+
+
+def name(case: tuple[Layout, str] | tuple[Layout, Layout, str]) -> str:
+    *layouts, optimizer = case
+    return "-to-".join(layout.id for layout in layouts) + f"-{optimizer}"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), marked(STEPPED, quick=12, slow=28, name=name))
+def test_the_steps_are_those_of_one_process(layout: Layout, optimizer: str, pool: Pool, tmp_path: Path):
+    """Copies of a parameter, those of a tied embedding too, are bit by bit the same."""
+    torch.save(alone(optimizer), tmp_path / "reference")
+    config = config_of(layout, SINGLE, optimizer, "run.dir=unused")
+    found = pool.run(layout.world, "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
+    assert {key: distance for key, distance in found.items() if distance > 1e-5} == {}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_steps_go_somewhere(optimizer: str):
+    """Else any two layouts would agree."""
+    found = alone(optimizer)
+    states = {key.rsplit(".", 1)[1] for key in found if key.startswith("optim.")}
+    assert states <= {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "row_var", "col_var", "variance"}
+    for key, value in found.items():
+        assert value.isfinite().all(), key
+        assert value.any(), key
+
+
+@pytest.mark.parametrize(("source", "target", "optimizer"), marked(RESHARDED, quick=8, slow=4, name=name))
+def test_a_checkpoint_is_resharded(source: Layout, target: Layout, optimizer: str, pool: Pool, tmp_path: Path):
+    config = config_of(source, target, optimizer, f"run.dir={tmp_path / 'a'}")
+    folder = pool.run(source.world, "reshard_cases:save", config)[0]
+    config = config_of(target, source, optimizer, f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}")
+    resumed = pool.run(target.world, "reshard_cases:resume", config)
+    assert resumed[0].wrong == []
+    assert all(each.counters == COUNTERS for each in resumed)

@@ -1,0 +1,253 @@
+"""LAMB, Lion, Muon and Adafactor against their papers' update rules, written out in float64, and against torch's."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gptlite.optimizer.build import build_optimizer
+from gptlite.optimizer.config import (
+    AdafactorConfig,
+    AdamWConfig,
+    LambConfig,
+    LionConfig,
+    MuonConfig,
+    MuonDtype,
+    MuonScale,
+    OptimizerConfig,
+)
+from gptlite.optimizer.muon import Stack, newton_schulz
+
+STEPS = 6
+SHAPES = [(6, 5), (5, 7), (5,)]
+EXACT = {"rtol": 0.0, "atol": 1e-6}  # of weights of about 1
+
+Rule = Callable[[Tensor, Iterator[Tensor]], Tensor]
+
+
+def start_of(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def gradients_of(shape: tuple[int, ...], size: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [size * torch.randn(shape, generator=generator) for _ in range(STEPS)]
+
+
+def stepped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients: list[Tensor]) -> Tensor:
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+def optimized(config: OptimizerConfig, start: Tensor, gradients: list[Tensor], name: str = "weight") -> Tensor:
+    parameter = nn.Parameter(start.clone())
+    return stepped(build_optimizer(config, [(name, parameter)], num_heads=1), parameter, gradients)
+
+
+def lamb(config: LambConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
+    """You et al. 2019, algorithm 2, with phi(z) = z; a vector is not adapted, as in the authors' code."""
+    decay = config.weight_decay if x.ndim > 1 else 0.0
+    x, m, v = x.double(), torch.zeros_like(x).double(), torch.zeros_like(x).double()
+    for t, gradient in enumerate(gradients, start=1):
+        g = gradient.double()
+        m = config.beta1 * m + (1 - config.beta1) * g
+        v = config.beta2 * v + (1 - config.beta2) * g * g
+        r = (m / (1 - config.beta1**t)) / ((v / (1 - config.beta2**t)).sqrt() + config.eps)
+        u = r + decay * x
+        x = x - config.lr * (x.norm() / u.norm() if x.ndim > 1 else 1.0) * u
+    return x
+
+
+def lion(config: LionConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
+    """Chen et al. 2023, program 1."""
+    decay = config.weight_decay if x.ndim > 1 else 0.0
+    x, m = x.double(), torch.zeros_like(x).double()
+    for gradient in gradients:
+        g = gradient.double()
+        update = torch.sign(config.beta1 * m + (1 - config.beta1) * g)
+        x = x - config.lr * (update + decay * x)
+        m = config.beta2 * m + (1 - config.beta2) * g
+    return x
+
+
+def adafactor(config: AdafactorConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
+    """Shazeer and Stern 2018, algorithms 4 and 5, with rho_t = lr and sums in place of means."""
+    decay = config.weight_decay if x.ndim > 1 else 0.0
+
+    def rms(value: Tensor) -> Tensor:
+        return value.square().mean().sqrt()
+
+    x = x.double()
+    rows = columns = second = torch.zeros((), dtype=torch.float64)
+    for t, gradient in enumerate(gradients, start=1):
+        g, beta2 = gradient.double(), 1 - t**-config.decay
+        alpha = max(config.eps2, rms(x).item()) * config.lr
+        squares = g * g + config.eps1
+        if x.ndim > 1:
+            rows = beta2 * rows + (1 - beta2) * squares.sum(1)
+            columns = beta2 * columns + (1 - beta2) * squares.sum(0)
+            second = torch.outer(rows, columns) / rows.sum()
+        else:
+            second = beta2 * second + (1 - beta2) * squares
+        u = g / second.sqrt()
+        u = u / max(1.0, rms(u).item() / config.clip_threshold)
+        x = x - config.lr * decay * x - alpha * u
+    return x
+
+
+def quintic(x: Tensor, steps: int) -> Tensor:
+    """Jordan's Newton-Schulz, in the dtype given: applied to singular values, it is the polynomial of each."""
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    s = s / s.square().sum().sqrt()
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ v
+
+
+def muon(config: MuonConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
+    """Jordan et al. 2024, for one matrix."""
+    x, buffer = x.double(), torch.zeros_like(x).double()
+    rows, columns = x.shape
+    match = config.scale is MuonScale.match_rms_adamw
+    scale = 0.2 * max(rows, columns) ** 0.5 if match else max(1, rows / columns) ** 0.5
+    for gradient in gradients:
+        g = gradient.double()
+        buffer = config.momentum * buffer + g  # its length does not matter
+        update = g + config.momentum * buffer if config.nesterov else buffer
+        x = x - config.lr * config.weight_decay * x - config.lr * scale * quintic(update, config.newton_schulz_steps)
+    return x
+
+
+CASES = [
+    (LambConfig(lr=0.05, weight_decay=0.3), lamb),
+    (LambConfig(lr=0.05, weight_decay=0.0, beta1=0.8, beta2=0.95, eps=1e-3), lamb),
+    (LionConfig(lr=0.02, weight_decay=0.3), lion),
+    (AdafactorConfig(lr=0.05), adafactor),
+    (AdafactorConfig(lr=0.05, weight_decay=0.3, decay=0.5, clip_threshold=0.7, eps2=2.0), adafactor),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("config", "rule"), CASES, ids=str)
+def test_updates_follow_the_papers(config, rule, shape):
+    start, gradients = start_of(shape), gradients_of(shape)
+    torch.testing.assert_close(optimized(config, start, gradients).double(), rule(config, start, gradients), **EXACT)
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-4, 1e4])
+def test_adafactors_and_lambs_steps_do_not_depend_on_the_size_of_the_gradients(size):
+    """Not so in torch's Adafactor, whose small number is 1e-7; LAMB's eps is 1e-6."""
+    start = start_of((6, 5))
+    configs = [(AdafactorConfig(), adafactor)] + [(LambConfig(), lamb)] * (size > 1)
+    for config, rule in configs:
+        found = optimized(config, start, gradients_of((6, 5), size)).double()
+        torch.testing.assert_close(found, rule(config, start, gradients_of((6, 5), 1.0)), rtol=0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", MuonScale)
+@pytest.mark.parametrize("shape", [(6, 5), (5, 7), (9, 2)], ids=str)
+def test_muon_follows_its_rule(shape, scale, nesterov):
+    config = MuonConfig(lr=0.02, weight_decay=0.3, scale=scale, nesterov=nesterov, momentum=0.9)
+    start, gradients = start_of(shape), gradients_of(shape)
+    torch.testing.assert_close(optimized(config, start, gradients).double(), muon(config, start, gradients), **EXACT)
+
+
+def test_newton_schulz_in_fp32_is_within_1e_4_of_float64():
+    for shape in ((64, 64), (48, 192), (192, 48), (1, 9)):
+        for seed in range(3):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            expected = quintic(x.double(), 5)
+            assert (newton_schulz(x, 5).double() - expected).abs().max() < 1e-4
+    singular = torch.linalg.svdvals(newton_schulz(torch.randn(32, 64, generator=torch.Generator().manual_seed(3)), 5))
+    assert 0.6 < singular.min() < singular.max() < 1.3  # "between 0.7 and 1.2", of values not too small
+    assert not newton_schulz(torch.zeros(3, 4), 5).any()
+
+
+def test_torchs_adafactor_takes_the_same_steps():
+    """Where its small number, added in another place, does not matter: gradients of about 1."""
+    for shape in SHAPES:
+        start, gradients = start_of(shape), gradients_of(shape)
+        theirs = nn.Parameter(start.clone())
+        expected = stepped(torch.optim.Adafactor([theirs], lr=0.01), theirs, gradients)
+        torch.testing.assert_close(optimized(AdafactorConfig(lr=0.01), start, gradients), expected, **EXACT)
+
+
+@pytest.mark.parametrize("scale", MuonScale)
+def test_torchs_muon_takes_the_same_steps_in_bf16(scale):
+    start, gradients = start_of((6, 5)), gradients_of((6, 5))
+    theirs = nn.Parameter(start.clone())
+    options = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9, "adjust_lr_fn": scale.value}
+    expected = stepped(torch.optim.Muon([theirs], **options), theirs, gradients)
+    config = MuonConfig(lr=0.02, weight_decay=0.3, momentum=0.9, scale=scale, newton_schulz_dtype=MuonDtype.bf16)
+    found = optimized(config, start, gradients)
+    assert (found - expected).norm() < 5 * 2**-8 * (expected - start).norm()  # five roundings to 8 bits
+
+
+@pytest.mark.parametrize("name", ["token_embedding.weight", "position_embedding.weight", "head.weight", "a.bias"])
+def test_muon_leaves_embeddings_the_head_and_vectors_to_adamw(name):
+    shape = (5,) if name == "a.bias" else (6, 5)
+    start, gradients = start_of(shape), gradients_of(shape)
+    config = MuonConfig(lr=0.04, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-3, adamw_lr_ratio=0.5)
+    adamw = AdamWConfig(lr=0.02, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-3)
+    assert torch.equal(optimized(config, start, gradients, name), optimized(adamw, start, gradients, name))
+
+
+def test_muon_takes_q_k_and_v_apart():
+    """3 heads of 2: rows q0 q0 k0 k0 v0 v0 q1 ..."""
+    heads, width = 3, 6
+    start, gradients = start_of((3 * width, width)), gradients_of((3 * width, width))
+    config = MuonConfig(lr=0.02)
+    parameter = nn.Parameter(start.clone())
+    optimizer = build_optimizer(config, [("layers.0.attn.qkv.weight", parameter)], num_heads=heads)
+    found = stepped(optimizer, parameter, gradients)
+    for place in range(3):
+        rows = [6 * head + 2 * place + row for head in range(heads) for row in range(2)]
+        alone = optimized(config, start[rows], [gradient[rows] for gradient in gradients])
+        torch.testing.assert_close(found[rows], alone, **EXACT)
+
+
+def test_a_stack_is_joined_as_it_was_split():
+    matrix = torch.arange(48.0).view(12, 4)
+    stack = Stack(groups=2, count=3)
+    assert stack.split(matrix).shape == (3, 4, 4)
+    assert torch.equal(stack.join(stack.split(matrix)), matrix)
+
+
+def test_muon_of_a_fused_projection_must_know_the_heads():
+    parameter = nn.Parameter(torch.zeros(6, 2))
+    with pytest.raises(ValueError, match=r"layers.0.attn.qkv.weight is dealt out by head, so Muon needs num_heads"):
+        build_optimizer(MuonConfig(), [("layers.0.attn.qkv.weight", parameter)])
+
+
+@pytest.mark.parametrize("config", [LambConfig(), LionConfig(), MuonConfig(), AdafactorConfig()], ids=str)
+def test_no_gradient_leaves_a_parameter_and_zeros_do_no_harm(config):
+    parameters = {
+        "a": nn.Parameter(start_of((6, 5))),
+        "b": nn.Parameter(torch.zeros(6, 5)),
+        "c.bias": nn.Parameter(torch.ones(5)),
+    }
+    optimizer = build_optimizer(config, parameters.items())
+    before = parameters["a"].detach().clone()
+    for _ in range(2):
+        parameters["b"].grad, parameters["c.bias"].grad = torch.zeros(6, 5), torch.zeros(5)
+        optimizer.step()
+    assert torch.equal(parameters["a"], before)
+    assert not parameters["b"].any()
+    assert torch.equal(parameters["c.bias"], torch.ones(5))
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("config", [LambConfig(), LionConfig(), MuonConfig(), AdafactorConfig()], ids=str)
+def test_a_graph_that_kept_the_weights_is_told(config):
+    parameter = nn.Parameter(start_of((6, 5)))
+    optimizer = build_optimizer(config, [("a", parameter)])
+    loss = parameter.square().sum()
+    parameter.grad = torch.ones(6, 5)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
