@@ -17,7 +17,7 @@ from gptlite.ops.config import LayerNorm
 from gptlite.optimizer.checks import check_device as check_optimizer_device
 from gptlite.optimizer.checks import check_optimizer, check_placement
 from gptlite.optimizer.config import ELEMENTWISE
-from gptlite.parallelism.config import Offload
+from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import (
     Layout,
     accumulation,
@@ -133,6 +133,14 @@ def _parallelism(config: Config) -> None:
     _tensor(config)
     _pipeline(config)
     _offload(config)
+    if layout.activation_checkpointing is ActivationCheckpointing.offload:
+        others = "use parallelism.activation_checkpointing=full or none"
+        if config.trainer.compile:
+            raise ConfigError(f"parallelism.activation_checkpointing=offload cannot run in compiled blocks; {others}, "
+                              "or trainer.compile=false")  # fmt: skip
+        if layout.context > 1:
+            raise ConfigError(f"parallelism.activation_checkpointing=offload with parallelism.context={layout.context} "
+                              f"would keep the keys and values that all ranks share; {others}")  # fmt: skip
 
 
 def _offload(config: Config) -> None:

@@ -13,6 +13,7 @@ from gptlite.model.gpt import GPT
 from gptlite.model.layers import Head, LayerNorm, Linear
 from gptlite.model.vocab_parallel import VocabParallelHead
 from gptlite.ops.fp8 import fp8_linear
+from gptlite.parallelism.activation_offload import ActivationOffload
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.context import ContextAxis, context_axis
@@ -67,7 +68,10 @@ def parallelize(
             _plain_products(part)
         if context is not None:
             _cut_sequences(part, context)
+        offload = ActivationOffload()
         for block in part.blocks():
+            if config.activation_checkpointing is ActivationCheckpointing.offload:
+                offload.wrap(block, first=block is part.blocks()[0])
             _recompute(block, config.activation_checkpointing, split_backward)
             if compile:
                 block.compile()
@@ -176,7 +180,7 @@ def _cut_sequences(part: GPT, context: ContextAxis) -> None:
 
 def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: bool) -> None:
     """Replaces a block's forward, so that its parameters keep their names. Dropout replays from its key."""
-    if mode is ActivationCheckpointing.none:
+    if not mode.recomputes:
         return
     forward = block.forward
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

@@ -5,11 +5,20 @@ from enum import Enum
 
 
 class ActivationCheckpointing(Enum):
-    """What the backward pass recomputes: nothing, whole blocks, or all but the matmuls and attention."""
+    """What the backward pass recomputes: nothing, whole blocks, or all but the matmuls and attention.
+
+    `offload` recomputes nothing: what a block saves for the backward pass waits in host memory.
+    """
 
     none = "none"
     full = "full"
     selective = "selective"
+    offload = "offload"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks run forward again."""
+        return self in (ActivationCheckpointing.full, ActivationCheckpointing.selective)
 
 
 class Offload(Enum):

@@ -319,7 +319,7 @@ def _forward_level(
     """`buffer`: of the last bucket that was gathered, held until the next one is, or the backward pass begins."""
     mode, level = work.parallelism.activation_checkpointing, _Level()
     block = tape.block_forward(s)
-    if mode is not ActivationCheckpointing.none:
+    if mode.recomputes:
         block = tape.recomputed_forward(s, mode is ActivationCheckpointing.selective)
     if stage.first:
         level.run(tape_ends.embed_forward(s))
@@ -339,6 +339,7 @@ def _backward(
     mode, level, split = work.parallelism.activation_checkpointing, _Level(), splits_backward(work.parallelism)
     body = {
         ActivationCheckpointing.none: tape.block_backward,
+        ActivationCheckpointing.offload: tape.block_backward,  # as on a CPU, where the host's memory is the device's
         ActivationCheckpointing.full: tape.full_backward,
         ActivationCheckpointing.selective: tape.selective_backward,
     }[mode]

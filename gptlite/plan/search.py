@@ -268,7 +268,7 @@ def _zeros(degrees: ParallelismConfig, fixed: frozenset[str], node: int) -> list
 def _recomputations(degrees: ParallelismConfig, fixed: frozenset[str]) -> list[ActivationCheckpointing]:
     if "activation_checkpointing" in fixed:
         return [degrees.activation_checkpointing]
-    return list(ActivationCheckpointing)
+    return [mode for mode in ActivationCheckpointing if mode is not ActivationCheckpointing.offload]  # asked for only
 
 
 def _micro_batches(space: Space, data_size: int) -> list[int]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from gptlite.model.config import Activation
 from gptlite.ops.config import LOGIT_BYTES
-from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.parallelism.layout import num_stages, splits_backward, stages_of_rank
 from gptlite.plan.parameters import Stage, fused, padded, stages
 from gptlite.plan.timeline import order
@@ -116,7 +115,7 @@ class _Again:
 
 def _recomputed(work: Workload, stage: Stage, split: bool) -> _Again:
     config = work.parallelism
-    if config.activation_checkpointing is ActivationCheckpointing.none:
+    if not config.activation_checkpointing.recomputes:
         return _Again(0, 0)
     # Recomputation ends with the last tensor that the backward pass wants: the MLP's sum comes after it, but for
     # dropout, which keeps its key.

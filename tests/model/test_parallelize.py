@@ -12,13 +12,16 @@ from gptlite.model.gpt import GPT
 from gptlite.model.init import init_weights, parameter_count
 from gptlite.model.parallelize import materialize, parallelize
 from gptlite.ops.config import Attention
+from gptlite.parallelism import activation_offload
+from gptlite.parallelism.activation_offload import ActivationOffload
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.precision import Policy
 
 CPU = torch.device("cpu")
 FP32, BF16 = Policy(torch.float32, "test"), Policy(torch.bfloat16, "test")
-NONE, FULL, SELECTIVE = (ActivationCheckpointing(name) for name in ("none", "full", "selective"))
+NONE, FULL, SELECTIVE, OFFLOAD = ActivationCheckpointing
+assert [mode.value for mode in (NONE, FULL, SELECTIVE, OFFLOAD)] == ["none", "full", "selective", "offload"]
 
 
 def plan(model, recompute=NONE, policy=FP32, compile=False):
@@ -36,7 +39,7 @@ def step(model, batch):
 
 @pytest.mark.parametrize("choice", [Attention.matmul, Attention.sdpa], ids=lambda choice: choice.value)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("recompute", [FULL, SELECTIVE], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("recompute", [FULL, SELECTIVE, OFFLOAD], ids=lambda mode: mode.value)
 def test_recomputation_changes_no_bit(tiny, batch, recompute, dropout, choice):
     want = step(plan(tiny(choice, dropout=dropout)), batch)
     model = plan(tiny(choice, dropout=dropout), recompute)
@@ -46,13 +49,30 @@ def test_recomputation_changes_no_bit(tiny, batch, recompute, dropout, choice):
         assert torch.equal(got[name], value), name
 
 
-@pytest.mark.parametrize(("recompute", "calls"), [(NONE, 1), (FULL, 2), (SELECTIVE, 2)], ids=str)
+@pytest.mark.parametrize(("recompute", "calls"), [(NONE, 1), (FULL, 2), (SELECTIVE, 2), (OFFLOAD, 1)], ids=str)
 def test_how_often_a_block_runs(tiny, batch, recompute, calls):
     model, seen = plan(tiny(), recompute), []
     for block in model.layers.values():
         block.mlp.register_forward_pre_hook(lambda *_: seen.append(1))
     step(model, batch)
     assert len(seen) == calls * len(model.layers)
+
+
+def test_offload_moves_what_blocks_save_but_no_parameter(tiny, batch, monkeypatch):
+    moved = []
+    to_host = ActivationOffload._to_host
+    monkeypatch.setattr(ActivationOffload, "_to_host", lambda self, t: moved.append(t.clone()) or to_host(self, t))
+    monkeypatch.setattr(activation_offload, "SMALLEST", 0)
+    model = plan(tiny(Attention.matmul), OFFLOAD)
+    (out,) = (block(torch.randn(2, 8, model.config.d_model)) for block in model.blocks()[:1])
+    shapes = {tuple(tensor.shape) for tensor in moved}
+    assert (2, 8, model.config.d_model) in shapes
+    assert (2, 8, model.config.ffn_size) in shapes
+    parameters = {tuple(each.shape) for each in model.blocks()[0].parameters() if each.ndim == 2}
+    assert not shapes & (parameters | {shape[::-1] for shape in parameters})
+    before, moved[:] = out.sum(), []
+    before.backward()
+    assert not moved  # the backward pass brings back, it moves nothing
 
 
 def test_selective_recomputes_no_linear_layer(tiny, batch):
