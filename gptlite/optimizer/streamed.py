@@ -254,10 +254,11 @@ class Stream:
         self.file.read(self._parts(count))
 
     def _write_and_read(self, count: int) -> None:
-        """One after the other, as all there is to do: a chunk is never read before it was written."""
-        self.file.write(self._parts(count))
+        """One thread does all of it in order, so that no chunk is read before it was written."""
         if len(self._chunks) > 1:
-            self.file.read(self._parts(count + 2))
+            self.file.exchange(self._parts(count), self._parts(count + 2))
+        else:
+            self.file.write(self._parts(count))
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:

@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -72,6 +73,22 @@ class StateFile:
         """The reverse. Raises OSError."""
         list(self._pool.map(self._write, _pieces(parts)))
         self.bytes_written += sum(len(memory) for _, memory in parts)
+
+    def exchange(self, out: Sequence[tuple[int, memoryview]], into: Sequence[tuple[int, memoryview]]) -> None:
+        """Writes memory out, and fills each piece of it with something else as soon as it is written. Raises OSError.
+
+        Both name the same memory, in as many parts, which may differ in length.
+        """
+        rows = zip(out, into, strict=True)
+        pairs = [pair for ours, theirs in rows for pair in zip_longest(_pieces([ours]), _pieces([theirs]))]
+        list(self._pool.map(self._exchange, pairs))
+        self.bytes_written += sum(len(memory) for _, memory in out)
+        self.bytes_read += sum(len(memory) for _, memory in into)
+
+    def _exchange(self, pair: tuple[tuple[int, memoryview] | None, tuple[int, memoryview] | None]) -> None:
+        for move, part in zip((self._write, self._read), pair, strict=True):
+            if part is not None:
+                move(part)
 
     def _read(self, part: tuple[int, memoryview]) -> None:
         place, into = part

@@ -1,0 +1,91 @@
+"""What the optimizer's state in files costs a step, beside what the disk itself can do.
+
+    python tools/bench_offload.py path=/nvme [elements=64e6] [buffer_mib=64] [steps=4]
+
+Times AdamW's step over `elements` parameters with its state in memory and in a file, no model between the steps to hide
+anything behind, and the disk's own rate: as many bytes written and read with O_DIRECT, 1 MiB a request, 8 at a time.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import MISSING
+from torch import nn
+
+from gptlite.errors import ConfigError
+from gptlite.ops.config import OpsConfig
+from gptlite.ops.select import select_ops
+from gptlite.optimizer.build import build_optimizer
+from gptlite.optimizer.config import AdamWConfig
+from gptlite.optimizer.streamed import StreamedStep, stream_state
+from gptlite.parallelism.state_file import StateFile, aligned
+from gptlite.tool import run_tool
+
+
+@dataclass
+class Arguments:
+    """The command line."""
+
+    path: str = MISSING  # a folder on the disk
+    elements: float = 64e6
+    buffer_mib: int = 64
+    steps: int = 4
+
+
+def main(given: Arguments) -> None:
+    """Prints the table. Raises ConfigError."""
+    folder = Path(given.path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"path={given.path} is no folder; make it, or give another")
+    fused = select_ops(OpsConfig(), torch.device("cpu")).adamw
+    parameter = nn.Parameter(torch.randn(int(given.elements)))
+    parameter.grad = torch.randn_like(parameter)
+    optimizer = build_optimizer(AdamWConfig(), [("p", parameter)], fused)
+    plain = seconds_a_step(optimizer, given.steps)
+    optimizer.state.clear()
+    optimizer = stream_state(optimizer, folder, given.buffer_mib * 2**20)
+    assert isinstance(optimizer, StreamedStep)
+    streamed = seconds_a_step(optimizer, given.steps)
+    file = optimizer.stream.file
+    optimizer.settle()
+    size, direct = file.size, file.direct
+    written, read = disk_rates(file, size)
+    floor = size / written + size / read
+    print(f"{given.elements / 1e6:.0f}M parameters, {size / 1e6:.0f} MB of state, {torch.get_num_threads()} threads, "
+          f"{'O_DIRECT' if direct else 'page cache'}, two buffers of {given.buffer_mib} MiB")  # fmt: skip
+    print(f"the disk       writes {written / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s: {floor:.3f} s for the state")
+    print(f"in memory      {plain:.3f} s a step")
+    print(f"in a file      {streamed:.3f} s a step: {streamed - plain:.3f} s more, {(streamed - plain) / floor:.2f} "
+          f"of the disk's own time")  # fmt: skip
+
+
+def seconds_a_step(optimizer: torch.optim.Optimizer, steps: int) -> float:
+    """The mean of some steps after a first one, what they leave to be written included."""
+    optimizer.step()
+    if isinstance(optimizer, StreamedStep):
+        optimizer.stream.wait()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        optimizer.step()
+    if isinstance(optimizer, StreamedStep):
+        optimizer.stream.wait()
+    return (time.perf_counter() - begin) / steps
+
+
+def disk_rates(file: StateFile, size: int) -> tuple[float, float]:
+    """Bytes a second that are written to the whole of a file, and read, nothing else being done."""
+    chunk = 64 * 2**20
+    memory = aligned(chunk)
+    rates = []
+    for move in (file.write, file.read):
+        begin = time.perf_counter()
+        for start in range(0, size, chunk):
+            move([(start, memory[: min(chunk, size - start)])])
+        rates.append(size / (time.perf_counter() - begin))
+    return rates[0], rates[1]
+
+
+if __name__ == "__main__":
+    run_tool(main, Arguments, __doc__)
