@@ -7,6 +7,7 @@ samples however it is cut, and dropout is drawn from their numbers.
 from __future__ import annotations
 
 import random
+import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, product
@@ -51,6 +52,7 @@ class Cell:
     precision: str = "fp32"
     replicate: int = 1
     context: int = 1
+    offload: str = "none"
     shared: tuple[str, ...] = ()  # overrides that the reference has too
     more: tuple[str, ...] = ()  # overrides that change no number
 
@@ -67,6 +69,7 @@ class Cell:
         words += [f"acc{self.accumulation}", "tied" if self.tied else "untied", self.vocabulary]
         words += [f"ac_{self.checkpointing}"] * (self.checkpointing != "none")
         words += [self.precision] * (self.precision != "fp32")
+        words += [self.offload] * (self.offload != "none")
         words += [each.split(".")[-1].replace("=", "_") for each in self.shared + self.more]
         return "-".join(words)
 
@@ -105,6 +108,10 @@ class Cell:
         }
         if self.pipeline > 1:
             layout["schedule"] = self.schedule
+        if self.offload != "none":
+            layout |= {"offload": self.offload, "offload_buffer_mib": 1}
+        if self.offload == "nvme":
+            layout["offload_path"] = tempfile.gettempdir()
         micro = GLOBAL_BATCH // (self.data * self.accumulation)
         return [
             *BASE,
@@ -274,6 +281,29 @@ COMPILED = [
     Cell(tensor=2, sequence=True, more=("trainer.compile=true",)),
     Cell(data=2, zero=3, accumulation=3, checkpointing="full", more=("trainer.compile=true",)),
     Cell(pipeline=2, schedule="1f1b", accumulation=3, more=("trainer.compile=true",)),
+]
+# Offload with every stage of ZeRO, over tensor and pipeline degrees: each is, besides, to the bit what it is without.
+OFFLOADED = [
+    Cell(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=8 // (tensor * pipeline),
+        zero=zero,
+        schedule=schedule,
+        sequence=tensor > 1 and zero % 2 == 1,
+        tied=(zero + pipeline) % 2 == 1,
+        vocabulary="uneven" if zero > 1 else "padded",
+        accumulation=4,
+        offload=offload,
+    )
+    for tensor, pipeline, schedule in ((2, 2, "1f1b"), (1, 1, "none"), (2, 1, "none"), (1, 2, "zbv"), (1, 4, "1f1b"))
+    for zero in (3, 0, 2, 1)
+    for offload in ("cpu", "nvme")
+] + [
+    Cell(data=4, replicate=2, zero=3, tensor=2, accumulation=3, offload="nvme"),
+    Cell(data=8, zero=3, accumulation=3, precision="bf16", offload="cpu"),
+    Cell(data=8, zero=1, accumulation=3, precision="bf16", offload="nvme"),
+    Cell(tensor=4, pipeline=2, schedule="1f1b", zero=3, accumulation=3, offload="nvme"),
 ]
 CHOSEN = chosen(104)
 # Sequences cut over ranks: dropout, positions, loss and gradients with all else.

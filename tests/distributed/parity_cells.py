@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from distributed.matrix import STEPS, Cell, reference_of
 from distributed.parity_bugs import planted
 from distributed.ranks import Ranks
 from gptlite.config import Config, load
-from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.config import Offload
+from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parity.compare import Distances, Limits, StepComparison, compare, distances, fp32_limits, half_limits
 from gptlite.parity.record import StepRecord, record, recorded
 from gptlite.parity.report import verdict
@@ -40,6 +41,8 @@ def run_cell(config: Config, reference: str, apart: Sequence[Distances] | None, 
     try:
         with planted(bug):
             steps = recorded(config, STEPS, mesh)
+            if config.parallelism.offload is not Offload.none:
+                steps = same_as_without(steps, config, mesh)
             found = [
                 compare(step, expected, limits)
                 for step, expected in zip(steps, _read(reference) if mesh.is_main else [None] * STEPS, strict=True)
@@ -48,6 +51,18 @@ def run_cell(config: Config, reference: str, apart: Sequence[Distances] | None, 
     finally:
         mesh.close()
     return Result(found, time.monotonic() - start) if mesh.is_main else None
+
+
+def same_as_without(steps: Iterator[StepRecord | None], config: Config, mesh: Mesh) -> Iterator[StepRecord | None]:
+    """The steps of a run that offloads, each compared to the bit with the same run's without."""
+    plain = replace(config.parallelism, offload=Offload.none, offload_path=None)
+    for step, twin in zip(steps, recorded(replace(config, parallelism=plain), STEPS, mesh), strict=True):
+        if step is not None and twin is not None:
+            assert (step.loss, step.grad_norm, step.lr) == (twin.loss, twin.grad_norm, twin.lr)
+            for ours, theirs in ((step.gradients, twin.gradients), (step.values, twin.values)):
+                assert ours.keys() == theirs.keys()
+                assert [name for name in ours if not torch.equal(ours[name].value, theirs[name].value)] == []
+        yield step
 
 
 def limits_of(apart: Sequence[Distances] | None) -> Limits:

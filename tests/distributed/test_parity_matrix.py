@@ -4,8 +4,22 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from marking import marked as marks
 
-from distributed.matrix import AXES, CELLS, CHOSEN, COMPILED, QUICK, REFUSED, SLOW, Cell, Refused, legal_cells, pairs
+from distributed.matrix import (
+    AXES,
+    CELLS,
+    CHOSEN,
+    COMPILED,
+    OFFLOADED,
+    QUICK,
+    REFUSED,
+    SLOW,
+    Cell,
+    Refused,
+    legal_cells,
+    pairs,
+)
 from distributed.parity_cells import Pool, References, judge
 from gptlite.parity.report import row
 
@@ -30,6 +44,20 @@ def test_a_layout_trains_as_one_process_does(cell: Cell, pool: Pool):
     result = pool.run(cell, timeout=COMPILING_SECONDS if cell in COMPILED else 120)
     same, words = judge(pool.references, cell, result)
     assert same, "\n".join([words, *map(row, result.comparisons)])
+
+
+@pytest.mark.parametrize("cell", marks(OFFLOADED, quick=2, slow=6, name=lambda cell: cell.id))
+def test_a_layout_that_offloads_trains_as_one_process_does_and_to_the_bit_as_without(cell: Cell, pool: Pool):
+    result = pool.run(cell, timeout=240)
+    same, words = judge(pool.references, cell, result)
+    assert same, "\n".join([words, *map(row, result.comparisons)])
+
+
+def test_offload_meets_every_stage_and_axis():
+    assert len({cell.id for cell in OFFLOADED}) == len(OFFLOADED) == 44
+    assert {cell.world for cell in OFFLOADED} == {8}
+    met = {(cell.offload, cell.zero, cell.tensor > 1, cell.pipeline > 1) for cell in OFFLOADED}
+    assert len(met) == 2 * 4 * 2 * 2
 
 
 def test_the_matrix_is_large_and_covers_every_pair_and_so_do_the_cells_of_each_ci_run():
