@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptlite.optimizer.config import AdafactorConfig, LionConfig, MuonConfig, SGDConfig
-from gptlite.parallelism.config import ActivationCheckpointing
+from gptlite.optimizer.config import AdafactorConfig, AdamConfig, AdamWConfig, LionConfig, MuonConfig, SGDConfig
+from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import num_stages, rule, splits_backward
 from gptlite.plan import tape, tape_ends
+from gptlite.plan.offload import buffers_bytes
 from gptlite.plan.parameters import Parameter, Stage, fused, padded, stages
 from gptlite.plan.tape import MASTER, Sizes
 from gptlite.plan.timeline import Pass, order
@@ -27,7 +28,12 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
     """
     held, passes = stages(work, pp_rank, tp_rank), order(work.parallelism, pp_rank, work.micro_batches)
     parameters, gradients, optimizer = _state(work, held, passes)
-    return RankBytes(parameters, gradients, optimizer, _activations(work, held, passes, tp_rank))
+    host = 0
+    if work.on_host:
+        shards = work.layout.size("dp_shard")
+        host = optimizer + 2 * MASTER * sum(p.shard(shards) for stage in held for p in stage.parameters())
+        optimizer = 0
+    return RankBytes(parameters, gradients, optimizer, _activations(work, held, passes, tp_rank), host)
 
 
 def most(work: Workload) -> tuple[int, RankBytes]:
@@ -56,16 +62,16 @@ def _state(work: Workload, held: list[Stage], passes: list[Pass]) -> tuple[int, 
     begins, or at the update."""
     shards, zero, count = work.layout.size("dp_shard"), work.parallelism.zero, work.micro_batches
     parameters = [parameter for stage in held for parameter in stage.parameters()]
-    mine = MASTER * sum(parameter.shard(shards) for parameter in parameters)
+    mine = 0 if work.on_host else MASTER * sum(parameter.shard(shards) for parameter in parameters)
     moments, found = _moments(work, held), (0, 0)
     gathered = {
         stage.number: work.itemsize * padded(stage.others if zero == 3 else stage.parameters(), shards)
         for stage in held
-        if work.layout.fsdp_size > 1
+        if work.sharded
     }
     reduced = {stage.number: MASTER * padded(stage.parameters(), shards) for stage in held}
     if zero >= 2:
-        reduced = {number: size // shards for number, size in reduced.items()}
+        reduced = {number: 0 if work.on_host else size // shards for number, size in reduced.items()}
     there: dict[int, int] = {}
     gradients: dict[int, int] = {}
     done = dict.fromkeys(reduced, 0)
@@ -80,7 +86,8 @@ def _state(work: Workload, held: list[Stage], passes: list[Pass]) -> tuple[int, 
             found = max(found, (mine + sum(there.values()), sum(gradients.values())), key=sum)
         if kind != "I":
             done[number] += 1
-            gradients[number] = reduced[number] if done[number] < count else reduced[number] // _left(work)
+            left = 0 if work.on_host else reduced[number] // _left(work)
+            gradients[number] = reduced[number] if done[number] < count else left
         if done[number] == count or (zero == 3 and works):
             there[number] = 0
     return *max(found, (mine, mine), key=sum), moments
@@ -96,6 +103,9 @@ def _moments(work: Workload, held: list[Stage]) -> int:
     shards = work.layout.size("dp_shard")
     parameters = [parameter for stage in held for parameter in stage.parameters()]
     elements = sum(parameter.shard(shards) for parameter in parameters)
+    if work.parallelism.offload is Offload.nvme:
+        counts = MASTER * len(parameters) * isinstance(work.optimizer, AdamWConfig | AdamConfig)
+        return buffers_bytes(work, parameters) + counts
     match work.optimizer:
         case SGDConfig(momentum=momentum):
             return MASTER * elements if momentum else 0
@@ -181,26 +191,27 @@ class _Groups:
     @classmethod
     def of(cls, work: Workload, stage: Stage, final: bool = False) -> _Groups:
         """Of a stage, in a step's last backward pass of it or in others."""
-        shards, data = work.layout.size("dp_shard"), work.layout.fsdp_size
+        shards = work.layout.size("dp_shard")
+        comes_and_goes = shards > 1 or work.parallelism.offload is not Offload.none
         blocks = min(work.parallelism.bucket_layers, stage.layers)
         buckets = -(-stage.layers // work.parallelism.bucket_layers)
         last = stage.layers - (buckets - 1) * blocks
 
         def elements(parameters: Sequence[Parameter]) -> int:
-            return padded(parameters, shards) if data > 1 else 0
+            return padded(parameters, shards) if work.sharded else 0
 
         return cls(
             buckets=buckets,
             blocks=blocks,
             last_blocks=last,
-            gathered=elements(stage.block * blocks) * work.itemsize if shards > 1 else 0,
-            last_gathered=elements(stage.block * last) * work.itemsize if shards > 1 else 0,
+            gathered=elements(stage.block * blocks) * work.itemsize if comes_and_goes else 0,
+            last_gathered=elements(stage.block * last) * work.itemsize if comes_and_goes else 0,
             bucket=elements(stage.block * blocks) * MASTER,
             last_bucket=elements(stage.block * last) * MASTER,
             others=elements(stage.others) * MASTER,
             shards=shards,
-            frees=work.parallelism.zero == 3 and shards > 1,
-            reduces=data > 1 and (final or work.parallelism.zero >= 2 or work.micro_batches == 1),
+            frees=work.parallelism.zero == 3 and comes_and_goes,
+            reduces=work.sharded and (final or work.parallelism.zero >= 2 or work.micro_batches == 1),
             pairwise=work.device == "cpu",
         )
 

@@ -75,13 +75,13 @@ class Sizes:
     def of(cls, work: Workload) -> Sizes:
         """Of a step."""
         model, config, item = work.model, work.parallelism, work.itemsize
-        tensor, data = work.layout.size("tp"), work.layout.fsdp_size
+        tensor, sharded = work.layout.size("tp"), work.sharded
         tokens, context = work.rank_tokens, work.layout.context
         # Of chunks c of 2 C, an early one and a late one, queries see (2 C + 1) c keys together.
         seen = work.sequence_length if context == 1 else (work.sequence_length + work.rank_length // 2) // 2
         rows = tokens // tensor if config.sequence else tokens
         split = splits_backward(config)
-        half_grads = data > 1 and item < MASTER  # FSDP2 accumulates in fp32 what is computed in 16 bits
+        half_grads = sharded and item < MASTER  # FSDP2 accumulates in fp32 what is computed in 16 bits
         return cls(
             whole=tokens * model.d_model * item,
             slice=rows * model.d_model * item,
@@ -106,10 +106,10 @@ class Sizes:
             relu=model.activation is Activation.relu,
             length=work.sequence_length,
             overlap=tensor > 1 and not split,
-            casts=data == 1 and item < MASTER,
+            casts=not sharded and item < MASTER,
             grad=item,
-            added=data > 1 or work.micro_batches > 1 or item < MASTER,
-            holds=data > 1 and (config.zero >= 2 or work.micro_batches == 1 or half_grads),
+            added=sharded or work.micro_batches > 1 or item < MASTER,
+            holds=sharded and (config.zero >= 2 or work.micro_batches == 1 or half_grads),
             device=work.device,
         )
 

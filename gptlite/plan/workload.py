@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gptlite.model.config import GPTConfig
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import OptimizerConfig
-from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, accumulation
 
 
@@ -50,6 +50,16 @@ class Workload:
         return self.micro_batch_size * self.rank_length
 
     @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 holds the parameters: over several data ranks, or to offload."""
+        return self.layout.fsdp_size > 1 or self.parallelism.offload is not Offload.none
+
+    @property
+    def on_host(self) -> bool:
+        """Whether what is offloaded is in another memory than the device's."""
+        return self.parallelism.offload is not Offload.none and self.device != "cpu"
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step, over all ranks."""
         return self.global_batch_size * self.sequence_length
@@ -57,12 +67,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes on one rank at the instant of a step when they are most, by category."""
+    """Bytes on one rank's device at the instant of a step when they are most, by category; `host`: what it offloads
+    into the memory of its machine, which is not in the total."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
+    host: int = 0
 
     @property
     def total(self) -> int:

@@ -12,12 +12,17 @@ from gptlite.config import Config, load
 from gptlite.optimizer.streamed import Stream
 from gptlite.parallelism.boxes import local_part
 from gptlite.parallelism.config import Offload
+from gptlite.parallelism.memory import StateBytes, predicted_state
+from gptlite.parallelism.memory_watch import MemoryWatch
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.torch_private import watched_shards
 from gptlite.parity.record import build
 from gptlite.plan.config import ClusterConfig
+from gptlite.plan.memory import estimate
 from gptlite.plan.offload import Moved, moved
+from gptlite.plan.workload import RankBytes
 from gptlite.planning import workload_of
+from gptlite.precision import Precision
 from gptlite.trainer.state import TrainState
 
 STEPS = 3
@@ -135,5 +140,26 @@ def file_size(config: Config) -> int:
         state, _ = build(config, mesh)
         state.loader.close()
         return state.optimizer.stream.file.size  # type: ignore[attr-defined]
+    finally:
+        mesh.close()
+
+
+def memory(case: Case, offload: str, path: str | None = None) -> tuple[StateBytes, StateBytes, RankBytes, int]:
+    """On every rank: the model state found in a step, as the banner has it, and as the plan has it; activations."""
+    config = config_of(case, offload, path)
+    mesh = build_mesh(config.parallelism)
+    try:
+        state, step = build(config, mesh)
+        with closing(state.loader):
+            step(state)
+            with MemoryWatch(state.parts, state.optimizer, mesh.device, step.accumulation) as watch:
+                step(state)
+        found = watch.found()
+        itemsize = 2 if config.precision.dtype is Precision.bf16 else 4
+        zero = config.parallelism.zero
+        predicted = predicted_state(state.parts, state.optimizer, mesh, zero, itemsize, step.accumulation)
+        model = replace(config.model, vocab_size=state.parts[0].config.vocab_size)
+        work = workload_of(replace(config, model=model), mesh.layout, ClusterConfig(device="cpu"))
+        return found.state, predicted, estimate(work, mesh.coordinate("pp"), mesh.coordinate("tp")), found.activations
     finally:
         mesh.close()

@@ -1,6 +1,7 @@
 """Offloaded training is the same as without, to the last bit: loss, norm, gradients, values, optimizer state."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,14 @@ from marking import marked
 
 from distributed.offload_cases import Case
 from distributed.ranks import Ranks
+from gptlite.model.config import GPTConfig
+from gptlite.ops.config import Attention
+from gptlite.optimizer.config import AdamWConfig
+from gptlite.parallelism.config import Offload, ParallelismConfig
+from gptlite.parallelism.layout import Layout
+from gptlite.plan.memory import estimate
+from gptlite.plan.parameters import stages
+from gptlite.plan.workload import Workload
 
 CASES = "distributed.offload_cases:"
 P = "parallelism."
@@ -78,6 +87,57 @@ def test_the_bytes_moved_are_those_of_the_formula(case: Case, ranks, tmp_path: P
         assert found.to_device > 0
         assert found.to_host > 0
         assert found.read > 0
+
+
+MEASURED = [
+    Case(f"{P}zero=0"),
+    Case(f"{P}zero=3"),
+    Case(f"{P}zero=2 precision=bf16"),
+    Case(f"{P}zero=2 optimizer=sgd", accumulation=1),
+    Case(f"{P}zero=3 precision=bf16", 2),
+    Case(f"{P}zero=1", 2),
+]
+
+
+@pytest.mark.parametrize("case", marked(MEASURED, 4, 2, lambda case: case.words))
+def test_memory_is_what_the_banner_and_the_plan_say(case: Case, ranks, tmp_path: Path):
+    """On a CPU, whose memory is the device's and the host's. For the moments, in the file, there are two buffers."""
+    for found, predicted, planned, _ in ranks(case.world).run(
+        CASES + "memory", case, "nvme", str(tmp_path), timeout=150
+    ):
+        assert found == predicted
+        assert (found.parameters, found.gradients, found.optimizer) == (
+            planned.parameters,
+            planned.gradients,
+            planned.optimizer,
+        )
+
+
+def test_a_gpus_memory_and_its_hosts():
+    """docs/offload.md: 16 bytes a parameter of the host's, and what computes on the device."""
+    work = Workload(
+        model=GPTConfig(num_layers=2, num_heads=4, d_model=64, vocab_size=64, vocab_multiple=1, sequence_length=16),
+        parallelism=ParallelismConfig(offload=Offload.cpu),
+        layout=Layout(),
+        optimizer=AdamWConfig(),
+        global_batch_size=8,
+        micro_batch_size=4,
+        sequence_length=16,
+        dtype="bf16",
+        attention=Attention.sdpa,
+    )
+    (stage,) = stages(work, 0)
+    count = sum(parameter.elements for parameter in stage.parameters())
+    counters = 4 * len(stage.parameters())
+    for zero, device, gradients in ((0, 2, 4), (1, 2, 4), (2, 2, 0)):
+        found = estimate(replace(work, parallelism=replace(work.parallelism, zero=zero)), 0)
+        assert (found.parameters, found.gradients, found.optimizer) == (device * count, gradients * count, 0)
+        assert found.host == 16 * count + counters
+    infinite = replace(work.parallelism, zero=3, offload=Offload.nvme, offload_buffer_mib=1)
+    found = estimate(replace(work, parallelism=infinite), 0)
+    others = 2 * sum(parameter.elements for parameter in stage.others)
+    assert (found.parameters, found.gradients, found.optimizer) == (others, 0, 0)
+    assert found.host <= 8 * count + 2 * 2**20 + counters
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
