@@ -362,8 +362,9 @@ def test_a_sleeping_rank_is_the_slowest(two: Ranks) -> None:
 
 
 def test_the_summary_of_a_layout():
-    shares = torch.tensor([[0.2, 0.4, 0, 0], [0.2, 0.4, 0, 0], [0.3, 0.0, 0, 0], [0.0, 0.0, 0, 0.0]])
-    assert KINDS[:2] == ("tp", "pp")
+    shares = torch.zeros(4, len(KINDS))
+    shares[:, KINDS.index("tp")] = torch.tensor([0.2, 0.2, 0.3, 0.0])
+    shares[:, KINDS.index("pp")] = torch.tensor([0.4, 0.4, 0.0, 0.0])
     row = summary(shares, FOUR, 10.0)
     assert row["slowest_rank"] == 3
     assert row["slowest_rank_pp"] == 1  # the second stage

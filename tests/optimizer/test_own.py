@@ -131,7 +131,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("config", "rule"), CASES, ids=str)
+@pytest.mark.parametrize(("config", "rule"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_updates_follow_the_papers(config, rule, shape):
     start, gradients = start_of(shape), gradients_of(shape)
     torch.testing.assert_close(optimized(config, start, gradients).double(), rule(config, start, gradients), **EXACT)

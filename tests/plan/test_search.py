@@ -43,7 +43,8 @@ def test_every_combination_of_degrees_is_looked_at_once():
     assert degrees == {(t, p, 4 // t // p) for t in (1, 2, 4) for p in (1, 2, 4) if 4 % (t * p) == 0}
     assert {each.zero for each in found if each.data > 1} == {0, 1, 2, 3}
     assert {each.zero for each in found if each.data == 1} == {0}
-    assert {each.activation_checkpointing for each in found} == set(ActivationCheckpointing)
+    modes = set(ActivationCheckpointing) - {ActivationCheckpointing.offload}
+    assert {each.activation_checkpointing for each in found} == modes
     assert {each.schedule for each in found if each.pipeline > 1} == {
         *("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
     }
