@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gptlite.parallelism.memory import StateBytes, shards_of, state_of, storage_sizes
+from gptlite.parallelism.memory_phases import AFTER, Phases
 from gptlite.parallelism.torch_private import fsdp_buffers, recorded_allocations
 from gptlite.parallelism.zero import local_tensor
 
@@ -20,10 +21,14 @@ Allocation = tuple[int, int, int]  # nanoseconds since 1970, address, bytes (neg
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Model state at the instant of a step when it was most, and the most that all else took at one instant."""
+    """Model state at the instant of a step when it was most, and the most that all else took at one instant.
+
+    `phases`: the most of everything together in each of memory_phases.PHASES.
+    """
 
     state: StateBytes
     activations: int
+    phases: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class MemoryWatch:
     ) -> None:
         self.parts, self.optimizer, self.device, self.micro_batches = parts, optimizer, device, micro_batches
         self.samples: list[Sample] = []
+        self.phases, self._base = Phases(device), 0
         self._allocations: list[Allocation] = []
         self._open = ExitStack()
 
@@ -66,13 +72,19 @@ class MemoryWatch:
         for part in self.parts:
             # Inside the backward pass of the last micro-batch the gradients of all others are there, and a part's
             # output is where that pass begins.
+            self._open.callback(part.register_forward_pre_hook(lambda *_: self.phases.begin("forward")).remove)
             self._open.callback(part.register_forward_hook(_LastBackward(self)).remove)
-        self._open.callback(self.optimizer.register_step_pre_hook(lambda *_: self.sample()).remove)
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
+        self._open.callback(self.optimizer.register_step_pre_hook(lambda *_: self._updates()).remove)
+        self._open.callback(self.optimizer.register_step_post_hook(lambda *_: self.phases.begin(AFTER)).remove)
+        self._base = sum(sum(sizes.values()) for sizes in held(self.parts, self.optimizer).values())
+        self.phases.begin("forward")
+        if self.device.type != "cuda":
             self._allocations = self._open.enter_context(recorded_allocations())
         return self
+
+    def _updates(self) -> None:
+        self.sample()
+        self.phases.begin("update")
 
     def __exit__(self, *error: object) -> None:
         self._open.close()
@@ -87,11 +99,11 @@ class MemoryWatch:
         state = max((sample.state for sample in self.samples), key=lambda state: state.total)
         if self.device.type == "cuda":
             # At least: the instants of the two peaks may differ.
-            peak = torch.cuda.max_memory_allocated(self.device)
+            peak = self.phases.highest()
             beside = max(peak - state.total, *(sample.allocated - sample.state.total for sample in self.samples))
         else:
             beside = most_beside(self._allocations, self.samples)
-        return StepBytes(state, max(beside, 0))
+        return StepBytes(state, max(beside, 0), self.phases.peaks(self._allocations, self._base))
 
 
 def where_backward_begins(out: Tensor, call: Callable[[], None]) -> None:
@@ -115,6 +127,7 @@ class _LastBackward:
         where_backward_begins(out, self._begins)
 
     def _begins(self) -> None:
+        self.watch.phases.begin("backward")
         self.left -= 1
         if self.left == 0:
             self.watch.sample()

@@ -22,6 +22,7 @@ from gptlite.parallelism.memory import (
     predicted_state,
     whole_elements,
 )
+from gptlite.parallelism.memory_phases import PHASES
 from gptlite.parallelism.memory_watch import MemoryWatch
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import profiler_runs, watched_shards
@@ -117,6 +118,7 @@ class MemoryReport:
     def __init__(self) -> None:
         self.row: dict[str, int] = {}
         self._found: list[list[int]] = []  # bytes of each category, rank by rank
+        self._phases: list[int] = []  # the most of any rank in each of PHASES
         self._peaks: list[int] = []  # of each rank
         self._steps = 0
         self._to_device: list[int] = []  # bytes of this rank's shards in the measured step, where it offloads
@@ -144,6 +146,8 @@ class MemoryReport:
                 found = watch.found()
                 each = (found.state.parameters, found.state.gradients, found.state.optimizer, found.activations)
                 self._found = _everyone(each, step.mesh)
+                phases = _everyone([found.phases[phase] for phase in PHASES], step.mesh)
+        self._phases = list(map(max, zip(*phases, strict=True)))
         most = map(max, zip(*self._found, strict=True))
         self.row = {f"memory_{name}_bytes": size for name, size in zip(CATEGORIES, most, strict=True)}
         return result
@@ -167,7 +171,8 @@ class MemoryReport:
         if not self.row:
             return []
         sizes = [f"{name} {format_bytes(self.row[f'memory_{name}_bytes'])}" for name in CATEGORIES]
-        return [("memory, at most", ", ".join(sizes))]
+        phases = [f"{name} {format_bytes(size)}" for name, size in zip(PHASES, self._phases, strict=True)]
+        return [("memory, at most", ", ".join(sizes)), ("peak, by phase", ", ".join(phases))]
 
     def offloaded(self) -> list[tuple[str, str]]:
         """The closing table's line on what offload has moved on this rank in the measured step."""

@@ -9,6 +9,7 @@ from gptlite.config import Config, load
 from gptlite.ops.select import select_ops
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.memory import micro_batches_in_flight
+from gptlite.parallelism.memory_phases import AFTER, phase_peaks
 from gptlite.parallelism.memory_watch import MemoryWatch, Sample, most_beside
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.torch_private import profiler_runs, recorded_allocations
@@ -57,7 +58,9 @@ def test_the_second_step_is_measured_and_no_other():
     assert row["memory_parameters_bytes"] == row["memory_gradients_bytes"] == 4 * elements
     assert row["memory_optimizer_bytes"] == pytest.approx(8 * elements, rel=0.001)  # and Adam's step counts
     assert not profiler_runs()
-    ((key, text),) = report.lines()
+    (key, text), (by_phase, phases) = report.lines()
+    assert by_phase == "peak, by phase"
+    assert [each.split()[0] for each in phases.split(", ")] == ["forward", "backward", "update"]
     assert key == "memory, at most"
     assert text.startswith("parameters 926 KiB, gradients 926 KiB, optimizer 1.81 MiB, activations ")
 
@@ -116,6 +119,37 @@ def test_predictions_are_near_what_is_found(overrides):
     print(said.activations / found.activations, found)
     assert said.state == found.state
     assert said.activations == pytest.approx(found.activations, rel=0.3)
+
+
+def test_phases_take_turns():
+    marks = [(0, "forward"), (10, "backward"), (20, "forward"), (30, "backward"), (40, "update"), (50, AFTER)]
+    allocations = [
+        (1, 1, 100),
+        (2, 2, 50),
+        (3, 2, -50),
+        (12, 3, 400),
+        (14, 3, -400),
+        (15, 1, -100),
+        (22, 4, 30),
+        (31, 4, 60),  # the first at this address has been given back unseen
+        (42, 5, 7),
+        (60, 6, 5000),
+    ]
+    assert phase_peaks(allocations, marks, 1000) == {"forward": 1150, "backward": 1500, "update": 1067}
+
+
+def test_phases_of_a_step():
+    _, state, step = started("precision=fp32")
+    with closing(state.loader):
+        step(state)
+        with MemoryWatch(state.parts, state.optimizer, step.mesh.device, step.accumulation) as watch:
+            step(state)
+    found = watch.found()
+    parameters, phases = found.state.parameters, found.phases
+    # At its end the forward pass has all activations; the backward pass has gradients with them; the update, no more.
+    assert 3 * parameters < phases["forward"] < phases["backward"]
+    assert 4 * parameters <= phases["update"] < 4.5 * parameters
+    assert found.state.total < phases["backward"] <= found.state.total + found.activations + parameters
 
 
 def test_the_banner_has_a_line():
