@@ -43,7 +43,7 @@ def launch(config: Config, started: float) -> int:
             if not (reason := out_of_memory(error)):
                 raise
             lift()
-            return ran_out(reason, config)
+            return ran_out(reason, config, 1)
         finally:
             leave()  # the group of one rank that offloads
     if outer:
@@ -53,13 +53,13 @@ def launch(config: Config, started: float) -> int:
     return start_ranks(config, world, started).exit_code
 
 
-def ran_out(reason: str, config: Config) -> int:
-    """Says that the one rank's memory ran out, and what would have taken less; returns the exit code."""
+def ran_out(reason: str, config: Config, world: int) -> int:
+    """Says that this rank's memory ran out, and what would have taken less; returns the exit code."""
     from gptlite.memory_advice import advice_lines
 
     most = config.trainer.host_memory_limit
     limited = f" (trainer.host_memory_limit={most:g} GiB)" if most else ""
-    print(f"error: {reason}{limited}", *advice_lines(config, 1), sep="\n", file=sys.stderr, flush=True)
+    print(f"error: {reason}{limited}", *advice_lines(config, world), sep="\n", file=sys.stderr, flush=True)
     return 1
 
 

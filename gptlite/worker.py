@@ -80,7 +80,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
 
     `config` is this rank's own reading; rank 0's is what runs, since folders are named by the time.
     """
-    from gptlite.launch import keep_freed_memory, share_cores
+    from gptlite.launch import keep_freed_memory, ran_out, share_cores
     from gptlite.parallelism.process_group import leave
     from gptlite.rank_stop import ForwardedStop
 
@@ -103,6 +103,9 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
         raise
     except Exception as error:
         note_failure(error)
+        if reason := out_of_memory(error):
+            lift()
+            return ran_out(f"rank {starter.rank}: {reason}", config, starter.world_size)
         if log:
             log.tell(f"rank {starter.rank} failed: {type(error).__name__}: {error}; its output is in {log.path}")
         raise
