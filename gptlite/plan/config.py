@@ -48,6 +48,9 @@ class ClusterConfig:
     intra: LinkConfig = field(default_factory=LinkConfig)  # between devices of a node
     inter: LinkConfig = field(default_factory=LinkConfig)  # between nodes
     overlap: float = 0.8  # share of the data axes' communication that can hide behind compute
+    host_link_gb_per_second: float = 25.0  # between a device and its host's memory, both ways together; of offload
+    host_memory_gb_per_second: float = 200.0  # of a node, shared by its devices' updates
+    disk_gb_per_second: float = 2.0  # of a node, read and written together; calibrate does not measure these three
     thread_efficiency: float = 1.0
     crowding: float = 1.0
     dollars_per_device_hour: float | None = None

@@ -16,6 +16,7 @@ from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost_block import Passes, Piece, Stack, Traffic, block, block_parameters, head
 from gptlite.plan.cost_device import Device, device_of, ranks_on_node, waiting_for_cores
 from gptlite.plan.cost_links import Links
+from gptlite.plan.cost_offload import offloaded
 from gptlite.plan.cost_pipeline import busy, pipeline_seconds
 from gptlite.plan.memory import most
 from gptlite.plan.traffic import transfers
@@ -200,7 +201,9 @@ def _rank(work: Workload, cluster: ClusterConfig, device: Device, rank: int, lay
     data = _data(work, cluster, links, sent, passes) + waiting * copies
     shard = parameters / (work.layout.size("dp_shard") if config.zero else 1)
     update = device.move(stack.optimizer * shard, 12 * (held + 1))
-    return _Rank(held, passes + tensor, exposed, data, update)
+    computing = work.micro_batches * (passes.forward + passes.backward)
+    offload, update = offloaded(work, cluster, device, rank, computing, update)
+    return _Rank(held, passes + tensor, exposed, data + offload, update)
 
 
 def _tensor(work: Workload, cluster: ClusterConfig, links: Links, sent: list[Transfer], passes: Passes) -> Passes:

@@ -10,7 +10,7 @@ from gptlite.model.config import GPTConfig
 from gptlite.model.flops import flops_per_token
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig, SGDConfig
-from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
+from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, Layout, num_stages, resolve, schedule_refuses
 from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, predict
@@ -19,6 +19,7 @@ from gptlite.plan.cost_device import Device, device_of, rank_share, waiting_for_
 from gptlite.plan.cost_links import Group, Links
 from gptlite.plan.cost_pipeline import pipeline_seconds
 from gptlite.plan.memory import most
+from gptlite.plan.parameters import stages
 from gptlite.plan.timeline import timeline
 from gptlite.plan.workload import Transfer, Workload
 
@@ -312,3 +313,27 @@ def test_a_prediction_takes_milliseconds():
         predict(its, REAL, memory)
         times.append(time.process_time() - start)
     assert min(times) < 0.006  # 1 to 2 ms on a quiet machine
+
+
+def slow_host(**changes):
+    """Copies of 1 GB/s that hide behind nothing, a host of 8 GB/s, a disk of 0.8 GB/s, both for 8 ranks."""
+    rates = {"host_link_gb_per_second": 1.0, "host_memory_gb_per_second": 8.0, "disk_gb_per_second": 0.8}
+    return replace(IDEAL, **({"overlap": 0.0} | rates | changes))
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_offload_by_hand(offload):
+    """ZeRO 3 on 8 ranks, one micro-batch: shards go there for the forward and for the backward pass, but for what
+    stays gathered; gradients come back once; the host reads and writes 40 bytes a parameter, the disk 16."""
+    given = work(8, batch=8, zero=3, offload=Offload[offload])
+    plain = work(8, batch=8, zero=3)
+    found = predict(given, slow_host())
+    none = predict(plain, slow_host())
+    shard = sum(each.shard(8) for stage in stages(given, 0) for each in stage.parameters())
+    block = sum(each.shard(8) for each in stages(given, 0)[0].block)
+    copied = 4 * (shard + GPT.num_layers * block + shard)
+    assert found.communication_seconds - none.communication_seconds == pytest.approx(copied / 1e9, rel=1e-3)
+    each = 40 * shard / 1e9 if offload == "cpu" else 16 * shard / 1e8
+    assert found.optimizer_seconds == pytest.approx(each, rel=1e-2)  # the tables are cut a little unevenly
+    hidden = predict(given, slow_host(overlap=1.0, host_link_gb_per_second=100.0))
+    assert hidden.communication_seconds == pytest.approx(predict(plain, slow_host(overlap=1.0)).communication_seconds)
