@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 
 import torch
@@ -23,7 +23,6 @@ from gptlite.planning import workload_of
 from gptlite.precision import resolve_precision
 
 SHOWN = 3
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,8 @@ def memory_advice(config: Config, world: int) -> list[str]:
     if limit is not None and here.device == "cpu":
         here = replace(here, memory_gib=limit * world)
     room, (rank, taken) = rank_memory(here, world), _taken(config, world, here)
-    listed = ", ".join(f"{name} {format_bytes(getattr(taken, name))}" for name in CATEGORIES)
+    names = [item.name for item in fields(RankBytes) if item.name != "host"]
+    listed = ", ".join(f"{name} {format_bytes(getattr(taken, name))}" for name in names)
     lines = [f"by the plan rank {rank} takes {format_bytes(taken.total)}: {listed}; and the process itself about "
              f"{here.reserved_gib:g} GiB"]  # fmt: skip
     changes = list(_changes(config, world, here))
@@ -75,6 +75,7 @@ def _changes(config: Config, world: int, cluster: ClusterConfig) -> Iterator[Cha
     """Each single change, then two and three together, of each key the mildest value first."""
     layout = check_world(config, world)
     micro = workload_of(config, layout, cluster).micro_batch_size
+    offloads = cluster.device != "cpu" and config.parallelism.offload is Offload.none
     values = {
         "data.micro_batch_size": [size for size in reversed(divisors(micro)) if size < micro],
         "parallelism.activation_checkpointing": [
@@ -84,9 +85,7 @@ def _changes(config: Config, world: int, cluster: ClusterConfig) -> Iterator[Cha
         "parallelism.zero": [
             stage for stage in (1, 2, 3) if layout.data_size > 1 and stage > config.parallelism.zero
         ],
-        "parallelism.offload": [
-            Offload.cpu for _ in range(cluster.device != "cpu" and config.parallelism.offload is Offload.none)
-        ],
+        "parallelism.offload": [Offload.cpu] if offloads else [],
     }  # fmt: skip
     keys = [key for key, options in values.items() if options]
     for number in (1, 2, 3):

@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "attention_exp.h"
 #include "attention_transpose.h"
+#include "lanes_bf16.h"
 #include "simd.h"
 
 namespace gptlite {
@@ -110,21 +111,6 @@ struct Bf16Math {
                       b_stride, depth, add);
       }
     }
-  }
-
- private:
-  GPTLITE_INLINE __mmask32 lanes(int64_t count) { return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1; }
-  // first, first + step, ...
-  GPTLITE_INLINE __m512i numbers(int first, int step) {
-    alignas(64) uint16_t lanes[32];
-    for (int lane = 0; lane < 32; ++lane) lanes[lane] = static_cast<uint16_t>(first + step * lane);
-    return _mm512_load_si512(lanes);
-  }
-  // a, b, a + 1, b + 1, ...
-  GPTLITE_INLINE __m512i interleaved(int a, int b) {
-    alignas(64) uint16_t lanes[32];
-    for (int lane = 0; lane < 32; ++lane) lanes[lane] = static_cast<uint16_t>((lane % 2 ? b : a) + lane / 2);
-    return _mm512_load_si512(lanes);
   }
 };
 

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "attention_transpose.h"
+#include "lanes_bf16.h"
 #include "parallel.h"
 #include "tiles_amx.h"
 
@@ -27,23 +28,8 @@ Block block_at(int64_t index, int64_t size, int64_t total) {
   return {first, count, round_up(count, 32)};
 }
 
-GPTLITE_INLINE __mmask32 lanes(int64_t count) {
-  return count >= 32 ? ~__mmask32{0} : count <= 0 ? 0 : (__mmask32{1} << count) - 1;
-}
-
 GPTLITE_INLINE __m512i load_row(const uint16_t* rows, int64_t stride, int64_t row, int64_t count, __mmask32 mask) {
   return row < count ? _mm512_maskz_loadu_epi16(mask, rows + row * stride) : _mm512_setzero_si512();
-}
-
-GPTLITE_INLINE __m512i numbers(int first, int step) {
-  alignas(64) uint16_t lanes[32];
-  for (int lane = 0; lane < 32; ++lane) lanes[lane] = static_cast<uint16_t>(first + step * lane);
-  return _mm512_load_si512(lanes);
-}
-GPTLITE_INLINE __m512i interleaved(int a, int b) {
-  alignas(64) uint16_t lanes[32];
-  for (int lane = 0; lane < 32; ++lane) lanes[lane] = static_cast<uint16_t>((lane % 2 ? b : a) + lane / 2);
-  return _mm512_load_si512(lanes);
 }
 
 // Two left tiles [16 columns, 32 rows] of a square of 32 rows and columns; adds its columns to `sums`, if not NULL.
