@@ -44,6 +44,7 @@ def test_three_ways_that_fit_the_mildest_first(monkeypatch, extra, world, share)
     ways = suggested(lines)
     assert len(ways) == 3
     assert ways[:2] == [["data.micro_batch_size=16"], ["parallelism.activation_checkpointing=full"]]
+    assert len(ways[2]) == 1  # not both of them together, where either would do
     assert all(taken(load([*RUN, *extra, *way]), world) <= room for way in ways)
 
 
