@@ -68,6 +68,59 @@ def test_a_token_outside_the_vocabulary_is_refused_not_wrapped_and_leaves_no_fil
     assert list(tmp_path.iterdir()) == []
 
 
+def same_files(one, other):
+    suffixes = (".bin", ".idx", ".meta.json")
+    pairs = [[prefix.with_name(prefix.name + suffix) for prefix in (one, other)] for suffix in suffixes]
+    return all(a.read_bytes() == b.read_bytes() for a, b in pairs)
+
+
+def flat(documents):
+    ended = [[*document, EOD] for document in documents]
+    return np.concatenate(ended), np.array([len(document) for document in ended])
+
+
+@pytest.mark.parametrize("dtype", ["u2", "i4", "i8", "u8"])
+def test_many_documents_at_once_are_the_same_bytes(tmp_path, prefix, dtype):
+    tokens, lengths = flat(DOCUMENTS)
+    with IndexedWriter(tmp_path / "bulk", "fingerprint", 10, EOD) as writer:
+        writer.write_documents(tokens.astype(dtype), lengths, text_bytes=8)
+        writer.write_documents(tokens[:0], lengths[:0], text_bytes=0)
+    assert same_files(tmp_path / "bulk", prefix)
+
+
+def test_joined_shards_are_the_same_bytes(tmp_path, prefix, monkeypatch):
+    monkeypatch.setattr("gptlite.data.indexed._BLOCK", 6)
+    shards = [write(tmp_path / f"shard{n}", part) for n, part in enumerate([DOCUMENTS[:2], [], DOCUMENTS[2:]])]
+    with IndexedWriter(tmp_path / "joined", "fingerprint", 10, EOD) as writer:
+        for shard in shards:
+            writer.append(IndexedDataset(shard))
+    assert same_files(tmp_path / "joined", prefix)
+    IndexedDataset(tmp_path / "joined").verify()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "message"),
+    [
+        ([1, EOD, 2], [2, 1], "each ended by eod"),
+        ([1, EOD], [1], "not 1 documents"),
+        ([1, EOD], [2, 0], "documents of 0 to 2"),
+        ([1, EOD], [3, -1], "documents of -1 to 3"),
+        ([65_536 + 1, EOD], [2], "outside the vocabulary"),
+        ([-1, EOD], [2], "outside the vocabulary"),
+        ([1.0, EOD], [2], "integers, not float64"),
+    ],
+)
+def test_documents_that_are_none_are_refused(tmp_path, tokens, lengths, message):
+    with pytest.raises(ValueError, match=message), IndexedWriter(tmp_path / "train", "", 10, EOD) as writer:
+        writer.write_documents(np.array(tokens), np.array(lengths), 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shard_of_another_tokenizer_is_not_joined(tmp_path, prefix):
+    with pytest.raises(ValueError, match="not of the tokenizer"), IndexedWriter(tmp_path / "x", "", 10, EOD) as writer:
+        writer.append(IndexedDataset(prefix))
+
+
 def test_a_long_document_is_several_sequences(tmp_path, monkeypatch):
     monkeypatch.setattr("gptlite.data.indexed._MAX_SEQUENCE", 4)
     with IndexedWriter(tmp_path / "train", "", 10, EOD) as writer:
