@@ -9,18 +9,20 @@
            offset 34  int32[S]     tokens in each sequence
                       int64[S]     byte at which each sequence starts in .bin
                       int64[D]     first sequence of each document; the last entry is S
+                      int8[S]      modes, of multimodal datasets only
 
-All little-endian. We write one sequence a document and end each document with the tokenizer's `eod`, so that .bin
-as a whole is the concatenation that chunks are cut from.
+All little-endian. Megatron adds an index and no sequence for an empty document. We write one sequence a document and
+end each document with the tokenizer's `eod`, so that .bin as a whole is the concatenation that chunks are cut from.
 """
 
 import hashlib
 import json
 import os
+import stat
 import struct
 from array import array
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,6 +39,8 @@ _HEADER = struct.Struct("<9sQBQQ")
 _UINT16_VOCAB = 65500  # Megatron's writer takes int32 from here on
 _MAX_SEQUENCE = 2**31 - 1  # lengths are int32
 _BLOCK = 8 << 20  # bytes copied at a time
+_LOOKED_AT = 1 << 20  # entries of the index that opening looks at: a few milliseconds
+_PARTS = 16
 
 
 @dataclass(frozen=True)
@@ -203,22 +207,30 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """Reads one dataset through memory maps: opening costs no time and no memory, whatever its size.
+    """Reads one dataset through memory maps: opening takes milliseconds and no memory, whatever its size.
 
-    `tokens` is all of .bin; `meta` is None for a dataset that came without one, from Megatron say.
-    Raises ConfigError naming the file and what is wrong with it.
+    `tokens` is all of .bin. `lengths` int32[S], `pointers` int64[S] and `document_indices` int64[D + 1] are those of
+    .idx, and so is `modes`, int8[S], where a multimodal Megatron wrote it, else None. `meta` is None for a dataset
+    that came without one, from Megatron say.
+
+    Opening compares the sizes of the files with what .idx says and looks at the index, of a large one at evenly spaced
+    parts. Raises ConfigError naming the file and what is wrong with it; `gptlite.data.verify` reads the rest.
     """
 
     def __init__(self, prefix: Path):
         self.prefix = prefix
         path = _path(prefix, ".idx")
-        self.dtype, sequences, self._num_indices = _read_header(path)
+        self.dtype, sequences, self._num_indices, has_modes = _read_header(path)
         index = np.memmap(path, dtype=np.uint8, mode="r", offset=_HEADER.size)
+        modes = 12 * sequences + 8 * self._num_indices
         # The int64 arrays need not be aligned: numpy reads them through an unaligned view.
         self.lengths = index[: 4 * sequences].view("<i4")
         self.pointers = index[4 * sequences : 12 * sequences].view("<i8")
-        self.document_indices = index[12 * sequences : 12 * sequences + 8 * self._num_indices].view("<i8")
-        self._check_documents(path, sequences)
+        self.document_indices = index[12 * sequences : modes].view("<i8")
+        self.modes = index[modes:].view("i1") if has_modes else None
+        self._check_ends(path, sequences)
+        for start, stop in _spaced(max(sequences, self.num_documents)):
+            self.check_index(start, stop)
         self.tokens = self._map_tokens()
         self.meta = self._read_meta()
 
@@ -227,18 +239,46 @@ class IndexedDataset:
         """Number of documents, empty ones included."""
         return self._num_indices - 1
 
-    def verify(self) -> None:
-        """Read .bin whole and compare it with the SHA-256 in .meta.json. ConfigError where they differ."""
-        path = _path(self.prefix, ".bin")
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if self.meta is not None and digest != self.meta.sha256:
-            raise _damaged(path, f"its sha256 is {digest}, not the {self.meta.sha256} it was written with")
+    def document_stops(self, start: int, stop: int) -> np.ndarray:
+        """int64[stop - start]: the position in `tokens` behind the last token of each document from `start` on."""
+        last = self.document_indices[start + 1 : stop + 1] - 1  # its last sequence; -1: none so far
+        if not len(self.lengths):
+            return np.zeros(len(last), dtype=np.int64)
+        stops = self.pointers[last] // self.dtype.itemsize + self.lengths[last]
+        return np.where(last < 0, 0, stops)
 
-    def _check_documents(self, path: Path, sequences: int) -> None:
+    def document(self, index: int) -> np.ndarray:
+        """The tokens of one document, its `eod` included. IndexError outside range(num_documents)."""
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents}")
+        start = self.document_stops(index - 1, index)[0] if index else 0
+        return self.tokens[start : self.document_stops(index, index + 1)[0]]
+
+    def check_index(self, start: int, stop: int) -> None:
+        """Look at sequences and documents `start` to `stop`. ConfigError unless each begins where the last ended."""
+        path = _path(self.prefix, ".idx")
+        lengths, pointers = self.lengths[start : stop + 1], self.pointers[start : stop + 1]
+        if lengths.size and (worst := int(lengths.argmin())) >= 0 > lengths[worst]:
+            raise damaged(path, f"the length of sequence {start + worst} is {lengths[worst]}")
+        if lengths.size and start == 0 and pointers[0] != 0:
+            raise damaged(path, f"the first sequence starts at byte {pointers[0]}, not 0")
+        ends = pointers[:-1] + lengths[:-1].astype(np.int64) * self.dtype.itemsize
+        if (wrong := np.flatnonzero(pointers[1:] != ends)).size:
+            n = int(wrong[0])
+            raise damaged(
+                path, f"sequence {start + n + 1} starts at byte {pointers[n + 1]}, the one before it ends at {ends[n]}"
+            )
+        indices = self.document_indices[start : stop + 1]
+        if (wrong := np.flatnonzero(indices[1:] < indices[:-1])).size:
+            n = int(wrong[0])
+            raise damaged(
+                path, f"document {start + n} runs from sequence {indices[n]} to {indices[n + 1]}, which is before it"
+            )
+
+    def _check_ends(self, path: Path, sequences: int) -> None:
         first, last = self.document_indices[0], self.document_indices[-1]
         if first != 0 or last != sequences:
-            raise _damaged(path, f"its documents run from sequence {first} to {last}, not from 0 to {sequences}")
+            raise damaged(path, f"its documents run from sequence {first} to {last}, not from 0 to {sequences}")
 
     def _map_tokens(self) -> np.ndarray:
         path = _path(self.prefix, ".bin")
@@ -246,7 +286,7 @@ class IndexedDataset:
         last = len(self.lengths) - 1
         expected = int(self.pointers[last]) + int(self.lengths[last]) * self.dtype.itemsize if last >= 0 else 0
         if size != expected:
-            raise _damaged(path, f"it has {size} bytes where its .idx says {expected}")
+            raise damaged(path, f"it has {size} bytes where its .idx says {expected}")
         return np.memmap(path, dtype=self.dtype, mode="r") if size else np.empty(0, dtype=self.dtype)
 
     def _read_meta(self) -> Meta | None:
@@ -255,29 +295,44 @@ class IndexedDataset:
             return None
         try:
             meta = Meta(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise _damaged(path, f"it cannot be read: {error}") from error
+            if wrong := [f.name for f in fields(Meta) if type(getattr(meta, f.name)) is not f.type]:
+                raise ValueError(f"{wrong[0]} is {getattr(meta, wrong[0])!r}")
+        except (OSError, ValueError, TypeError) as error:
+            raise damaged(path, f"it cannot be read: {error}") from error
         if meta.tokens != len(self.tokens) or meta.documents != self.num_documents:
             counted = f"{len(self.tokens)} tokens in {self.num_documents} documents"
-            raise _damaged(path, f"it counts {meta.tokens} tokens in {meta.documents} documents, the files {counted}")
+            raise damaged(path, f"it counts {meta.tokens} tokens in {meta.documents} documents, the files {counted}")
         return meta
 
 
-def _read_header(path: Path) -> tuple[np.dtype, int, int]:
+def _read_header(path: Path) -> tuple[np.dtype, int, int, bool]:
+    """The tokens' dtype, S, D and whether modes follow."""
     size = _size(path)
     with open(path, "rb") as file:
         raw = file.read(_HEADER.size)
     if len(raw) < _HEADER.size or not raw.startswith(MAGIC):
-        raise _damaged(path, f"it does not begin with {MAGIC!r}")
+        raise damaged(path, f"it does not begin with {MAGIC!r}")
     _, version, code, sequences, indices = _HEADER.unpack(raw)
     if version != VERSION:
-        raise _damaged(path, f"its version is {version}, not {VERSION}")
+        raise damaged(path, f"its version is {version}, not {VERSION}")
     if code not in DTYPES:
-        raise _damaged(path, f"its dtype code is {code}, not one of {', '.join(map(str, DTYPES))}")
+        what = f"its dtype code is {code}, " + ("of floats" if code in (6, 7) else "which stands for no dtype")
+        raise damaged(path, f"{what}; tokens are one of {', '.join(map(str, DTYPES))}")
     expected = _HEADER.size + 12 * sequences + 8 * indices
     if indices < 1 or size not in (expected, expected + sequences):  # multimodal datasets add an int8 a sequence
-        raise _damaged(path, f"it has {size} bytes where {sequences} sequences and {indices} indices take {expected}")
-    return np.dtype(DTYPES[code]), sequences, indices
+        raise damaged(path, f"it has {size} bytes where {sequences} sequences and {indices} indices take {expected}")
+    return np.dtype(DTYPES[code]), sequences, indices, size > expected
+
+
+def _spaced(count: int) -> Iterator[tuple[int, int]]:
+    """Parts of range(count) to look at: all of it, or `_PARTS` even ones where it is long."""
+    size = -(-_LOOKED_AT // _PARTS)
+    if count <= _LOOKED_AT:
+        yield 0, count
+        return
+    for n in range(_PARTS):
+        start = n * (count - size) // (_PARTS - 1)
+        yield start, start + size
 
 
 def _path(prefix: Path, suffix: str) -> Path:
@@ -290,10 +345,18 @@ def _temporary(path: Path) -> Path:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        status = path.stat()
     except OSError as error:
-        raise _damaged(path, f"it cannot be opened ({error.strerror})") from error
+        raise damaged(path, f"it cannot be opened ({error.strerror})") from error
+    if not stat.S_ISREG(status.st_mode):  # a pipe would never end
+        raise damaged(path, "it is not a file")
+    return status.st_size
 
 
-def _damaged(path: Path, what: str) -> ConfigError:
-    return ConfigError(f"{path} is damaged: {what}; delete its folder, and it is prepared again")
+def damaged(path: Path, what: str) -> ConfigError:
+    """The error of a file that is not what it should be, and the way out of it."""
+    cached = (path.parent / "key.json").exists()
+    return ConfigError(
+        f"{path} is damaged: {what}; "
+        + ("delete its folder, and it is prepared again" if cached else "copy it again, or write it anew")
+    )

@@ -2,13 +2,12 @@
 
 import json
 import struct
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
-from gptlite.errors import ConfigError
+from gptlite.data.verify import verify
 
 DOCUMENTS = [[5, 6, 7], [], [8]]
 EOD = 9
@@ -23,10 +22,7 @@ def write(prefix, documents=DOCUMENTS, vocab_size=10):
 
 
 def documents(dataset):
-    """The tokens of each document, by the three arrays of .idx."""
-    ends = dataset.pointers // dataset.dtype.itemsize + dataset.lengths
-    bounds = [int(ends[stop - 1]) if stop else 0 for stop in dataset.document_indices]
-    return [dataset.tokens[start:stop].tolist() for start, stop in pairwise(bounds)]
+    return [dataset.document(n).tolist() for n in range(dataset.num_documents)]
 
 
 @pytest.fixture
@@ -51,7 +47,7 @@ def test_reads_back_documents_and_counts(prefix):
     assert documents(dataset) == [[5, 6, 7, EOD], [EOD], [8, EOD]]
     assert dataset.meta is not None
     assert (dataset.meta.documents, dataset.meta.tokens, dataset.meta.text_bytes) == (3, 7, 8)
-    dataset.verify()
+    verify(dataset)
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65499, "<u2"), (65500, "<i4"), (200_000, "<i4")])
@@ -95,7 +91,7 @@ def test_joined_shards_are_the_same_bytes(tmp_path, prefix, monkeypatch):
         for shard in shards:
             writer.append(IndexedDataset(shard))
     assert same_files(tmp_path / "joined", prefix)
-    IndexedDataset(tmp_path / "joined").verify()
+    verify(IndexedDataset(tmp_path / "joined"))
 
 
 @pytest.mark.parametrize(
@@ -146,47 +142,6 @@ def test_reads_what_megatron_wrote(tmp_path):
 def test_no_documents_at_all(tmp_path):
     dataset = IndexedDataset(write(tmp_path / "train", []))
     assert len(dataset.tokens) == dataset.num_documents == 0
-
-
-def poke(path, offset, data):
-    content = bytearray(path.read_bytes())
-    content[offset : offset + len(data)] = data
-    path.write_bytes(content)
-
-
-DAMAGE = {
-    "bin missing": (".bin", lambda p: p.unlink(), "cannot be opened"),
-    "bin truncated": (".bin", lambda p: p.write_bytes(p.read_bytes()[:-1]), "has 13 bytes where its .idx says 14"),
-    "bin too long": (".bin", lambda p: p.write_bytes(p.read_bytes() + b"x"), "has 15 bytes"),
-    "idx missing": (".idx", lambda p: p.unlink(), "cannot be opened"),
-    "idx empty": (".idx", lambda p: p.write_bytes(b""), "does not begin with"),
-    "magic": (".idx", lambda p: poke(p, 0, b"X"), "does not begin with"),
-    "version": (".idx", lambda p: poke(p, 9, b"\7"), "version is 7"),
-    "dtype": (".idx", lambda p: poke(p, 17, b"\6"), "dtype code is 6"),
-    "idx truncated": (".idx", lambda p: p.write_bytes(p.read_bytes()[:-8]), "has 94 bytes"),
-    "sequences": (".idx", lambda p: poke(p, 18, b"\4"), "102 bytes where 4 sequences"),
-    "document indices": (".idx", lambda p: poke(p, 70, b"\1"), "run from sequence 1 to 3"),
-    "meta": (".meta.json", lambda p: p.write_text("{"), "cannot be read"),
-    "meta of others": (".meta.json", lambda p: p.write_text(p.read_text().replace("7", "8")), "counts 8 tokens"),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_named(prefix, case):
-    suffix, damage, message = DAMAGE[case]
-    path = prefix.with_name("train" + suffix)
-    damage(path)
-    with pytest.raises(ConfigError) as error:
-        IndexedDataset(prefix)
-    assert str(error.value).startswith(str(path))
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_verify_finds_a_changed_token(prefix):
-    poke(prefix.with_suffix(".bin"), 0, b"\4")
-    with pytest.raises(ConfigError, match="sha256"):
-        IndexedDataset(prefix).verify()
 
 
 def test_an_interrupted_write_leaves_nothing(tmp_path):

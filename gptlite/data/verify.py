@@ -1,0 +1,54 @@
+"""Reading all of a dataset: what its opening has no time for."""
+
+import hashlib
+
+import numpy as np
+
+from gptlite.data.indexed import IndexedDataset, damaged
+from gptlite.progress import Log, Progress
+
+_BLOCK = 8 << 20  # bytes of .bin, or entries of .idx, at a time
+
+
+def verify(dataset: IndexedDataset, vocab_size: int | None = None, log: Log = print) -> None:
+    """Read every byte: the index is whole, ids are in the vocabulary, documents end with `eod`, sha256 is as written.
+
+    Without a .meta.json only the index is known to be right, and the ids if `vocab_size` is given. Raises ConfigError
+    that names the file, the place and what is there.
+    """
+    for start in range(0, max(len(dataset.lengths), dataset.num_documents), _BLOCK):
+        dataset.check_index(start, start + _BLOCK)
+    path, meta = dataset.prefix.with_name(dataset.prefix.name + ".bin"), dataset.meta
+    size = vocab_size if meta is None else meta.vocab_size
+    progress = Progress(f"reading {path}", dataset.tokens.nbytes, log)
+    digest = hashlib.sha256()
+    step = _BLOCK // dataset.dtype.itemsize
+    for start in range(0, len(dataset.tokens), step):
+        block = dataset.tokens[start : start + step]
+        digest.update(block.data)
+        if size is not None and (place := outside(block, size)) is not None:
+            raise damaged(path, f"token {start + place} is {block[place]}, outside the vocabulary of {size}")
+        progress.add(block.nbytes)
+    if meta is None:
+        return
+    _check_ends(dataset, meta.eod)
+    if digest.hexdigest() != meta.sha256:
+        raise damaged(path, f"its sha256 is {digest.hexdigest()}, not the {meta.sha256} it was written with")
+
+
+def outside(ids: np.ndarray, vocab_size: int) -> int | None:
+    """Position of the first id that is not in range(vocab_size), if there is one."""
+    if not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+        return None
+    return int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+
+
+def _check_ends(dataset: IndexedDataset, eod: int) -> None:
+    path, tokens, before = dataset.prefix.with_name(dataset.prefix.name + ".bin"), dataset.tokens, 0
+    for start in range(0, dataset.num_documents, _BLOCK):
+        stops = dataset.document_stops(start, min(start + _BLOCK, dataset.num_documents))
+        ended = np.diff(stops, prepend=before) > 0
+        ended[ended] = tokens[stops[ended] - 1] == eod
+        if not ended.all():
+            raise damaged(path, f"document {start + int(ended.argmin())} does not end with its end of document, {eod}")
+        before = int(stops[-1])
