@@ -50,7 +50,7 @@ ROOMS = {
     "metrics": Room(packages="torch", lazy="matplotlib numpy tensorboard wandb"),
     "data": Room("parallelism", packages="torch numpy", lazy="sentencepiece"),
     "model": Room("ops", packages="torch"),
-    "optimizer": Room("parallelism", packages="torch"),
+    "optimizer": Room("ops parallelism", packages="torch"),
     "checkpoint": Room("parallelism", packages="torch"),
     "trainer": Room("ops parallelism precision metrics data model optimizer checkpoint", packages="torch"),
     "plan": Room(
