@@ -48,6 +48,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(folder: Path) -> None:
+    """Brings all files below a folder, and their names, to the disk."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with open(Path(parent, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(parent))
+
+
 def existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
     while not folder.exists() and folder != folder.parent:

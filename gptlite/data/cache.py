@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from gptlite.errors import ConfigError
-from gptlite.files import sync_folder
+from gptlite.files import sync_folder, sync_tree
 from gptlite.progress import Log
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -45,7 +45,7 @@ def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:
         temporary.mkdir()
         make(temporary)
         (temporary / "key.json").write_text(key + "\n", encoding="utf-8")
-        _sync_tree(temporary)
+        sync_tree(temporary)
         os.rename(temporary, folder)
         sync_folder(folder.parent)
     except OSError as error:
@@ -54,14 +54,6 @@ def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:
         raise ConfigError(f"data could not be prepared in data.cache_dir={folder.parent}: {error}; {fix}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sync_tree(folder: Path) -> None:
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with open(Path(parent, name), "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(Path(parent))
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenize
         for document in documents:
             for block in document:
                 num_bytes = len(block.encode())
-                writer.write(tokenizer.encode(block), num_bytes)
+                writer.write(tokenizer.encode_array(block), num_bytes)
                 progress.add(num_bytes)
             writer.end_document()
 

@@ -3,31 +3,41 @@
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
+from gptlite.data.sentence_piece_words import SPACE, WordEncoder, encodes_by_words
 from gptlite.data.tokenizer import UNKNOWN, Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.progress import Log
 
-_CHUNK = 1 << 16  # characters one thread encodes at a time
-
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model with byte fallback (Kudo and Richardson 2018). `eod` is its end-of-sentence piece.
+    """A SentencePiece model (Kudo and Richardson 2018). `eod` is its end-of-sentence piece.
 
-    SentencePiece writes a space as U+2581, so that one character reads back as a space.
+    SentencePiece writes a space as U+2581, so that one character reads back as a space. Models of our training lose
+    nothing else; others may normalize the text, or put a space before it. Raises ConfigError for bytes that are no
+    model, or one without an end-of-sentence piece.
     """
 
     kind = "sentencepiece"
     _model_file = "tokenizer.model"
 
     def __init__(self, model: bytes):
-        processor = _sentencepiece().SentencePieceProcessor(model_proto=model)
+        try:
+            processor = _sentencepiece().SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise ConfigError("it is not a SentencePiece model") from error
+        if processor.eos_id() < 0:
+            raise ConfigError("the SentencePiece model has no end-of-sentence piece to end documents with")
         self.model = model
         self._processor = processor
-        super().__init__([self._bytes_of(token) for token in range(processor.vocab_size())], eod=processor.eos_id())
+        ids = range(processor.vocab_size())
+        super().__init__([self._bytes_of(token) for token in ids], eod=processor.eos_id())
+        matched = [processor.id_to_piece(n) for n in ids if not processor.is_byte(n) and not processor.is_control(n)]
+        self._words = WordEncoder(processor) if encodes_by_words(model, matched) else None
 
     def _bytes_of(self, token: int) -> bytes:
         piece = self._processor.id_to_piece(token)
@@ -35,14 +45,18 @@ class SentencePieceTokenizer(Tokenizer):
             return bytes([int(piece[1:-1], 16)])  # "<0x0A>"
         if self._processor.is_control(token):
             return b""
-        return (UNKNOWN if self._processor.is_unknown(token) else piece.replace("\u2581", " ")).encode()
+        return (UNKNOWN if self._processor.is_unknown(token) else piece.replace(SPACE, " ")).encode()
 
     def definition(self) -> bytes:
         return self.model
 
     def encode(self, text: str) -> list[int]:
-        chunks = list(_line_chunks(text, _CHUNK))
-        return list(chain.from_iterable(self._processor.encode(chunks, num_threads=_num_threads())))
+        return self.encode_array(text).tolist()
+
+    def encode_array(self, text: str) -> np.ndarray:
+        if self._words is not None:
+            return self._words.encode(text)
+        return np.array(self._processor.encode(text), dtype=np.int32)
 
     def save(self, folder: Path) -> None:
         super().save(folder)
@@ -85,15 +99,6 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int, log: Log) -> Sent
     if tokenizer.vocab_size < vocab_size:
         log(f"tokenizer: the text has only {tokenizer.vocab_size} pieces, fewer than data.vocab_size={vocab_size}")
     return tokenizer
-
-
-def _line_chunks(text: str, size: int) -> Iterator[str]:
-    # No piece we train holds a newline, so ids do not depend on where between two lines the text is cut.
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start + size) + 1 or len(text)
-        yield text[start:end]
-        start = end
 
 
 def _num_threads() -> int:

@@ -10,13 +10,15 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gptlite.errors import ConfigError
 
-_DEFINITION = "definition.json"
+DEFINITION = "definition.json"
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -47,6 +49,10 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without `eod`."""
 
+    def encode_array(self, text: str) -> np.ndarray:
+        """`encode` as int32[N]: much less memory, and mostly faster."""
+        return np.array(self.encode(text), dtype=np.int32)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of any ids: those outside the vocabulary are nothing, broken UTF-8 becomes U+FFFD. Never raises."""
         return b"".join(map(self.piece, ids)).decode("utf-8", errors="replace")
@@ -61,7 +67,7 @@ class Tokenizer(ABC):
 
     def save(self, folder: Path) -> None:
         """Write the definition into `folder`, which is made if missing; `load_tokenizer` reads it back."""
-        _save_definition(folder, {"kind": self.kind})
+        save_definition(folder, {"kind": self.kind})
 
 
 class ByteTokenizer(Tokenizer):
@@ -77,6 +83,9 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int32)
 
 
 class CharTokenizer(Tokenizer):
@@ -96,8 +105,11 @@ class CharTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return [self._ids.get(character, self.unknown) for character in text]
 
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.fromiter(map(self._ids.get, text, repeat(self.unknown)), dtype=np.int32, count=len(text))
+
     def save(self, folder: Path) -> None:
-        _save_definition(folder, {"kind": self.kind, "alphabet": self.alphabet})
+        save_definition(folder, {"kind": self.kind, "alphabet": self.alphabet})
 
 
 class NumberTokenizer(Tokenizer):
@@ -116,18 +128,19 @@ class NumberTokenizer(Tokenizer):
         return [int(number) % self.vocab_size for number in re.findall(r"[0-9]+", text)] or [0]
 
     def save(self, folder: Path) -> None:
-        _save_definition(folder, {"kind": self.kind, "vocab_size": self.vocab_size})
+        save_definition(folder, {"kind": self.kind, "vocab_size": self.vocab_size})
 
 
-def _save_definition(folder: Path, definition: dict[str, str | int]) -> None:
+def save_definition(folder: Path, definition: dict[str, Any]) -> None:
+    """Write `folder`/definition.json, which `load_tokenizer` reads first."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _DEFINITION).write_text(json.dumps(definition, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / DEFINITION).write_text(json.dumps(definition, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer saved in `folder`. Raises ConfigError where there is none, or one that cannot be read."""
     try:
-        definition = json.loads((folder / _DEFINITION).read_text(encoding="utf-8"))
+        definition = json.loads((folder / DEFINITION).read_text(encoding="utf-8"))
         match definition["kind"]:
             case "byte":
                 return ByteTokenizer()
@@ -137,6 +150,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
                 from gptlite.data.sentence_piece import SentencePieceTokenizer  # which builds on this file
 
                 return SentencePieceTokenizer.load(folder)
+            case "huggingface":
+                from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer
+
+                return HuggingFaceTokenizer.load(folder, definition)
+            case "tiktoken":
+                from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
+
+                return TiktokenTokenizer.load(folder, definition)
             case "numbers":
                 return NumberTokenizer(definition["vocab_size"])
             case kind:

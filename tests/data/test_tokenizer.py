@@ -1,11 +1,13 @@
 """Tokenizers lose nothing, and count the bytes they stand for."""
 
+import io
 import random
 
 import numpy as np
 import pytest
 
-from gptlite.data.sentence_piece import train_sentencepiece
+from gptlite.data.sentence_piece import SentencePieceTokenizer, train_sentencepiece
+from gptlite.data.sentence_piece_words import SPACE
 from gptlite.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
@@ -87,13 +89,86 @@ def test_fingerprints_tell_tokenizers_apart(tokenizers):
     assert CharTokenizer("cba").fingerprint == CharTokenizer("abc").fingerprint
 
 
-def test_sentencepiece_agrees_with_its_own_decoder_and_is_cut_anywhere(tokenizers, monkeypatch):
+def test_sentencepiece_agrees_with_its_own_encoder_and_decoder(tokenizers, monkeypatch):
+    """Words are encoded alone and remembered; wherever the text is cut, and when what was remembered is forgotten."""
     tokenizer = tokenizers["sentencepiece"]
-    ids = tokenizer.encode(TRAINING)
-    assert tokenizer._processor.decode(ids) == TRAINING
-    for size in (1, 7, 100):
-        monkeypatch.setattr("gptlite.data.sentence_piece._CHUNK", size)
-        assert tokenizer.encode(TRAINING) == ids
+    assert tokenizer._words is not None
+    rng = random.Random(0)
+    alphabet = [
+        *"the quick fox\t",
+        " ",
+        "  ",
+        "\n",
+        "\n ",
+        " \n",
+        SPACE,
+        "\u00a0",
+        "\r\n",
+        "\x00",
+        "é",
+        "漢",
+        "😀",
+        "1",
+        "<s>",
+    ]
+    texts = [*TEXTS, TRAINING, *("".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(2000))]
+    for chunk, cached in ((1 << 16, 64 << 20), (1, 64 << 20), (7, 3000), (100, 0)):
+        monkeypatch.setattr("gptlite.data.sentence_piece_words._CHUNK", chunk)
+        monkeypatch.setattr("gptlite.data.sentence_piece_words._CACHED", cached)
+        for text in texts:
+            ids = tokenizer._processor.encode(text)
+            assert tokenizer.encode(text) == ids
+            assert tokenizer.decode(ids) == tokenizer._processor.decode(ids) == text.replace(SPACE, " ")
+
+
+def test_a_text_without_a_place_to_cut_is_cut_all_the_same_and_loses_nothing(tokenizers, monkeypatch):
+    monkeypatch.setattr("gptlite.data.sentence_piece_words._CHUNK", 10)
+    monkeypatch.setattr("gptlite.data.sentence_piece_words._LONGEST", 20)
+    text = "thequickbrownfox" * 20
+    assert tokenizers["sentencepiece"].decode(tokenizers["sentencepiece"].encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "by_words"),
+    [
+        ({}, True),
+        ({"model_type": "unigram"}, False),
+        ({"byte_fallback": False}, False),
+        ({"add_dummy_prefix": True}, False),
+        ({"remove_extra_whitespaces": True}, False),
+        ({"normalization_rule_name": "nmt_nfkc"}, False),
+        ({"treat_whitespace_as_suffix": True}, False),
+        ({"split_by_whitespace": False}, False),
+        ({"user_defined_symbols": ["a b"]}, False),
+        ({"user_defined_symbols": ["x\n"]}, False),
+        ({"user_defined_symbols": ["ab"]}, True),
+    ],
+)
+def test_other_models_of_sentencepiece_are_encoded_by_words_only_where_that_is_the_same(options, by_words):
+    import sentencepiece
+
+    model = io.BytesIO()
+    kept = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "add_dummy_prefix": False,
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+    }
+    lines = ["the quick brown fox of the quick brown fox"] * 9
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=320 if "byte_fallback" not in options else 60,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **kept | options,
+    )
+    tokenizer = SentencePieceTokenizer(model.getvalue())
+    assert (tokenizer._words is not None) == by_words
+    for text in (*TEXTS, *lines, "x\nab a b", "a b\n\n c"):
+        assert tokenizer.encode(text) == tokenizer._processor.encode(text)
 
 
 def test_sentencepiece_learns_from_lines_of_any_length():

@@ -1,1 +1,0 @@
-"""The King James Bible."""

@@ -1,0 +1,67 @@
+"""A tokenizer by what the user gives: a kind, a name, a file, a folder."""
+
+from pathlib import Path
+
+from gptlite.data.tokenizer import DEFINITION, ByteTokenizer, Tokenizer, load_tokenizer
+from gptlite.errors import ConfigError
+
+TIKTOKEN = "tiktoken:"
+_TRAINED = ("sentencepiece", "char")
+
+
+def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
+    """The tokenizer of `tokenizer=SPEC`: byte, tiktoken:NAME, or the path of
+
+    - a folder of ours (a tokenizer's, or a prepared one with tokenizer/ in it), or one with tokenizer.json or
+      tokenizer.model in it;
+    - a file *.json of Hugging Face's, *.model of SentencePiece's, or *.tiktoken of ranks.
+
+    `eod` names the token that ends documents, where the format does not say. Raises ConfigError, naming what was tried.
+    """
+    if spec == "byte":
+        return ByteTokenizer()
+    if spec in _TRAINED and not Path(spec).exists():
+        raise ConfigError(f"tokenizer={spec} is trained first: python tools/train_tokenizer.py kind={spec} input=...")
+    if spec.startswith(TIKTOKEN):
+        from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
+
+        return TiktokenTokenizer.of_name(spec.removeprefix(TIKTOKEN), eod)
+    path = Path(spec).expanduser()
+    try:
+        return _of_folder(path, eod) if path.is_dir() else _of_file(path, spec, eod)
+    except OSError as error:
+        raise ConfigError(f"tokenizer={spec}: {error}") from error
+    except ConfigError as error:
+        raise error if str(path) in str(error) else ConfigError(f"tokenizer={spec}: {error}") from error
+
+
+def _of_folder(folder: Path, eod: str | None) -> Tokenizer:
+    for ours in (folder, folder / "tokenizer"):
+        if (ours / DEFINITION).is_file():
+            return load_tokenizer(ours)
+    names = ("tokenizer.json", "tokenizer.model")
+    for name in names:
+        if (folder / name).is_file():
+            return _of_file(folder / name, str(folder / name), eod)
+    tried = ", ".join((DEFINITION, f"tokenizer/{DEFINITION}", *names))
+    raise ConfigError(f"tokenizer={folder} holds none of {tried}")
+
+
+def _of_file(path: Path, spec: str, eod: str | None) -> Tokenizer:
+    if not path.is_file():
+        raise ConfigError(f"tokenizer={spec} is neither byte nor {TIKTOKEN}NAME, and there is no file or folder {path}")
+    match path.suffix:
+        case ".json":
+            from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer
+
+            return HuggingFaceTokenizer.of_file(path, eod)
+        case ".model":
+            from gptlite.data.sentence_piece import SentencePieceTokenizer
+
+            return SentencePieceTokenizer(path.read_bytes())
+        case ".tiktoken":
+            from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
+
+            return TiktokenTokenizer.of_file(path, eod)
+        case suffix:
+            raise ConfigError(f"tokenizer={spec} ends in {suffix or 'nothing'}, not in .json, .model or .tiktoken")

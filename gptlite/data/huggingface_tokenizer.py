@@ -1,0 +1,131 @@
+"""Tokenizers of Hugging Face: a tokenizer.json, read by the `tokenizers` library."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gptlite.data.tokenizer import UNKNOWN, Tokenizer, save_definition
+from gptlite.errors import ConfigError
+from gptlite.files import write_synced
+
+FILE = "tokenizer.json"
+ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<|im_end|>")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer.json whose tokens are strings of bytes: byte-level BPE, or SentencePiece's with byte fallback.
+
+    Special tokens stand for no bytes, and text that spells one out is text: it never becomes an end of a document.
+    Nothing is put before or after a text. `eod` is an id. Raises ConfigError for other ways to decode.
+    """
+
+    kind = "huggingface"
+
+    def __init__(self, content: bytes, eod: int):
+        self._content = content
+        self._tokenizer = _read(content)
+        self._tokenizer.encode_special_tokens = True
+        super().__init__(_pieces(self._tokenizer, json.loads(content)), eod)
+
+    def definition(self) -> bytes:
+        return self.eod.to_bytes(4, "little") + hashlib.sha256(self._content).digest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def save(self, folder: Path) -> None:
+        save_definition(folder, {"kind": self.kind, "eod": self.eod})
+        write_synced(folder / FILE, self._content)
+
+    @classmethod
+    def load(cls, folder: Path, definition: dict[str, Any]) -> "HuggingFaceTokenizer":
+        """What `save` wrote into `folder`."""
+        return cls((folder / FILE).read_bytes(), definition["eod"])
+
+    @classmethod
+    def of_file(cls, path: Path, eod: str | None) -> "HuggingFaceTokenizer":
+        """A tokenizer.json; `eod` is the text of the token that ends documents.
+
+        None takes what tokenizer_config.json beside it calls the end of a sentence, or the first of `ENDS` it has.
+        """
+        content = path.read_bytes()
+        vocabulary = _read(content).get_vocab(with_added_tokens=True)
+        names = [eod] if eod is not None else [*_configured_end(path.with_name("tokenizer_config.json")), *ENDS]
+        known = next((name for name in names if name in vocabulary), None)
+        if known is None:
+            raise ConfigError(
+                f"tokenizer={path} has no token {' or '.join(names)} to end documents with; give eod=TOKEN"
+            )
+        return cls(content, vocabulary[known])
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The character that GPT-2's byte-level BPE writes for each byte: itself where it can be seen, else U+0100 on."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    unseen = sorted(set(range(256)) - seen)
+    return {chr(byte): byte for byte in seen} | {chr(0x100 + n): byte for n, byte in enumerate(unseen)}
+
+
+def _read(content: bytes) -> Any:
+    try:
+        from tokenizers import Tokenizer as Rust
+    except ImportError:
+        raise ConfigError("a tokenizer.json needs a missing package; pip install tokenizers") from None
+    try:
+        return Rust.from_buffer(content)
+    except Exception as error:  # the library raises nothing more particular
+        raise ConfigError(f"{FILE} cannot be read: {error}") from error
+
+
+def _pieces(tokenizer: Any, definition: dict[str, Any]) -> list[bytes]:
+    decoders = set(_types(definition.get("decoder")))
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    added = tokenizer.get_added_tokens_decoder()
+    pieces = [b""] * (max(vocabulary.values()) + 1)
+    for token, number in vocabulary.items():
+        if number in added:
+            pieces[number] = b"" if added[number].special else added[number].content.encode()
+        elif "ByteLevel" in decoders:
+            pieces[number] = _from_alphabet(token)
+        elif decoders & {"ByteFallback", "Metaspace"}:
+            byte = _BYTE.fullmatch(token)
+            pieces[number] = bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+        else:
+            found = ", ".join(sorted(decoders)) or "none"
+            raise ConfigError(f"{FILE}: its decoder is {found}; ByteLevel, ByteFallback and Metaspace keep every byte")
+    unknown = vocabulary.get(definition.get("model", {}).get("unk_token"))
+    if unknown is not None:
+        pieces[unknown] = UNKNOWN.encode()
+    return pieces
+
+
+_ALPHABET = byte_alphabet()
+
+
+def _from_alphabet(token: str) -> bytes:
+    try:
+        return bytes([_ALPHABET[character] for character in token])
+    except KeyError:
+        raise ConfigError(f"{FILE}: token {token!r} is not written in the alphabet of byte-level BPE") from None
+
+
+def _types(decoder: dict[str, Any] | None) -> Iterator[str]:
+    if decoder:
+        yield decoder["type"]
+        for inner in decoder.get("decoders", ()):
+            yield from _types(inner)
+
+
+def _configured_end(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    try:
+        end = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    name = end.get("content") if isinstance(end, dict) else end
+    return [name] if name else []

@@ -1,0 +1,105 @@
+"""tiktoken: byte-level BPE from a table of ranks, which is a table of byte strings already."""
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from gptlite.data.tokenizer import Tokenizer, save_definition
+from gptlite.errors import ConfigError
+from gptlite.files import write_synced
+
+END = "<|endoftext|>"
+_RANKS = "ranks.tiktoken"
+
+
+class TiktokenTokenizer(Tokenizer):
+    """An encoding of tiktoken's. Special tokens stand for no bytes, and text that spells one out is text.
+
+    `ranks` are the ids of byte strings, all 256 single bytes among them; `pattern` is the regular expression that
+    cuts text into words; `special` are the ids of special tokens, with the one that ends documents, `eod`.
+    """
+
+    kind = "tiktoken"
+
+    def __init__(self, ranks: dict[bytes, int], pattern: str, special: dict[str, int], eod: str = END):
+        if eod not in special:
+            raise ConfigError(f"no special token {eod}; there is {', '.join(special) or 'none'}")
+        self._ranks, self._pattern, self._special, self._end = ranks, pattern, special, eod
+        self._encoding = _tiktoken().Encoding("gptlite", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        pieces = [b""] * (max([*ranks.values(), *special.values()]) + 1)
+        for piece, token in ranks.items():
+            pieces[token] = piece
+        super().__init__(pieces, special[eod])
+
+    def definition(self) -> bytes:
+        about = json.dumps([self._pattern, self._special, self._end], sort_keys=True)
+        return about.encode() + hashlib.sha256(self._table()).digest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def save(self, folder: Path) -> None:
+        about = {"kind": self.kind, "pattern": self._pattern, "special": self._special, "eod": self._end}
+        save_definition(folder, about)
+        write_synced(folder / _RANKS, self._table())
+
+    def _table(self) -> bytes:
+        rows = sorted(self._ranks.items(), key=lambda row: row[1])
+        return b"".join(base64.b64encode(piece) + b" %d\n" % token for piece, token in rows)
+
+    @classmethod
+    def load(cls, folder: Path, definition: dict[str, Any]) -> "TiktokenTokenizer":
+        """What `save` wrote into `folder`."""
+        ranks = _read_ranks(folder / _RANKS)
+        return cls(ranks, definition["pattern"], definition["special"], definition["eod"])
+
+    @classmethod
+    def of_name(cls, name: str, eod: str | None) -> "TiktokenTokenizer":
+        """An encoding that tiktoken knows, e.g. gpt2; it downloads the table unless TIKTOKEN_CACHE_DIR has it."""
+        tiktoken = _tiktoken()
+        known = tiktoken.list_encoding_names()
+        if name not in known:
+            raise ConfigError(f"tokenizer=tiktoken:{name} is none of tiktoken's: {', '.join(sorted(known))}")
+        try:
+            encoding = tiktoken.get_encoding(name)
+        except Exception as error:  # whatever its HTTP library raises
+            raise ConfigError(
+                f"tokenizer=tiktoken:{name} could not be downloaded ({type(error).__name__}); "
+                f"give the path of its .tiktoken file"
+            ) from error
+        return cls(encoding._mergeable_ranks, encoding._pat_str, encoding._special_tokens, eod or END)
+
+    @classmethod
+    def of_file(cls, path: Path, eod: str | None) -> "TiktokenTokenizer":
+        """A file of ranks, a base64 string and its id a line, with GPT-2's pattern; `eod` gets the next free id."""
+        _tiktoken()
+        from tiktoken_ext.openai_public import r50k_pat_str
+
+        ranks = _read_ranks(path)
+        return cls(ranks, r50k_pat_str, {eod or END: max(ranks.values()) + 1}, eod or END)
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if line:
+            try:
+                piece, token = line.split()
+                ranks[base64.b64decode(piece, validate=True)] = int(token)
+            except ValueError:
+                raise ConfigError(f"{path}:{number} is not a base64 string and its id") from None
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing or len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
+        what = f"byte 0x{missing[0]:02x} has no id" if missing else "ids are given twice or negative"
+        raise ConfigError(f"{path} is no table of ranks: {what}")
+    return ranks
+
+
+def _tiktoken() -> Any:
+    try:
+        import tiktoken
+    except ImportError:
+        raise ConfigError("a tiktoken encoding needs a missing package; pip install tiktoken") from None
+    return tiktoken

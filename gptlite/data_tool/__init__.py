@@ -1,1 +1,0 @@
-"""The command `gptlite-data`: looking at token files and checking them. Start at `command.py`."""

@@ -1,0 +1,247 @@
+"""Sources cut into blocks of about a megabyte, at ends of records: what one worker tokenizes at a time.
+
+A block depends on nothing but where it begins, so reading can start again at the end of any block.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gptlite.errors import ConfigError
+from gptlite.preprocess.inputs import STDIN, Source
+from gptlite.preprocess.streams import DamagedInput, Stream
+
+BLOCK = 1 << 20  # bytes
+_PART = 8 << 20  # bytes of a text file that is one document, from where on it comes in parts
+BLANK_LINES = "blank"  # separator=blank
+DIGEST = 8  # bytes of the hash of a document
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a block begins: `offset` in decompressed bytes of the source (in rows of Parquet), `line` from 1.
+
+    `digest` is that of what the standard input has given so far: it cannot be looked at again.
+    """
+
+    source: int = 0
+    offset: int = 0
+    line: int = 1
+    digest: str = ""
+
+
+@dataclass
+class Piece:
+    """Records of one source, from `line` on. `data` is whole records with their separators.
+
+    Of Parquet it is rows of `lengths` bytes, -1 for a null. A `whole` piece is one document or a part of it: one that
+    is not the `first`, or has `more` to come in the next block. Its `digest` is that of the document up to its end.
+    `damage` says what was left out after these records.
+    """
+
+    source: int
+    line: int
+    data: bytes
+    lengths: list[int] | None = None
+    whole: bool = False
+    first: bool = True
+    more: bool = False
+    digest: bytes | None = None
+    damage: str = ""
+
+
+@dataclass
+class Block:
+    """Pieces, and the place after them. `read`: bytes on the disk read so far, of all sources."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    after: Place = field(default_factory=Place)
+    read: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of text and what is around it."""
+        return sum(len(piece.data) for piece in self.pieces)
+
+    @property
+    def part(self) -> Piece | None:
+        """The part of a long document that the block is, alone; None for whole documents."""
+        piece = self.pieces[0] if self.pieces else None
+        return piece if piece is not None and piece.whole and (piece.more or not piece.first) else None
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How sources become records: the column of Parquet, where text is cut ("" nowhere), and the longest record."""
+
+    column: str = "text"
+    separator: str = ""
+    max_record_bytes: int = 128 << 20
+
+
+def read_blocks(sources: list[Source], cutting: Cutting, start: Place) -> Iterator[Block]:
+    """All blocks from `start` on. Raises ConfigError for a file that is gone, or a standard input that is another."""
+    before = sum(source.size for source in sources[: start.source])
+    block = Block()
+    for number in range(start.source, len(sources)):
+        source = sources[number]
+        place = start if number == start.source else Place(number)
+        for piece, after, read in _pieces(source, place, cutting):
+            alone = piece.more or not piece.first
+            if alone and block.pieces:
+                yield block
+                block = Block()
+            block.pieces.append(piece)
+            block.after, block.read = after, before + read
+            if alone or block.size >= BLOCK // 2:
+                yield block
+                block = Block()
+        before += source.size
+        block.after, block.read = Place(number + 1), before
+        if len(block.pieces) >= 4096:  # of small files
+            yield block
+            block = Block()
+    yield block
+
+
+def _pieces(source: Source, place: Place, cutting: Cutting) -> Iterator[tuple[Piece, Place, int]]:
+    """Pieces of a source with the place after each and the bytes read. Damage ends it, in a piece that says so."""
+    at = place
+    try:
+        if source.format == "parquet":
+            from gptlite.preprocess.parquet import parquet_pieces
+
+            found = parquet_pieces(source, place, cutting.column)
+        elif source.format == "text" and not cutting.separator:
+            found = _document(source, place)
+        else:
+            found = _Records(source, place, cutting).pieces()
+        for piece, after, read in found:
+            yield piece, after, read
+            at = after
+    except OSError as error:
+        raise ConfigError(f"input: {source.path} cannot be read ({error.strerror or error})") from error
+    except DamagedInput as error:
+        piece = Piece(place.source, at.line, b"", damage=str(error))
+        yield piece, Place(place.source + 1), source.size
+
+
+class _Records:
+    """A source of records with a separator after each: lines of JSON, or documents of text."""
+
+    def __init__(self, source: Source, place: Place, cutting: Cutting):
+        self._number, self._offset, self._line = place.source, place.offset, place.line
+        self._longest = cutting.max_record_bytes
+        if source.format == "jsonl":
+            self._ends: tuple[bytes, ...] = (b"\n",)
+        elif cutting.separator == BLANK_LINES:
+            self._ends = (b"\n\n", b"\n\r\n")
+        else:
+            self._ends = (cutting.separator.encode(),)
+        self._hash = hashlib.blake2b(digest_size=16) if source.path == STDIN else None
+        self._stream = Stream(source.path, 0 if self._hash else place.offset)
+        if self._hash is not None:
+            self._hear_again(place)
+
+    def pieces(self) -> Iterator[tuple[Piece, Place, int]]:
+        """Each with the place after it and the bytes read for it."""
+        data = bytearray()
+        while True:
+            data += self._stream.read(BLOCK - len(data))
+            ended = len(data) < BLOCK
+            stop = len(data) if ended and not self._stream.damage else self._last_end(data)
+            if not stop and not ended and not (stop := self._lengthen(data)):
+                yield self._leave_out(data)
+                continue
+            if stop:
+                piece = Piece(self._number, self._line, bytes(data[:stop]))
+                self._pass(piece.data)
+                yield piece, self._place(), self._stream.raw_position
+                del data[:stop]
+            if ended:
+                break
+        self._stream.close()
+        if self._stream.damage:
+            raise DamagedInput(self._stream.damage)
+
+    def _last_end(self, data: bytearray) -> int:
+        return max(data.rfind(end) + len(end) if end in data else 0 for end in self._ends)
+
+    def _first_end(self, data: bytearray, start: int) -> int:
+        found = [(data.find(end, max(0, start - len(end) + 1)), len(end)) for end in self._ends]
+        return min((at + length for at, length in found if at >= 0), default=0)
+
+    def _lengthen(self, data: bytearray) -> int:
+        """Reads on to the end of a record longer than a block, and returns it; 0 if that is too far."""
+        while len(data) <= self._longest:
+            size = len(data)
+            data += self._stream.read(BLOCK)
+            if len(data) == size and not self._stream.damage:
+                return size
+            if (stop := self._first_end(data, size)) or len(data) == size:
+                return stop
+        return 0
+
+    def _leave_out(self, data: bytearray) -> tuple[Piece, Place, int]:
+        """Reads over the rest of a record that is too long, without holding it."""
+        piece = Piece(self._number, self._line, b"", damage=f"it is longer than max_record_bytes={self._longest}")
+        keep = max(map(len, self._ends)) - 1
+        while not (stop := self._first_end(data, 0)):
+            passed = len(data) - keep
+            self._pass(bytes(data[:passed]))
+            del data[:passed]
+            more = self._stream.read(BLOCK)
+            if not more:
+                stop = len(data)
+                break
+            data += more
+        self._pass(bytes(data[:stop]))
+        del data[:stop]
+        return piece, self._place(), self._stream.raw_position
+
+    def _pass(self, data: bytes) -> None:
+        self._offset += len(data)
+        self._line += data.count(b"\n")
+        if self._hash is not None:
+            self._hash.update(data)
+
+    def _place(self) -> Place:
+        return Place(self._number, self._offset, self._line, self._hash.hexdigest() if self._hash else "")
+
+    def _hear_again(self, place: Place) -> None:
+        """Reads the standard input up to `place` once more. Raises ConfigError unless it is what it was."""
+        assert self._hash is not None
+        left = place.offset
+        while left and (data := self._stream.read(min(left, BLOCK))):
+            self._hash.update(data)
+            left -= len(data)
+        if place.offset and self._hash.hexdigest() != place.digest:
+            raise ConfigError("input=- is not what it was when this output was begun; give it again, or overwrite=true")
+
+
+def _document(source: Source, place: Place) -> Iterator[tuple[Piece, Place, int]]:
+    """A text file that is one document, in parts that end with lines if it is long."""
+    stream, digest, line = Stream(source.path), hashlib.blake2b(digest_size=DIGEST), 1
+    data, first = b"", True
+    while True:
+        data += stream.read(_PART - len(data))
+        if stream.damage:
+            raise DamagedInput(stream.damage)
+        more = len(data) == _PART
+        stop = (data.rfind(b"\n") + 1 or _last_character(data)) if more else len(data)
+        digest.update(data[:stop])
+        piece = Piece(place.source, line, data[:stop], whole=True, first=first, more=more, digest=digest.digest())
+        yield piece, Place(place.source + 1), stream.raw_position
+        if not more:
+            break
+        line += data.count(b"\n", 0, stop)
+        data, first = data[stop:], False
+    stream.close()
+
+
+def _last_character(data: bytes) -> int:
+    """Where the last character of UTF-8 begins."""
+    stop = len(data) - 1
+    while stop > len(data) - 4 and data[stop] & 0xC0 == 0x80:
+        stop -= 1
+    return stop

@@ -1,0 +1,86 @@
+"""Which files a corpus is: `input=` to a list of sources."""
+
+import glob
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptlite.errors import ConfigError, did_you_mean
+
+STDIN = "-"
+COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
+FORMATS = ("jsonl", "parquet", "text")
+_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+_IN_FOLDERS = {*_SUFFIXES, ".txt", ".md", ".text"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, or the standard input as `-`. `size` is in bytes on the disk, 0 for the standard input."""
+
+    path: str
+    format: str
+    size: int
+    modified_ns: int
+
+
+def find_sources(given: str, format: str) -> list[Source]:
+    """The files of `input=`, in the order that their documents will have.
+
+    `given` is a file, a folder (all below it with a suffix we know, hidden ones aside), a glob, `-`, or several of
+    these between commas; files of one folder or glob are in order of path. `format=auto` goes by each file's suffix,
+    before that of its compression. Raises ConfigError for what is not there, not readable, or given twice.
+    """
+    if format not in ("auto", *FORMATS):
+        raise ConfigError(f"format={format} is none of auto, {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}")
+    if given == STDIN:
+        if format not in ("jsonl", "text"):
+            raise ConfigError(f"input=- needs format=jsonl or format=text; format={format} is for files")
+        return [Source(STDIN, format, 0, 0)]
+    parts = [given] if Path(given).expanduser().exists() else [part for part in given.split(",") if part]
+    paths = [path for part in parts for path in _expand(part)]
+    if not paths:
+        raise ConfigError(f"input={given} is empty; give a file, a folder, a glob or - for the standard input")
+    seen: set[Path] = set()
+    for path in paths:
+        if path in seen:
+            raise ConfigError(f"input={given} has {path} twice")
+        seen.add(path)
+    return [_source(path, format) for path in paths]
+
+
+def _expand(part: str) -> list[Path]:
+    path = Path(part).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if _belongs(file, path))
+        if not files:
+            raise ConfigError(f"input={part} holds no files ending in {', '.join(sorted(_IN_FOLDERS))}")
+        return files
+    if path.exists():
+        return [path]
+    if part == STDIN:
+        raise ConfigError("input=- stands alone; it cannot be mixed with files")
+    files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    if not files:
+        raise ConfigError(f"input={part} matches no file")
+    return files
+
+
+def _belongs(file: Path, folder: Path) -> bool:
+    hidden = any(name.startswith(".") for name in file.relative_to(folder).parts)
+    return not hidden and _stem_suffix(file) in _IN_FOLDERS and file.is_file()
+
+
+def _stem_suffix(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
+
+
+def _source(path: Path, format: str) -> Source:
+    if not path.is_file():  # a pipe or a device may never end, and cannot be read again
+        raise ConfigError(f"input: {path} is not a regular file; pipe it into input=-")
+    try:
+        with open(path, "rb"):
+            status = path.stat()
+    except OSError as error:
+        raise ConfigError(f"input: {path} cannot be read ({error.strerror})") from error
+    kind = _SUFFIXES.get(_stem_suffix(path), "text") if format == "auto" else format
+    return Source(str(path), kind, status.st_size, status.st_mtime_ns)

@@ -1,0 +1,67 @@
+"""Parquet: the rows of one column, read group by group."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gptlite.errors import ConfigError
+from gptlite.preprocess.inputs import Source
+from gptlite.preprocess.streams import DamagedInput
+
+if TYPE_CHECKING:
+    from gptlite.preprocess.blocks import Piece, Place
+
+_ROWS = 256  # of a piece
+
+
+def parquet_pieces(source: Source, place: "Place", column: str) -> Iterator[tuple["Piece", "Place", int]]:
+    """Pieces of up to 256 rows from row `place.offset` on, each with the place after it and the bytes read.
+
+    Raises DamagedInput for a file that is no Parquet, or has no such column of strings.
+    """
+    from gptlite.preprocess.blocks import Piece, Place
+
+    pyarrow = _pyarrow()
+    try:
+        with pyarrow.parquet.ParquetFile(source.path) as file:
+            _check_column(file, column)
+            row = 0
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if row + rows <= place.offset:
+                    row += rows
+                    continue
+                for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=[column]):
+                    start, row = row, row + batch.num_rows
+                    if row <= place.offset:
+                        continue
+                    data, lengths = _strings(pyarrow, batch.column(0))
+                    read = source.size * row // max(file.metadata.num_rows, 1)
+                    piece = Piece(place.source, start + 1, data, lengths=lengths)
+                    yield piece, Place(place.source, row, row + 1), read
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DamagedInput(f"it cannot be read as Parquet: {str(error).splitlines()[0]}") from error
+
+
+def _check_column(file: Any, column: str) -> None:
+    schema = file.schema_arrow
+    if column not in schema.names:
+        raise DamagedInput(f"it has no column {column}; give field= one of {', '.join(schema.names)}")
+    kind = str(schema.field(column).type)
+    if kind not in ("string", "large_string", "string_view", "binary", "large_binary"):
+        raise DamagedInput(f"its column {column} is of type {kind}, not of strings")
+
+
+def _strings(pyarrow: Any, column: Any) -> tuple[bytes, list[int]]:
+    """The values one after the other, and the bytes of each; -1 for a null."""
+    values = [None if value is None else value.as_buffer() for value in column.cast(pyarrow.large_binary())]
+    lengths = [-1 if value is None else value.size for value in values]
+    return b"".join(memoryview(value) for value in values if value is not None), lengths
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError("a .parquet file needs a missing package; pip install pyarrow") from None
+    return pyarrow

@@ -1,0 +1,228 @@
+"""Preprocessing from end to end: settings to a prepared folder."""
+
+import fcntl
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from gptlite.data.corpus import TOKENIZER
+from gptlite.data.tokenizer import Tokenizer
+from gptlite.errors import ConfigError, did_you_mean
+from gptlite.files import sync_folder, sync_tree, write_synced, write_whole
+from gptlite.preprocess.blocks import Block, Piece, read_blocks
+from gptlite.preprocess.documents import Bad
+from gptlite.preprocess.encode import Encoded, Encoder
+from gptlite.preprocess.inputs import STDIN
+from gptlite.preprocess.pool import Pool
+from gptlite.preprocess.report import Report
+from gptlite.preprocess.settings import FILE, Settings, difference, read_settings
+from gptlite.preprocess.shards import Counts, Shard, Shards, require_documents
+from gptlite.progress import Log, Progress
+
+SHARD_BYTES = 64 << 20  # of input read for each shard: what a kill costs at most
+_SHOWN = 10  # bad records that are printed; all are in skipped.jsonl
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a prepared folder holds, and what this call did for it in how long."""
+
+    counts: Counts
+    new: Counts
+    seconds: float
+
+
+def preprocess(
+    settings: Settings, tokenizer: Tokenizer, output: Path, *, workers: int, on_error: str, overwrite: bool, log: Log
+) -> Result:
+    """Makes the prepared folder `output`, or goes on with one that was begun with the same settings.
+
+    Its bytes depend on `settings` alone: not on `workers`, nor on how often the work was stopped and taken up again.
+    The work in progress is `output`.partial; `output` appears when it is whole. A bad record stops it with
+    on_error=error, and is left out and noted with on_error=skip. What is finished with these settings stays as it is.
+
+    Raises ConfigError for a bad record, for an `output` that is finished or of other settings unless `overwrite`, and
+    for sources that changed; OSError for a full disk; WorkerDied.
+    """
+    if on_error not in ("error", "skip"):
+        raise ConfigError(f"on_error={on_error} is neither error nor skip{did_you_mean(on_error, ('error', 'skip'))}")
+    if workers < 0:
+        raise ConfigError(f"workers={workers} must be at least 1, or 0 for none but this process")
+    partial = output.with_name(output.name + ".partial")
+    if (counts := _finished(settings, output, overwrite)) is not None:
+        shutil.rmtree(_trash(output), ignore_errors=True)
+        log(f"{output} is finished already; overwrite=true makes it again")
+        return Result(counts, Counts(), 0.0)
+    partial.mkdir(parents=True, exist_ok=True)
+    with _locked(partial):
+        _begin(settings, tokenizer, partial, overwrite)
+        shards = Shards(partial / "shards", tokenizer)
+        if len(shards):
+            log(f"going on after {len(shards)} shards, {shards.counts.tokens:,} tokens")
+        job = _Job(settings, shards, on_error, Report(settings.sources, log), log)
+        job.run(partial / TOKENIZER, workers)
+        require_documents(shards.counts)
+        _finish(settings, shards, partial, output, log)
+        return Result(shards.counts, job.new, job.report.seconds)
+
+
+class _Job:
+    """Reads, tokenizes and writes what is left to do."""
+
+    def __init__(self, settings: Settings, shards: Shards, on_error: str, report: Report, log: Log):
+        self._settings, self._shards, self._on_error, self._log = settings, shards, on_error, log
+        self.report = report
+        self.new = Counts()
+        self._long_open = self._long_is_bad = False
+        self._shown = 0
+
+    def run(self, tokenizer: Path, workers: int) -> None:
+        """Writes shards until the sources end."""
+        settings = self._settings
+        if self._shards.place.source >= len(settings.sources):
+            return
+        formats = [source.format for source in settings.sources]
+        blocks = read_blocks(settings.sources, settings.cutting, self._shards.place)
+        make = (tokenizer, formats, settings.cutting, settings.validation_fraction)
+        with Pool[Block, Encoded](workers, _encoder, *make) as pool:
+            self.report.start(self._shards.place)
+            results = pool.map(blocks)
+            for first in results:
+                with self._shards.writing() as shard:
+                    self._write(shard, chain([first], results))
+                self.new.add(shard.counts)
+
+    def _write(self, shard: Shard, results: Iterable[tuple[Block, Encoded]]) -> None:
+        """One shard's blocks."""
+        size = 0
+        for block, encoded in results:
+            self._write_block(shard, block, encoded)
+            self.report.add(block.read, self.new.tokens + shard.counts.tokens)
+            size += block.size
+            if size >= SHARD_BYTES and not self._long_open:
+                break
+        self._shards.place = block.after
+
+    def _write_block(self, shard: Shard, block: Block, encoded: Encoded) -> None:
+        if block.part is not None:
+            self._write_part(shard, block.part, encoded)
+            return
+        for bad in encoded.bad:
+            self._bad(shard, bad)
+        if self._long_open:  # what should have gone on is damaged, and counted
+            shard.drop_long()
+            self._long_open = False
+        shard.counts.empty += encoded.empty
+        shard.add(encoded.train, encoded.held_out)
+
+    def _write_part(self, shard: Shard, part: Piece, encoded: Encoded) -> None:
+        """A part of a long document, which is left out whole if one part of it is bad."""
+        if part.first:
+            self._long_is_bad = False
+        if encoded.bad and not self._long_is_bad:
+            self._long_is_bad = True
+            self._bad(shard, encoded.bad[0])
+        if encoded.part is not None:
+            shard.add_part(encoded.part)
+        self._long_open = part.more
+        if not part.more and self._long_is_bad:
+            shard.drop_long()
+        elif not part.more:
+            assert part.digest is not None
+            shard.end_long(part.digest, self._settings.validation_fraction)
+
+    def _bad(self, shard: Shard, bad: Bad) -> None:
+        source = self._settings.sources[bad.source]
+        what = f"{source.path}:{bad.line}: {bad.reason}"
+        if self._on_error == "error":
+            raise ConfigError(f"{what}; repair it, or leave such records out with on_error=skip")
+        shard.skip(bad, source)
+        self._shown += 1
+        if self._shown <= _SHOWN:
+            self._log(f"skipped {what}" + ("; further ones are not shown" if self._shown == _SHOWN else ""))
+
+
+def _encoder(*arguments: Any) -> Callable[[Block], Encoded]:
+    return Encoder.load(*arguments).encode
+
+
+def _finished(settings: Settings, output: Path, overwrite: bool) -> Counts | None:
+    """What `output` holds if it is finished with these settings. ConfigError if it is there and may not be replaced."""
+    if not output.exists() and not output.is_symlink():
+        return None
+    made = read_settings(output / FILE)
+    if made is None:
+        if output.is_dir() and not any(output.iterdir()):
+            return None
+        raise ConfigError(f"output={output} exists and was not made by preprocess; give another folder")
+    if overwrite:
+        return None
+    standard_input = any(source.path == STDIN for source in settings.sources)
+    differs = "another standard input, maybe" if standard_input else difference(made, settings.as_json())
+    if differs:
+        raise ConfigError(f"output={output} is finished ({differs}); give another folder, or overwrite=true")
+    return Counts(**made["counts"])
+
+
+def _begin(settings: Settings, tokenizer: Tokenizer, partial: Path, overwrite: bool) -> None:
+    """Writes the settings of a new work; raises ConfigError if the one in progress has others."""
+    new, old = settings.as_json(), read_settings(partial / FILE)
+    differs = difference(old, new) if old is not None else ""
+    if differs and not overwrite:
+        raise ConfigError(f"{partial} was begun with {differs}; give the same again, or overwrite=true to begin anew")
+    if old is None or differs:
+        shutil.rmtree(partial / "shards", ignore_errors=True)
+        shutil.rmtree(partial / TOKENIZER, ignore_errors=True)
+        tokenizer.save(partial / TOKENIZER)
+        write_whole(partial / FILE, json.dumps(new, indent=2, ensure_ascii=False) + "\n")
+
+
+def _finish(settings: Settings, shards: Shards, partial: Path, output: Path, log: Log) -> None:
+    """Joins the shards and gives the output its name."""
+    _refuse_changed(settings)
+    whole = partial / "whole"
+    shutil.rmtree(whole, ignore_errors=True)
+    whole.mkdir()
+    shards.merge(whole, Progress("joining the shards", shards.size, log))
+    shutil.copytree(partial / TOKENIZER, whole / TOKENIZER)
+    about = settings.as_json() | {"counts": asdict(shards.counts)}
+    write_synced(whole / FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+    sync_tree(whole)
+    trash = _trash(output)
+    shutil.rmtree(trash, ignore_errors=True)
+    if output.exists():
+        trash.mkdir()
+        output.rename(trash / "replaced")
+    whole.rename(output)
+    sync_folder(output.parent)
+    trash.mkdir(exist_ok=True)
+    partial.rename(trash / "partial")
+    shutil.rmtree(trash)
+
+
+def _refuse_changed(settings: Settings) -> None:
+    for source in settings.sources:
+        if source.path != STDIN:
+            status = Path(source.path).stat()
+            if (status.st_size, status.st_mtime_ns) != (source.size, source.modified_ns):
+                raise ConfigError(f"input: {source.path} changed while it was read; begin anew with overwrite=true")
+
+
+def _trash(output: Path) -> Path:
+    return output.with_name(f".{output.name}.trash")
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    """Refuses a second process at the same work."""
+    with open(partial / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{partial} is being written by another process; wait for it") from None
+        yield

@@ -1,0 +1,95 @@
+"""What decides the bytes of a prepared folder, kept beside it: a rerun goes on only with the same."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gptlite.errors import ConfigError
+from gptlite.preprocess.blocks import BLANK_LINES, Cutting
+from gptlite.preprocess.inputs import Source, find_sources
+
+FILE = "preprocess.json"
+_VERSION = 1  # of what is written: another one begins anew
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sources, how they are cut into documents, the tokenizer's fingerprint, and the share that is held out."""
+
+    sources: list[Source]
+    cutting: Cutting
+    tokenizer: str
+    validation_fraction: float
+
+    def as_json(self) -> dict[str, Any]:
+        """As it is written: keys are those of the command line."""
+        return {
+            "version": _VERSION,
+            "tokenizer": self.tokenizer,
+            "field": self.cutting.column,
+            "separator": self.cutting.separator,
+            "max_record_bytes": self.cutting.max_record_bytes,
+            "validation_fraction": self.validation_fraction,
+            "input": [asdict(source) for source in self.sources],
+        }
+
+
+def make_settings(
+    input: str, format: str, field: str, separator: str, max_record_bytes: int, validation_fraction: float
+) -> Settings:
+    """Settings of the command line, its tokenizer to be filled in. Raises ConfigError, naming the key."""
+    if not 0 <= validation_fraction < 1:
+        raise ConfigError(f"validation_fraction={validation_fraction} must be at least 0 and below 1, e.g. 0.005")
+    if not 1 <= max_record_bytes < 1 << 31:
+        raise ConfigError(f"max_record_bytes={max_record_bytes} must be above 0 and below 2 GiB")
+    if not field:
+        raise ConfigError("field= is empty; give the name of the JSON field or Parquet column with the text")
+    sources = find_sources(input, format)
+    literal = separator
+    if separator != BLANK_LINES:
+        for escape, character in (("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r"), ("\\0", "\0")):
+            literal = literal.replace(escape, character)
+    if separator and not any(source.format == "text" for source in sources):
+        raise ConfigError(f"separator={separator} is for text, and input={input} has no text files")
+    return Settings(sources, Cutting(field, literal, max_record_bytes), "", validation_fraction)
+
+
+def with_tokenizer(settings: Settings, fingerprint: str) -> Settings:
+    """The settings, complete."""
+    return replace(settings, tokenizer=fingerprint)
+
+
+def read_settings(path: Path) -> dict[str, Any] | None:
+    """What `as_json` gave when `path` was written; None if there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "version" in found and isinstance(found.get("input"), list) else None
+
+
+def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The first thing that differs, in words; "" for the same."""
+    for key in new:
+        if key == "input":
+            if said := _input_difference(old["input"], new["input"]):
+                return said
+        elif old.get(key) != new[key]:
+            return f"{key}={_short(old.get(key))} then, {key}={_short(new[key])} now"
+    return ""
+
+
+def _input_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
+    for then, now in zip(old, new, strict=False):
+        if then["path"] != now["path"]:
+            return f"input had {then['path']} where it has {now['path']} now"
+        if then["format"] != now["format"]:
+            return f"input {now['path']} was read as {then['format']}, now it is {now['format']}"
+        if then != now:
+            return f"input {now['path']} has changed"
+    return f"input was {len(old)} files, now it is {len(new)}" if len(old) != len(new) else ""
+
+
+def _short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) and len(value) == 64 else repr(value)

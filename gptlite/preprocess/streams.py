@@ -1,0 +1,114 @@
+"""Bytes of a file or of the standard input, decompressed. The first bytes tell how, not the name."""
+
+import bz2
+import gzip
+import io
+import lzma
+import sys
+import zlib
+from contextlib import suppress
+from typing import Any, BinaryIO, cast
+
+from gptlite.errors import ConfigError
+
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
+_COMPRESSED = 1 << 14  # bytes given to zstandard at a time: what comes out may be a thousand times as much
+
+
+class DamagedInput(Exception):
+    """A file that cannot be read to its end. Its text says why."""
+
+
+class Stream:
+    """Reads a source in order, from `skip` bytes of its text on."""
+
+    def __init__(self, path: str, skip: int = 0):
+        self._file: BinaryIO = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
+        head = self._file.peek(6) if isinstance(self._file, io.BufferedReader) else b""  # type: ignore[attr-defined]
+        kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
+        self.damage = ""
+        self._data = self._opened(kind)
+        if kind is None and path != "-":
+            self._file.seek(skip)
+        else:
+            self._discard(skip)
+
+    @property
+    def raw_position(self) -> int:
+        """Bytes of the file on the disk that have been read; 0 where that cannot be known."""
+        with suppress(OSError, ValueError):
+            return self._file.tell()
+        return 0
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes; fewer at the end, or where `damage` then says why there is no more."""
+        parts = []
+        try:
+            while size and not self.damage and (part := self._data.read(size)):
+                parts.append(part)
+                size -= len(part)
+        except (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError) as error:
+            self.damage = f"it cannot be read on: {error}"
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not sys.stdin.buffer:
+            self._file.close()
+
+    def _opened(self, kind: str | None) -> BinaryIO:
+        match kind:
+            case "gzip":
+                return cast(BinaryIO, gzip.GzipFile(fileobj=self._file))
+            case "xz":
+                return cast(BinaryIO, lzma.LZMAFile(self._file))
+            case "bzip2":
+                return cast(BinaryIO, bz2.BZ2File(self._file))
+            case "zstandard":
+                return cast(BinaryIO, _Zstandard(self._file))
+            case _:
+                return self._file
+
+    def _discard(self, size: int) -> None:
+        while size:
+            part = self.read(min(size, 1 << 20))
+            if not part:
+                raise DamagedInput(self.damage or "it is shorter than when it was read before")
+            size -= len(part)
+
+
+class _Zstandard:
+    """Frames one after the other. Unlike the library's own reader it notices a last frame that was cut off."""
+
+    def __init__(self, file: BinaryIO):
+        try:
+            import zstandard
+        except ImportError:
+            raise ConfigError("a .zst file needs a missing package; pip install zstandard") from None
+        self._file, self._library = file, zstandard
+        self._frame: Any = None
+        self._ready = memoryview(b"")
+
+    def read(self, size: int) -> bytes:
+        while not self._ready:
+            compressed = self._file.read(_COMPRESSED)
+            if not compressed:
+                if self._frame is not None:
+                    raise EOFError("its last zstandard frame is cut off")
+                return b""
+            self._ready = memoryview(self._decompress(compressed))
+        part, self._ready = self._ready[:size], self._ready[size:]
+        return bytes(part)
+
+    def _decompress(self, compressed: bytes) -> bytes:
+        parts = []
+        try:
+            while compressed:
+                self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+                parts.append(self._frame.decompress(compressed))
+                compressed = b""
+                if self._frame.eof:
+                    compressed, self._frame = self._frame.unused_data, None
+        except self._library.ZstdError as error:
+            raise ValueError(error) from error
+        return b"".join(parts)

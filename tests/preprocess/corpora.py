@@ -1,0 +1,58 @@
+"""Made-up corpora, and preprocessing them in this process's children."""
+
+import json
+import random
+from pathlib import Path
+
+from gptlite.data.find_tokenizer import find_tokenizer
+from gptlite.data.indexed import IndexedDataset
+from gptlite.data.tokenizer import load_tokenizer
+from gptlite.data.verify import verify
+from gptlite.preprocess.run import Result, preprocess
+from gptlite.preprocess.settings import make_settings, with_tokenizer
+
+WORDS = "the quick brown fox jumps over dogs 漢字 naïve 😀 \u0000 it's 12345 hello,world \n \n\n \t  ▁ a".split(" ")
+
+
+def made_up(seed: int, count: int) -> list[str]:
+    """Documents of 1 to 400 words, no two alike."""
+    rng = random.Random(seed)
+    return [f"{n} " + " ".join(rng.choices(WORDS, k=rng.randrange(1, 400))) for n in range(count)]
+
+
+def as_jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text, "id": n}) + "\n" for n, text in enumerate(texts)).encode()
+
+
+def prepare(input: object, output: Path, tokenizer: str = "byte", **options) -> Result:
+    """`preprocess` with the tool's defaults."""
+    settings = {"format": "auto", "field": "text", "separator": "", "max_record_bytes": 1 << 27}
+    how = {"workers": 0, "on_error": "error", "overwrite": False, "log": lambda _: None}
+    made = make_settings(
+        str(input),
+        **{key: options.get(key, value) for key, value in settings.items()},
+        validation_fraction=options.get("validation_fraction", 0.2),
+    )
+    found = find_tokenizer(tokenizer)
+    how = {key: options.get(key, value) for key, value in how.items()}
+    return preprocess(with_tokenizer(made, found.fingerprint), found, output, **how)
+
+
+def read_documents(folder: Path, split: str) -> list[str]:
+    """The texts of a prepared folder. Each ends with its end-of-document token, which is nowhere else."""
+    tokenizer, dataset = load_tokenizer(folder / "tokenizer"), IndexedDataset(folder / split)
+    verify(dataset)
+    texts, start = [], 0
+    for length in dataset.lengths:
+        ids = dataset.tokens[start : start + length].tolist()
+        assert ids[-1] == tokenizer.eod
+        assert tokenizer.eod not in ids[:-1]
+        texts.append(tokenizer.decode(ids))
+        start += length
+    return texts
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, but for preprocess.json, which names the input's files and times."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: content for name, content in files.items() if name != "preprocess.json"}

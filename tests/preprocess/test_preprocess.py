@@ -1,0 +1,217 @@
+"""Corpora become the same prepared folder whatever they are packed in, and whoever does the work."""
+
+import bz2
+import gzip
+import hashlib
+import io
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from gptlite.data.indexed import IndexedDataset
+from gptlite.data.tokenizer import ByteTokenizer
+from gptlite.errors import ConfigError
+from gptlite.preprocess.encode import is_held_out
+from preprocess.corpora import as_jsonl, made_up, prepare, read_documents, tree
+
+TEXTS = made_up(0, 300)
+COMPRESS = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstandard.compress,
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> Path:
+    """TEXTS, prepared from plain lines."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "a.jsonl").write_bytes(as_jsonl(TEXTS))
+    prepare(folder / "a.jsonl", folder / "out")
+    return folder / "out"
+
+
+def test_documents_are_there_in_order_each_in_one_split(expected: Path) -> None:
+    held_out = [is_held_out(hashlib.blake2b(text.encode(), digest_size=8).digest(), 0.2) for text in TEXTS]
+    train, val = ([text for text, held in zip(TEXTS, held_out, strict=True) if held is part] for part in (False, True))
+    assert read_documents(expected, "train") == train
+    assert read_documents(expected, "val") == val
+    assert 30 < len(val) < 90
+    metas = [IndexedDataset(expected / split).meta for split in ("train", "val")]
+    assert sum(meta.text_bytes for meta in metas if meta) == sum(len(text.encode()) for text in TEXTS)
+    assert json.loads((expected / "preprocess.json").read_text())["counts"]["documents"] == 300
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_lines_are_the_same(expected: Path, tmp_path: Path, suffix: str) -> None:
+    halves = [as_jsonl(TEXTS[:100]), as_jsonl(TEXTS[100:])]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(b"".join(COMPRESS[suffix](half) for half in halves))  # two members, as `cat a.gz b.gz` has
+    prepare(path, tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(expected)
+
+
+def test_parquet_is_the_same(expected: Path, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    table = pa.table({"other": list(range(300)), "body": TEXTS})
+    parquet.write_table(table.slice(0, 120), tmp_path / "a.parquet", row_group_size=50)
+    parquet.write_table(table.slice(120), tmp_path / "b.parquet", row_group_size=77, compression="zstd")
+    prepare(tmp_path, tmp_path / "out", field="body")
+    assert tree(tmp_path / "out") == tree(expected)
+
+
+def test_files_globs_and_lists_are_the_same(expected: Path, tmp_path: Path) -> None:
+    for n in range(3):
+        (tmp_path / f"{n}.jsonl").write_bytes(as_jsonl(TEXTS[100 * n : 100 * n + 100]))
+    (tmp_path / ".hidden.jsonl").write_text("not JSON")
+    (tmp_path / "other.csv").write_text("not text")
+    names = ",".join(str(tmp_path / f"{n}.jsonl") for n in range(3))
+    for number, given in enumerate((tmp_path, tmp_path / "*.jsonl", names)):
+        prepare(given, tmp_path / str(number))
+        assert tree(tmp_path / str(number)) == tree(expected)
+
+
+def test_the_standard_input_is_the_same(expected: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(gzip.compress(as_jsonl(TEXTS))))))
+    prepare("-", tmp_path / "out", format="jsonl")
+    assert tree(tmp_path / "out") == tree(expected)
+
+
+@pytest.mark.parametrize("separator", ["<|end|>", "\\n--\\n"])
+def test_text_with_a_separator_is_the_same(expected: Path, tmp_path: Path, separator: str) -> None:
+    text = separator.replace("\\n", "\n").join(TEXTS)
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    prepare(tmp_path / "a.txt", tmp_path / "out", separator=separator)
+    assert tree(tmp_path / "out") == tree(expected)
+
+
+def test_a_text_file_is_a_document(expected: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for n, text in enumerate(TEXTS):
+        (tmp_path / "in" / f"{n:03}.txt").write_bytes(text.encode())
+    prepare(tmp_path / "in", tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(expected)
+
+
+def test_empty_lines_end_documents_of_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\n\none\nmore\n\n\ntwo\r\n\r\nthree\n \t\nfour\n")
+    assert prepare(tmp_path, tmp_path / "out", separator="blank", validation_fraction=0).counts.documents == 4
+    assert read_documents(tmp_path / "out", "train") == ["one\nmore", "two", "three", "four"]
+
+
+@pytest.mark.parametrize("size", [50, 1000])
+def test_where_blocks_end_does_not_matter(expected: Path, tmp_path: Path, monkeypatch, size: int) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS))
+    (tmp_path / "a.txt").write_bytes("<|end|>".join(TEXTS).encode())
+    monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", size)
+    monkeypatch.setattr("gptlite.preprocess.run.SHARD_BYTES", 30_000)
+    prepare(tmp_path / "a.jsonl", tmp_path / "1")
+    prepare(tmp_path / "a.txt", tmp_path / "2", separator="<|end|>")
+    assert tree(tmp_path / "1") == tree(tmp_path / "2") == tree(expected)
+
+
+@pytest.mark.parametrize("part", [5, 64, 100_000])
+def test_long_texts_come_in_parts_cut_between_characters(expected: Path, tmp_path: Path, monkeypatch, part) -> None:
+    (tmp_path / "in").mkdir()
+    for n, text in enumerate(TEXTS):
+        (tmp_path / "in" / f"{n:03}.txt").write_bytes(text.encode())
+    monkeypatch.setattr("gptlite.preprocess.blocks._PART", part)
+    monkeypatch.setattr("gptlite.preprocess.run.SHARD_BYTES", 30_000)
+    prepare(tmp_path / "in", tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_do_not_matter(expected: Path, tmp_path: Path, monkeypatch, workers: int) -> None:
+    monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", 2000)
+    monkeypatch.setattr("gptlite.preprocess.run.SHARD_BYTES", 30_000)
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS))
+    prepare(tmp_path / "a.jsonl", tmp_path / "out", workers=workers)
+    assert tree(tmp_path / "out") == tree(expected)
+
+
+def test_what_is_held_out_does_not_depend_on_order(tmp_path: Path) -> None:
+    for name, texts in (("a", TEXTS), ("b", TEXTS[::-1])):
+        (tmp_path / f"{name}.jsonl").write_bytes(as_jsonl(texts))
+        prepare(tmp_path / f"{name}.jsonl", tmp_path / name)
+    assert read_documents(tmp_path / "a", "val") == read_documents(tmp_path / "b", "val")[::-1]
+
+
+def test_the_share_held_out_is_the_one_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl([f"document {n}" for n in range(20_000)]))
+    for fraction in (0, 0.005, 0.3):
+        prepare(tmp_path / "a.jsonl", tmp_path / str(fraction), validation_fraction=fraction)
+        dataset = IndexedDataset(tmp_path / str(fraction) / "val")
+        # Five standard deviations of the binomial distribution.
+        assert abs(dataset.num_documents - 20_000 * fraction) <= 5 * (20_000 * fraction * (1 - fraction)) ** 0.5
+
+
+def test_finished_is_not_made_again_unless_asked(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS[:50]))
+    (tmp_path / "b.jsonl").write_bytes(as_jsonl(TEXTS[50:]))
+    prepare(tmp_path / "a.jsonl", tmp_path / "out")
+    first, times = tree(tmp_path / "out"), (tmp_path / "out" / "train.bin").stat().st_mtime_ns
+    assert prepare(tmp_path / "a.jsonl", tmp_path / "out").counts.documents == 50
+    with pytest.raises(ConfigError, match=r"is finished \(input had .*a.jsonl where it has .*b.jsonl now\)"):
+        prepare(tmp_path / "b.jsonl", tmp_path / "out")
+    assert (tree(tmp_path / "out"), (tmp_path / "out" / "train.bin").stat().st_mtime_ns) == (first, times)
+    prepare(tmp_path / "b.jsonl", tmp_path / "out", overwrite=True)
+    assert tree(tmp_path / "out") != first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "out"]
+
+
+def test_a_folder_that_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS[:5]))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="was not made by preprocess"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+def test_nothing_but_empty_documents_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(["", ""]))
+    with pytest.raises(ConfigError, match="no document with text"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("input", "options", "message"),
+    [
+        ("nowhere", {}, "input=.*nowhere matches no file"),
+        ("*.csv", {}, "matches no file"),
+        ("a.jsonl", {"format": "json"}, "format=json is none of auto, jsonl, parquet, text; did you mean jsonl"),
+        ("-", {}, "input=- needs format=jsonl or format=text"),
+        ("a.jsonl", {"separator": "blank"}, "separator=blank is for text"),
+        ("a.jsonl", {"validation_fraction": 1}, "validation_fraction=1"),
+        ("a.jsonl", {"on_error": "ignore"}, "on_error=ignore is neither"),
+        ("a.jsonl", {"workers": -1}, "workers=-1"),
+        ("a.jsonl", {"max_record_bytes": 0}, "max_record_bytes=0"),
+        ("a.jsonl", {"field": ""}, "field= is empty"),
+        ("a.jsonl,a.jsonl", {}, "a.jsonl twice"),
+        ("empty", {}, "holds no files ending in"),
+    ],
+)
+def test_refusals_name_the_key(tmp_path: Path, monkeypatch, input: str, options: dict, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS[:5]))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=message) as error:
+        prepare(input, tmp_path / "out", **options)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_byte_tokenizer_is_saved_beside(expected: Path) -> None:
+    meta = IndexedDataset(expected / "train").meta
+    assert meta is not None
+    assert meta.tokenizer == ByteTokenizer().fingerprint

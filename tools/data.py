@@ -1,6 +1,0 @@
-"""Token files: inspect, verify. `--help` says more."""
-
-from gptlite.data_tool.command import main
-
-if __name__ == "__main__":
-    main()
