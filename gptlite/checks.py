@@ -50,6 +50,7 @@ def check(config: Config) -> None:
     _batch(config)
     check_precision(config.precision)
     _fp8(config)
+    _master_weights(config)
     _trainer(config)
     check_optimizer(config.optimizer, config.schedule, config.trainer.max_steps)
     layout = config.parallelism
@@ -216,6 +217,26 @@ def _fp8(config: Config) -> None:
                 f"{key}={size} is not divisible by {FP8_MULTIPLE}{by}, as precision=fp8 needs the sides of a product "
                 f"to be; use precision=bf16, or {key}={-(-size // (FP8_MULTIPLE * tensor)) * FP8_MULTIPLE * tensor}"
             )
+
+
+def _master_weights(config: Config) -> None:
+    if config.precision.master_weights:
+        return
+    key, layout = "precision.master_weights=false", config.parallelism
+    if type(config.optimizer) not in ELEMENTWISE:
+        listed = ", ".join(f"optimizer={_optimizer_name(kind)}" for kind in ELEMENTWISE)
+        raise ConfigError(
+            f"{key} steps parameters one at a time in fp32, which optimizer={_optimizer_name(type(config.optimizer))} "
+            f"does not allow; use precision=bf16, or {listed}"
+        )
+    if layout.offload is Offload.nvme:
+        raise ConfigError(f"{key} cannot step pieces from files, as parallelism.offload=nvme does; use precision=bf16, "
+                          f"or parallelism.offload=cpu")  # fmt: skip
+    if layout.pipeline > 1 and rule(layout).splits_backward:
+        raise ConfigError(
+            f"{key} would add up gradients in bf16 where the backward pass is split, as parallelism.schedule="
+            f"{layout.schedule} does; use precision=bf16, or parallelism.schedule=interleaved_1f1b or 1f1b"
+        )
 
 
 def _pipeline(config: Config) -> None:

@@ -129,6 +129,7 @@ def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> S
         dtype=planned_dtype(config, cluster),
         attention=planned_attention(config.ops, model, cluster.device),
         device=cluster.device,
+        master_weights=config.precision.master_weights,
     )
 
     def refuses(parallelism: ParallelismConfig, micro_batch: int) -> str:

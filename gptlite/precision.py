@@ -1,4 +1,4 @@
-"""Which dtype computes what (docs/precision.md). Parameters and the optimizer stay in fp32."""
+"""Which dtype computes what (docs/precision.md). Parameters and the optimizer stay in fp32, but for bf16_stochastic."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class PrecisionConfig:
 
     dtype: Precision = Precision.auto
     reduce: Reduce = Reduce.fp32
+    master_weights: bool = True  # false: parameters are bf16, and each step is rounded to that stochastically
     loss_scale: float = 0.0  # 0: dynamic, by the keys below; else it stays at this
     initial_scale_power: int = 16  # starts at 2 to this
     loss_scale_window: int = 1000  # steps without overflow until it grows
@@ -69,13 +70,23 @@ class Policy:
     reason: str
     precision: Precision = Precision.auto
     reduce: Reduce = Reduce.fp32
+    master_weights: bool = True
 
     @property
     def name(self) -> str:
         """`bf16`, `fp32`, `amp_o1`, ..."""
+        if not self.master_weights:
+            return "bf16_stochastic"
         if self.precision is not Precision.auto:
             return self.precision.value
         return {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[str(self.compute_dtype).partition(".")[2]]
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Of parameters between steps; gradients, once they are summed, and the optimizer's state are fp32."""
+        import torch
+
+        return torch.float32 if self.master_weights else torch.bfloat16
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -133,6 +144,11 @@ def check_precision(config: PrecisionConfig) -> None:
         )
     if not 1 < config.scale_factor < math.inf:
         raise ConfigError(f"precision.scale_factor={config.scale_factor:g} must be above 1, e.g. 2")
+    if not config.master_weights and config.dtype is not Precision.bf16:
+        raise ConfigError(
+            f"precision.master_weights=false keeps parameters in bf16, which precision={config.dtype.value} does not; "
+            f"use precision=bf16_stochastic, or leave it out"
+        )
     _refuse_idle_keys(config)
 
 
@@ -159,7 +175,7 @@ def _refuse_idle_keys(config: PrecisionConfig) -> None:
 def resolve_precision(config: PrecisionConfig, device: torch.device) -> Policy:
     """The policy a device runs. Raises ConfigError where a GPU is too old: sm_80 has bf16, sm_53 fp16, sm_89 fp8."""
     dtype, precision, reason = _resolved(config, device)
-    return Policy(dtype, reason, precision, config.reduce)
+    return Policy(dtype, reason, precision, config.reduce, config.master_weights)
 
 
 def _resolved(config: PrecisionConfig, device: torch.device) -> tuple[torch.dtype, Precision, str]:

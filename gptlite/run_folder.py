@@ -68,7 +68,8 @@ class RunFolder:
         weights_only = self.config.checkpoint.load == "weights"
         tensors = model_tensors(state.parts) if weights_only else state.tensors()
         load_tensors(self.resume_from, tensors, strict=not weights_only, verified=True, log=self.log, mesh=self.mesh)
-        state.refresh_copies()
+        for line in state.take(tensors):
+            self.log(line)
         if not weights_only:
             for line in state.load_meta(meta):
                 self.log(line)

@@ -4,6 +4,11 @@ import hashlib
 import json
 from pathlib import Path
 
+import torch
+
+from gptlite.checkpoint.load import load_tensors
+from gptlite.checkpoint.manifest import read_manifest
+
 
 def read_metrics(folder: Path) -> list[dict]:
     """The rows of a run's metrics.jsonl."""
@@ -17,3 +22,12 @@ def snapshot(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def checkpoint(folder: Path, step: int) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors and the meta data of a run's checkpoint."""
+    path = folder / "checkpoints" / f"step-{step:08}"
+    manifest = read_manifest(path)
+    tensors = {key: torch.empty(entry["shape"]) for key, entry in manifest.tensors.items()}
+    load_tensors(path, tensors)
+    return tensors, manifest.meta

@@ -48,10 +48,10 @@ ROOMS = {
     "parallelism": Room(packages="torch"),
     "precision": Room(lazy="torch"),  # config.py imports it for its dataclass
     "metrics": Room(packages="torch", lazy="matplotlib numpy tensorboard wandb"),
-    "data": Room("parallelism", packages="torch numpy", lazy="sentencepiece tiktoken tiktoken_ext tokenizers"),
+    "data": Room("parallelism", packages="torch numpy", lazy="datasets sentencepiece tiktoken tiktoken_ext tokenizers"),
     "preprocess": Room("data", packages="numpy", lazy="pyarrow zstandard"),
     "model": Room("ops", packages="torch"),
-    "optimizer": Room("parallelism", packages="torch"),
+    "optimizer": Room("ops parallelism", packages="torch"),
     "checkpoint": Room("parallelism", packages="torch"),
     "trainer": Room("ops parallelism precision metrics data model optimizer checkpoint", packages="torch"),
     "plan": Room(
@@ -92,7 +92,9 @@ ROOMS = {
     ),
     "restore": Room("config checkpoint data model ops parallelism precision trainer", packages="torch"),
     "huggingface": Room("checkpoint config data model", packages="torch"),
-    "checkpoint_tool": Room("config checkpoint huggingface metrics tool", packages="torch omegaconf"),
+    "checkpoint_tool": Room("config checkpoint huggingface metrics subcommands", packages="torch omegaconf"),
+    "data_tool": Room("data metrics subcommands", packages="numpy", lazy="matplotlib"),
+    "subcommands": Room("config tool"),
     "tool": Room("config"),
     "parity": Room("config data model ops optimizer parallelism precision trainer worker", packages="torch"),
     "config_errors": Room("config", packages="hydra omegaconf"),
@@ -114,7 +116,17 @@ WIDER = {
 CONFIG_USERS = {
     *("offload_space", "memory_advice"),
     *("cli", "sweep", "launch", "elastic", "worker", "pretrain", "run_folder", "summary", "checks", "config_errors"),
-    *("planning", "plan_report", "tuning", "restore", "tool", "parity", "huggingface", "checkpoint_tool"),
+    *(
+        "planning",
+        "plan_report",
+        "tuning",
+        "restore",
+        "tool",
+        "parity",
+        "huggingface",
+        "checkpoint_tool",
+        "subcommands",
+    ),
 }
 
 

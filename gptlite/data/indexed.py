@@ -77,6 +77,11 @@ class IndexedWriter:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         self._bin = open(_temporary(_path(prefix, ".bin")), "wb")  # noqa: SIM115
 
+    @property
+    def num_documents(self) -> int:
+        """Documents written so far."""
+        return len(self._document_indices) - 1
+
     def write(self, tokens: Sequence[int] | np.ndarray, text_bytes: int) -> None:
         """Add tokens, which stand for `text_bytes` bytes, to the open document. ValueError outside the vocabulary."""
         ids = self._checked(tokens)
@@ -183,7 +188,7 @@ class IndexedWriter:
             tokenizer=self._tokenizer,
             vocab_size=self._vocab_size,
             eod=self._eod,
-            documents=len(self._document_indices) - 1,
+            documents=self.num_documents,
             tokens=self._tokens,
             text_bytes=self._text_bytes,
             sha256=self._hash.hexdigest(),

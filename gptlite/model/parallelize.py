@@ -29,7 +29,7 @@ from gptlite.parallelism.tensor import (
     sum_sliced_gradients,
     tensor_axis,
 )
-from gptlite.parallelism.torch_private import KeptForAll
+from gptlite.parallelism.torch_private import KeptForAll, keep_fp32_gradients
 from gptlite.parallelism.zero import shard
 from gptlite.precision import Policy
 
@@ -54,6 +54,7 @@ def parallelize(
 
     Order: pipeline, tensor, context, recomputation, compilation, ZeRO, as each wraps what the one before has made.
     """
+    model.to(policy.parameter_dtype)
     parts = _cut_layers(model, mesh, config)
     split_backward = splits_backward(config)
     # A backward pass in two halves would run an overlapping layer's communication in both; compiled code is reordered
@@ -77,6 +78,8 @@ def parallelize(
                 block.compile()
         set_dtypes(part, policy)
         shard(part, part.blocks(), mesh, config, policy.gather_dtype, policy.reduce_dtype)
+        if not policy.master_weights:
+            keep_fp32_gradients(part)
     return parts
 
 
@@ -99,6 +102,8 @@ def materialize(parts: list[GPT], device: torch.device) -> None:
     for part in parts:
         part.to_empty(device=device)
         part.tie()  # leaving the meta device makes every parameter anew, a shared one twice
+        for parameter in part.parameters():
+            parameter.grad_dtype = torch.float32  # sums over micro-batches and ranks, of bf16 parameters too
 
 
 def build_passes(

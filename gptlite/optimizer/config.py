@@ -41,10 +41,6 @@ class SGDConfig(OptimizerConfig):
     nesterov: bool = False
 
 
-# Rules that update each element by its own gradient and state alone, so that any piece of a parameter can be stepped.
-ELEMENTWISE: tuple[type[OptimizerConfig], ...] = (AdamWConfig, AdamConfig, SGDConfig)
-
-
 @dataclass
 class LambConfig(OptimizerConfig):
     """Adam's update as long as the matrix it is for, times the rate (You et al. 2019, arXiv:1904.00962)."""
@@ -73,6 +69,10 @@ class LionConfig(OptimizerConfig):
     weight_decay: float = 1.0
     beta1: float = 0.95
     beta2: float = 0.98
+
+
+# Rules that update each element by its own gradient and state alone, so that any piece of a parameter can be stepped.
+ELEMENTWISE: tuple[type[OptimizerConfig], ...] = (AdamWConfig, AdamConfig, SGDConfig, LionConfig)
 
 
 class MuonScale(Enum):

@@ -23,7 +23,7 @@ class Lion(OwnOptimizer):
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The momentum."""
-        return {"exp_avg": torch.zeros_like(parameter)}
+        return {"exp_avg": torch.zeros_like(parameter, dtype=torch.float32)}
 
     def update(self) -> None:
         """Takes a step."""

@@ -44,9 +44,9 @@ def materialized(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
         # A fused kernel counts steps on the parameter's device, the others on the host.
         device = parameter.device if optimizer.defaults["fused"] else "cpu"
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        state["exp_avg"] = torch.zeros_like(parameter)
-        state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
     elif isinstance(optimizer, SGD) and optimizer.defaults["momentum"] and state.get("momentum_buffer") is None:
         # A first step takes the gradient itself; from zeros it computes 0 * momentum + gradient, the same bits.
-        state["momentum_buffer"] = torch.zeros_like(parameter)
+        state["momentum_buffer"] = torch.zeros_like(parameter, dtype=torch.float32)
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}

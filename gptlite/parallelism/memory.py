@@ -12,9 +12,10 @@ So with N data ranks, Adam, and more than one micro-batch a step the bytes a par
 | 3     | 16/N     | 16/N        | 16/N     | 16/N        |
 
 at the instant when they are most, which is inside the step's last backward pass (the paper: ZeRO, arXiv:1910.02054,
-section 3; its fp32 column is ours, counted its way). Without data parallelism there is no FSDP2: 16 in both. All else
-is activations here: what autograd keeps (on one data rank bf16 copies of the weights among it), what an op or a
-collective needs for a moment, the block that stage 3 has gathered, the gradients of a block on their way.
+section 3; its fp32 column is ours, counted its way). Parameters without an fp32 copy take 2/N less. Without data
+parallelism there is no FSDP2: 16 in both, 14 in bf16 without masters. All else is activations here: what autograd
+keeps (on one data rank bf16 copies of the weights among it), what an op or a collective needs for a moment, the block
+that stage 3 has gathered, the gradients of a block on their way.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.state_file import InFiles
 from gptlite.parallelism.zero import local_tensor, sharded_modules
 
-MASTER = 4  # bytes of a parameter, and of a gradient that accumulates: fp32
+MASTER = 4  # bytes of a gradient that accumulates: fp32
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,12 @@ def predicted_state(
     engine = any(sharded_modules(part) for part in parts)
     copied = [p for p in shards_of(optimizer) if engine and (zero < 3 or id(p) not in blocks)]
     shards, whole = MASTER * _elements(shards_of(optimizer)), MASTER * whole_elements(optimizer, mesh)
+    mine = sum(storage_sizes(map(local_tensor, shards_of(optimizer))).values())
     gathered = itemsize * _elements(copied) * mesh.size("dp_shard")
     accumulated = 0 if micro_batches == 1 else whole if zero < 2 else shards
     moments = sum(storage_sizes(state_of(optimizer)).values())
-    in_backward = StateBytes(shards + gathered, accumulated, moments)
-    return max(in_backward, StateBytes(shards, shards, moments), key=lambda state: state.total)
+    in_backward = StateBytes(mine + gathered, accumulated, moments)
+    return max(in_backward, StateBytes(mine, shards, moments), key=lambda state: state.total)
 
 
 def whole_elements(optimizer: Optimizer, mesh: Mesh) -> int:

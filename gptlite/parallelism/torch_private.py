@@ -62,6 +62,25 @@ def accumulate_gradients_now(part: nn.Module) -> None:
                 param.to_accumulated_grad_if_needed()
 
 
+def keep_fp32_gradients(part: nn.Module) -> None:
+    """Has FSDP2 leave reduced gradients in fp32, where it would round them to the dtype of their bf16 parameters."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups_of(fully_shard.state(module)):  # type: ignore[attr-defined]
+                if group is not None:
+                    _reduce_into_fp32(group)
+
+
+def _reduce_into_fp32(group: Any) -> None:
+    resolve = group._init_mp_dtypes
+
+    def resolved() -> None:
+        resolve()
+        group._orig_dtype = torch.float32  # what a reduction is cast to
+
+    group._init_mp_dtypes = resolved
+
+
 def _groups(part: nn.Module) -> list[Any]:
     """FSDP2's groups of parameters in a part, whatever it is a part of."""
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
@@ -111,7 +130,7 @@ def watched_shards(
             copies = group.mesh_info.mesh.ndim > 1
             found = [param for param in group.fsdp_params if _has_gradient(param)]
             if found and group.reduce_grads and (group.all_reduce_grads or not copies):
-                reduced(sum(param._sharded_param_data.nbytes for param in found))
+                reduced(sum(4 * param._sharded_param_data.numel() for param in found))
             post_backward()
 
         group.wait_for_unshard, group.post_backward = waited, reduces

@@ -15,6 +15,7 @@ from gptlite.model.gpt import GPT
 from gptlite.model.init import init_weights
 from gptlite.model.parallelize import build_passes, materialize, parallelize
 from gptlite.optimizer.build import build_optimizer
+from gptlite.optimizer.rounded import round_steps
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.streamed import offload_state
 from gptlite.parallelism.chain import Chain
@@ -98,6 +99,8 @@ def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
         init_weights(part, config.model, config.seed)
     weights = [named for part in parts for named in part.named_weights()]
     optimizer = build_optimizer(config.optimizer, weights, ops.adamw, config.model.num_heads)
+    if not policy.master_weights:
+        optimizer = round_steps(optimizer, config.seed)
     optimizer = offload_state(optimizer, config.parallelism, mesh)
     loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
     schedule = Schedule(config.schedule, config.trainer.max_steps)

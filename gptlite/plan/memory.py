@@ -31,7 +31,7 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
     host = 0
     if work.on_host:
         shards = work.layout.size("dp_shard")
-        host = optimizer + 2 * MASTER * sum(p.shard(shards) for stage in held for p in stage.parameters())
+        host = optimizer + (work.stored + MASTER) * sum(p.shard(shards) for stage in held for p in stage.parameters())
         optimizer = 0
     return RankBytes(parameters, gradients, optimizer, _activations(work, held, passes, tp_rank), host)
 
@@ -62,7 +62,8 @@ def _state(work: Workload, held: list[Stage], passes: list[Pass]) -> tuple[int, 
     begins, or at the update."""
     shards, zero, count = work.layout.size("dp_shard"), work.parallelism.zero, work.micro_batches
     parameters = [parameter for stage in held for parameter in stage.parameters()]
-    mine = 0 if work.on_host else MASTER * sum(parameter.shard(shards) for parameter in parameters)
+    elements = 0 if work.on_host else sum(parameter.shard(shards) for parameter in parameters)
+    mine, updating = work.stored * elements, MASTER * elements
     moments, found = _moments(work, held), (0, 0)
     gathered = {
         stage.number: work.itemsize * padded(stage.others if zero == 3 else stage.parameters(), shards)
@@ -90,7 +91,7 @@ def _state(work: Workload, held: list[Stage], passes: list[Pass]) -> tuple[int, 
             gradients[number] = reduced[number] if done[number] < count else left
         if done[number] == count or (zero == 3 and works):
             there[number] = 0
-    return *max(found, (mine, mine), key=sum), moments
+    return *max(found, (mine, updating), key=sum), moments
 
 
 def _left(work: Workload) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gptlite.optimizer.config import OptimizerConfig, SGDConfig
+from gptlite.optimizer.config import LionConfig, OptimizerConfig, SGDConfig
 from gptlite.parallelism.config import Offload
 from gptlite.plan.parameters import Parameter, Stage, padded, stages
 from gptlite.plan.traffic import MASTER, gathered
@@ -59,7 +59,7 @@ def moments(optimizer: OptimizerConfig) -> int:
     """Elements of state that an elementwise optimizer has for each of a parameter's."""
     if isinstance(optimizer, SGDConfig):
         return 1 if optimizer.momentum else 0
-    return 2
+    return 1 if isinstance(optimizer, LionConfig) else 2
 
 
 def _stage(work: Workload, stage: Stage) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def _stage(work: Workload, stage: Stage) -> tuple[int, int]:
     reductions = work.micro_batches if work.parallelism.zero >= 2 and copies == 1 else 1
     there = back = 0
     for group, number in stage.groups(work.parallelism.bucket_layers):
-        size = MASTER * padded(group, shards) // shards * number
-        there += size * sum(gathered(work, stage.number, group is not stage.others).values())
-        back += size * reductions
+        elements = padded(group, shards) // shards * number
+        there += work.stored * elements * sum(gathered(work, stage.number, group is not stage.others).values())
+        back += MASTER * elements * reductions
     return there, back

@@ -106,7 +106,7 @@ class Sizes:
             relu=model.activation is Activation.relu,
             length=work.sequence_length,
             overlap=tensor > 1 and not split,
-            casts=not sharded and item < MASTER,
+            casts=not sharded and item < work.stored,
             grad=item,
             added=sharded or work.micro_batches > 1 or item < MASTER,
             holds=sharded and (config.zero >= 2 or work.micro_batches == 1 or half_grads),

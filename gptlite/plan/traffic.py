@@ -68,8 +68,8 @@ def _tensor(found: _Sum, work: Workload, stage: Stage) -> None:
     count, layers = work.micro_batches, stage.layers
     tokens = work.rank_tokens
     between = tokens * work.model.d_model * work.itemsize
-    # The table is looked up as it is: fp32, where no FSDP2 casts it.
-    embedded = between if work.sharded else tokens * work.model.d_model * MASTER
+    # The table is looked up as it is, where no FSDP2 casts it.
+    embedded = between if work.sharded else tokens * work.model.d_model * work.stored
     split = splits_backward(config)
     again = _recomputed(work, stage, split)
     summed = "reduce_scatter" if config.sequence else "all_reduce"

@@ -16,6 +16,7 @@ class Workload:
     """One step of a run. `model.vocab_size` is known; sizes of batches are in sequences.
 
     dtype: fp32, bf16 or fp16, of compute. attention: the path that a run's `ops` would take. device: cuda or cpu.
+    master_weights: whether parameters are fp32 between steps, not bf16.
     """
 
     model: GPTConfig
@@ -28,6 +29,12 @@ class Workload:
     dtype: str
     attention: Attention
     device: str = "cuda"
+    master_weights: bool = True
+
+    @property
+    def stored(self) -> int:
+        """Bytes of a parameter between steps."""
+        return 4 if self.master_weights else 2
 
     @property
     def itemsize(self) -> int:

@@ -69,8 +69,8 @@ class RankMemory:
             context=mesh.size(CONTEXT),
         )
         kept = _kept(state, batch, config)
-        in_fp32 = mesh.fsdp_size == 1 and config.offload is Offload.none
-        if itemsize < (MASTER if in_fp32 else gathered):
+        sharded = mesh.fsdp_size > 1 or config.offload is not Offload.none
+        if itemsize < (gathered if sharded else policy.parameter_dtype.itemsize):
             kept += whole * itemsize  # the weights, which layers have cast
         model = state.parts[0].config
         passing = [scores_bytes(model, batch)] + [head_bytes(model, batch) for part in state.parts if part.is_last]
@@ -97,8 +97,11 @@ def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[st
     """The banner's line on what this rank, the first, keeps off its device; none if nothing."""
     if config.offload is Offload.none:
         return []
-    shards = sum(local_tensor(p).nbytes for part in state.parts for p in part.parameters())
-    text = f"{config.offload.value}: on rank 0 {format_bytes(shards)} of fp32 weights and as much of gradients"
+    shards = [local_tensor(p) for part in state.parts for p in part.parameters()]
+    weights, gradients = sum(p.nbytes for p in shards), sum(MASTER * p.numel() for p in shards)
+    dtype = "bf16" if weights < gradients else "fp32"
+    text = f"{config.offload.value}: on rank 0 {format_bytes(weights)} of {dtype} weights"
+    text += f" and {format_bytes(gradients)} of gradients"
     if not isinstance(state.optimizer, StreamedStep):
         return [("offload", f"{text}, and the optimizer's state, in host memory")]
     stream = state.optimizer.stream

@@ -13,18 +13,38 @@ from gptlite.data.loader import Loader
 from gptlite.model.gpt import GPT
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
-from gptlite.parallelism.boxes import num_local_elements
+from gptlite.parallelism.boxes import local_part, num_local_elements
 from gptlite.parallelism.chain import Chain
 from gptlite.trainer.loss_scale import LossScaler
 
 
 def model_tensors(parts: list[GPT]) -> dict[str, Tensor]:
-    """The parameters by their global names. A tied embedding is one key, whichever of its copies a rank holds."""
+    """The parameters by their global names, as a checkpoint has them: fp32, so bf16 ones are copied.
+
+    A tied embedding is one key, whichever of its copies a rank holds.
+    """
     tensors: dict[str, Tensor] = {}
     for part in parts:
         for name, parameter in part.named_weights():
-            tensors.setdefault(f"model.{name}", parameter.detach())
+            if f"model.{name}" not in tensors:
+                tensors[f"model.{name}"] = parameter.detach().float()
     return tensors
+
+
+@torch.no_grad()
+def take_model_tensors(parts: list[GPT], tensors: dict[str, Tensor]) -> int:
+    """To be called after writing into what `model_tensors` gave: brings into the model what was a copy.
+
+    Returns how many of this rank's elements bf16 rounds.
+    """
+    count = 0
+    for part in parts:
+        for name, parameter in part.named_weights():
+            if parameter.dtype != torch.float32:
+                mine, given = local_part(parameter), local_part(tensors[f"model.{name}"])
+                mine.copy_(given)
+                count += int((mine != given).sum())
+    return count
 
 
 @dataclass
@@ -48,8 +68,18 @@ class TrainState:
     scaler: LossScaler | None = None  # where fp16 computes
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor, live: writing into one changes the state."""
+        """Every tensor as a checkpoint has it, fp32: live, or, where the run keeps another form, a copy.
+
+        After writing into them, call `take`.
+        """
         return model_tensors(self.parts) | optimizer_state(self.optimizer)
+
+    def take(self, tensors: dict[str, Tensor]) -> list[str]:
+        """To be called after writing into what `tensors`, or `model_tensors`, gave: what was a copy, and second copies
+        on this rank, are written, too. Returns what is to be said of it."""
+        count = take_model_tensors(self.parts, tensors)
+        self.refresh_copies()
+        return [f"{count:,} weights are rounded to bf16 (precision.master_weights=false)"] if count else []
 
     @property
     def parts(self) -> list[GPT]:
@@ -63,7 +93,7 @@ class TrainState:
             yield from (parameter for parameter in part.parameters() if parameter is not copy)
 
     def refresh_copies(self) -> None:
-        """To be called after loading: where this rank holds both copies of a tied embedding, one has been read."""
+        """Where this rank holds both copies of a tied embedding, the first's values become the second's."""
         copy = next((part.tied_copy for part in self.parts if part.tied_copy is not None), None)
         embedding = self.parts[0].token_embedding
         if copy is None or embedding is None:

@@ -11,6 +11,7 @@ from gptlite.data.loader import IGNORE
 from gptlite.model.parallelize import finish_gradients
 from gptlite.optimizer.clip import local_grad_norm
 from gptlite.optimizer.fused import FusedStep, clip_and_step
+from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.schedule import set_lr
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.layout import CONTEXT
@@ -85,6 +86,7 @@ class Step:
         lr = self.peak_lr * state.schedule.factor(state.step)
         if finite:
             set_lr(state.optimizer, lr)
+            set_step(state.optimizer, state.step)
             parameters = (p for part in state.parts for p in part.parameters())
             clip_and_step(state.optimizer, parameters, self.clip_norm, norm, scale)
         if state.scaler is not None:

@@ -1,25 +1,16 @@
 """The recipe that makes Shakespeare's plays: its parser, and what it refuses."""
 
-import importlib.util
-import sys
-
 import pytest
+from recipe_modules import load_recipe
 
 from gptlite.data.build import prepare
-from gptlite.data.check import find_recipe
 from gptlite.data.config import CorpusConfig
 from gptlite.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
 def recipe():
-    spec = importlib.util.spec_from_file_location("shakespeare_prepare", find_recipe("shakespeare"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_recipe("shakespeare")
 
 
 PLAY = r"""# Coriolanus

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from distributed.reshard_cases import SAVED, drawn, filled, held, joined
 from gptlite.config import Config
+from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.boxes import local_box, local_part
 from gptlite.parallelism.mesh import build_mesh
@@ -49,6 +50,7 @@ def take_steps(config: Config) -> dict[str, Whole] | None:
         state.refresh_copies()
         for step in range(STEPS):
             _give_gradients(state, step)
+            set_step(state.optimizer, step)
             state.optimizer.step()
         found = gather(held(state))
     mesh.close()
@@ -68,6 +70,6 @@ def _gradient(name: str, parameter: nn.Parameter, step: int) -> Tensor:
         whole[2::7] = 0.0
     sizes, starts = local_box(parameter)
     box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-    gradient = torch.zeros_like(parameter)
+    gradient = torch.zeros_like(parameter, dtype=torch.float32)
     local_part(gradient).copy_(whole[box])
     return gradient

@@ -133,15 +133,19 @@ def resume(config: Config, world: int, name: str) -> Resumed | None:
             wholes = gather(held(state))
             loss, meta = held_out_loss(state), state.meta()
             folder = run.checkpointer.save(state.tensors(), meta, to_yaml(config), None, print)
-            wrong = [] if wholes is None else differing(wholes)
+            wrong = [] if wholes is None else differing(wholes, config.precision.master_weights)
             return Resumed({key: meta[key] for key in COUNTERS}, loss, folder, wrong)
 
 
-def differing(wholes: dict[str, Whole]) -> list[str]:
-    """The keys of tensors that are not, bit for bit and in every copy, what was saved."""
+def differing(wholes: dict[str, Whole], masters: bool) -> list[str]:
+    """The keys of tensors that are not, bit for bit and in every copy, what was saved: of weights, what bf16 has of it
+    where there are no fp32 masters."""
     wrong = []
     for key, whole in wholes.items():
-        same = torch.equal(bits(whole.value), bits(drawn(key, whole.value.shape, SAVED)))
+        saved = drawn(key, whole.value.shape, SAVED)
+        if key.startswith("model.") and not masters:
+            saved = saved.bfloat16().float()
+        same = torch.equal(bits(whole.value), bits(saved))
         wrong += [key] * (not same or bool(whole.disagreements))
     return wrong
 

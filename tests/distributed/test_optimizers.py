@@ -45,6 +45,12 @@ RESHARDED = [
     )
     for optimizer in OPTIMIZERS
 ]
+HALF = "precision=bf16_stochastic"
+ROUNDED = [(layout, optimizer) for optimizer in ("adamw", "lion") for layout in LAYOUTS if layout.schedule != "zbv"]
+RESHARDED_HALF = [
+    (Layout(tensor=2, data=2, zero=3), Layout(data=3, zero=1), "adamw"),
+    (SINGLE, Layout(tensor=2, pipeline=2, data=2, zero=3), "sgd"),
+]
 
 
 class Pool:
@@ -77,9 +83,9 @@ def config_of(layout: Layout, other: Layout, optimizer: str, *overrides: str) ->
 
 
 @lru_cache
-def alone(optimizer: str) -> dict[str, Tensor]:
+def alone(optimizer: str, *overrides: str) -> dict[str, Tensor]:
     """One process's weights and states after the steps."""
-    found = take_steps(config_of(SINGLE, SINGLE, optimizer, "run.dir=unused"))
+    found = take_steps(config_of(SINGLE, SINGLE, optimizer, "run.dir=unused", *overrides))
     assert found is not None
     return {key: whole.value for key, whole in found.items()}
 
@@ -96,6 +102,37 @@ def test_the_steps_are_those_of_one_process(layout: Layout, optimizer: str, pool
     config = config_of(layout, SINGLE, optimizer, "run.dir=unused")
     found = pool.run(layout.world, "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
     assert {key: distance for key, distance in found.items() if distance > 1e-5} == {}
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), marked(ROUNDED, quick=4, slow=8, name=name))
+def test_bf16_parameters_are_rounded_as_in_one_process(layout: Layout, optimizer: str, pool: Pool, tmp_path: Path):
+    """To the bit: each element's update is its own, and so is its chance."""
+    torch.save(alone(optimizer, HALF), tmp_path / "reference")
+    config = config_of(layout, SINGLE, optimizer, "run.dir=unused", HALF)
+    found = pool.run(layout.world, "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
+    assert {key: distance for key, distance in found.items() if distance > 0} == {}
+
+
+def test_rounding_is_by_chance_and_by_the_seed():
+    """Else layouts that all round to nearest would agree."""
+    found, other, wide = alone("adamw", HALF), alone("adamw", HALF, "seed=5"), alone("adamw")
+    weights = [key for key in found if key.startswith("model.") and found[key].ndim > 1]
+    for key in weights:
+        assert torch.equal(found[key], found[key].bfloat16().float())
+        assert not torch.equal(found[key], other[key])
+        assert not torch.equal(found[key], wide[key].bfloat16().float())
+        assert (found[key] - wide[key]).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(("source", "target", "optimizer"), marked(RESHARDED_HALF, quick=1, slow=1, name=name))
+def test_a_checkpoint_of_bf16_parameters_is_resharded(
+    source: Layout, target: Layout, optimizer: str, pool: Pool, tmp_path: Path
+):
+    config = config_of(source, target, optimizer, f"run.dir={tmp_path / 'a'}", HALF)
+    folder = pool.run(source.world, "reshard_cases:save", config)[0]
+    config = config_of(target, source, optimizer, f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}", HALF)
+    resumed = pool.run(target.world, "reshard_cases:resume", config)
+    assert resumed[0].wrong == []
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

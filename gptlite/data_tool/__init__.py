@@ -1,0 +1,1 @@
+"""The command `gptlite-data`: looking at token files and checking them. Start at `command.py`."""

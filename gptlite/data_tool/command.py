@@ -1,0 +1,25 @@
+"""The command line `gptlite-data`: its subcommands, a module each."""
+
+from typing import NoReturn
+
+from gptlite.subcommands import Subcommand, run_subcommand
+
+SUBCOMMANDS = {
+    "inspect": Subcommand("gptlite.data_tool.inspect", ("PATH",), more=True),
+    "verify": Subcommand("gptlite.data_tool.verify", ("PATH",), more=True),
+}
+
+HELP = """\
+Token files: what is in them, whether they are whole.
+
+  inspect PATH ...    documents, tokens, bytes per token, lengths, tokenizer
+  verify PATH ...     reads every byte: index, vocabulary, ends of documents, hash
+
+A PATH is a prepared folder (tokenizer/, train and val .bin/.idx) or one dataset: PREFIX, PREFIX.bin or PREFIX.idx.
+Options are key=value; `gptlite-data SUBCOMMAND --help` lists them (from a checkout: python tools/data.py SUBCOMMAND
+--help). Exit codes: 0 fine, 1 damaged, 2 refused."""
+
+
+def main() -> NoReturn:
+    """Runs the command line and exits."""
+    run_subcommand(SUBCOMMANDS, HELP)

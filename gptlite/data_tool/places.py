@@ -1,0 +1,40 @@
+"""What a path on the command line stands for."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from gptlite.data.corpus import TOKENIZER
+from gptlite.data.tokenizer import Tokenizer, load_tokenizer
+from gptlite.errors import ConfigError
+
+
+def prefixes(path: str) -> list[Path]:
+    """The datasets of a folder, in order of name, or the one of a prefix. ConfigError if there is none."""
+    given = Path(path).expanduser()
+    if given.is_dir():
+        found = sorted(file.with_suffix("") for file in given.glob("*.idx") if not file.name.startswith("."))
+        if not found:
+            raise ConfigError(f"{path} holds no .idx; give a prepared folder, or the PREFIX of a .bin and .idx")
+        return found
+    prefix = given.with_suffix("") if given.suffix in (".bin", ".idx") else given
+    files = [prefix.with_name(prefix.name + suffix) for suffix in (".idx", ".bin")]
+    if not any(file.exists() for file in files):
+        raise ConfigError(f"{path} does not exist; give a prepared folder, or the PREFIX of a .bin and .idx")
+    return [prefix]
+
+
+def all_prefixes(paths: Iterable[str]) -> list[Path]:
+    """The datasets of several paths, each once."""
+    return list(dict.fromkeys(prefix for path in paths for prefix in prefixes(path)))
+
+
+def tokenizer_beside(prefix: Path) -> Tokenizer | None:
+    """The tokenizer in the folder of a dataset, if there is one. ConfigError where it cannot be read."""
+    folder = prefix.parent / TOKENIZER
+    return load_tokenizer(folder) if folder.exists() else None
+
+
+def log(line: str) -> None:
+    """Progress goes beside the answers, which may be piped."""
+    print(line, file=sys.stderr, flush=True)

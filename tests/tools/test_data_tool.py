@@ -1,0 +1,189 @@
+"""`python tools/data.py`, as a user calls it."""
+
+import json
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from run_files import snapshot
+
+from gptlite.data.indexed import IndexedWriter
+from gptlite.data.tokenizer import ByteTokenizer
+from gptlite.data_tool import command
+from gptlite.data_tool.inspect import histogram
+
+TEXTS = {"train": ["a cat", "", "the mat lay under the dog"], "val": ["no cat"]}
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys) -> Callable[..., Result]:
+    """Runs the command line in this process."""
+
+    def call(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["data.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            command.main()
+        return Result(int(end.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A prepared folder of bytes."""
+    tokenizer, root = ByteTokenizer(), tmp_path / "mine"
+    for split, texts in TEXTS.items():
+        with IndexedWriter(root / split, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod) as writer:
+            for text in texts:
+                writer.write(tokenizer.encode(text), len(text))
+                writer.end_document()
+    tokenizer.save(root / "tokenizer")
+    return root
+
+
+def row(out: str, start: str) -> list[str]:
+    return next(line for line in out.splitlines() if line.strip().startswith(start)).split()
+
+
+def test_inspect_prints_counts_lengths_and_tokenizer(tool, folder):
+    result = tool("inspect", folder)
+    assert result.code == 0
+    assert row(result.out, f"{folder}/train")[1:5] == ["3", "33", "1.000", "uint16"]
+    assert row(result.out, f"{folder}/val")[1:5] == ["1", "7", "1.000", "uint16"]
+    lengths = [line.split() for line in result.out.splitlines() if f"{folder}/train" in line][1]
+    assert lengths[1:] == ["1", "2", "6", "11", "22", "26", "26"]  # of 1, 6 and 26 tokens
+    assert "4 - 7 tokens" in result.out
+    assert "byte, vocabulary 257, end of document 256, fingerprint" in result.out
+    assert snapshot(folder).keys() == {f"{split}{end}" for split in TEXTS for end in (".bin", ".idx", ".meta.json")} | {
+        "tokenizer/definition.json"
+    }
+
+
+def test_inspect_as_json_and_of_one_dataset(tool, folder):
+    for path in (folder / "train", folder / "train.bin", folder / "train.idx"):
+        found = json.loads(tool("inspect", path, "json=true").out)["datasets"]
+        assert [each["prefix"] for each in found] == [str(folder / "train")]
+        assert found[0]["lengths"]["max"] == 26
+
+
+def test_inspect_draws_the_lengths(tool, folder, tmp_path):
+    result = tool("inspect", folder, f"plot={tmp_path / 'new' / 'lengths.png'}")
+    assert result.code == 0
+    assert (tmp_path / "new" / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    refused = tool("inspect", folder, "plot=lengths.doc")
+    assert (refused.code, "plot=lengths.doc is not a picture" in refused.err) == (2, True)
+
+
+def test_inspect_says_what_is_damaged_and_shows_the_rest(tool, folder):
+    (folder / "val.idx").write_bytes(b"x")
+    result = tool("inspect", folder)
+    assert result.code == 1
+    assert row(result.out, f"{folder}/train")[2] == "33"
+    assert f"DAMAGED  {folder}/val.idx is damaged: it does not begin with" in result.out
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([], []),
+        ([0, 0], [("0", 2)]),
+        ([1, 1, 3], [("1", 2), ("2 - 3", 1)]),
+        ([0, 4, 7, 8, 1023, 1024], {"0": 1, "4 - 7": 2, "8 - 15": 1, "512 - 1,023": 1, "1,024 - 2,047": 1}),
+    ],
+)
+def test_the_histogram_is_of_powers_of_two(lengths, expected):
+    counts = list(histogram(np.array(lengths, dtype=np.int64)))
+    assert [each for each in counts if each[1]] == (list(expected.items()) if isinstance(expected, dict) else expected)
+
+
+def test_verify_passes_what_is_whole(tool, folder):
+    result = tool("verify", folder)
+    assert result.code == 0
+    assert [line.split()[0] for line in result.out.splitlines()] == ["ok", "ok", "2"]
+    assert "3 documents, 33 tokens" in result.out
+
+
+def other_tokenizer(folder):
+    (folder / "tokenizer" / "definition.json").write_text('{"kind": "numbers", "vocab_size": 300}')
+
+
+def other_dtype(folder):
+    with IndexedWriter(folder / "val", "", 100_000, 99_999) as writer:
+        writer.end_document()
+    (folder / "tokenizer" / "definition.json").unlink()
+    (folder / "tokenizer").rmdir()
+
+
+def change(name, offset, value):
+    def damage(folder):
+        content = bytearray((folder / name).read_bytes())
+        content[offset] = value
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message", "intact"),
+    [
+        (change("train.bin", 0, 7), "train.bin is damaged: its sha256 is", 1),
+        (change("train.bin", 1, 7), "token 0 is 1889, outside the vocabulary of 257", 1),
+        (change("train.idx", 0, 7), "train.idx is damaged: it does not begin with", 1),
+        (lambda folder: (folder / "val.bin").unlink(), "val.bin is damaged: it cannot be opened", 1),
+        (other_tokenizer, "the one in tokenizer/ is", 0),
+        (lambda folder: (folder / "tokenizer" / "definition.json").write_text("{"), "holds no tokenizer", 0),
+        (other_dtype, "val.bin holds int32", 1),
+    ],
+    ids=["hash", "vocabulary", "magic", "missing", "tokenizer", "no tokenizer", "dtypes"],
+)
+def test_verify_names_the_damage_and_returns_1(tool, folder, damage, message, intact):
+    damage(folder)
+    result = tool("verify", folder)
+    assert result.code == 1
+    assert message in result.out
+    assert result.out.splitlines()[-1] == f"{intact} of 2 intact"
+    assert result.err == ""
+
+
+def test_verify_of_megatrons_own_files_says_what_it_cannot_know(tool, tmp_path):
+    (tmp_path / "m.bin").write_bytes(struct.pack("<2i", 1, 70_000))
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 1, 2) + struct.pack("<i", 2) + struct.pack("<3q", 0, 0, 1)
+    (tmp_path / "m.idx").write_bytes(index)
+    assert "no .meta.json: neither hash nor vocabulary" in tool("verify", tmp_path / "m").out
+    result = tool("verify", tmp_path / "m.bin", "vocab_size=65536")
+    assert (result.code, "token 1 is 70000, outside the vocabulary of 65536" in result.out) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspekt", "x"], "inspekt is not one of inspect, verify"),
+        (["inspect"], "inspect takes PATH ...; 0 paths given"),
+        (["verify", "/nowhere"], "/nowhere does not exist; give a prepared folder"),
+        (["inspect", "/"], "/ holds no .idx"),
+        (["verify", "x", "speed=1"], "speed"),
+    ],
+)
+def test_refusals_are_one_line_and_exit_2(tool, arguments, message):
+    result = tool(*arguments)
+    assert result.code == 2
+    assert message in result.err
+    assert result.err.count("\n") == 1
+    assert result.out == ""
+
+
+@pytest.mark.parametrize("name", command.SUBCOMMANDS)
+def test_every_subcommand_has_help(tool, name):
+    result = tool(name, "--help")
+    assert result.code == 0
+    assert f"{name} PATH" in result.out

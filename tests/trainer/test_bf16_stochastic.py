@@ -1,0 +1,36 @@
+"""Runs whose parameters are bf16: resumed to the bit, read by the tools, and to and from runs with fp32 masters."""
+
+import torch
+from run_files import checkpoint
+
+from gptlite.restore import restore
+
+HALF = ("precision=bf16_stochastic", "optimizer.lr=3e-3", "model.dropout=0.1")
+
+
+def test_resuming_is_bit_exact_and_the_checkpoint_is_bf16_widened(run, tmp_path):
+    run("whole", *HALF, "trainer.max_steps=6")
+    run("cut", *HALF, "trainer.max_steps=3")
+    run("cut", *HALF, "trainer.max_steps=6")
+    whole, cut = (checkpoint(tmp_path / name, 6)[0] for name in ("whole", "cut"))
+    assert [key for key in whole if not torch.equal(whole[key], cut[key])] == []
+    assert all(value.dtype == torch.float32 for value in whole.values())
+    weights = {key: value for key, value in whole.items() if key.startswith("model.")}
+    assert all(torch.equal(value, value.bfloat16().float()) for value in weights.values())
+    model, *_ = restore(str(tmp_path / "whole"), "fp32")
+    for name, parameter in model.named_weights():
+        assert torch.equal(parameter, weights[f"model.{name}"])
+
+
+def test_to_and_from_masters(run, tmp_path):
+    run("a", "trainer.max_steps=2", "precision=bf16")
+    before = checkpoint(tmp_path / "a", 2)[0]
+    run("a", "trainer.max_steps=3", *HALF, "optimizer.lr=1e-30")
+    after = checkpoint(tmp_path / "a", 3)[0]
+    for key in before:
+        if key.startswith("model."):  # rounded to nearest, and then next to nothing is added
+            assert torch.equal(after[key], before[key].bfloat16().float())
+    run("a", "trainer.max_steps=4", "precision=bf16")
+    log = (tmp_path / "a" / "train.log").read_text()
+    assert "weights are rounded to bf16 (precision.master_weights=false)" in log
+    assert "bf16_stochastic (asked for" in log

@@ -1,0 +1,6 @@
+"""Token files: inspect, verify. `--help` says more."""
+
+from gptlite.data_tool.command import main
+
+if __name__ == "__main__":
+    main()
