@@ -167,7 +167,7 @@ def _offload(config: Config) -> None:
 
 
 def _optimizer_name(kind: type) -> str:
-    return kind.__name__.removesuffix("Config").replace("Apex", "Apex_").lower()
+    return kind.__name__.removesuffix("Config").replace("Apex", "Apex_").replace("8bit", "_8bit").lower()
 
 
 def _context(config: Config) -> None:

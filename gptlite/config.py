@@ -77,6 +77,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "data": {"text_schema": TextConfig, "corpus_schema": CorpusConfig, "synthetic_schema": SyntheticConfig},
     "optimizer": {
         "adamw_schema": optimizers.AdamWConfig,
+        "adamw_8bit_schema": optimizers.AdamW8bitConfig,
         "adam_schema": optimizers.AdamConfig,
         "sgd_schema": optimizers.SGDConfig,
         "lamb_schema": optimizers.LambConfig,

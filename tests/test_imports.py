@@ -41,7 +41,7 @@ class Room:
 
 
 # Every room may import itself, gptlite (its version) and these, which import nothing.
-LEAVES = ("apex", "errors", "files", "host_memory", "progress")
+LEAVES = ("apex", "errors", "files", "host_memory", "progress", "torchao")
 ROOMS = {
     **{leaf: Room() for leaf in LEAVES},
     "ops": Room("kernels", packages="torch", lazy="apex"),
@@ -51,7 +51,7 @@ ROOMS = {
     "data": Room("parallelism", packages="torch numpy", lazy="datasets sentencepiece tiktoken tiktoken_ext tokenizers"),
     "preprocess": Room("data", packages="numpy", lazy="pyarrow zstandard"),
     "model": Room("ops", packages="torch"),
-    "optimizer": Room("ops parallelism", packages="torch"),
+    "optimizer": Room("ops parallelism", packages="torch", lazy="torchao"),
     "checkpoint": Room("parallelism", packages="torch"),
     "trainer": Room("ops parallelism precision metrics data model optimizer checkpoint", packages="torch"),
     "plan": Room(

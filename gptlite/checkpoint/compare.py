@@ -65,6 +65,7 @@ EFFECTS: dict[str, Effect] = {
 # Taking the weights alone leaves the data and the optimizer free; what a token id means is still part of the model.
 _TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size", "data_identity.tokenizer")
 _REFUSED_FOR_WEIGHTS = ("model", *_TOKENIZER_KEYS)
+_SAME_STATE = ("adamw_schema", "adamw_8bit_schema")  # in a checkpoint
 _ABSENT = "absent"
 _NO_TOKENIZER = (None, "none")  # how a checkpoint that was made elsewhere names it
 
@@ -135,6 +136,8 @@ def _effect(difference: Difference, before: dict[str, Any], after: dict[str, Any
     effect = EFFECTS.get(next((p for p in _prefixes(key) if p in EFFECTS), ""), Effect.changes_numbers)
     if key.startswith("optimizer.") and _ABSENT in (difference.old, difference.new):
         effect = Effect.refused  # only another class has other fields
+    if key == "schemas.optimizer" and difference.old in _SAME_STATE and difference.new in _SAME_STATE:
+        effect = Effect.changes_numbers
     if key == "trainer.max_steps" and (_follows_length(before) or _follows_length(after)):
         effect = Effect.changes_numbers
     if effect is Effect.refused and load == "weights" and not _tied_to_weights(key, before):

@@ -43,6 +43,13 @@ class OwnOptimizer(Optimizer):
             state.update(self.new_state(parameter))
         return state
 
+    def stored(self, parameter: Tensor) -> dict[str, Tensor]:
+        """One parameter's state as a checkpoint has it: live, unless `take` says how to take back a copy."""
+        return self.state_of(parameter)
+
+    def take(self, parameter: Tensor, stored: dict[str, Tensor]) -> None:
+        """To be called after writing into what `stored` gave."""
+
     def ready(self, group: dict[str, Any]) -> list[nn.Parameter]:
         """The group's parameters that have a gradient."""
         return [parameter for parameter in group["params"] if parameter.grad is not None]

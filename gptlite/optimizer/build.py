@@ -10,10 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from gptlite.optimizer.adafactor import Adafactor
+from gptlite.optimizer.adamw_8bit import AdamW8bit
 from gptlite.optimizer.apex import ApexOptimizer
 from gptlite.optimizer.config import (
     AdafactorConfig,
     AdamConfig,
+    AdamW8bitConfig,
     AdamWConfig,
     ApexAdamConfig,
     ApexLambConfig,
@@ -75,6 +77,8 @@ def build_optimizer(
             return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, **kernels)
         case LambConfig(lr=lr, eps=eps):
             return Lamb(groups, lr=lr, betas=(config.beta1, config.beta2), eps=eps)
+        case AdamW8bitConfig(lr=lr, eps=eps):
+            return AdamW8bit(groups, lr=lr, betas=(config.beta1, config.beta2), eps=eps)
         case LionConfig(lr=lr):
             return Lion(groups, lr=lr, betas=(config.beta1, config.beta2))
         case AdafactorConfig(lr=lr, decay=decay, clip_threshold=clip):

@@ -2,11 +2,12 @@
 
 import math
 
-from gptlite import apex
+from gptlite import apex, torchao
 from gptlite.errors import ConfigError
 from gptlite.optimizer.config import (
     AdafactorConfig,
     AdamConfig,
+    AdamW8bitConfig,
     AdamWConfig,
     ApexAdamConfig,
     ApexLambConfig,
@@ -31,6 +32,7 @@ def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_st
     """Raise ConfigError, naming the key and the fix, for values that could not train for `max_steps`."""
     _check_update(optimizer)
     _check_apex(optimizer)
+    _check_torchao(optimizer)
     _check_shape(schedule)
     _check_length(schedule, max_steps)
 
@@ -67,6 +69,11 @@ def _check_apex(optimizer: OptimizerConfig) -> None:
         raise ConfigError(f"{key}: {reason}, or use {INSTEAD[key]}")
 
 
+def _check_torchao(optimizer: OptimizerConfig) -> None:
+    if isinstance(optimizer, AdamW8bitConfig) and (reason := torchao.why_not()):
+        raise ConfigError(f"optimizer=adamw_8bit: {reason}, or use optimizer=adamw")
+
+
 def _check_update(config: OptimizerConfig) -> None:
     _require(0 < config.lr < math.inf, "optimizer.lr", config.lr, "must be above 0 and finite, e.g. optimizer.lr=6e-4")
     _require(0 <= config.weight_decay < math.inf, "optimizer.weight_decay", config.weight_decay, "must be 0 or more")
@@ -74,7 +81,7 @@ def _check_update(config: OptimizerConfig) -> None:
         0 <= config.clip_norm < math.inf, "optimizer.clip_norm", config.clip_norm, "must be 0 (no clipping) or more"
     )
     match config:
-        case AdamConfig() | AdamWConfig() | LambConfig():
+        case AdamConfig() | AdamWConfig() | AdamW8bitConfig() | LambConfig():
             _check_adam(config)
         case LionConfig():
             _check_betas(config)
@@ -92,12 +99,12 @@ def _check_update(config: OptimizerConfig) -> None:
             )
 
 
-def _check_adam(config: AdamConfig | AdamWConfig | LambConfig | MuonConfig) -> None:
+def _check_adam(config: AdamConfig | AdamWConfig | AdamW8bitConfig | LambConfig | MuonConfig) -> None:
     _check_betas(config)
     _require(0 < config.eps < math.inf, "optimizer.eps", config.eps, "must be above 0, e.g. 1e-8")
 
 
-def _check_betas(config: AdamConfig | AdamWConfig | LambConfig | LionConfig | MuonConfig) -> None:
+def _check_betas(config: AdamConfig | AdamWConfig | AdamW8bitConfig | LambConfig | LionConfig | MuonConfig) -> None:
     _require(0 <= config.beta1 < 1, "optimizer.beta1", config.beta1, "must be in [0, 1), e.g. 0.9")
     _require(0 <= config.beta2 < 1, "optimizer.beta2", config.beta2, "must be in [0, 1), e.g. 0.95")
 

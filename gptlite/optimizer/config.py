@@ -75,6 +75,24 @@ class LionConfig(OptimizerConfig):
 ELEMENTWISE: tuple[type[OptimizerConfig], ...] = (AdamWConfig, AdamConfig, SGDConfig, LionConfig)
 
 
+BLOCK_8BIT = 256  # elements that share a scale
+LEAST_8BIT = 4096  # with fewer elements a tensor's moments are fp32
+
+
+def in_8_bits(elements: int) -> bool:
+    """Whether the moments of a local tensor of so many elements are in 8 bits: torchao's rule."""
+    return elements >= LEAST_8BIT and elements % BLOCK_8BIT == 0
+
+
+@dataclass
+class AdamW8bitConfig(OptimizerConfig):
+    """AdamW with moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861), by torchao."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+
 class MuonScale(Enum):
     """How large an update is: of the RMS of AdamW's, or as Jordan has it, for rates about 0.02."""
 

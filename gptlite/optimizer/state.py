@@ -15,7 +15,8 @@ from gptlite.parallelism.state_file import InFiles
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The live state tensors by key, not copies: writing into them changes the optimizer.
+    """The live state tensors by key: writing into them changes the optimizer. State in 8 bits is copied to fp32 ones,
+    for `take_optimizer_state` to take back.
 
     What torch would create at the first step is created here where it is missing, with the value it starts
     from, so that a checkpoint can be read into a fresh optimizer in place. Moments have the parameter's shape,
@@ -25,9 +26,21 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
         optimizer.settle()
     tensors: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(optimizer):
-        for key, value in materialized(optimizer, parameter).items():
+        for key, value in _stored(optimizer, parameter).items():
             tensors.setdefault(f"optim.{name}.{key}", value)  # of two copies of a parameter, the first
     return tensors
+
+
+def take_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
+    """To be called after writing into what `optimizer_state` gave, for what of it was a copy."""
+    if isinstance(optimizer, OwnOptimizer):
+        for name, parameter in _named_parameters(optimizer):
+            keys = optimizer.state_of(parameter)
+            optimizer.take(parameter, {key: tensors[f"optim.{name}.{key}"] for key in keys})
+
+
+def _stored(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    return optimizer.stored(parameter) if isinstance(optimizer, OwnOptimizer) else materialized(optimizer, parameter)
 
 
 def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from gptlite.errors import ConfigError
 from gptlite.optimizer.state import materialized
+from gptlite.parallelism.boxes import cut_like
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.main_rank import together
 from gptlite.parallelism.mesh import Mesh
@@ -234,7 +234,7 @@ class Stream:
             state: dict[str, Any] = {key: value.clone() for key, value in numbers.items()}
             for row, key in enumerate(self._keys):
                 start = row * self._total + place
-                state[key] = _like(parameter, mapped[start : start + local.numel()].view(local.shape))
+                state[key] = cut_like(parameter, mapped[start : start + local.numel()].view(local.shape))
             optimizer.state[parameter] = state
 
     def _parts(self, count: int) -> list[tuple[int, memoryview]]:
@@ -278,14 +278,6 @@ def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tup
             start, stop = max(0, index * size - place), min(length, (index + 1) * size - place)
             chunks[index].append(Piece(group, parameter, start, stop, max(0, place - index * size)))
     return chunks, size
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A rank's part of something cut as a parameter is."""
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
 
 def _result(future: Future[None]) -> None:

@@ -78,6 +78,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def cut_like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A rank's part of something cut as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
+
+
 def num_local_elements(tensor: Tensor) -> int:
     """How many elements this rank holds."""
     return torch.Size(local_box(tensor)[0]).numel()

@@ -104,7 +104,14 @@ def state_of(optimizer: Optimizer) -> list[Tensor]:
     if isinstance(optimizer, InFiles):
         return optimizer.resident()
     values = (value for state in optimizer.state.values() for value in state.values())
-    return [local_tensor(value) for value in values if isinstance(value, Tensor)]
+    return [part for value in values if isinstance(value, Tensor) for part in _plain(local_tensor(value))]
+
+
+def _plain(tensor: Tensor) -> list[Tensor]:
+    """The tensors that one of another kind (8-bit state) is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
 def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gptlite.model.flops import flops_per_token, head_flops, layer_flops
 from gptlite.ops.config import Attention
-from gptlite.optimizer.config import AdafactorConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
+from gptlite.optimizer.config import AdafactorConfig, AdamW8bitConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import CONTEXT, num_stages, split_layers, splits_backward, stages_of_rank
 from gptlite.plan.config import ClusterConfig
@@ -29,7 +29,7 @@ QUERY_BLOCK = 256  # queries that matmul attention takes at a time, see ops/atte
 # Bytes that the clipping and the update read and write for each parameter: Adam's in one kernel, those written here op
 # by op. What Muon multiplies and sends is left out.
 ADAM_UPDATE = 40
-UPDATE = {SGDConfig: 24, LionConfig: 64, MuonConfig: 84, AdafactorConfig: 88, LambConfig: 128}
+UPDATE = {SGDConfig: 24, AdamW8bitConfig: 28, LionConfig: 64, MuonConfig: 84, AdafactorConfig: 88, LambConfig: 128}
 COPIES = 2  # times that FSDP2 reads and writes what it gathers or reduces
 COPY_OPS = 12  # kernels of one of its collectives
 

@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptlite.optimizer.config import AdafactorConfig, AdamConfig, AdamWConfig, LionConfig, MuonConfig, SGDConfig
+from gptlite.optimizer.config import (
+    BLOCK_8BIT,
+    AdafactorConfig,
+    AdamConfig,
+    AdamW8bitConfig,
+    AdamWConfig,
+    LionConfig,
+    MuonConfig,
+    SGDConfig,
+    in_8_bits,
+)
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import num_stages, rule, splits_backward
 from gptlite.plan import tape, tape_ends
@@ -19,6 +29,8 @@ from gptlite.plan.parameters import Parameter, Stage, fused, padded, stages
 from gptlite.plan.tape import MASTER, Sizes
 from gptlite.plan.timeline import Pass, order
 from gptlite.plan.workload import RankBytes, Workload
+
+CODES = 256  # numbers that 8 bits stand for, in a table for each of the two moments
 
 
 def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
@@ -112,6 +124,8 @@ def _moments(work: Workload, held: list[Stage]) -> int:
             return MASTER * elements if momentum else 0
         case LionConfig():
             return MASTER * elements
+        case AdamW8bitConfig():
+            return sum(_in_8_bits(parameter.shard(shards)) for parameter in parameters) + 2 * MASTER * CODES
         case MuonConfig():
             matrices = [each for stage in held for each in stage.block * stage.layers if each.width > 1]
             alone = sum(matrix.shard(shards) for matrix in matrices)
@@ -119,6 +133,12 @@ def _moments(work: Workload, held: list[Stage]) -> int:
         case AdafactorConfig():
             return MASTER * sum(1 + _factors(parameter, shards) for parameter in parameters)
     return MASTER * (2 * elements + len(parameters))  # Adam's two, and LAMB's
+
+
+def _in_8_bits(elements: int) -> int:
+    """Two moments, a byte an element and a scale a block, or in fp32 where they are; and a count of steps."""
+    moment = elements + MASTER * elements // BLOCK_8BIT if in_8_bits(elements) else MASTER * elements
+    return 2 * moment + MASTER
 
 
 def _factors(parameter: Parameter, shards: int) -> int:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gptlite.data.loader import Loader
 from gptlite.model.gpt import GPT
 from gptlite.optimizer.schedule import Schedule
-from gptlite.optimizer.state import optimizer_state
+from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.parallelism.boxes import local_part, num_local_elements
 from gptlite.parallelism.chain import Chain
 from gptlite.trainer.loss_scale import LossScaler
@@ -78,6 +78,8 @@ class TrainState:
         """To be called after writing into what `tensors`, or `model_tensors`, gave: what was a copy, and second copies
         on this rank, are written, too. Returns what is to be said of it."""
         count = take_model_tensors(self.parts, tensors)
+        if any(key.startswith("optim.") for key in tensors):
+            take_optimizer_state(self.optimizer, tensors)
         self.refresh_copies()
         return [f"{count:,} weights are rounded to bf16 (precision.master_weights=false)"] if count else []
 

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.config import Config, to_yaml
+from gptlite.optimizer.base import OwnOptimizer
 from gptlite.parallelism.boxes import local_box, local_part
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.torch_private import forget_meshes
@@ -71,7 +72,9 @@ def held(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     for group in state.optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             yield f"model.{name}", parameter.detach()
-            for key, value in state.optimizer.state[parameter].items():
+            optimizer = state.optimizer
+            own = optimizer.stored(parameter) if isinstance(optimizer, OwnOptimizer) else optimizer.state[parameter]
+            for key, value in own.items():
                 yield f"optim.{name}.{key}", value
 
 

@@ -135,6 +135,19 @@ def test_a_checkpoint_of_bf16_parameters_is_resharded(
     assert resumed[0].wrong == []
 
 
+WIDE = ("model.d_model=128", "model.num_heads=2", "model.sequence_length=64", "data.sequence_length=64")
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2, zero=3), Layout(data=2, zero=1)], ids=lambda layout: layout.id)
+def test_8_bit_steps_are_those_of_one_process_where_shards_are_of_whole_blocks(
+    layout: Layout, pool: Pool, tmp_path: Path
+):
+    torch.save(alone("adamw_8bit", *WIDE), tmp_path / "reference")
+    config = config_of(layout, SINGLE, "adamw_8bit", "run.dir=unused", *WIDE)
+    found = pool.run(layout.world, "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
+    assert {key: distance for key, distance in found.items() if distance > 0} == {}
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_steps_go_somewhere(optimizer: str):
     """Else any two layouts would agree."""

@@ -14,6 +14,7 @@ from gptlite.optimizer.checks import check_optimizer
 from gptlite.optimizer.config import (
     AdafactorConfig,
     AdamConfig,
+    AdamW8bitConfig,
     AdamWConfig,
     ApexAdamConfig,
     ApexLambConfig,
@@ -32,6 +33,7 @@ from gptlite.optimizer.config import (
 CONF = Path(__file__).parents[2] / "conf"
 OPTIMIZERS = {
     "adamw": AdamWConfig,
+    "adamw_8bit": AdamW8bitConfig,
     "adam": AdamConfig,
     "sgd": SGDConfig,
     "lamb": LambConfig,

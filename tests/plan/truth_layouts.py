@@ -125,12 +125,13 @@ LATER = [
     Layout(8, "pp=2 zero=3 copies=2 schedule=zero_bubble micro=1 layers=8 batch=16"),
     Layout(8, "tp=4 zero=1 micro=1 sequence=true dtype=bf16"),
 ]
-# bf16 without fp32 masters.
+# bf16 without fp32 masters, moments in 8 bits.
 HALVES = [
     Layout(1, "dtype=bf16_stochastic micro=8"),
     Layout(2, "zero=2 micro=2 dtype=bf16_stochastic"),
     Layout(2, "micro=1 dtype=bf16_stochastic"),
     Layout(4, "tp=2 zero=3 sequence=true micro=2 dtype=bf16_stochastic"),
     Layout(2, "tp=2 micro=2 dtype=bf16_stochastic"),
+    Layout(2, "zero=1 micro=2 optimizer=adamw_8bit"),
 ]
 LAYOUTS = [*QUICK, *OTHERS, *LATER]

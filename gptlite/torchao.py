@@ -1,0 +1,28 @@
+"""torchao, found without importing it, which takes seconds. No errors are raised here: rooms say what they wanted."""
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+OLDEST = (0, 18)
+INSTALL = "pip install 'torchao>=0.18'"
+OPTIMIZER_STATE = "optim/subclass_8bit.py"  # the file of what is used of it
+
+
+def why_not() -> str:
+    """Why torchao cannot be used here, and how to mend that; empty where it can, as far as files tell."""
+    found = find_spec("torchao")
+    if found is None:
+        return f"torchao is not installed; {INSTALL}"
+    try:
+        its = version("torchao")
+    except PackageNotFoundError:
+        return f"the package torchao in {found.origin} was not installed by pip, so its version is not known; {INSTALL}"
+    numbers = tuple(int(number) for number in re.findall(r"\d+", its)[:2])
+    if numbers < OLDEST:
+        return f"torchao {its} is older than 0.18, the first that this was tried with; {INSTALL}"
+    folders = [Path(folder) for folder in found.submodule_search_locations or []]
+    if not any((folder / OPTIMIZER_STATE).is_file() for folder in folders):
+        return f"torchao {its} has no {OPTIMIZER_STATE}: it is newer than this knows; pip install 'torchao==0.18.*'"
+    return ""
