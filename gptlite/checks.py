@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gptlite import apex
 from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.data.batches import batch_schedule
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check as check_logger
@@ -20,13 +21,13 @@ from gptlite.optimizer.config import ELEMENTWISE
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import (
     Layout,
-    accumulation,
     divisors,
     largest_micro_batch,
     listed,
     num_stages,
     resolve,
     rule,
+    runs_batch,
     schedule_refuses,
     stages_per_rank,
 )
@@ -283,11 +284,10 @@ def _batch_problem(config: Config, data_size: int) -> str:
     batch, micro, layout = config.data.global_batch_size, config.data.micro_batch_size, config.parallelism
 
     def fits(batch: int, micro: int) -> bool:
-        whole = batch % (micro * data_size) == 0
-        return whole and not schedule_refuses(layout, accumulation(batch, micro, data_size))
+        return runs_batch(layout, batch, micro, data_size)
 
-    if largest_micro_batch(layout, batch, data_size) if micro is None else fits(batch, micro):
-        return ""
+    if largest_micro_batch(layout, [batch], data_size) if micro is None else fits(batch, micro):
+        return _ramp_problem(config, data_size)
     step = (micro or 1) * data_size
     if batch % step:
         size = "data.micro_batch_size" + ("" if micro is None else f"={micro}")
@@ -300,6 +300,26 @@ def _batch_problem(config: Config, data_size: int) -> str:
     tries = [f"data.micro_batch_size={listed(sizes, 'or')}"] if sizes else []
     tries.append(f"data.global_batch_size={listed(_nearest(batch, step, lambda b: fits(b, micro or 1)), 'or')}")
     return f"data.global_batch_size={batch} = {problem}; try {', or '.join(tries)}"
+
+
+def _ramp_problem(config: Config, data_size: int) -> str:
+    """The same of the sizes that the batch has on its way to data.global_batch_size, which itself can be cut."""
+    data, layout, micro = config.data, config.parallelism, config.data.micro_batch_size or 1
+    sizes = batch_schedule(data.global_batch_size, data.batch_ramp).sizes()
+    if data.micro_batch_size is None and largest_micro_batch(layout, sizes, data_size):
+        return ""
+    size = next((size for size in sizes if not runs_batch(layout, size, micro, data_size)), None)
+    if size is None:
+        return ""
+    unit = micro * data_size
+    words = f"data.batch_ramp={data.batch_ramp} has a global batch of {size}"
+    if size % unit:
+        return (
+            f"{words}, not divisible by data.micro_batch_size={micro} x data={data_size}; "
+            f"take a first size and an increment that are multiples of {unit}"
+        )
+    why = schedule_refuses(layout, size // unit)
+    return f"{words}: {why}; take a larger first size, or an increment that all sizes can run with"
 
 
 def _nearest(value: int, step: int, fits: Callable[[int], bool]) -> list[int]:

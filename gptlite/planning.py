@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from gptlite.checks import check
 from gptlite.config import Config, hydra_value
+from gptlite.data.batches import batch_schedule
 from gptlite.errors import ConfigError
 from gptlite.model.config import GPTConfig
 from gptlite.ops.config import Attention, Implementation, OpsConfig
@@ -148,7 +149,8 @@ def workload_of(config: Config, layout: Layout, cluster: ClusterConfig) -> Workl
     space = space_of(config, cluster, frozenset())
     micro = config.data.micro_batch_size
     if micro is None:
-        micro = largest_micro_batch(config.parallelism, config.data.global_batch_size, layout.data_size)
+        sizes = batch_schedule(config.data.global_batch_size, config.data.batch_ramp).sizes()
+        micro = largest_micro_batch(config.parallelism, sizes, layout.data_size)
     return replace(space.work, layout=layout, micro_batch_size=micro or 1)
 
 

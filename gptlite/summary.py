@@ -54,7 +54,8 @@ def announce(
     batch, model, length = config.data, config.model, config.data.sequence_length
     accumulation, per_token = state.loader.num_micro_batches, flops_per_token(model, length)
     per_step, steps = batch.global_batch_size * length, config.trainer.max_steps
-    total, shares = per_step * steps, gather_objects(mesh, Share.of(state))
+    schedule, shares = state.loader.schedule, gather_objects(mesh, Share.of(state))
+    total = schedule.trained(schedule.after(0, steps)) * length
     count = sum({name: size for share in shares for name, size in share.sizes.items()}.values())
     lines = [
         ("device", f"{device_words(mesh.device)}, torch {torch.__version__}"),
@@ -69,7 +70,7 @@ def announce(
         ("data", f"{data.describe()}"),
         ("batch", f"{batch.global_batch_size} sequences of {length} = {per_step:,} tokens a step; "
                   f"{batch.global_batch_size} = micro-batch {state.loader.micro_batch_size} x "
-                  f"{accumulation} accumulation x {mesh.data_size} data-parallel"),
+                  f"{accumulation} accumulation x {mesh.data_size} data-parallel{_ramp(config)}"),
         ("length", f"{steps} steps = {format_count(total)} tokens, {total / count:.1f} a parameter, "
                    f"{total / max(1, data.num_train_tokens):.1f} epochs, {format_count(total * per_token)} FLOP"),
         ("run folder", str(run.path)),
@@ -94,6 +95,14 @@ def announce(
         num_devices=mesh.world_size,
     )
     return Reporter(sinks, throughput, mesh.device, steps, run.log)
+
+
+def _ramp(config: Config) -> str:
+    """The end of the banner's line on the batch, where that grows on the way."""
+    if config.data.batch_ramp is None:
+        return ""
+    start, increment, samples = config.data.batch_ramp
+    return f"; it grows to that from {start} by {increment} over the first {samples:,} samples"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 
 from gptlite.checks import check, check_world
 from gptlite.config import CONF_DIR, from_yaml, load, to_yaml
+from gptlite.data.batches import batch_schedule
 from gptlite.errors import ConfigError
 from gptlite.parallelism.layout import SCHEDULES, Layout, largest_micro_batch, wanted_world
 
@@ -64,7 +65,7 @@ def test_one_device_by_default_with_all_of_the_batch_at_once():
     config = load()
     assert wanted_world(config.parallelism, gpus=8) == 1
     assert check_world(config, 1) == Layout()
-    micro = config.data.micro_batch_size or largest_micro_batch(config.parallelism, config.data.global_batch_size, 1)
+    micro = config.data.micro_batch_size or largest_micro_batch(config.parallelism, [config.data.global_batch_size], 1)
     assert micro == config.data.global_batch_size == 16
 
 
@@ -175,6 +176,28 @@ def test_a_micro_batch_left_open_is_refused_where_none_would_do():
     )
     assert check_world(config, 4).data_size == 4
     assert from_yaml(to_yaml(config)).data.micro_batch_size is None
+
+
+RAMPS = {
+    "data.batch_ramp=[3,1,100] parallelism.data=2 data.micro_batch_size=1": "has a global batch of 3, not divisible by "
+    "data.micro_batch_size=1 x data=2; take a first size and an increment that are multiples of 2",
+    "data.batch_ramp=[1,5,100] parallelism.pipeline=2 parallelism.data=1 data.micro_batch_size=1": "has a global batch "
+    "of 1: parallelism.schedule=1f1b with parallelism.pipeline=2 needs at least 2 micro-batches a step, not 1; take a",
+    "data.batch_ramp=[5,2,100]": "does not reach data.global_batch_size=16 from 5 in steps of 2; take an increment",
+}
+
+
+@pytest.mark.parametrize("given", RAMPS)
+def test_a_ramp_that_the_layout_cannot_run_is_refused(given):
+    with pytest.raises(ConfigError) as refused:
+        load(given.split())
+    assert RAMPS[given] in str(refused.value)
+
+
+def test_a_micro_batch_left_open_suits_every_size_of_a_ramp():
+    config = load(["data.batch_ramp=[4,4,100]", "parallelism.data=2", "data.micro_batch_size=null"])
+    sizes = batch_schedule(16, config.data.batch_ramp).sizes()
+    assert largest_micro_batch(config.parallelism, sizes, 2) == 2
 
 
 @pytest.fixture(scope="module")

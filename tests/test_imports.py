@@ -72,7 +72,7 @@ ROOMS = {
         packages="torch",
     ),
     "offload_space": Room("config ops parallelism plan"),
-    "planning": Room("checks config model ops parallelism plan precision"),
+    "planning": Room("checks config data model ops parallelism plan precision"),
     "plan_report": Room("metrics model parallelism plan planning"),
     "tuning": Room("config metrics parallelism plan planning"),
     "elastic": Room("checkpoint config memory_advice rank_log rank_stop", packages="torch"),

@@ -181,7 +181,7 @@ def our_step(layout: str, size: Size, arguments: Arguments) -> Callable[[], None
         micro_batch_size=loader.micro_batch_size,
         sequence_length=size.sequence_length,
     )
-    step = Step(mesh, passes, count, peak_lr=1e-3, clip_norm=1.0, stopping=Stopping(mesh, StopSignal()))
+    step = Step(mesh, passes, peak_lr=1e-3, clip_norm=1.0, stopping=Stopping(mesh, StopSignal()))
     return lambda: void(step(state))
 
 
@@ -195,12 +195,16 @@ class _Loader:
     def __init__(self, size: Size, count: int, data_size: int, device: Any) -> None:
         import torch
 
+        from gptlite.data.batches import BatchSchedule
         from gptlite.data.loader import Batch
 
-        self.global_batch_size, self.num_micro_batches = size.batch_size, count
+        self.schedule, self.num_micro_batches = BatchSchedule(size.batch_size), count
         self.micro_batch_size = size.batch_size // (count * data_size)
         tokens, targets = (each[: self.micro_batch_size] for each in batch(size, device))
         self._batch = Batch(tokens, targets, torch.arange(self.micro_batch_size, device=device))
+
+    def micro_batches(self, consumed_samples: int) -> int:
+        return self.num_micro_batches
 
     def batch(self, consumed_samples: int, micro_index: int) -> Any:
         return self._batch

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import gptlite
+from gptlite.data.batches import batch_schedule
 from gptlite.data.cache import cached_folder
 from gptlite.data.check import check_settings, find_recipe
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
@@ -120,12 +121,14 @@ def build_loader(
 
     Raises ConfigError if the global batch is no whole number of micro-batches on every rank.
     """
-    batch, micro = config.global_batch_size, config.micro_batch_size
+    micro, schedule = config.micro_batch_size, batch_schedule(config.global_batch_size, config.batch_ramp)
     if micro is None:
-        micro = largest_micro_batch(parallelism or ParallelismConfig(), batch, mesh.data_size)
-    if micro is None or batch % (micro * mesh.data_size):
+        micro = largest_micro_batch(parallelism or ParallelismConfig(), schedule.sizes(), mesh.data_size)
+    uneven = [size for size in schedule.sizes() if micro is None or size % (micro * mesh.data_size)]
+    if micro is None or uneven:
+        words = f" of data.batch_ramp={config.batch_ramp}" if config.batch_ramp else ""
         raise ConfigError(
-            f"data.global_batch_size={batch} is not divisible by data.micro_batch_size={micro} x "
+            f"data.global_batch_size={uneven[0]}{words} is not divisible by data.micro_batch_size={micro} x "
             f"{mesh.data_size} data-parallel ranks"
         )
     train = TokenDataset(prepared.train, config.sequence_length)
@@ -133,7 +136,7 @@ def build_loader(
         train,
         TokenDataset(prepared.validation, config.sequence_length),
         TrainSampler(train.num_samples, seed, prepared.identity["train"]),
-        global_batch_size=batch,
+        schedule=schedule,
         micro_batch_size=micro,
         token_bytes=prepared.tokenizer.token_bytes(),
         device=mesh.device,

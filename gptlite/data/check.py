@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import gptlite
+from gptlite.data.batches import batch_schedule
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
 from gptlite.errors import ConfigError, did_you_mean
 
@@ -15,6 +16,7 @@ def check_settings(config: DataConfig) -> None:
     for key in ("global_batch_size", "micro_batch_size", "sequence_length"):
         if (value := getattr(config, key)) is not None and value < 1:
             raise ConfigError(f"data.{key}={value} must be at least 1")
+    batch_schedule(config.global_batch_size, config.batch_ramp)
     match config:
         case TextConfig():
             check_tokenizer(config.tokenizer, config.vocab_size)

@@ -10,6 +10,7 @@ class DataConfig:
     global_batch_size: int = 16
     micro_batch_size: int | None = None  # null: the largest up to 16 that the layout can run
     sequence_length: int = 256
+    batch_ramp: list[int] | None = None  # [first size, increment, samples]: the global batch grows meanwhile
     cache_dir: str = "~/.cache/gptlite"
 
 

@@ -52,8 +52,12 @@ class TrainSampler:
 
     def samples(self, first: int, count: int) -> np.ndarray:
         """int64[count]: chunks of samples first, first + 1, ..."""
-        epochs, positions = np.divmod(np.arange(first, first + count), self._num_samples)
-        chunks = np.empty(count, dtype=np.int64)
+        return self.chunks(np.arange(first, first + count))
+
+    def chunks(self, numbers: np.ndarray) -> np.ndarray:
+        """int64[N]: chunks of the samples with these numbers, int64[N]."""
+        epochs, positions = np.divmod(numbers, self._num_samples)
+        chunks = np.empty(len(numbers), dtype=np.int64)
         for epoch in np.unique(epochs):
             rows = epochs == epoch
             chunks[rows] = permute(positions[rows], self._num_samples, order_key(self._seed, self._dataset, int(epoch)))

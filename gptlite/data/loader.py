@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from gptlite.data.batches import BatchSchedule
 from gptlite.data.dataset import TokenDataset, TrainSampler
 
 IGNORE = -100  # targets that do not count, the default of torch's cross entropy
@@ -33,10 +34,9 @@ class Batch:
 class Loader:
     """Cuts the run's endless row of samples into global batches, micro-batches and ranks.
 
-    A global batch of G is the samples [consumed, consumed + G). Micro-batch m takes the next B * R of them and rank r
-    of R its B, so the ranks' parts, side by side, are the global batch in order for any R. Nothing is remembered:
-    to resume is to ask for the same `consumed_samples`. Of each sample a rank gets the tokens at `positions`, by
-    default all.
+    Which samples a global batch has, `schedule` says. Micro-batch m takes the next B * R of them and rank r of R its B,
+    so the ranks' parts, side by side, are the global batch in order for any R. Nothing is remembered: to resume is to
+    ask for the same `consumed_samples`. Of each sample a rank gets the tokens at `positions`, by default all.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Loader:
         validation: TokenDataset,
         sampler: TrainSampler,
         *,
-        global_batch_size: int,
+        schedule: BatchSchedule,
         micro_batch_size: int,
         token_bytes: np.ndarray,
         device: torch.device,
@@ -62,12 +62,36 @@ class Loader:
         self._data_rank = data_rank
         self._data_size = data_size
         self._positions = positions
-        self.global_batch_size = global_batch_size
-        self.num_micro_batches = global_batch_size // (micro_batch_size * data_size)
+        self._schedule = schedule
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         # Micro-batches being read, by their place, each the next of the one before it.
         self._ahead: deque[tuple[tuple[int, int], Future[Batch]]] = deque()
         self._bytes_counted: dict[int, int] = {}
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """How the row of samples is cut into global batches. What is set counts from the next batch on."""
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: BatchSchedule) -> None:
+        self._schedule = schedule
+        while self._ahead:
+            self._ahead.popleft()[1].cancel()
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a global batch, once it has grown to its full size."""
+        return self._schedule.global_batch_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches on this rank of such a batch."""
+        return self.global_batch_size // (self.micro_batch_size * self._data_size)
+
+    def micro_batches(self, consumed_samples: int) -> int:
+        """Micro-batches on this rank of the global batch that follows `consumed_samples` samples."""
+        return self._schedule.size(consumed_samples) // (self.micro_batch_size * self._data_size)
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """Micro-batch `micro_index` of the global batch that follows `consumed_samples` samples.
@@ -83,7 +107,7 @@ class Loader:
             self._submit(wanted)
         _, current = ahead.popleft()
         latest = ahead[-1][0] if ahead else wanted
-        while len(ahead) < self.num_micro_batches:
+        while len(ahead) < self.micro_batches(latest[0]):
             latest = self._following(*latest)
             self._submit(latest)
         return current.result().to(self._device)
@@ -127,16 +151,15 @@ class Loader:
         self._ahead.append((key, self._thread.submit(self._read, *key)))
 
     def _following(self, consumed_samples: int, micro_index: int) -> tuple[int, int]:
-        if micro_index + 1 < self.num_micro_batches:
+        if micro_index + 1 < self.micro_batches(consumed_samples):
             return consumed_samples, micro_index + 1
-        return consumed_samples + self.global_batch_size, 0
+        return self._schedule.after(consumed_samples), 0
 
     def _read(self, consumed_samples: int, micro_index: int) -> Batch:
         size = self.micro_batch_size
-        first = consumed_samples + (micro_index * self._data_size + self._data_rank) * size
-        batch = self._collate(
-            self._train, self._sampler.samples(first, size), np.arange(first, first + size, dtype=np.int64)
-        )
+        first = (micro_index * self._data_size + self._data_rank) * size
+        numbers = self._schedule.samples(consumed_samples)[first : first + size]
+        batch = self._collate(self._train, self._sampler.chunks(numbers), numbers)
         return batch.pin_memory() if self._device.type == "cuda" else batch
 
     def _collate(self, dataset: TokenDataset, chunks: np.ndarray, sample_ids: np.ndarray) -> Batch:

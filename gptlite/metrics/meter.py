@@ -13,7 +13,7 @@ class Throughput:
     part of the ETA.
 
     Args:
-        tokens_per_step, samples_per_step: of the global batch.
+        tokens_per_step, samples_per_step: of the global batch at its full size.
         flops_per_token: FLOPs of forward and backward; activation recomputation not counted (PaLM, arXiv:2204.02311,
             appendix B).
         peak_flops: dense peak of one device in FLOP/s; None: MFU is None.
@@ -38,14 +38,17 @@ class Throughput:
         self.num_devices = num_devices
         self._clock = clock
         self._window_start = self._pace_start = clock()
-        self._window_steps = self._pace_steps = 0
+        self._window_steps = 0
+        self._window_batches = self._pace_batches = 0.0  # steps with a smaller batch count for less
         self._excluded = 0.0
         self._warm = False
 
-    def step(self) -> None:
-        """One optimizer step has been issued."""
+    def step(self, samples: int | None = None) -> None:
+        """One optimizer step of so many samples has been issued; by default a full global batch."""
+        batches = 1.0 if samples is None else samples / self.samples_per_step
         self._window_steps += 1
-        self._pace_steps += 1
+        self._window_batches += batches
+        self._pace_batches += batches
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
@@ -65,33 +68,36 @@ class Throughput:
         if self._window_steps == 0:
             raise RuntimeError("Throughput.read() needs at least one step() since the last read()")
         now = self._clock()
-        seconds = max(now - self._window_start - self._excluded, 1e-9) / self._window_steps
-        tokens_per_second = self.tokens_per_step / seconds
+        window = max(now - self._window_start - self._excluded, 1e-9)
+        batch_seconds = window / self._window_batches
+        tokens_per_second = self.tokens_per_step / batch_seconds
         mfu = None
         if self.peak_flops is not None:
             mfu = tokens_per_second * self.flops_per_token / (self.peak_flops * self.num_devices)
         if not self._warm:
             # The first window compiles, allocates and fills caches: a pace that includes it promises too long an ETA.
             self._warm = True
-            self._first_pace = (now - self._pace_start) / self._pace_steps
-            self._pace_start, self._pace_steps = now, 0
-        self._window_start, self._window_steps, self._excluded = now, 0, 0.0
+            self._first_pace = (now - self._pace_start) / self._pace_batches
+            self._pace_start, self._pace_batches = now, 0.0
+        steps = self._window_steps
+        self._window_start, self._window_steps, self._window_batches, self._excluded = now, 0, 0.0, 0.0
         return {
             "tokens_per_second": tokens_per_second,
-            "samples_per_second": self.samples_per_step / seconds,
-            "step_seconds": seconds,
+            "samples_per_second": self.samples_per_step / batch_seconds,
+            "step_seconds": window / steps,
             "mfu": mfu,
         }
 
-    def eta_seconds(self, remaining_steps: int) -> float | None:
-        """Wall-clock seconds that `remaining_steps` will take at the run's pace so far, evaluations and saves included.
+    def eta_seconds(self, remaining: float) -> float | None:
+        """Wall-clock seconds that steps of `remaining` full batches will take at the run's pace so far, evaluations and
+        saves included.
 
         None before the first step.
         """
-        if self._pace_steps:
-            pace = (self._clock() - self._pace_start) / self._pace_steps
+        if self._pace_batches:
+            pace = (self._clock() - self._pace_start) / self._pace_batches
         elif self._warm:
             pace = self._first_pace
         else:
             return None
-        return pace * remaining_steps
+        return pace * remaining

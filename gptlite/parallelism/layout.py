@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gptlite.errors import ConfigError, did_you_mean
@@ -219,11 +220,17 @@ def schedule_refuses(config: ParallelismConfig, accumulation: int) -> str:
     )
 
 
-def largest_micro_batch(config: ParallelismConfig, global_batch: int, data_size: int) -> int | None:
-    """The largest micro-batch up to MAX_MICRO_BATCH that the layout can run; None where there is none."""
+def runs_batch(config: ParallelismConfig, global_batch: int, micro_batch: int, data_size: int) -> bool:
+    """Whether the layout can run a global batch in micro-batches of that size."""
+    whole = global_batch % (micro_batch * data_size) == 0
+    return whole and not schedule_refuses(config, accumulation(global_batch, micro_batch, data_size))
+
+
+def largest_micro_batch(config: ParallelismConfig, global_batches: Sequence[int], data_size: int) -> int | None:
+    """The largest micro-batch up to MAX_MICRO_BATCH that the layout can run for each of these global batches; None
+    where there is none."""
     for size in range(MAX_MICRO_BATCH, 0, -1):
-        whole = global_batch % (size * data_size) == 0
-        if whole and not schedule_refuses(config, accumulation(global_batch, size, data_size)):
+        if all(runs_batch(config, batch, size, data_size) for batch in global_batches):
             return size
     return None
 

@@ -75,7 +75,7 @@ class Pipeline:
     """This rank's parts of a pipeline.
 
     `tokens` and `activations` are the shapes of what the first part and the others are given of one micro-batch,
-    `dtype` that of activations.
+    `dtype` that of activations. A step of another number of micro-batches than the one before takes a new schedule.
     """
 
     def __init__(
@@ -89,23 +89,30 @@ class Pipeline:
         dtype: torch.dtype,
     ) -> None:
         self.valid = torch.ones(())
-        total, numbers = num_stages(config), stages_of_rank(config, mesh.coordinate("pp"))
-        self.has_first, self.has_last = 0 in numbers, total - 1 in numbers
-        between = torch.empty(activations, dtype=dtype, device="meta", requires_grad=True)
-        first = torch.empty(tokens, dtype=torch.int64, device="meta")
+        self.parts, self.mesh, self.config = parts, mesh, config
+        self._numbers = stages_of_rank(config, mesh.coordinate("pp"))
+        self.has_first, self.has_last = 0 in self._numbers, num_stages(config) - 1 in self._numbers
+        self._tokens = torch.empty(tokens, dtype=torch.int64, device="meta")
+        self._between = torch.empty(activations, dtype=dtype, device="meta", requires_grad=True)
+        self._build(micro_batches)
+
+    def _build(self, micro_batches: int) -> None:
+        """Sets the schedule of so many micro-batches. Stages are its own: they hold buffers for each."""
+        config, mesh, total = self.config, self.mesh, num_stages(self.config)
         stages = [
             _Stage(
                 _Plain(part),
                 number,
                 total,
                 mesh.device,
-                input_args=(first if number == 0 else between,),
-                output_args=(torch.empty((), device="meta") if number == total - 1 else between,),
+                input_args=(self._tokens if number == 0 else self._between,),
+                output_args=(torch.empty((), device="meta") if number == total - 1 else self._between,),
                 group=mesh.group("pp"),
             ).over(part, micro_batches, config.zero)
-            for number, part in zip(numbers, parts, strict=True)
+            for number, part in zip(self._numbers, self.parts, strict=True)
         ]
         one = config.schedule in ("gpipe", "1f1b")
+        self._micro_batches = micro_batches
         self.schedule = SCHEDULES[config.schedule](
             stages[0] if one else stages, micro_batches, loss_fn=self._loss, scale_grads=False
         )
@@ -113,6 +120,8 @@ class Pipeline:
     def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
         """Adds gradients of the loss, the sum over tokens divided by `valid`, and returns this rank's share of it."""
         self.valid = valid
+        if len(batches.tokens) != self._micro_batches:
+            self._build(len(batches.tokens))
         targets, sample_ids = torch.cat(list(batches.targets)), torch.cat(list(batches.sample_ids))
         inputs = (torch.cat(list(batches.tokens)),) if self.has_first else ()
         losses: list[Tensor] = []

@@ -115,7 +115,7 @@ def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
         sequence_length=config.data.sequence_length,
     )
     stopping, optimizing = Stopping(mesh, StopSignal()), config.optimizer
-    return state, Step(mesh, passes, loader.num_micro_batches, optimizing.lr, optimizing.clip_norm, stopping)
+    return state, Step(mesh, passes, optimizing.lr, optimizing.clip_norm, stopping)
 
 
 def _gradients(state: TrainState) -> Iterator[tuple[str, Tensor]]:

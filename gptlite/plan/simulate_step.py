@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
 from gptlite.kernels.library import Loaded, load
 from gptlite.model.gpt import GPT, Block
@@ -70,7 +71,7 @@ def watched_step(work: Workload, rank: int, micro_batches: int, ops: Ops, compil
                 state.optimizer.register_step_pre_hook(lambda *_: watch.sample())
                 watch.label("batch")
                 settings = (work.optimizer.lr, work.optimizer.clip_norm, Stopping(mesh, StopSignal()))
-                _Step(mesh, cast(Pipeline, _Passes(passes, watch)), micro_batches, *settings, watch)(state)
+                _Step(mesh, cast(Pipeline, _Passes(passes, watch)), *settings, watch)(state)
                 watch.label("end")
     return watch
 
@@ -155,11 +156,15 @@ class _Loader:
 
     def __init__(self, work: Workload, micro_batches: int, watch: Watch) -> None:
         shape = (work.micro_batch_size, work.rank_length)
-        self.num_micro_batches, self.global_batch_size = micro_batches, work.global_batch_size
+        self.num_micro_batches, self.schedule = micro_batches, BatchSchedule(work.global_batch_size)
         self._copies = work.device != "cpu"
         tensors = [torch.zeros(size, dtype=torch.int64) for size in (shape, shape, shape[:1])]
         watch.leave_out(*tensors)
         self._batch = Batch(*tensors)
+
+    def micro_batches(self, consumed_samples: int) -> int:
+        """As many in every step."""
+        return self.num_micro_batches
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """A micro-batch: on a GPU a copy."""

@@ -123,7 +123,6 @@ def train(
     take_step = Step(
         mesh,
         passes,
-        state.loader.num_micro_batches,
         settings.optimizer.lr,
         settings.optimizer.clip_norm,
         stopping,
@@ -138,8 +137,9 @@ def train(
             clock.mark()
             profiler.before(state.step + 1)
             with watch.step(state.step + 1):
+                size = state.loader.schedule.size(state.consumed_samples)
                 result = reporter.take(take_step, state)
-            reporter.throughput.step()
+            reporter.throughput.step(size)
             clock.step()
             if result.skipped:
                 reporter.skipped(state, result)

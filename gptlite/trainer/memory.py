@@ -140,7 +140,8 @@ class MemoryReport:
             return step(state)
         with ExitStack() as stack:
             with excluded():
-                watch = MemoryWatch(state.parts, state.optimizer, step.mesh.device, step.accumulation)
+                count = state.loader.micro_batches(state.consumed_samples)
+                watch = MemoryWatch(state.parts, state.optimizer, step.mesh.device, count)
                 stack.enter_context(watch)
                 stack.enter_context(watched_shards(state.parts, self._to_device.append, self._to_host.append))
             result = step(state)

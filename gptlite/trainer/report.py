@@ -53,7 +53,7 @@ class Reporter:
             self.speeds.append(row["tokens_per_second"])
         self._last = row
         self._write(row)
-        self.log(step_line(row, self.max_steps, self.throughput.eta_seconds(self.max_steps - state.step)))
+        self.log(step_line(row, self.max_steps, self.throughput.eta_seconds(state.remaining_batches(self.max_steps))))
 
     def skipped(self, state: TrainState, result: StepResult) -> None:
         """The line on a step that was skipped."""

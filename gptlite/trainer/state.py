@@ -94,6 +94,12 @@ class TrainState:
             copy = part.tied_copy
             yield from (parameter for parameter in part.parameters() if parameter is not copy)
 
+    def remaining_batches(self, max_steps: int) -> float:
+        """The samples of the steps up to `max_steps`, in global batches of full size."""
+        schedule = self.loader.schedule
+        end = schedule.after(self.consumed_samples, max_steps - self.step)
+        return (schedule.trained(end) - schedule.trained(self.consumed_samples)) / schedule.global_batch_size
+
     def refresh_copies(self) -> None:
         """Where this rank holds both copies of a tied embedding, the first's values become the second's."""
         copy = next((part.tied_copy for part in self.parts if part.tied_copy is not None), None)

@@ -45,11 +45,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Step:
-    """How a step is taken: over which ranks and micro-batches, at which peak rate, clipped to which norm."""
+    """How a step is taken: over which ranks, at which peak rate, clipped to which norm."""
 
     mesh: Mesh
     passes: OnePart | Pipeline
-    accumulation: int
     peak_lr: float
     clip_norm: float
     stopping: Stopping
@@ -62,7 +61,8 @@ class Step:
         something overflow, the step counts, but the optimizer does not take it. `inspect` is called with the gradients
         complete, before they are clipped and the loss scale is divided out.
         """
-        batches = [state.loader.batch(state.consumed_samples, index) for index in range(self.accumulation)]
+        loader, consumed = state.loader, state.consumed_samples
+        batches = [loader.batch(consumed, index) for index in range(loader.micro_batches(consumed))]
         valid = torch.stack([(batch.targets != IGNORE).sum() for batch in batches]).sum()
         all_reduce(valid, self.mesh, DATA_AXES)
         scale = state.scaler.scale if state.scaler else 1.0
@@ -93,8 +93,8 @@ class Step:
             state.scaler.update(overflow=not finite)
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
-        state.consumed_samples += state.loader.global_batch_size
-        state.tokens += state.loader.global_batch_size * batches[0].tokens.shape[1] * self.mesh.size(CONTEXT)
+        state.consumed_samples = loader.schedule.after(consumed)
+        state.tokens += loader.schedule.size(consumed) * batches[0].tokens.shape[1] * self.mesh.size(CONTEXT)
         return StepResult(loss_value, norm_value, lr, scale if state.scaler else None, not finite)
 
     def _settle(self, state: TrainState, total: Tensor) -> tuple[Tensor, float, float]:

@@ -6,19 +6,20 @@ import numpy as np
 import pytest
 import torch
 
+from gptlite.data.batches import BatchSchedule
 from gptlite.data.dataset import TokenDataset, TrainSampler
 from gptlite.data.loader import IGNORE, Loader
 
 LENGTH, TOKENS = 8, 1003
 
 
-def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS):
+def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ramp=None):
     train = TokenDataset(np.arange(tokens, dtype=np.uint16), LENGTH)
     return Loader(
         train,
         TokenDataset(np.arange(validation, dtype=np.uint16), LENGTH),
         TrainSampler(train.num_samples, seed=3, dataset="d"),
-        global_batch_size=total,
+        schedule=BatchSchedule(total, ramp),
         micro_batch_size=micro,
         token_bytes=np.arange(1000) % 5,
         device=torch.device("cpu"),
@@ -65,6 +66,35 @@ def test_the_global_batch_is_the_same_however_it_is_cut(consumed):
     for micro, size in [(1, 1), (2, 2), (1, 4), (3, 4), (4, 3), (1, 12)]:
         cut = global_batch(consumed, micro, size)
         assert all(torch.equal(cut[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_growing_batch_is_read_ahead_as_it_will_be_asked_for(size, monkeypatch):
+    read = []
+    real = Loader._read
+    monkeypatch.setattr(Loader, "_read", lambda self, *key: read.append(key) or real(self, *key))
+    readers = [loader(1, rank=rank, size=size, ramp=(4, 4, 20)) for rank in range(size)]
+    ids, consumed, order = [], 0, []
+    for _ in range(8):
+        for micro in range(readers[0].micro_batches(consumed)):
+            order.append((consumed, micro))
+            ids += [int(reader.batch(consumed, micro).sample_ids[0]) for reader in readers]
+        consumed = readers[0].schedule.after(consumed)
+    for reader in readers:
+        reader.close()
+    assert ids == list(range(3 * 4 + 2 * 8 + 3 * 12))
+    assert [key for key in read if key[0] < consumed].count((0, 0)) == size
+    assert sorted(key for key in read if key[0] < consumed) == sorted(order * size)
+
+
+def test_what_is_skipped_is_not_read():
+    reader = loader(micro=4)
+    first = reader.batch(0, 0)
+    reader.schedule = reader.schedule.skipping([(2, 7)])
+    assert reader.batch(0, 0).sample_ids.tolist() == [0, 1, 7, 8]
+    reader.schedule = BatchSchedule(12)
+    assert torch.equal(reader.batch(0, 0).tokens, first.tokens)
+    reader.close()
 
 
 def test_a_run_resumes_by_one_integer():

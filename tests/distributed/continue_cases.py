@@ -44,8 +44,8 @@ def train(config: Config, world: int, name: str, stop_at: int | None = None) -> 
     def batch(self: Loader, consumed_samples: int, micro_index: int) -> Batch:
         given = original(self, consumed_samples, micro_index)
         texts = tuple(_digest(*row) for row in zip(given.tokens, given.targets, strict=True))
-        step = consumed_samples // self.global_batch_size + 1
-        if step == stop_at and micro_index == 0 and rank == world - 1:
+        begins = stop_at is not None and consumed_samples == self.schedule.after(0, stop_at - 1) and micro_index == 0
+        if begins and rank == world - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         fed.append(Fed(consumed_samples, micro_index, tuple(given.sample_ids.tolist()), texts))
         return given

@@ -205,6 +205,25 @@ def test_no_sample_is_skipped_or_repeated_where_the_data_degree_changes(
     assert cut == whole
 
 
+@pytest.mark.slow
+def test_a_growing_batch_is_the_same_on_any_layout(trainer: Trainer, tmp_path: Path):
+    """Batches of 4, 8 and 12 samples: pipeline stages change their schedule on the way, data ranks their share."""
+    ramp = ["data.batch_ramp=[4,4,60]", "trainer.max_steps=16", "schedule.warmup_steps=15", "checkpoint.interval=0"]
+    whole = samples(trainer.train(Run(SINGLE, 4), tmp_path / "whole", *ramp))
+    assert [number for number, _ in whole] == list(range(8 * 4 + 4 * 8 + 4 * 12))
+    pieces = [(other(data=2, micro=2), 4), (other(pipeline=2, data=2, micro=1), 10), (other(data=4, zero=1), None)]
+    cut = []
+    for run, stop_at in pieces:
+        cut += samples(trainer.train(run, tmp_path / "cut", *ramp, stop_at=stop_at))
+    assert cut == whole
+    ours, theirs = ({row["step"]: row for row in rows(tmp_path / name) if "loss" in row} for name in ("cut", "whole"))
+    assert list(ours) == list(theirs) == list(range(1, 17))
+    for step, row in theirs.items():
+        size = [4] * 8 + [8] * 4 + [12] * 4
+        assert row["tokens"] == ours[step]["tokens"] == 16 * sum(size[:step])
+        assert ours[step]["loss"] == pytest.approx(row["loss"], rel=CLOSE)
+
+
 def samples(trained: list[Trained]) -> list[tuple[int, str]]:
     """Number and text of each sample that was fed, in order: of a micro-batch, the data ranks' parts side by side."""
     parts: dict[int, list[Fed]] = {}

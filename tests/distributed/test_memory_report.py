@@ -113,7 +113,7 @@ def test_predictions_are_near_what_is_found(overrides):
     with closing(state.loader):
         step(state)
         said = expected(config, state, step)
-        with MemoryWatch(state.parts, state.optimizer, step.mesh.device, step.accumulation) as watch:
+        with MemoryWatch(state.parts, state.optimizer, step.mesh.device, state.loader.num_micro_batches) as watch:
             step(state)
     found = watch.found()
     print(said.activations / found.activations, found)
@@ -142,7 +142,7 @@ def test_phases_of_a_step():
     _, state, step = started("precision=fp32")
     with closing(state.loader):
         step(state)
-        with MemoryWatch(state.parts, state.optimizer, step.mesh.device, step.accumulation) as watch:
+        with MemoryWatch(state.parts, state.optimizer, step.mesh.device, state.loader.num_micro_batches) as watch:
             step(state)
     found = watch.found()
     parameters, phases = found.state.parameters, found.phases

@@ -142,3 +142,19 @@ def test_without_proc_the_peak_remains(tmp_path):
     current, peak = resident_bytes(tmp_path / "absent")
     assert current is None
     assert peak > 10 * 2**20
+
+
+def test_smaller_batches_count_for_what_they_hold():
+    """A batch of one sample where four are full takes a quarter of the time, and so does the ETA of what is left."""
+    clock = Clock()
+    meter = make(clock)
+    clock.now += 1.0
+    meter.step(4)
+    meter.read()
+    for _ in range(2):
+        clock.now += 0.25
+        meter.step(1)
+    row = meter.read()
+    assert row["step_seconds"] == pytest.approx(0.25)
+    assert (row["tokens_per_second"], row["samples_per_second"]) == pytest.approx((1000, 4))
+    assert meter.eta_seconds(2.5) == pytest.approx(2.5)

@@ -285,7 +285,7 @@ def test_no_stage_is_longer_than_it_has_to_be():
 )
 def test_a_micro_batch_left_open_is_the_largest_that_runs(config, global_batch, data, micro):
     config = ParallelismConfig(**config)
-    assert largest_micro_batch(config, global_batch, data) == micro
+    assert largest_micro_batch(config, [global_batch], data) == micro
     able = [
         size
         for size in range(1, MAX_MICRO_BATCH + 1)

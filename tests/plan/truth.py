@@ -88,7 +88,9 @@ def counted(config: Config) -> Counted:
 def count_bytes(state: TrainState, step: Step) -> RankBytes:
     """The most that a step takes, by category, each at its most; activations are all that is no model state."""
     with ExitStack() as stack:
-        watch = stack.enter_context(MemoryWatch(state.parts, state.optimizer, step.mesh.device, step.accumulation))
+        watch = stack.enter_context(
+            MemoryWatch(state.parts, state.optimizer, step.mesh.device, state.loader.num_micro_batches)
+        )
         for part in state.parts:  # at each backward pass, not the step's last alone
             stack.callback(part.register_forward_hook(_sampling(watch)).remove)
         weights = _Stage.backward_weight_one_chunk
