@@ -94,7 +94,8 @@ def start_ranks(config: Config, world: int, started: float) -> Ended:
     from gptlite.ops.select import select_ops
 
     # Refuses what cannot run before a rank starts, and compiles the kernels once before all ranks want them.
-    select_ops(config.ops, torch.device("cuda" if torch.cuda.device_count() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.device_count() else "cpu")
+    select_ops(config.ops, device, documents=config.data.documents)
     return rank_ending(config, world, started)
 
 

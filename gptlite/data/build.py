@@ -143,6 +143,7 @@ def build_loader(
         data_rank=mesh.data_rank,
         data_size=mesh.data_size,
         positions=_positions(config.sequence_length, mesh),
+        document_end=prepared.tokenizer.eod if config.documents else None,
     )
 
 

@@ -1,6 +1,18 @@
 """What is read, and in what batches."""
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class Packing(Enum):
+    """How documents share a sequence. Both read the same tokens, document after document.
+
+    `concatenate`: a sequence is one text, whatever it holds. `documents`: each document in it is read as if it were
+    alone: attention does not look into another, positions begin anew, and no token is predicted from another's end.
+    """
+
+    concatenate = "concatenate"
+    documents = "documents"
 
 
 @dataclass
@@ -11,7 +23,13 @@ class DataConfig:
     micro_batch_size: int | None = None  # null: the largest up to 16 that the layout can run
     sequence_length: int = 256
     batch_ramp: list[int] | None = None  # [first size, increment, samples]: the global batch grows meanwhile
+    packing: Packing = Packing.concatenate
     cache_dir: str = "~/.cache/gptlite"
+
+    @property
+    def documents(self) -> bool:
+        """Whether documents that share a sequence are kept apart."""
+        return self.packing is Packing.documents
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Batches, as a pure function of how many samples came before."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,14 +21,19 @@ class Batch:
     tokens: torch.Tensor  # int64[B, S]
     targets: torch.Tensor  # int64[B, S], IGNORE where nothing is predicted
     sample_ids: torch.Tensor  # int64[B], the sample's number in the whole run, or the chunk's when validating
+    documents: torch.Tensor | None = None  # int64[B, S], of all positions: where the document of each one begins
 
     def pin_memory(self) -> "Batch":
         """A copy in page-locked memory, from which a GPU can fetch while it computes."""
-        return Batch(self.tokens.pin_memory(), self.targets.pin_memory(), self.sample_ids.pin_memory())
+        return self._each(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on `device`; the copy is asynchronous from pinned memory."""
-        return Batch(*(t.to(device, non_blocking=True) for t in (self.tokens, self.targets, self.sample_ids)))
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        documents = None if self.documents is None else change(self.documents)
+        return Batch(change(self.tokens), change(self.targets), change(self.sample_ids), documents)
 
 
 class Loader:
@@ -36,7 +41,8 @@ class Loader:
 
     Which samples a global batch has, `schedule` says. Micro-batch m takes the next B * R of them and rank r of R its B,
     so the ranks' parts, side by side, are the global batch in order for any R. Nothing is remembered: to resume is to
-    ask for the same `consumed_samples`. Of each sample a rank gets the tokens at `positions`, by default all.
+    ask for the same `consumed_samples`. Of each sample a rank gets the tokens at `positions`, by default all. With
+    `document_end`, the id that ends a document, batches say where documents begin, and nothing is predicted from it.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class Loader:
         data_rank: int = 0,
         data_size: int = 1,
         positions: np.ndarray | None = None,
+        document_end: int | None = None,
     ):
         self._train = train
         self._validation = validation
@@ -62,6 +69,7 @@ class Loader:
         self._data_rank = data_rank
         self._data_size = data_size
         self._positions = positions
+        self._document_end = document_end
         self._schedule = schedule
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         # Micro-batches being read, by their place, each the next of the one before it.
@@ -137,10 +145,12 @@ class Loader:
         """
         chunks = self._validation_chunks(limit)
         if len(chunks) not in self._bytes_counted:
-            self._bytes_counted[len(chunks)] = sum(
-                int(self._token_bytes[self._validation[int(chunk)][1:]].sum()) for chunk in chunks
-            )
+            self._bytes_counted[len(chunks)] = sum(self._bytes(self._validation[int(chunk)]) for chunk in chunks)
         return self._bytes_counted[len(chunks)]
+
+    def _bytes(self, values: np.ndarray) -> int:
+        counted = values[1:] if self._document_end is None else values[1:][values[:-1] != self._document_end]
+        return int(self._token_bytes[counted].sum())
 
     def _validation_chunks(self, limit: int | None) -> np.ndarray:
         total = self._validation.num_chunks
@@ -172,6 +182,18 @@ class Loader:
             values = dataset[int(chunk)]
             tokens[row, : len(values) - 1] = values[:-1]
             targets[row, : len(values) - 1] = values[1:]
+        documents = None
+        if self._document_end is not None:
+            targets[tokens == self._document_end] = IGNORE
+            documents = torch.from_numpy(document_starts(tokens, self._document_end))
         if self._positions is not None:
             tokens, targets = tokens[:, self._positions], targets[:, self._positions]
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(ids))
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(ids), documents)
+
+
+def document_starts(tokens: np.ndarray, end: int) -> np.ndarray:
+    """int64[B, S]: where in its row of `tokens` the document of each token begins; `end` is the last of a document."""
+    starts = np.zeros_like(tokens)
+    begins = np.nonzero(tokens[:, :-1] == end)
+    starts[begins[0], begins[1] + 1] = begins[1] + 1
+    return np.maximum.accumulate(starts, axis=1)

@@ -17,6 +17,7 @@ from gptlite.ops.select import Ops
 class ContextCut(Protocol):
     """What a model knows of the ranks that its sequences are cut over: each has two chunks, an early and a late one."""
 
+    size: int  # how many ranks
     whole: bool  # no sequence is cut for now
 
     def starts(self, length: int) -> tuple[int, int]:
@@ -54,7 +55,14 @@ class CausalSelfAttention(nn.Module):
         self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.bias, fused=ops.linear)
         self.proj = Linear(config.d_model, config.d_model, bias=config.bias, fused=ops.linear)
 
-    def forward(self, x: Tensor, key: DropoutKey | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        key: DropoutKey | None = None,
+        cache: LayerCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """`mask` bool [B, 1, S, S of the whole sequence], True where a query is not to see a key before it."""
         # The local number of heads follows from the tensor, so a shard of the heads needs no other code.
         qkv = self.qkv(x)
         batch, length, _ = qkv.shape  # not x's, which may be a slice of the sequence
@@ -62,22 +70,24 @@ class CausalSelfAttention(nn.Module):
         if key is not None:
             key = replace(key, first_head=self.first_head)
         if self.context is not None and not self.context.whole:
-            out = self._over_ranks(qkv, key, self.context)
+            out = self._over_ranks(qkv, key, mask, self.context)
         elif cache is None:
-            out = packed_causal_attention(qkv, self.implementation, self.dropout, key)
+            out = packed_causal_attention(qkv, self.implementation, self.dropout, key, mask)
         else:
             q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # [B, H, S, D] each
             k, v = cache.append(k, v)
             out = causal_attention(q, k, v, self.implementation, self.dropout, key).transpose(1, 2)
         return self.proj(out.reshape(batch, length, -1))
 
-    def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, context: ContextCut) -> Tensor:
+    def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, mask: Tensor | None, context: ContextCut) -> Tensor:
         """qkv [B, s, H, 3, D] of this rank's two chunks -> [B, s, H, D]. No query meets a key after its chunk."""
         length = qkv.shape[1]
         pairs, memory = context.keys_and_values(qkv)
         queries = qkv[:, :, :, 0].transpose(1, 2).chunk(2, 2)
+        masks = (None, None) if mask is None else mask.chunk(2, 2)
         outs = []
-        for q, (k, v), start in zip(queries, pairs, context.starts(length), strict=True):
+        for q, (k, v), start, hidden in zip(queries, pairs, context.starts(length), masks, strict=True):
             own = None if key is None else replace(key, first_position=start)
-            outs.append(causal_attention(q, k, v, self.implementation, self.dropout, own).transpose(1, 2))
+            seen = None if hidden is None else hidden[..., : k.shape[2]]
+            outs.append(causal_attention(q, k, v, self.implementation, self.dropout, own, seen).transpose(1, 2))
         return context.give_back(torch.cat(outs, 1), qkv, memory)

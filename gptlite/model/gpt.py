@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlite.model.attention import CausalSelfAttention, ContextCut
@@ -58,13 +59,18 @@ class Block(nn.Module):
         self.mlp = MLP(config, ops)
 
     def forward(
-        self, x: Tensor, sample_ids: Tensor | None = None, sites: Tensor | None = None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        sample_ids: Tensor | None = None,
+        sites: Tensor | None = None,
+        cache: LayerCache | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
-        """Dropout needs the batch's sample_ids [B] and the numbers of its sites [3]."""
+        """Dropout needs the batch's sample_ids [B] and the numbers of its sites [3]. `mask` is attention's."""
         first, gap = positions(self.tensor_axis, self.context, x.shape[1])
         attention_key = self._key(0, sample_ids, sites, 0)  # attention sees all positions
         residual_key, mlp_key = (self._key(i, sample_ids, sites, first, gap) for i in (1, 2))
-        attended = self.attn(self.attn_norm(x), attention_key, cache).to(x.dtype)
+        attended = self.attn(self.attn_norm(x), attention_key, cache, mask).to(x.dtype)
         normed, x = self.mlp_norm.after_residual(attended, x, self.dropout, residual_key)
         return x + dropout(self.mlp(normed).to(x.dtype), self.dropout, mlp_key, self.fused_dropout)
 
@@ -143,14 +149,17 @@ class GPT(nn.Module):
         targets: Tensor | None,
         sample_ids: Tensor | None = None,
         caches: list[LayerCache] | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """The sum of the token losses, fp32, in nats; without targets, logits [B, V] of the token after the last.
 
         A part without the head gives its activations [B, S, d]. x: tokens [B, S] int64, or the activations of the
         part before. targets [B, S] int64 (-100 counts nothing); sample_ids [B], the global sample numbers that
-        dropout is drawn from while training. With caches, one a layer, `x` continues what they hold.
+        dropout is drawn from while training. With caches, one a layer, `x` continues what they hold. `documents` int64
+        [B, S], of the whole sequence wherever it is cut, has for each position the first of its document: positions are
+        counted from there, and attention does not look back past it.
         """
-        hidden = self.hidden(x, sample_ids, caches)
+        hidden = self.hidden(x, sample_ids, caches, documents)
         if self.head is None:
             return hidden
         vocab_size = self.config.vocab_size or self.config.padded_vocab_size
@@ -160,21 +169,37 @@ class GPT(nn.Module):
         """Logits [B, V] of the token after the last."""
         return self(tokens, None, caches=caches)
 
-    def hidden(self, x: Tensor, sample_ids: Tensor | None, caches: list[LayerCache] | None = None) -> Tensor:
+    def hidden(
+        self,
+        x: Tensor,
+        sample_ids: Tensor | None,
+        caches: list[LayerCache] | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """The last layer's output [B, S, d], normed in the last part. Raises ValueError past the learned positions."""
         dropping = sample_ids is not None and self.training and self.config.dropout > 0.0
         if self.token_embedding is not None:
-            x = self._embed(x, sample_ids if dropping else None, caches[0].length if caches else 0)
-        sites = None
+            x = self._embed(x, sample_ids if dropping else None, caches[0].length if caches else 0, documents)
+        sites, mask = None, None if documents is None else self._other_documents(documents)
         if dropping:
             # A tensor: as a Python number it would be compiled into each block, a graph a layer.
             count = SITES_PER_BLOCK * self.config.num_layers
             sites = EMBEDDING_SITE + 1 + torch.arange(count, device=x.device).view(-1, SITES_PER_BLOCK)
         for i, (number, block) in enumerate(self.layers.items()):
-            x = block(x, sample_ids, None if sites is None else sites[int(number)], caches[i] if caches else None)
+            cache = caches[i] if caches else None
+            x = block(x, sample_ids, None if sites is None else sites[int(number)], cache, mask)
         return x if self.final_norm is None else self.final_norm(x)
 
-    def _embed(self, tokens: Tensor, sample_ids: Tensor | None, start: int) -> Tensor:
+    def _other_documents(self, documents: Tensor) -> Tensor:
+        """Attention's mask: bool [B, 1, positions that are here, S], True where the key is of another document."""
+        mine = documents
+        if self.context is not None and not self.context.whole:
+            chunk = documents.shape[1] // (2 * self.context.size)
+            starts = self.context.starts(2 * chunk)
+            mine = torch.cat([documents[:, start : start + chunk] for start in starts], 1)
+        return (mine[:, :, None] != documents[:, None, :]).unsqueeze(1)
+
+    def _embed(self, tokens: Tensor, sample_ids: Tensor | None, start: int, documents: Tensor | None) -> Tensor:
         """tokens [B, S] from position `start` on -> [B, S, d], or this rank's slice of the sequence; of a sequence that
         is cut over ranks, the tokens that are here."""
         assert self.token_embedding is not None
@@ -186,7 +211,12 @@ class GPT(nn.Module):
         first, gap = positions(self.tensor_axis, self.context, x.shape[1])
         first, half = start + first, x.shape[1] // 2
         learned = self.position_embedding.weight
-        if gap:
+        if documents is not None:
+            counted = torch.arange(documents.shape[1], device=documents.device) - documents
+            second = first + half + gap
+            mine = torch.cat([counted[:, first : first + half], counted[:, second : second + x.shape[1] - half]], 1)
+            x = x + F.embedding(mine, learned).to(self.compute_dtype)
+        elif gap:
             second = first + half + gap
             x = x + torch.cat([learned[first : first + half], learned[second : second + half]]).to(self.compute_dtype)
         else:

@@ -28,9 +28,12 @@ def causal_attention(
 
     q [B, H, Sq, D]; k, v [B, H, Sk, D], Sq <= Sk: the queries are the last Sq positions. Returns [B, H, Sq, D].
     `mask`, bool and broadcast to [B, H, Sq, Sk], hides more where it is True; a query that sees nothing gets zeros.
-    Dropout and masks always write the scores out: SDPA's own mask would depend on the layout.
+    Dropout always writes the scores out, since SDPA's own would depend on the layout; so do masks, but for SDPA.
     """
     dropping = dropout_p > 0.0 and key is not None
+    if mask is not None and choice is Attention.sdpa and not dropping:
+        hidden = mask | _future(q.shape[-2], k.shape[-2], q.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
     if dropping or mask is not None or choice is Attention.fused_softmax:
         fused = choice in (Attention.fused_softmax, Attention.fused)
         return _written_out(q, k, v, mask, dropout_p, key if dropping else None, fused)
@@ -44,13 +47,17 @@ def causal_attention(
 
 
 def packed_causal_attention(
-    qkv: Tensor, choice: Attention, dropout_p: float = 0.0, key: DropoutKey | None = None
+    qkv: Tensor,
+    choice: Attention,
+    dropout_p: float = 0.0,
+    key: DropoutKey | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """The same of a projection's output qkv [B, S, H, 3, D]. Returns [B, S, H, D], as the next projection takes it."""
-    if choice is Attention.fused and (dropout_p == 0.0 or key is None) and qkv.shape[1] > 1:
+    if choice is Attention.fused and (dropout_p == 0.0 or key is None) and mask is None and qkv.shape[1] > 1:
         return _PackedAttention.apply(qkv)
     q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
-    return causal_attention(q, k, v, choice, dropout_p, key).transpose(1, 2)
+    return causal_attention(q, k, v, choice, dropout_p, key, mask).transpose(1, 2)
 
 
 def _future(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ from gptlite.kernels.library import Loaded, Unavailable, load
 from gptlite.ops.config import Attention, CrossEntropy, Implementation, LayerNorm, OpsConfig
 
 AMX = "amx_bf16"
+MASKED = (Attention.sdpa, Attention.fused_softmax, Attention.matmul)  # attention that can keep to documents
 # The keys whose choice is between our kernel and a reference.
 PLAIN = ("layer_norm", "bias_gelu", "dropout", "adamw")
 
@@ -31,8 +32,11 @@ class Ops:
     reasons: tuple[str, ...] = ()
 
 
-def select_ops(config: OpsConfig, device: torch.device, log: Callable[[str], None] = print) -> Ops:
-    """The ops that run on a device. Raises ConfigError where a path asked for cannot run.
+def select_ops(
+    config: OpsConfig, device: torch.device, log: Callable[[str], None] = print, documents: bool = False
+) -> Ops:
+    """The ops that run on a device. Raises ConfigError where a path asked for cannot run. `documents`: attention is to
+    keep to documents, and needs a mask.
 
     Builds the kernels where they are wanted and not built yet, which takes half a minute and is told to `log`.
     """
@@ -42,7 +46,7 @@ def select_ops(config: OpsConfig, device: torch.device, log: Callable[[str], Non
     apex_norm = _apex_norm(config, device, chosen)
     paths = {key: _plain(config, key, library, chosen) for key in PLAIN if key not in chosen}
     cross_entropy = _cross_entropy(config, library, chosen)
-    attention = _attention(config, device, library, chosen)
+    attention = _attention(config, device, library, chosen, documents)
     words = tuple(_words(chosen))
     return Ops(attention, cross_entropy, linear=linear, **paths, apex_norm=apex_norm, reasons=words)
 
@@ -150,13 +154,24 @@ def _cross_entropy(config: OpsConfig, library: Loaded | Unavailable, chosen: dic
 
 
 def _attention(
-    config: OpsConfig, device: torch.device, library: Loaded | Unavailable, chosen: dict[str, str]
+    config: OpsConfig,
+    device: torch.device,
+    library: Loaded | Unavailable,
+    chosen: dict[str, str],
+    documents: bool,
 ) -> Attention:
     choice, why = config.attention, "asked for"
     if choice is Attention.auto:
         choice, why = _auto_attention(config, device, library)
+        if documents and choice is Attention.fused:  # it knows no mask but the causal one
+            choice, why = Attention.fused_softmax, f"{why}; data.packing=documents needs a mask"
     else:
         _refuse_attention(choice, device, library)
+        if documents and choice not in MASKED:
+            raise ConfigError(
+                f"ops.attention={choice.value} has no mask, which data.packing=documents needs; use "
+                f"ops.attention=auto, {', '.join(each.value for each in MASKED)}, or data.packing=concatenate"
+            )
     chosen["attention"] = f"{choice.value} ({why})"
     return choice
 

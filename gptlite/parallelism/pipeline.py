@@ -4,8 +4,8 @@ The schedules are torch.distributed.pipelining's: GPipe (Huang et al. 2019, arXi
 2019, arXiv:1806.03377), interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), and the zero-bubble schedules,
 which compute input gradients first and weight gradients later (Qi et al. 2023, arXiv:2401.10241).
 
-A part is a module called with (tokens or activations, targets, sample_ids). It returns activations [B, S, d]; the last
-part returns the sum of the token losses.
+A part is a module called with (tokens or activations, targets, sample_ids, documents=...). It returns activations
+[B, S, d]; the last part returns the sum of the token losses.
 """
 
 from __future__ import annotations
@@ -45,11 +45,15 @@ SCHEDULES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches of a step on this rank: int64 tokens and targets [B, S] and sample_ids [B] of each."""
+    """The micro-batches of a step on this rank: int64 tokens and targets [B, S] and sample_ids [B] of each.
+
+    `documents` int64 [B, S] of whole sequences, for a model whose attention keeps to documents.
+    """
 
     tokens: Sequence[Tensor]
     targets: Sequence[Tensor]
     sample_ids: Sequence[Tensor]
+    documents: Sequence[Tensor] | None = None
 
 
 class OnePart:
@@ -64,7 +68,10 @@ class OnePart:
         count = len(batches.tokens)
         for index in range(count):
             before_backward(self.part, self.zero, last=index == count - 1)
-            out = self.part(batches.tokens[index], batches.targets[index], batches.sample_ids[index])
+            documents = None if batches.documents is None else batches.documents[index]
+            out = self.part(
+                batches.tokens[index], batches.targets[index], batches.sample_ids[index], documents=documents
+            )
             loss = out / valid
             loss.backward()
             total += loss.detach()
@@ -122,12 +129,12 @@ class Pipeline:
         self.valid = valid
         if len(batches.tokens) != self._micro_batches:
             self._build(len(batches.tokens))
-        targets, sample_ids = torch.cat(list(batches.targets)), torch.cat(list(batches.sample_ids))
+        targets, given = torch.cat(list(batches.targets)), {"sample_ids": torch.cat(list(batches.sample_ids))}
+        if batches.documents is not None:
+            given["documents"] = torch.cat(list(batches.documents))
         inputs = (torch.cat(list(batches.tokens)),) if self.has_first else ()
         losses: list[Tensor] = []
-        self.schedule.step(
-            *inputs, target=targets, losses=losses, return_outputs=False, targets=targets, sample_ids=sample_ids
-        )
+        self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False, targets=targets, **given)
         total = torch.zeros((), device=valid.device)
         for loss in losses:
             total += loss.detach()
@@ -148,8 +155,8 @@ class _Plain(nn.Module):
         super().__init__()
         self.part = part
 
-    def forward(self, x: Tensor, targets: Tensor, sample_ids: Tensor) -> Tensor:
-        return self.part(x, targets, sample_ids)
+    def forward(self, x: Tensor, targets: Tensor, sample_ids: Tensor, documents: Tensor | None = None) -> Tensor:
+        return self.part(x, targets, sample_ids, documents=documents)
 
 
 class _Stage(PipelineStage):

@@ -88,7 +88,7 @@ def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[S
 def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
     """A run's state before its first step, and how it takes steps."""
     policy = resolve_precision(config.precision, mesh.device)
-    ops = agreed_ops(config.ops, mesh)
+    ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
     data = prepare(config.data, config.seed, lambda _: None, mesh)
     config = with_vocabulary(config, data.tokenizer.vocab_size)
     with torch.device("meta"):

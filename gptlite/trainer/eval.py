@@ -54,7 +54,7 @@ def evaluate(
             if interrupted():
                 return None
             shape = (len(batch.tokens), chain.slice_length(batch.tokens.shape[1]), part.config.d_model)
-            call = partial(_forward, batch.targets)
+            call = partial(_forward, batch)
             loss = chain.run(batch.tokens, call, shape, part.compute_dtype)
             if loss is not None and counts:
                 sums += torch.stack([loss.double(), (batch.targets != IGNORE).sum().double()])
@@ -62,5 +62,5 @@ def evaluate(
     return Evaluation(nats, int(tokens), text_bytes)
 
 
-def _forward(targets: torch.Tensor, index: int, part: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return part(x, targets)
+def _forward(batch: Batch, index: int, part: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return part(x, batch.targets, documents=batch.documents)

@@ -25,8 +25,12 @@ from gptlite.trainer.state import TrainState
 class Diverged(RuntimeError):
     """The loss or the gradient is not finite, and no smaller loss scale is left to try.
 
-    The parameters are those of the step before.
+    The parameters are those of the step before. `what` says which, without the step.
     """
+
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(f"step {step}: {what}")
+        self.what = what
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Step:
                 [batch.tokens for batch in batches],
                 [batch.targets for batch in batches],
                 [batch.sample_ids for batch in batches],
+                None if batches[0].documents is None else [batch.documents for batch in batches],
             ),
             valid / scale if state.scaler else valid,
         )
@@ -82,7 +87,7 @@ class Step:
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if not finite and (state.scaler is None or state.scaler.exhausted):
             words = f", at a loss scale of {scale:g} that goes no lower" if state.scaler else ""
-            raise Diverged(f"step {state.step + 1}: loss {loss_value}, gradient norm {norm_value}{words}")
+            raise Diverged(state.step + 1, f"loss {loss_value}, gradient norm {norm_value}{words}")
         lr = self.peak_lr * state.schedule.factor(state.step)
         if finite:
             set_lr(state.optimizer, lr)

@@ -13,7 +13,7 @@ from gptlite.data.loader import IGNORE, Loader
 LENGTH, TOKENS = 8, 1003
 
 
-def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ramp=None):
+def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ramp=None, end=None):
     train = TokenDataset(np.arange(tokens, dtype=np.uint16), LENGTH)
     return Loader(
         train,
@@ -25,6 +25,7 @@ def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ram
         device=torch.device("cpu"),
         data_rank=rank,
         data_size=size,
+        document_end=end,
     )
 
 
@@ -82,7 +83,7 @@ def test_a_growing_batch_is_read_ahead_as_it_will_be_asked_for(size, monkeypatch
         consumed = readers[0].schedule.after(consumed)
     for reader in readers:
         reader.close()
-    assert ids == list(range(3 * 4 + 2 * 8 + 3 * 12))
+    assert ids == list(range(3 * 4 + 1 * 8 + 4 * 12))
     assert [key for key in read if key[0] < consumed].count((0, 0)) == size
     assert sorted(key for key in read if key[0] < consumed) == sorted(order * size)
 
@@ -214,3 +215,31 @@ def test_on_a_gpu():
         batch = reader.batch(0, m)
         assert batch.tokens.is_cuda
         assert torch.equal(batch.tokens.cpu(), loader().batch(0, m).tokens)
+
+
+def test_batches_say_where_documents_begin_and_predict_nothing_from_an_end():
+    """The text counts upwards: with 20 as the end, one document ends at position 4 of the third chunk."""
+    reader = loader(micro=12, end=20, tokens=97)
+    rows = {int(row[0]): n for n, row in enumerate(reader.batch(0, 0).tokens)}
+    batch, plain = reader.batch(0, 0), loader(micro=12, tokens=97).batch(0, 0)
+    assert batch.documents[rows[16]].tolist() == [0, 0, 0, 0, 0, 5, 5, 5]
+    assert batch.documents[[n for first, n in rows.items() if first != 16]].abs().sum() == 0
+    assert torch.equal(batch.tokens, plain.tokens)
+    assert (batch.targets != plain.targets).nonzero().tolist() == [[rows[16], 4]]
+    assert batch.targets[rows[16], 4] == IGNORE
+    assert plain.documents is None
+
+
+def test_a_rank_of_a_cut_sequence_knows_all_documents():
+    reader = loader(micro=12, end=20, tokens=97)
+    reader._positions = np.array([0, 1, 6, 7])
+    batch, whole = reader.batch(0, 0), loader(micro=12, end=20, tokens=97).batch(0, 0)
+    assert torch.equal(batch.documents, whole.documents)
+    assert torch.equal(batch.targets, whole.targets[:, [0, 1, 6, 7]])
+
+
+def test_bytes_leave_out_what_is_not_predicted():
+    reader = loader(end=20)
+    counted = torch.cat([b.targets[b.targets != IGNORE] for b in reader.validation_batches()])
+    assert sorted(counted.tolist()) == [n for n in range(1, 100) if n != 21]
+    assert reader.validation_bytes() == int((counted % 5).sum())

@@ -114,3 +114,13 @@ def test_attention_of_a_gpu_is_refused_on_a_cpu(with_kernels, choice):
 def test_attention_of_a_cpu_is_refused_on_a_gpu(with_kernels):
     with pytest.raises(ConfigError, match=r"ops\.attention=fused is for CPUs"):
         select_ops(OpsConfig(attention=Attention.fused), CUDA)
+
+
+def test_documents_need_an_attention_with_a_mask(with_kernels):
+    ops = select_ops(OpsConfig(), CPU, documents=True)
+    assert ops.attention is Attention.fused_softmax
+    assert "fused_softmax (avx512 kernels; data.packing=documents needs a mask)" in ", ".join(ops.reasons)
+    assert select_ops(OpsConfig(), CUDA, documents=True).attention is Attention.sdpa
+    assert select_ops(REFERENCE, CPU, documents=True).attention is Attention.matmul
+    with pytest.raises(ConfigError, match=r"ops\.attention=fused has no mask, which data\.packing"):
+        select_ops(OpsConfig(attention=Attention.fused), CPU, documents=True)
