@@ -53,6 +53,7 @@ def check(config: Config) -> None:
     _fp8(config)
     _master_weights(config)
     _trainer(config)
+    _spike(config)
     check_optimizer(config.optimizer, config.schedule, config.trainer.max_steps)
     layout = config.parallelism
     check_placement(config.optimizer, layout.zero, layout.tensor, layout.offload.value)
@@ -344,6 +345,25 @@ def _trainer(config: Config) -> None:
     for key in ("eval_interval", "sample_tokens", "max_restarts", "replica_check_interval"):
         if getattr(trainer, key) < 0:
             raise ConfigError(f"trainer.{key}={getattr(trainer, key)} must not be negative; 0 turns it off")
+
+
+def _spike(config: Config) -> None:
+    spike = config.trainer.spike
+    if spike.policy not in ("none", "skip"):
+        hint = did_you_mean(spike.policy, ("none", "skip"))
+        raise ConfigError(f"trainer.spike.policy={spike.policy} is not none or skip{hint}")
+    least = {"window": 8, "threshold": 0, "rise": 0, "patience": 1, "margin": 0, "max_rewinds": 0}
+    for key, value in least.items():
+        if not getattr(spike, key) >= value:
+            raise ConfigError(f"trainer.spike.{key}={getattr(spike, key)} must be at least {value}")
+    if spike.policy == "none":
+        return
+    if not config.checkpoint.interval:
+        raise ConfigError("trainer.spike.policy=skip goes back to checkpoints, and checkpoint.interval=0 saves none; "
+                          "give one, e.g. checkpoint.interval=250")  # fmt: skip
+    if config.checkpoint.keep == 1:
+        raise ConfigError("trainer.spike.policy=skip with checkpoint.keep=1: the one kept may be from within a spike; "
+                          "use checkpoint.keep=2 or more, or 0 for all")  # fmt: skip
 
 
 def _ops(config: Config) -> None:

@@ -176,16 +176,16 @@ def with_vocabulary(config: Config, vocab_size: int) -> Config:
     return config
 
 
-def _refuse_added_keys(config: DictConfig, typed_config: Config) -> None:
+def _refuse_added_keys(node: DictConfig, schema: Any, prefix: str = "") -> None:
     """A key given with `+` passes Hydra whatever it is, and nothing would read it."""
     from gptlite.config_errors import unknown_key
 
-    for section in ("", "run", *SCHEMAS):
-        if section and section not in config:  # taken out with ~: the defaults of its class
-            continue
-        node, schema = (config[section], getattr(typed_config, section)) if section else (config, typed_config)
-        for key in set(node) - {item.name for item in dataclasses.fields(schema)}:
-            raise ConfigError(unknown_key(f"{section}.{key}".lstrip(".")))
+    known = {item.name for item in dataclasses.fields(schema)}
+    for key in set(node) - known:
+        raise ConfigError(unknown_key(f"{prefix}{key}"))
+    for key in known & set(node):  # a section that is not there was taken out with ~: it has its class's defaults
+        if dataclasses.is_dataclass(value := getattr(schema, str(key))):
+            _refuse_added_keys(node[key], value, f"{prefix}{key}.")
 
 
 def choices(group: str) -> str:
@@ -278,6 +278,8 @@ def _keys(cls: type, prefix: str) -> Iterator[str]:
                 yield from _keys(schema, f"{item.name}.")
         elif item.name == "run":
             yield from _keys(RunConfig, "run.")
+        elif isinstance(item.type, type) and dataclasses.is_dataclass(item.type):
+            yield from _keys(item.type, f"{prefix}{item.name}.")
 
 
 def parse_arguments(schema: type[T], arguments: list[str]) -> T:

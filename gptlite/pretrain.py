@@ -27,6 +27,7 @@ from gptlite.trainer.loop import Settings, train
 from gptlite.trainer.loss_scale import build_scaler
 from gptlite.trainer.ops import agreed_ops
 from gptlite.trainer.signals import StopSignal
+from gptlite.trainer.spike import build_spike_watch
 from gptlite.trainer.state import TrainState
 
 
@@ -47,7 +48,7 @@ def pretrain(
     mesh = build_mesh(config.parallelism)
     watch = Watch(mesh, config.parallelism.timeout_seconds)
     policy = resolve_precision(config.precision, mesh.device)
-    ops = agreed_ops(config.ops, mesh)
+    ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
     run = RunFolder(config, mesh)
     data = prepare(config.data, config.seed, run.log, mesh)
     config = with_vocabulary(config, data.tokenizer.vocab_size)
@@ -67,7 +68,8 @@ def pretrain(
     schedule = Schedule(config.schedule, config.trainer.max_steps)
     chain = Chain(parts, mesh, config.parallelism)
     scaler = build_scaler(config.precision, policy)
-    state = TrainState(chain, optimizer, schedule, loader, data.identity, scaler=scaler)
+    spikes = build_spike_watch(config.trainer.spike)
+    state = TrainState(chain, optimizer, schedule, loader, data.identity, scaler=scaler, spikes=spikes)
     passes = build_passes(
         chain,
         config.parallelism,

@@ -25,9 +25,11 @@ from gptlite.files import existing, unwritable, write_whole
 from gptlite.parallelism.main_rank import from_all, from_main
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.words import layout_words
+from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState, model_tensors
 
 LOG = "train.log"
+ORDER = "data_order.jsonl"
 OWNER = ".owner"
 # How long another rank may take to see a file that rank 0 has made: network file systems remember what was not there.
 APPEARS_SECONDS = 30.0
@@ -129,6 +131,39 @@ class RunFolder:
         """Commits a checkpoint of the state, or begins to, and returns its folder. Raises SaveFailed."""
         with self._failing_in_words(f"the checkpoint of step {state.step}"):
             return self.checkpointer.save(state.tensors(), state.meta(), to_yaml(self.config), self.tokenizer, self.log)
+
+    def rewind(self, state: TrainState, spike: Spike) -> Path | None:
+        """Loads the last good checkpoint that has read no sample from the spike's first on, and has the state skip the
+        spike's from now on. Returns the checkpoint; None if there is none. Later ones are renamed.
+
+        Raises SaveFailed for a save in flight.
+        """
+        self.finish_saves()
+        start = self.resume_from if self.config.checkpoint.load == "all" else None
+        found = self.checkpointer.rewind(spike.first, start, self.log)
+        if found is None:
+            return None
+        tracker, schedule = state.wandb_id, state.loader.schedule
+        tensors = state.tensors()
+        load_tensors(found, tensors, verified=True, log=self.log, mesh=self.mesh)
+        state.take(tensors)
+        state.load_meta(from_main(self.mesh, lambda: read_manifest(found).meta))
+        # What the checkpoint does not know stays: the ranges skipped since it was saved.
+        state.wandb_id, state.loader.schedule = tracker, schedule.skipping([(spike.first, spike.stop)])
+        self.note_order({"step": state.step, "spike_step": spike.step, "skipped": [spike.first, spike.stop]})
+        return found
+
+    def note_order(self, row: dict[str, Any]) -> None:
+        """Adds a row to data_order.jsonl, which tells what changed the order of the data.
+
+        Once: a run that is killed and goes on from before it finds the same again.
+        """
+        path, line = self.path / ORDER, json.dumps(row)
+        if self.mesh.is_main and line not in (path.read_text(encoding="utf-8").splitlines() if path.exists() else []):
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
 
     def finish_saves(self) -> None:
         """Waits for the save in flight. Raises SaveFailed."""

@@ -40,6 +40,7 @@ from gptlite.run_folder import RunFolder, SaveFailed
 from gptlite.trainer.loop import Ending, Outcome
 from gptlite.trainer.memory import offload_words, predicted
 from gptlite.trainer.report import Reporter
+from gptlite.trainer.spike import Spiked
 from gptlite.trainer.state import TrainState, model_tensors
 from gptlite.trainer.step import Diverged
 
@@ -188,6 +189,12 @@ def conclude(
         run.log(
             f"error: {error}. Stopped with the parameters of the step before; earlier checkpoints are intact. "
             f"Try a lower optimizer.lr (now {config.optimizer.lr:g}), more schedule.warmup_steps, optimizer.clip_norm=1"
+        )
+    except Spiked as error:
+        status, conclusion.exit_code = f"spiked: {error}", 1
+        run.log(
+            f"error: {error}. Nothing was saved since, and earlier checkpoints are intact. "
+            f"Try a lower optimizer.lr (now {config.optimizer.lr:g}), or skip more at once: trainer.spike.margin"
         )
     except ReplicasDiffer as error:
         status, conclusion.exit_code = f"failed: {error}", 1

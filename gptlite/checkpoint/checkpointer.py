@@ -153,6 +153,34 @@ class Checkpointer:
         from_main(self.mesh, lambda: self._refuse_running_into(held, found, resume))
         return found
 
+    def rewind(self, position: int, start: Path | None, log: Log = print) -> Path | None:
+        """The newest intact checkpoint with `consumed_samples` of at most `position`, this run's or `start`, which it
+        came from; None if there is none. This run's later ones are renamed, so that nothing resumes from them."""
+        self.finish()
+        held = from_main(self.mesh, lambda: store.step_folders(self.root))
+        found = None
+        for folder in from_main(self.mesh, lambda: _not_past(position, [*held, *([start] if start else [])], log)):
+            try:
+                verify_together(folder, log, self.mesh)
+            except DamagedCheckpoint as error:
+                log(f"checkpoint: rejected {folder}: {error.reason}")
+            else:
+                found = folder
+                break
+        if found is None:
+            return None
+
+        def leave_later() -> None:
+            later = held[: held.index(found)] if found in held else held
+            for folder in later:
+                aside = store.set_aside(folder, "superseded")
+                log(f"checkpoint: {folder.name} is now {aside.name}: it is from after the samples that are skipped")
+            if later and found in held:
+                store.point_latest(found)
+
+        from_main(self.mesh, leave_later)
+        return found
+
     def _refuse_running_into(self, held: list[Path], found: Path | None, resume: str) -> None:
         start = read_meta(found)["step"] if found and self.config.load == "all" else 0
         # What holds a step 0 holds imported weights, which a fresh start would not look at.
@@ -221,6 +249,18 @@ class Checkpointer:
             from_main(self.mesh, lambda: [store.remove(folder) for folder in going], agree)
 
 
+def _not_past(position: int, folders: list[Path], log: Log) -> list[Path]:
+    """Those that have read no sample from `position` on."""
+    good = []
+    for folder in folders:
+        try:
+            if read_meta(folder)["consumed_samples"] <= position:
+                good.append(folder)
+        except DamagedCheckpoint as error:
+            log(f"checkpoint: rejected {folder}: {error.reason}")
+    return good
+
+
 def _make_way(final: Path, log: Log) -> bool:
     """Whether the step is to be written: not if it is there intact. A damaged one is moved aside, not deleted."""
     if not final.exists():
@@ -228,6 +268,6 @@ def _make_way(final: Path, log: Log) -> bool:
     try:
         verify(final, log)
     except DamagedCheckpoint as error:
-        log(f"checkpoint: moving {final} to {store.set_aside(final).name}: {error.reason}")
+        log(f"checkpoint: moving {final} to {store.set_aside(final, 'damaged').name}: {error.reason}")
         return True
     return False

@@ -50,6 +50,7 @@ EFFECTS: dict[str, Effect] = {
     "parallelism.activation_checkpointing": Effect.safe,  # the same operations, some of them twice
     "trainer": Effect.safe,
     "trainer.compile": Effect.changes_numbers,
+    "trainer.spike": Effect.changes_numbers,
     "checkpoint": Effect.safe,
     "logger": Effect.safe,
     "cluster": Effect.safe,  # what a plan assumes of the hardware

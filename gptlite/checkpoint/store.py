@@ -97,9 +97,12 @@ def remove(folder: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def set_aside(folder: Path) -> Path:
-    """Frees a step's name by renaming the folder, which keeps what it holds. Returns where it is now."""
-    aside = folder.with_name(f"damaged-{folder.name}-{uuid.uuid4().hex[:8]}")
+def set_aside(folder: Path, why: str) -> Path:
+    """Frees a step's name by renaming the folder, which keeps what it holds. Returns where it is now.
+
+    `why` is one word, which the new name begins with.
+    """
+    aside = folder.with_name(f"{why}-{folder.name}-{uuid.uuid4().hex[:8]}")
     os.rename(folder, aside)
     return aside
 

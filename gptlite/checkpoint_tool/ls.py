@@ -3,7 +3,7 @@
 PATH is a run folder, its checkpoints folder, or a folder of runs, three levels deep. `<- auto` marks the one that
 resuming takes. A checkpoint is intact if all its files are there with their sizes; hashes=true reads every byte, as
 resuming does. Then follows what is being written or deleted (.tmp-, .trash-), or was when its process died, and what
-was set aside (damaged-). Times are UTC. Exit code 1 if one is damaged.
+was set aside (damaged-, superseded-). Times are UTC. Exit code 1 if one is damaged.
 """
 
 from dataclasses import dataclass
@@ -74,6 +74,8 @@ def _row(folder: Path, reason: str, hashes: bool, auto: bool) -> tuple[str, ...]
 def _about(left: Path, alive: bool | None) -> str:
     if left.name.startswith("damaged-"):
         return "a damaged one that made room for a new save; yours to delete"
+    if left.name.startswith("superseded-"):
+        return "from after samples that the run then skipped for a spike; yours to delete"
     word = "written" if left.name.startswith(".tmp-") else "deleted"
     if alive is None:
         return f"being {word}, or left so: this file system has no locks to tell"

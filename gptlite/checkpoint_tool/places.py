@@ -15,7 +15,7 @@ from gptlite.config import from_yaml, to_dict
 from gptlite.errors import ConfigError, did_you_mean
 
 DEPTH = 3  # levels below a folder of runs that runs are looked for: a sweep has date/time/job
-LEFT = (".tmp-*", ".trash-*", "damaged-*")
+LEFT = (".tmp-*", ".trash-*", "damaged-*", "superseded-*")
 
 
 def log(line: str) -> None:

@@ -85,6 +85,8 @@ def plan(root: Path, keep: int, every: int, damaged: bool) -> Plan:
     for left in leftovers(root):
         if left.name.startswith("damaged-"):
             (goes if damaged else stays)[left] = "set aside as damaged"
+        elif left.name.startswith("superseded-"):
+            stays[left] = "set aside after a spike: delete it by hand"
         elif alive is False:
             goes[left] = "left by a process that died"
         else:

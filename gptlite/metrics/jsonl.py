@@ -19,7 +19,7 @@ class JsonlSink:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row; it has left this process when the call returns."""
@@ -27,6 +27,12 @@ class JsonlSink:
         stamped = {"time": now, **{key: _finite(value) for key, value in row.items()}}
         self._file.write(json.dumps(stamped, allow_nan=False) + "\n")
         self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Moves rows later than `step` aside, see `truncate_after`."""
+        self.close()
+        truncate_after(self._path, step)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def close(self, failed: bool = False) -> None:
         """Waits until the disk has the rows."""

@@ -21,6 +21,10 @@ class Sink(Protocol):
         """Records one row."""
         ...
 
+    def rewind(self, step: int) -> None:
+        """The run goes back to `step`: rows later than that give way to those to come."""
+        ...
+
     def close(self, failed: bool = False) -> None:
         """Writes out what is buffered; `failed` marks the run as failed where a tracker shows that."""
         ...
@@ -30,9 +34,8 @@ class TensorboardSink:
     """Event files in `folder`. Events later than `start_step` from before a resume are marked as replaced."""
 
     def __init__(self, folder: Path, start_step: int = 0):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+        self._folder = folder
+        self._open(start_step)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """One scalar a value, under its own name."""
@@ -40,9 +43,19 @@ class TensorboardSink:
             if key != "step" and value is not None:
                 self._writer.add_scalar(key, value, global_step=row["step"])
 
+    def rewind(self, step: int) -> None:
+        """Begins a file that marks events later than `step` as replaced."""
+        self._writer.close()
+        self._open(step)
+
     def close(self, failed: bool = False) -> None:
         """Writes out what is buffered."""
         self._writer.close()
+
+    def _open(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
 
 
 def check(config: LoggerConfig) -> None:

@@ -80,6 +80,9 @@ class WandbSink:
         """One history entry; None is left out, as W&B would show it as a number."""
         self._run.log({key: value for key, value in row.items() if value is not None})
 
+    def rewind(self, step: int) -> None:
+        """W&B keeps what it has: rows to come repeat their steps, as after a resume from an earlier checkpoint."""
+
     def close(self, failed: bool = False) -> None:
         """Waits until W&B has everything, and marks the run as finished or failed."""
         self._run.finish(exit_code=1 if failed else 0)

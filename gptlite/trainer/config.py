@@ -4,6 +4,22 @@ from dataclasses import dataclass, field
 
 
 @dataclass
+class SpikeConfig:
+    """What a run does about spikes of its loss, see trainer/spike.py. Lengths are in steps.
+
+    `policy`: none, or skip: back to the last checkpoint from before the spike, and on without the samples that made it.
+    """
+
+    policy: str = "none"
+    window: int = 128  # whose losses make the band; none is judged before there are as many
+    threshold: float = 8.0  # standard deviations above the band's middle
+    rise: float = 0.3  # nats above it, at least
+    patience: int = 3  # above the band in a row; a loss that is not finite counts at once
+    margin: int = 1  # before these, whose samples are skipped too
+    max_rewinds: int = 5  # of the run, which then ends
+
+
+@dataclass
 class TrainerConfig:
     """Steps are optimizer steps. `max_time` is in minutes: the run saves and ends before it is over."""
 
@@ -17,5 +33,6 @@ class TrainerConfig:
     max_restarts: int = 0  # times a run whose rank died goes on from its last checkpoint
     replica_check_interval: int = 0  # steps between comparisons of parameters that should be equal; 0: never
     profile_steps: list[int] = field(default_factory=list)  # [first, last]: writes a Chrome trace of these steps
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
     sample_prompt: str = "\n"  # text continued at the end of the run; "" for none
     sample_tokens: int = 200

@@ -20,8 +20,9 @@ from gptlite.trainer.eval import Evaluation, evaluate
 from gptlite.trainer.profile import StepProfiler
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.signals import Stopping, StopSignal
+from gptlite.trainer.spike import Spike, Spiked
 from gptlite.trainer.state import TrainState
-from gptlite.trainer.step import Step
+from gptlite.trainer.step import Diverged, Step, StepResult
 
 SLOW_DISK = 200e6  # bytes a second: what the first save is taken to need, before one has been timed
 
@@ -74,6 +75,11 @@ class Saves(Protocol):
         """Waits until what was begun is committed."""
         ...
 
+    def rewind(self, state: TrainState, spike: Spike) -> Path | None:
+        """Takes the state back to the last checkpoint that has read none of a spike's samples or later ones, has it
+        skip them from now on, and returns the checkpoint; None if there is none."""
+        ...
+
 
 class Clock:
     """Whether there is time for another step before `trainer.max_time`, a save at the end of it included."""
@@ -113,8 +119,9 @@ def train(
     """Trains until `trainer.max_steps`, a signal or `trainer.max_time`. Always ends with a checkpoint.
 
     `run` keeps the state; `started` is when the process began, in time.monotonic() seconds.
-    Raises Diverged where the loss or gradient is not finite, ReplicasDiffer where copies of a parameter are not alike,
-    and what a save raises, one beside the training at the next step; the checkpoints before it stay as they are.
+    Raises Diverged where the loss or gradient is not finite, Spiked where `trainer.spike` gives up, ReplicasDiffer
+    where copies of a parameter are not alike, and what a save raises, one beside the training at the next step; the
+    checkpoints before it stay as they are.
     """
     config = settings.trainer
     clock = Clock(config.max_time, started, save_seconds=state.num_bytes() / SLOW_DISK)
@@ -127,7 +134,7 @@ def train(
         settings.optimizer.clip_norm,
         stopping,
     )
-    evaluation, checkpoint, saved = None, None, -1
+    evaluation, checkpoint, saved, to_save = None, None, -1, False
 
     # Due when the run stopped, and put off: a resumed run has the evaluations of an uninterrupted one.
     if _due(state.step, config.eval_interval) and state.step < config.max_steps:
@@ -138,7 +145,11 @@ def train(
             profiler.before(state.step + 1)
             with watch.step(state.step + 1):
                 size = state.loader.schedule.size(state.consumed_samples)
-                result = reporter.take(take_step, state)
+                result = _take(take_step, state, reporter)
+            if isinstance(result, Spike):
+                checkpoint = _rewind(run, state, result, reporter)
+                saved, to_save = state.step, False
+                continue
             reporter.throughput.step(size)
             clock.step()
             if result.skipped:
@@ -153,8 +164,9 @@ def train(
                 break  # the end has its own evaluation and save
             if _due(state.step, config.eval_interval) and not stopping.now:
                 evaluation = _evaluate(state, config, reporter, stopping.poll) or evaluation
-            if _due(state.step, settings.checkpoint.interval) and not stopping.now:
-                checkpoint, saved = _save(run, state, reporter, clock), state.step
+            to_save = to_save or _due(state.step, settings.checkpoint.interval)
+            if to_save and not stopping.now and not (state.spikes and state.spikes.suspects):
+                checkpoint, saved, to_save = _save(run, state, reporter, clock), state.step, False
         if trace := profiler.after(state.step, ending=True):
             reporter.log(f"profile: {trace}")
     if stopping.save_failed:
@@ -174,6 +186,40 @@ def train(
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
+
+
+def _take(step: Step, state: TrainState, reporter: Reporter) -> StepResult | Spike:
+    """Takes a step; its spike, where it is one and `trainer.spike` does something about it. Raises Diverged."""
+    begin, spikes = state.consumed_samples, state.spikes
+    try:
+        result = reporter.take(step, state)
+    except Diverged as error:
+        if spikes is None:
+            raise
+        state.optimizer.zero_grad(set_to_none=True)
+        return spikes.failed(state.step + 1, begin, state.loader.schedule.after(begin), error.what)
+    if spikes is None or result.skipped:  # an overflow is the loss scale's business
+        return result
+    return spikes.taken(state.step, begin, state.consumed_samples, result.loss) or result
+
+
+def _rewind(run: Saves, state: TrainState, spike: Spike, reporter: Reporter) -> Path:
+    """Back to before a spike, and on without its samples. Raises Spiked."""
+    spikes = state.spikes
+    assert spikes is not None
+    rewinds, words = spikes.rewinds + 1, f"spike at step {spike.step}: {spike.why}"
+    if rewinds > spikes.config.max_rewinds:
+        raise Spiked(f"{words}; the run was taken back trainer.spike.max_rewinds={rewinds - 1} times already")
+    with reporter.throughput.excluded():
+        checkpoint = run.rewind(state, spike)
+    if checkpoint is None:
+        raise Spiked(
+            f"{words}; there is no checkpoint from before its samples, {spike.first:,} to {spike.stop - 1:,}: "
+            "give a smaller checkpoint.interval, and checkpoint.keep=2 or more"
+        )
+    spikes.rewinds = rewinds  # the checkpoint does not know yet
+    reporter.rewound(state, spike, checkpoint)
+    return checkpoint
 
 
 def _save(run: Saves, state: TrainState, reporter: Reporter, clock: Clock) -> Path:

@@ -1,6 +1,7 @@
 """What the loop says: a row for every sink and a line for the person, at each log interval and evaluation."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from gptlite.metrics.meter import Throughput
 from gptlite.metrics.sinks import Sink
 from gptlite.trainer.eval import Evaluation
 from gptlite.trainer.memory import MemoryReport
+from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step, StepResult
 
@@ -61,6 +63,17 @@ class Reporter:
         after = state.scaler.scale
         change = f"is now {after:g}" if after != result.loss_scale else "stays"
         self.log(f"step {state.step} overflowed at a loss scale of {result.loss_scale:g} and is skipped; it {change}")
+
+    def rewound(self, state: TrainState, spike: Spike, checkpoint: Path) -> None:
+        """A row and a line on a spike that the run was taken back from; later rows give way."""
+        for sink in self.sinks:
+            sink.rewind(state.step)
+        skipped = {"skipped_from": spike.first, "skipped_to": spike.stop}
+        self._write({"step": state.step, "spike_step": spike.step, **skipped})
+        self.log(
+            f"spike at step {spike.step}: {spike.why}. Back to {checkpoint.name}, and on without samples "
+            f"{spike.first:,} to {spike.stop - 1:,}"
+        )
 
     def evaluation(self, state: TrainState, result: Evaluation) -> None:
         """An evaluation row."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.parallelism.boxes import local_part, num_local_elements
 from gptlite.parallelism.chain import Chain
 from gptlite.trainer.loss_scale import LossScaler
+from gptlite.trainer.spike import SpikeWatch
 
 
 def model_tensors(parts: list[GPT]) -> dict[str, Tensor]:
@@ -66,6 +67,7 @@ class TrainState:
     evaluated_step: int = 0  # the step of the last evaluation
     wandb_id: str | None = None
     scaler: LossScaler | None = None  # where fp16 computes
+    spikes: SpikeWatch | None = None  # where trainer.spike does something about them
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor as a checkpoint has it, fp32: live, or, where the run keeps another form, a copy.
@@ -140,6 +142,8 @@ class TrainState:
             "wandb_id": self.wandb_id,
             "data_identity": self.data_identity,
             "loss_scale": self.scaler.meta() if self.scaler else None,
+            "skipped_samples": self.loader.schedule.skipped,
+            "spikes": self.spikes.meta() if self.spikes else None,
         }
 
     def load_meta(self, meta: dict[str, Any]) -> list[str]:
@@ -148,7 +152,11 @@ class TrainState:
         self.tokens, self.wandb_id = meta["tokens"], meta["wandb_id"]
         self.evaluated_step = meta["evaluated_step"]
         self.best_val_loss = math.inf if meta["best_val_loss"] is None else meta["best_val_loss"]
-        scale = meta.get("loss_scale")  # older checkpoints have none
+        # Older checkpoints have none of what follows.
+        self.loader.schedule = replace(self.loader.schedule, skipped=()).skipping(meta.get("skipped_samples", ()))
+        if self.spikes is not None:
+            self.spikes.load_meta(meta.get("spikes"))
+        scale = meta.get("loss_scale")
         if self.scaler is None:
             return [f"the checkpoint's loss scale, {scale['scale']:g}, is left: only fp16 has one"] if scale else []
         if scale is None:

@@ -75,7 +75,7 @@ class Step:
                 [batch.tokens for batch in batches],
                 [batch.targets for batch in batches],
                 [batch.sample_ids for batch in batches],
-                None if batches[0].documents is None else [batch.documents for batch in batches],
+                [batch.documents for batch in batches if batch.documents is not None] or None,
             ),
             valid / scale if state.scaler else valid,
         )

@@ -62,7 +62,7 @@ def test_figures_are_at_the_median_speed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(throughput, "eta_seconds", lambda _: None)
     none = reporter.figures()
     assert none == dict.fromkeys(none, None) | {"comm_seconds": {}, "memory_ranks": []}
-    state: Any = SimpleNamespace(step=1, tokens=100, chain=SimpleNamespace(mesh=ONE))
+    state: Any = SimpleNamespace(step=1, tokens=100, chain=SimpleNamespace(mesh=ONE), remaining_batches=float)
     for loss in (3.0, 2.0, 1.0):  # in 4, 1 and 2 seconds
         throughput.step()
         reporter.step(state, StepResult(loss, 1.0, 0.1), lambda seconds: {"comm_seconds_tp": seconds / 4})
@@ -82,7 +82,7 @@ def test_figures_of_the_last_row_are_brought_to_the_median_speed(monkeypatch: py
     )
     reporter = Reporter([], throughput, torch.device("cpu"), 3, lambda _: None)
     monkeypatch.setattr(throughput, "eta_seconds", lambda _: None)
-    state: Any = SimpleNamespace(step=1, tokens=100, chain=SimpleNamespace(mesh=ONE))
+    state: Any = SimpleNamespace(step=1, tokens=100, chain=SimpleNamespace(mesh=ONE), remaining_batches=float)
     for _ in range(3):  # in 1, 2 and 8 seconds, a quarter of each in tp
         throughput.step()
         reporter.step(state, StepResult(1.0, 1.0, 0.1), lambda seconds: {"comm_seconds_tp": seconds / 4})

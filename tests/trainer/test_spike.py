@@ -1,0 +1,228 @@
+"""Spikes: when a loss is one, and that a run goes on as if it had never read the samples that made it."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from run_files import read_metrics
+
+from gptlite.checkpoint.load import load_tensors
+from gptlite.checkpoint.manifest import read_manifest
+from gptlite.config import load
+from gptlite.data.batches import BatchSchedule
+from gptlite.data.loader import Batch, Loader
+from gptlite.errors import ConfigError
+from gptlite.trainer.config import SpikeConfig
+from gptlite.trainer.spike import SpikeWatch
+
+# 24 steps of 4 samples. The band is known after 8; two high losses in a row are a spike.
+SPIKE = [
+    "trainer.max_steps=24", "checkpoint.interval=5", "checkpoint.keep=2", "trainer.spike.policy=skip",
+    "trainer.spike.window=8", "trainer.spike.patience=2", "trainer.spike.threshold=2", "trainer.spike.rise=0.5",
+    "optimizer.lr=0.01", "model.dropout=0.1",
+]  # fmt: skip
+POISON = (64, 72)  # samples of steps 17 and 18
+SKIPPED = (60, 72)  # with those of the step before
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Samples in these ranges have random targets: a list that a test may change."""
+    ranges, real = [POISON], Loader.batch
+
+    def batch(self: Loader, consumed_samples: int, micro_index: int) -> Batch:
+        given = real(self, consumed_samples, micro_index)
+        for row, number in enumerate(given.sample_ids.tolist()):
+            if any(first <= number < stop for first, stop in ranges):
+                noise = torch.Generator().manual_seed(number)
+                given.targets[row] = torch.randint(128, 256, given.targets[row].shape, generator=noise)
+        return given
+
+    monkeypatch.setattr(Loader, "batch", batch)
+    return ranges
+
+
+def end(folder: Path, step: int = 24) -> dict[str, bytes]:
+    """The tensors of a run's last checkpoint, bit for bit."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    entries = read_manifest(path).tensors
+    tensors = {key: torch.zeros(e["shape"], dtype=getattr(torch, e["dtype"])) for key, e in entries.items()}
+    load_tensors(path, tensors)
+    return {key: tensor.contiguous().numpy().tobytes() for key, tensor in tensors.items()}
+
+
+def curve(folder: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in read_metrics(folder) if "loss" in row]
+
+
+def test_a_run_goes_on_as_if_it_had_never_read_what_made_the_spike(
+    run: Callable, tmp_path: Path, poisoned: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("spiked", *SPIKE)[0] == 0
+    folder = tmp_path / "spiked"
+    (line,) = [line for line in (folder / "train.log").read_text().splitlines() if line.startswith("spike at step")]
+    assert line.startswith("spike at step 18: loss ")
+    assert line.endswith("for 2 steps. Back to step-00000015, and on without samples 60 to 71")
+    (row,) = [row for row in read_metrics(folder) if "spike_step" in row]
+    assert {key: row[key] for key in ("step", "spike_step", "skipped_from", "skipped_to")} == {
+        "step": 15, "spike_step": 18, "skipped_from": 60, "skipped_to": 72,
+    }  # fmt: skip
+    assert [step for step, _ in curve(folder)] == list(range(1, 25))
+    replaced = (folder / "metrics.replaced.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in replaced] == [16, 17]
+    order = [json.loads(line) for line in (folder / "data_order.jsonl").read_text().splitlines()]
+    assert order == [{"step": 15, "spike_step": 18, "skipped": list(SKIPPED)}]
+    meta = read_manifest(folder / "checkpoints" / "step-00000024").meta
+    assert meta["skipped_samples"] == [list(SKIPPED)]
+    assert (meta["consumed_samples"], meta["tokens"]) == (24 * 4 + 12, 24 * 4 * 32)
+
+    assert run("again", *SPIKE, "checkpoint.interval=3")[0] == 0
+    assert end(tmp_path / "again") == end(folder), "from another checkpoint, or not repeatable"
+    known = BatchSchedule(4).skipping([SKIPPED])
+    monkeypatch.setattr("gptlite.data.build.batch_schedule", lambda *_: known)
+    assert run("known", *SPIKE, "trainer.spike.policy=none")[0] == 0
+    assert end(tmp_path / "known") == end(folder)
+    assert curve(tmp_path / "known") == curve(folder)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("where", ["in the spike", "before the rewind is done", "after it"])
+def test_a_kill_meanwhile_changes_nothing(
+    run: Callable, tmp_path: Path, poisoned: list, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    assert run("whole", *SPIKE)[0] == 0
+    with monkeypatch.context() as patch:
+        from gptlite.trainer.report import Reporter
+
+        def die(*_: object, **__: object) -> None:
+            raise Killed
+
+        if where == "in the spike":
+            real = Reporter.step
+            patch.setattr(
+                Reporter, "step", lambda self, state, *a: die() if state.step == 17 else real(self, state, *a)
+            )
+        elif where == "before the rewind is done":
+            patch.setattr("gptlite.run_folder.load_tensors", die)
+        else:
+            patch.setattr(Reporter, "rewound", die)
+        with pytest.raises(Killed):
+            run("killed", *SPIKE)
+    assert run("killed", *SPIKE)[0] == 0
+    assert end(tmp_path / "killed") == end(tmp_path / "whole")
+    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
+    assert len((tmp_path / "killed" / "data_order.jsonl").read_text().splitlines()) == 1
+
+
+def test_checkpoints_from_within_the_spike_are_renamed(run: Callable, tmp_path: Path, poisoned: list) -> None:
+    """With an interval of 4, step 16 is saved, which has read samples that are skipped with the spike of step 18."""
+    assert run("a", *SPIKE, "checkpoint.interval=4")[0] == 0
+    folders = sorted(path.name for path in (tmp_path / "a" / "checkpoints").iterdir() if path.is_dir())
+    assert folders[:2] == ["step-00000020", "step-00000024"]
+    assert folders[2].startswith("superseded-step-00000016-")
+    assert "Back to step-00000012" in (tmp_path / "a" / "train.log").read_text()
+    assert run("b", *SPIKE)[0] == 0
+    assert end(tmp_path / "a") == end(tmp_path / "b")
+
+
+def test_a_gradient_that_is_not_finite_is_a_spike_at_once(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gptlite.model.gpt import GPT
+
+    real = GPT.forward
+
+    def forward(self: GPT, x: torch.Tensor, targets: torch.Tensor, sample_ids: torch.Tensor | None = None, **more):
+        out = real(self, x, targets, sample_ids, **more)
+        return out * math.inf if sample_ids is not None and (sample_ids == 50).any() else out
+
+    monkeypatch.setattr(GPT, "forward", forward)
+    assert run("a", *SPIKE)[0] == 0
+    log = (tmp_path / "a" / "train.log").read_text()
+    assert (
+        "spike at step 13: loss inf, gradient norm nan. Back to step-00000010, and on without samples 44 to 51" in log
+    )
+    assert run("b", *SPIKE, "trainer.spike.policy=none")[0] == 1
+    assert json.loads((tmp_path / "b" / "result.json").read_text())["status"].startswith("diverged: step 13: loss inf")
+
+
+def test_a_run_that_does_not_stop_spiking_ends_in_words(run: Callable, tmp_path: Path, poisoned: list, capsys) -> None:
+    poisoned[:] = [(64, 10**9)]
+    assert run("a", *SPIKE, "trainer.spike.max_rewinds=2")[0] == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error: ")]
+    assert "the run was taken back trainer.spike.max_rewinds=2 times already" in line
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert result["status"].startswith("spiked: spike at step ")
+    (left,) = (tmp_path / "a" / "checkpoints").glob("step-*")  # the margin of the second spike is in step 15
+    assert left.name == "step-00000010"
+
+
+def test_without_a_checkpoint_from_before_there_is_no_way_back(run: Callable, poisoned: list, capsys) -> None:
+    assert run("a", *SPIKE, "checkpoint.interval=100")[0] == 1
+    out = capsys.readouterr().out
+    assert "there is no checkpoint from before its samples, 60 to 71: give a smaller checkpoint.interval" in out
+
+
+def test_the_band_is_the_median_and_its_deviation() -> None:
+    watch = SpikeWatch(SpikeConfig(policy="skip", window=9, threshold=4.0, rise=0.1, patience=2, margin=2))
+    losses = [3.0, 3.1, 2.9, 3.0, 3.2, 2.8, 3.05, 2.95, 3.0]
+    for number, loss in enumerate(losses):
+        assert watch.limit() == math.inf
+        assert watch.taken(number + 1, 10 * number, 10 * number + 10, loss) is None
+    assert watch.limit() == pytest.approx(3.0 + 4 * 1.4826 * 0.05)
+    assert watch.taken(10, 90, 100, 3.4) is None
+    assert watch.suspects
+    assert watch.taken(11, 100, 110, 3.2) is None  # it was none, and is part of the band from now on
+    assert not watch.suspects
+    assert [seen.loss for seen in watch.steps] == [2.9, 3.0, 3.2, 2.8, 3.05, 2.95, 3.0, 3.4, 3.2]
+    assert watch.taken(12, 110, 120, 9.0) is None
+    spike = watch.taken(13, 120, 130, 9.0)
+    assert spike is not None
+    assert (spike.step, spike.first, spike.stop) == (13, 90, 130)
+
+
+def test_a_quiet_loss_needs_the_rise() -> None:
+    watch = SpikeWatch(SpikeConfig(policy="skip", window=8, rise=0.25, patience=1))
+    for number in range(8):
+        watch.taken(number + 1, number, number + 1, 2.0)
+    assert watch.limit() == 2.25
+    assert watch.taken(9, 8, 9, 2.25) is None
+    assert watch.taken(10, 9, 10, 2.2500001) is not None
+
+
+def test_what_a_checkpoint_remembers_decides_alike() -> None:
+    generator = torch.Generator().manual_seed(0)
+    losses = (2 + torch.rand(200, generator=generator).square() * 3).tolist()
+    config = SpikeConfig(policy="skip", window=16, threshold=2.0, rise=0.0, patience=2)
+    one, other, found = SpikeWatch(config), SpikeWatch(config), []
+    for number, loss in enumerate(losses):
+        fresh = SpikeWatch(config)
+        fresh.load_meta(json.loads(json.dumps(other.meta())))
+        other = fresh
+        found.append(one.taken(number, number, number + 1, loss))
+        assert other.taken(number, number, number + 1, loss) == found[-1]
+    assert any(found)
+
+
+REFUSED = {
+    "trainer.spike.policy=skp": "trainer.spike.policy=skp is not none or skip; did you mean skip?",
+    "trainer.spike.policy=skip checkpoint.keep=1": "trainer.spike.policy=skip with checkpoint.keep=1: the one kept",
+    "trainer.spike.policy=skip checkpoint.interval=0": "goes back to checkpoints, and checkpoint.interval=0 saves none",
+    "trainer.spike.polcy=skip": "trainer.spike.polcy is not a key; did you mean trainer.spike.policy?",
+    "+trainer.spike.wimdow=8": "trainer.spike.wimdow is not a key; did you mean trainer.spike.window?",
+    "trainer.spike.patience=0": "trainer.spike.patience=0 must be at least 1",
+    "trainer.spike.window=3": "trainer.spike.window=3 must be at least 8",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_settings_that_cannot_work_are_refused(given: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(given.split())
+    assert REFUSED[given] in str(refused.value)
