@@ -38,6 +38,11 @@ def limit(gib: float | None) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
+def limit_words(gib: float | None) -> str:
+    """What follows the words of memory that ran out, where there was a limit."""
+    return f" (trainer.host_memory_limit={gib:g} GiB)" if gib else ""
+
+
 def lift() -> None:
     """Takes the limit back, so that what has failed can still say why."""
     if sys.platform == "linux":

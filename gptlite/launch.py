@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gptlite.checks import check_device, check_world
 from gptlite.config import Config
 from gptlite.errors import ConfigError
-from gptlite.host_memory import lift, limit, out_of_memory
+from gptlite.host_memory import lift, limit, limit_words, out_of_memory
 from gptlite.offload_space import check_offload_space
 from gptlite.parallelism.layout import wanted_world
 from gptlite.starter import Starter, is_main, starter
@@ -57,8 +57,7 @@ def ran_out(reason: str, config: Config, world: int) -> int:
     """Says that this rank's memory ran out, and what would have taken less; returns the exit code."""
     from gptlite.memory_advice import advice_lines
 
-    most = config.trainer.host_memory_limit
-    limited = f" (trainer.host_memory_limit={most:g} GiB)" if most else ""
+    limited = limit_words(config.trainer.host_memory_limit)
     print(f"error: {reason}{limited}", *advice_lines(config, world), sep="\n", file=sys.stderr, flush=True)
     return 1
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 from gptlite.config import Config, from_yaml, to_yaml
 from gptlite.errors import ConfigError
 from gptlite.files import write_whole
-from gptlite.host_memory import be_first_to_go, lift, limit, note_use, out_of_memory
+from gptlite.host_memory import be_first_to_go, lift, limit, limit_words, note_use, out_of_memory
 from gptlite.rank_log import RankLog
 from gptlite.starter import Starter
 
@@ -66,8 +66,7 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
         reason = out_of_memory(error)
         lift()
         if reason:
-            most = config.trainer.host_memory_limit if config else None
-            conclude(out_of_memory=reason + (f" (trainer.host_memory_limit={most:g} GiB)" if most else ""))
+            conclude(out_of_memory=reason + limit_words(config.trainer.host_memory_limit if config else None))
         note_failure(error)
         if log:  # rank 0's terminal gets the launcher's words, and of the rank that failed first
             traceback.print_exception(error)

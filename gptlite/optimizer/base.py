@@ -31,9 +31,8 @@ class OwnOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Raises ValueError for a closure: gradients are computed before."""
-        if closure is not None:
-            raise ValueError("step takes no closure")
+        """Raises ValueError for a closure."""
+        refuse(closure)
         self.update()
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -64,6 +63,12 @@ class OwnOptimizer(Optimizer):
     def local_states(self, parameters: Iterable[Tensor], key: str) -> list[Tensor]:
         """This rank's part of one state of each parameter."""
         return [local_tensor(self.state_of(parameter)[key]) for parameter in parameters]
+
+
+def refuse(closure: object) -> None:
+    """Raises ValueError for the closure that torch lets a step have: gradients are computed before."""
+    if closure is not None:
+        raise ValueError("step takes no closure")
 
 
 def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from gptlite.optimizer.base import refuse
 from gptlite.optimizer.clip import clip_factor, clip_gradients
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.zero import local_tensor
@@ -29,9 +30,8 @@ class FusedStep:
         scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Raises ValueError for a closure: gradients are computed before."""
-        if closure is not None:
-            raise ValueError("step takes no closure")
+        """Raises ValueError for a closure."""
+        refuse(closure)
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [materialized(self, parameter) for parameter in parameters]  # type: ignore[arg-type]

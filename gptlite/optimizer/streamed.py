@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptlite.errors import ConfigError
+from gptlite.optimizer.base import refuse
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import cut_like
 from gptlite.parallelism.config import Offload, ParallelismConfig
@@ -72,8 +73,7 @@ class StreamedStep(InFiles):
         found_inf: Tensor | None = None,
     ) -> None:
         """As FusedStep.step. Raises OffloadFailed."""
-        if closure is not None:
-            raise ValueError("step takes no closure")
+        refuse(closure)
         if found_inf is not None and found_inf.item() != 0:
             return
         options = {} if scale is None else {"scale": scale.cpu()}

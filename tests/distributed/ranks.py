@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 import traceback
+import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -159,6 +161,31 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()
         self.processes, self._pipes = [], []
+
+
+class GrowingRanks:
+    """Ranks that stay from one case to the next, as many of `sizes` as the largest yet has needed.
+
+    They join a group for each case: a function gets, after its first argument, the world and a name for that, as
+    `joined` in reshard_cases.py wants them.
+    """
+
+    def __init__(self, sizes: Sequence[int] = (4, 8)) -> None:
+        self.sizes = sizes
+        self._ranks: Ranks | None = None
+
+    def run(self, world: int, function: str, first: Any, *more: Any, timeout: float = 120) -> list[Any]:
+        """What the first `world` ranks give. Raises as Ranks.run."""
+        if self._ranks is None or self._ranks.world < world:
+            self.close()
+            self._ranks = Ranks(next(size for size in self.sizes if size >= world), join=False)
+        return self._ranks.run(function, first, world, uuid.uuid4().hex, *more, timeout=timeout)[:world]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
 
 def _serve() -> None:

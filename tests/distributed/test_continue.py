@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from run_files import read_metrics
 
 from distributed.continue_cases import Fed, Trained
 from distributed.launch_command import TRAIN, Start, losses
-from distributed.ranks import Ranks
+from distributed.ranks import GrowingRanks
 from distributed.reshard_pairs import SINGLE, Layout
 from gptlite.checkpoint.load import load_tensors
 from gptlite.checkpoint.manifest import read_manifest
@@ -55,18 +54,14 @@ class Trainer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.ranks: Ranks | None = None
+        self.ranks = GrowingRanks((2, 4, 8))
         self._whole: dict[str, Path] = {}
 
     def train(self, run: Run, folder: Path, *overrides: str, stop_at: int | None = None) -> list[Trained]:
         """Every rank's share of a run, which must end as it should: in step `stop_at` a rank gets a SIGTERM."""
         world = run.layout.world
-        if self.ranks is None or self.ranks.world < world:
-            self.close()
-            self.ranks = Ranks(next(size for size in (2, 4, 8) if size >= world), join=False)
         config = load([*run.overrides(), f"run.dir={folder}", *overrides])
-        arguments = (config, world, uuid.uuid4().hex, stop_at)
-        trained = self.ranks.run("distributed.continue_cases:train", *arguments, timeout=250)[:world]
+        trained = self.ranks.run(world, "distributed.continue_cases:train", config, stop_at, timeout=250)
         assert [each.code for each in trained] == [0 if stop_at is None else 128 + signal.SIGTERM] * world
         return trained
 
@@ -78,8 +73,7 @@ class Trainer:
         return self._whole[run.id]
 
     def close(self) -> None:
-        if self.ranks is not None:
-            self.ranks.close()
+        self.ranks.close()
 
 
 @pytest.fixture(scope="module")

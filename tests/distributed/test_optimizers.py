@@ -1,6 +1,5 @@
 """Each optimizer on parameters that ranks hold pieces of: the steps of one process, and checkpoints that reshard."""
 
-import uuid
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -11,11 +10,12 @@ from marking import marked
 from torch import Tensor
 
 from distributed.optimizer_cases import take_steps
-from distributed.ranks import Ranks
+from distributed.ranks import GrowingRanks
 from distributed.reshard_cases import COUNTERS
 from distributed.reshard_pairs import SINGLE, Layout, Pair
 from gptlite.config import Config, load
 
+CASES = "distributed."
 OPTIMIZERS = ["lamb", "lion", "muon", "adafactor"]
 # Uneven shards, and empty ones: 20 and 37 rows over these ranks.
 LAYOUTS = [
@@ -53,29 +53,11 @@ RESHARDED_HALF = [
 ]
 
 
-class Pool:
-    """Ranks that stay, as many as the largest layout yet has needed."""
-
-    def __init__(self) -> None:
-        self.ranks: Ranks | None = None
-
-    def run(self, world: int, function: str, config: Config, *more: str) -> list:
-        """What the first `world` ranks give."""
-        if self.ranks is None or self.ranks.world < world:
-            self.close()
-            self.ranks = Ranks(4 if world <= 4 else 8, join=False)
-        return self.ranks.run(f"distributed.{function}", config, world, uuid.uuid4().hex, *more, timeout=300)[:world]
-
-    def close(self) -> None:
-        if self.ranks is not None:
-            self.ranks.close()
-
-
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
+def ranks() -> Iterator[GrowingRanks]:
+    ranks = GrowingRanks()
+    yield ranks
+    ranks.close()
 
 
 def config_of(layout: Layout, other: Layout, optimizer: str, *overrides: str) -> Config:
@@ -96,11 +78,12 @@ def name(case: tuple[Layout, str] | tuple[Layout, Layout, str]) -> str:
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), marked(STEPPED, quick=12, slow=28, name=name))
-def test_the_steps_are_those_of_one_process(layout: Layout, optimizer: str, pool: Pool, tmp_path: Path):
+def test_the_steps_are_those_of_one_process(layout: Layout, optimizer: str, ranks: GrowingRanks, tmp_path: Path):
     """Copies of a parameter, those of a tied embedding too, are bit by bit the same."""
-    torch.save(alone(optimizer), tmp_path / "reference")
+    reference = str(tmp_path / "reference")
+    torch.save(alone(optimizer), reference)
     config = config_of(layout, SINGLE, optimizer, "run.dir=unused")
-    found = pool.run(layout.world, "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
+    found = ranks.run(layout.world, CASES + "optimizer_cases:distances", config, reference, timeout=300)[0]
     assert {key: distance for key, distance in found.items() if distance > 1e-5} == {}
 
 
@@ -160,10 +143,10 @@ def test_the_steps_go_somewhere(optimizer: str):
 
 
 @pytest.mark.parametrize(("source", "target", "optimizer"), marked(RESHARDED, quick=8, slow=4, name=name))
-def test_a_checkpoint_is_resharded(source: Layout, target: Layout, optimizer: str, pool: Pool, tmp_path: Path):
+def test_a_checkpoint_is_resharded(source: Layout, target: Layout, optimizer: str, ranks: GrowingRanks, tmp_path: Path):
     config = config_of(source, target, optimizer, f"run.dir={tmp_path / 'a'}")
-    folder = pool.run(source.world, "reshard_cases:save", config)[0]
+    folder = ranks.run(source.world, CASES + "reshard_cases:save", config)[0]
     config = config_of(target, source, optimizer, f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}")
-    resumed = pool.run(target.world, "reshard_cases:resume", config)
+    resumed = ranks.run(target.world, CASES + "reshard_cases:resume", config)
     assert resumed[0].wrong == []
     assert all(each.counters == COUNTERS for each in resumed)

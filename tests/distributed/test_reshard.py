@@ -1,6 +1,5 @@
 """A checkpoint of any layout is loaded by any other, bit for bit, and saved by that one again as it was."""
 
-import uuid
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed.ranks import Ranks
+from distributed.ranks import GrowingRanks
 from distributed.reshard_cases import COUNTERS, SAVED, STEP, bits, drawn, fill, filled, held_out_loss
 from distributed.reshard_pairs import ALL, LAYOUTS, QUICK, SINGLE, SLOW, Layout, Pair
 from gptlite.checkpoint.load import load_tensors
@@ -20,29 +19,11 @@ from gptlite.parallelism.mesh import build_mesh
 CASES = "distributed.reshard_cases:"
 
 
-class Pool:
-    """Ranks that stay from one pair to the next, as many as the largest yet has needed."""
-
-    def __init__(self) -> None:
-        self.ranks: Ranks | None = None
-
-    def run(self, world: int, function: str, config: Config) -> list:
-        """What the first `world` ranks give."""
-        if self.ranks is None or self.ranks.world < world:
-            self.close()
-            self.ranks = Ranks(4 if world <= 4 else 8, join=False)
-        return self.ranks.run(CASES + function, config, world, uuid.uuid4().hex, timeout=120)[:world]
-
-    def close(self) -> None:
-        if self.ranks is not None:
-            self.ranks.close()
-
-
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
+def ranks() -> Iterator[GrowingRanks]:
+    ranks = GrowingRanks()
+    yield ranks
+    ranks.close()
 
 
 def config_of(pair: Pair, layout: Layout, folder: Path, *overrides: str) -> Config:
@@ -79,16 +60,16 @@ def marked(pair: Pair) -> object:
 
 
 @pytest.mark.parametrize("pair", [marked(pair) for pair in ALL])
-def test_a_checkpoint_is_loaded_by_another_layout_and_saved_again(pair: Pair, pool: Pool, tmp_path: Path):
+def test_a_checkpoint_is_loaded_by_another_layout_and_saved_again(pair: Pair, ranks: GrowingRanks, tmp_path: Path):
     expected, loss = whole(pair)
     source, target = pair.source, pair.target
-    folder, *others = pool.run(source.world, "save", config_of(pair, source, tmp_path / "a"))
+    folder, *others = ranks.run(source.world, CASES + "save", config_of(pair, source, tmp_path / "a"))
     assert folder == tmp_path / "a" / "checkpoints" / f"step-{STEP:08d}"
     assert set(others) <= {folder}
     check_stored(folder, expected)
 
     config = config_of(pair, target, tmp_path / "b", f"checkpoint.resume={folder}")
-    resumed = pool.run(target.world, "resume", config)
+    resumed = ranks.run(target.world, CASES + "resume", config)
     assert resumed[0].wrong == []
     assert {each.folder for each in resumed} == {tmp_path / "b" / "checkpoints" / folder.name}
     assert all(each.counters == COUNTERS for each in resumed)
