@@ -48,7 +48,8 @@ def joined(world: int, name: str) -> Iterator[bool]:
             dist.destroy_process_group()
         return
     store = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False)
-    limit = timedelta(seconds=60)
+    # New ranks may be ready a minute apart on a busy machine; one that hangs is seen by Ranks.run.
+    limit = timedelta(seconds=240)
     dist.init_process_group("gloo", store=PrefixStore(name, store), rank=rank, world_size=world, timeout=limit)
     try:
         yield True

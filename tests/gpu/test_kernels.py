@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernels.backends import Adam, Dropout, Loss, State
+from kernels.options import Adam, Dropout, Loss, State
 from torch import Tensor
 
 from gptlite.kernels.library import Loaded, load

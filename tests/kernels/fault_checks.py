@@ -17,10 +17,10 @@ from kernels import (
     test_residual_norm,
     test_softmax,
 )
-from kernels.backends import Dropout, Loss
 from kernels.cases import BF16, FP16, FP32, normal
 from kernels.emulator import READ_ONLY, WRITABLE, Device, Emulated
 from kernels.library import GptliteLoss, signatures
+from kernels.options import Dropout, Loss
 
 _MAP_NORESERVE = 0x4000  # Python 3.13's mmap.MAP_NORESERVE, on Linux
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.backends import Adam, Backend, State
+from kernels.backends import Backend
 from kernels.cases import BF16, DTYPES, FP32, WIDTHS, each, generator, normal, on, same_bits
+from kernels.options import Adam, State
 from kernels.tolerances import ARITHMETIC, check
 
 TOLERANCE = ARITHMETIC["adamw"]

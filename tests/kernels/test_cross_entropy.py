@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.backends import Backend, Loss
+from kernels.backends import Backend
 from kernels.cases import BF16, DTYPES, FP16, FP32, KINDS, WIDE, WIDTHS, each, generator, normal, on, rows_of, same_bits
+from kernels.options import Loss
 from kernels.tolerances import ARGUMENT, ARITHMETIC, check
 
 TOLERANCE = ARITHMETIC["cross_entropy"]

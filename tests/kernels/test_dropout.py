@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kernels.backends import Backend, Dropout
+from kernels.backends import Backend
 from kernels.cases import BF16, DTYPES, FP16, FP32, WIDE, WIDTHS, each, normal, of_dtypes, on, same_bits
+from kernels.options import Dropout
 
 # Below and above 2^32, where their upper half shares a word with the head.
 IDS = (0, 1, 2**31 + 3, 2**32, 2**32 + 1, 5 * 2**32 + 9, 2**47 - 1)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.backends import Backend, Dropout
+from kernels.backends import Backend
 from kernels.cases import BF16, DTYPES, FP16, FP32, KINDS, WIDE, WIDTHS, each, normal, on, rows_of, same_bits
+from kernels.options import Dropout
 from kernels.test_layer_norm import (
     EPS,
     affine,

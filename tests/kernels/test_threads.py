@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.backends import Adam, Backend, Dropout, Loss
+from kernels.backends import Backend
 from kernels.cases import BF16, CPU_BACKENDS, EMULATED, FP32, each, normal, on, same_bits
 from kernels.library import Threads, halves, reversed_grains, uneven
+from kernels.options import Adam, Dropout, Loss
 from kernels.test_adamw import state_of
 
 DROP = Dropout(0.2, (1, 2**33))
