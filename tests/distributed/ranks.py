@@ -174,7 +174,7 @@ class GrowingRanks:
         self.sizes = sizes
         self._ranks: Ranks | None = None
 
-    def run(self, world: int, function: str, first: Any, *more: Any, timeout: float = 120) -> list[Any]:
+    def run(self, world: int, function: str, first: Any, *more: Any, timeout: float = 300) -> list[Any]:
         """What the first `world` ranks give. Raises as Ranks.run."""
         if self._ranks is None or self._ranks.world < world:
             self.close()

@@ -83,16 +83,18 @@ def test_the_steps_are_those_of_one_process(layout: Layout, optimizer: str, rank
     reference = str(tmp_path / "reference")
     torch.save(alone(optimizer), reference)
     config = config_of(layout, SINGLE, optimizer, "run.dir=unused")
-    found = ranks.run(layout.world, CASES + "optimizer_cases:distances", config, reference, timeout=300)[0]
+    found = ranks.run(layout.world, CASES + "optimizer_cases:distances", config, reference)[0]
     assert {key: distance for key, distance in found.items() if distance > 1e-5} == {}
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), marked(ROUNDED, quick=4, slow=8, name=name))
-def test_bf16_parameters_are_rounded_as_in_one_process(layout: Layout, optimizer: str, pool: Pool, tmp_path: Path):
+def test_bf16_parameters_are_rounded_as_in_one_process(
+    layout: Layout, optimizer: str, ranks: GrowingRanks, tmp_path: Path
+):
     """To the bit: each element's update is its own, and so is its chance."""
     torch.save(alone(optimizer, HALF), tmp_path / "reference")
     config = config_of(layout, SINGLE, optimizer, "run.dir=unused", HALF)
-    found = pool.run(layout.world, "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
+    found = ranks.run(layout.world, CASES + "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
     assert {key: distance for key, distance in found.items() if distance > 0} == {}
 
 
@@ -109,12 +111,12 @@ def test_rounding_is_by_chance_and_by_the_seed():
 
 @pytest.mark.parametrize(("source", "target", "optimizer"), marked(RESHARDED_HALF, quick=1, slow=1, name=name))
 def test_a_checkpoint_of_bf16_parameters_is_resharded(
-    source: Layout, target: Layout, optimizer: str, pool: Pool, tmp_path: Path
+    source: Layout, target: Layout, optimizer: str, ranks: GrowingRanks, tmp_path: Path
 ):
     config = config_of(source, target, optimizer, f"run.dir={tmp_path / 'a'}", HALF)
-    folder = pool.run(source.world, "reshard_cases:save", config)[0]
+    folder = ranks.run(source.world, CASES + "reshard_cases:save", config)[0]
     config = config_of(target, source, optimizer, f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}", HALF)
-    resumed = pool.run(target.world, "reshard_cases:resume", config)
+    resumed = ranks.run(target.world, CASES + "reshard_cases:resume", config)
     assert resumed[0].wrong == []
 
 
@@ -123,11 +125,11 @@ WIDE = ("model.d_model=128", "model.num_heads=2", "model.sequence_length=64", "d
 
 @pytest.mark.parametrize("layout", [Layout(data=2, zero=3), Layout(data=2, zero=1)], ids=lambda layout: layout.id)
 def test_8_bit_steps_are_those_of_one_process_where_shards_are_of_whole_blocks(
-    layout: Layout, pool: Pool, tmp_path: Path
+    layout: Layout, ranks: GrowingRanks, tmp_path: Path
 ):
     torch.save(alone("adamw_8bit", *WIDE), tmp_path / "reference")
     config = config_of(layout, SINGLE, "adamw_8bit", "run.dir=unused", *WIDE)
-    found = pool.run(layout.world, "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
+    found = ranks.run(layout.world, CASES + "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
     assert {key: distance for key, distance in found.items() if distance > 0} == {}
 
 
