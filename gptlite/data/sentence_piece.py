@@ -47,6 +47,27 @@ class SentencePieceTokenizer(Tokenizer):
             return b""
         return (UNKNOWN if self._processor.is_unknown(token) else piece.replace(SPACE, " ")).encode()
 
+    @property
+    def encodes_by_words(self) -> bool:
+        """Whether it is a byte-fallback BPE that changes nothing in the text, such as ours."""
+        return self._words is not None
+
+    def piece_name(self, token: int) -> str:
+        """The piece as the model writes it."""
+        return self._processor.id_to_piece(token)
+
+    def score(self, token: int) -> float:
+        """The higher, the sooner it is merged."""
+        return self._processor.get_score(token)
+
+    def is_text(self, token: int) -> bool:
+        """False for the unknown piece and the control pieces, which no text has."""
+        return not self._processor.is_control(token) and not self._processor.is_unknown(token)
+
+    def is_mergeable(self, token: int) -> bool:
+        """Whether merging may make or use it: text, but no single byte."""
+        return self.is_text(token) and not self._processor.is_byte(token)
+
     def definition(self) -> bytes:
         return self.model
 

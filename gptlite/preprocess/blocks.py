@@ -151,6 +151,8 @@ class _Records:
             ended = len(data) < BLOCK
             stop = len(data) if ended and not self._stream.damage else self._last_end(data)
             if not stop and not ended and not (stop := self._lengthen(data)):
+                if self._stream.damage:
+                    break
                 yield self._leave_out(data)
                 continue
             if stop:

@@ -54,6 +54,8 @@ def preprocess(
     if workers < 0:
         raise ConfigError(f"workers={workers} must be at least 1, or 0 for none but this process")
     partial = output.with_name(output.name + ".partial")
+    partial = output.with_name(output.name + ".partial")
+    _refuse_own(settings, (output, partial))
     if (counts := _finished(settings, output, overwrite)) is not None:
         shutil.rmtree(_trash(output), ignore_errors=True)
         log(f"{output} is finished already; overwrite=true makes it again")
@@ -149,6 +151,16 @@ class _Job:
 
 def _encoder(*arguments: Any) -> Callable[[Block], Encoded]:
     return Encoder.load(*arguments).encode
+
+
+def _refuse_own(settings: Settings, made: tuple[Path, Path]) -> None:
+    """Raises ConfigError where what is written would be read."""
+    for source in settings.sources:
+        for folder in made:
+            if folder.absolute() in Path(source.path).absolute().parents:
+                raise ConfigError(
+                    f"input has {source.path}, which is of the output; give an output outside of the input"
+                )
 
 
 def _finished(settings: Settings, output: Path, overwrite: bool) -> Counts | None:

@@ -215,3 +215,10 @@ def test_the_byte_tokenizer_is_saved_beside(expected: Path) -> None:
     meta = IndexedDataset(expected / "train").meta
     assert meta is not None
     assert meta.tokenizer == ByteTokenizer().fingerprint
+
+
+def test_output_among_the_input_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS[:5]))
+    prepare(tmp_path, tmp_path / "out")
+    with pytest.raises(ConfigError, match="which is of the output"):
+        prepare(tmp_path, tmp_path / "out", overwrite=True)

@@ -1,0 +1,120 @@
+"""A SentencePiece model as a folder that transformers' AutoTokenizer reads, with the same ids for every text."""
+
+import json
+import random
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from gptlite.data.sentence_piece import SentencePieceTokenizer
+from gptlite.data.sentence_piece_words import SPACE
+from gptlite.data.tokenizer import Tokenizer
+from gptlite.errors import ConfigError
+from gptlite.files import sync_folder, sync_tree, write_synced
+
+_PROBES = 300  # texts that are compared before the folder gets its name
+
+
+def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes the new `folder`: tokenizer.json (for the `tokenizers` library) and tokenizer_config.json.
+
+    Before it gets its name, both sides encode texts put together from all of the vocabulary. Raises ConfigError for
+    a tokenizer that is no BPE of our training, and where one text differs.
+    """
+    if not isinstance(tokenizer, SentencePieceTokenizer) or not tokenizer.encodes_by_words:
+        raise ConfigError(f"export is for a SentencePiece BPE of tools/train_tokenizer.py, not for {tokenizer.kind}")
+    content = json.dumps(_tokenizer_json(tokenizer), ensure_ascii=False)
+    _compare(tokenizer, content)
+    end = tokenizer.piece_name(tokenizer.eod)
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "bos_token": end,  # GPT-2 has one token for both
+        "unk_token": tokenizer.piece_name(0),
+        "split_special_tokens": True,  # text that spells one out is text
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        "model_max_length": 10**30,
+    }
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    write_synced(temporary / "tokenizer.json", content)
+    write_synced(temporary / "tokenizer_config.json", json.dumps(about, indent=2) + "\n")
+    sync_tree(temporary)
+    temporary.rename(folder)
+    sync_folder(folder.parent)
+
+
+def _tokenizer_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
+    names = [tokenizer.piece_name(token) for token in range(tokenizer.vocab_size)]
+    controls = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_text(token)]
+    special = [
+        {
+            "id": token,
+            "content": names[token],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for token in controls
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": names[0],
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": {name: token for token, name in enumerate(names)},
+            "merges": _merges(tokenizer, names),
+        },
+    }
+
+
+def _merges(tokenizer: SentencePieceTokenizer, names: list[str]) -> list[list[str]]:
+    """Every pair of pieces that makes a piece, in the order in which SentencePiece merges: by score.
+
+    SentencePiece knows pieces, Hugging Face pairs. Those of one piece stand together: no other piece comes between.
+    """
+    mergeable = {name: token for token, name in enumerate(names) if tokenizer.is_mergeable(token)}
+    order = sorted((name for name in mergeable if len(name) > 1), key=lambda name: -tokenizer.score(mergeable[name]))
+    pairs = []
+    for name in order:
+        for cut in range(1, len(name)):
+            left, right = name[:cut], name[cut:]
+            if left in mergeable and right in mergeable:
+                pairs.append([left, right])
+    return pairs
+
+
+def _compare(tokenizer: SentencePieceTokenizer, content: str) -> None:
+    from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer
+
+    other, rng = HuggingFaceTokenizer(content.encode(), tokenizer.eod), random.Random(0)
+    words = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+    words += [" ", "  ", "\n", "\n\n", "\t", "0", "</s>", "<0x0A>", "\U0001f600", "é", "漢", "\0", "aaaa"]
+    for text in islice(("".join(rng.choices(words, k=rng.randrange(80))) for _ in iter(int, 1)), _PROBES):
+        if other.encode(text) != tokenizer.encode(text):
+            raise ConfigError(f"export: Hugging Face would have other ids for {text[:60]!r}; nothing is written")

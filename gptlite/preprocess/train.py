@@ -1,0 +1,72 @@
+"""A tokenizer for a corpus, from the same sources as preprocessing."""
+
+import hashlib
+from collections.abc import Iterator
+from itertools import chain
+
+from gptlite.data.sentence_piece import train_sentencepiece
+from gptlite.data.tokenizer import CharTokenizer, Tokenizer
+from gptlite.errors import ConfigError, did_you_mean
+from gptlite.preprocess.blocks import DIGEST, Place, read_blocks
+from gptlite.preprocess.documents import Bad, documents
+from gptlite.preprocess.encode import is_held_out
+from gptlite.preprocess.inputs import COMPRESSED
+from gptlite.preprocess.settings import Settings
+from gptlite.progress import Log, Progress
+
+KINDS = ("sentencepiece", "char")
+_EXPANDS = 4  # times: what a compressed file is taken to hold
+
+
+def train_tokenizer(settings: Settings, kind: str, vocab_size: int, sample_mb: int, log: Log) -> Tokenizer:
+    """Learns from the documents that preprocessing with the same settings trains on; bad records are passed over.
+
+    SentencePiece learns from at most about `sample_mb` megabytes: of a larger corpus from one megabyte in so many, of
+    the standard input from the first. The alphabet of `char` is that of all documents, since one without an id could
+    not be evaluated. Raises ConfigError.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"kind={kind} is none of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
+    if vocab_size < 1 or sample_mb < 1:
+        raise ConfigError(f"vocab_size={vocab_size}, sample_mb={sample_mb}: give at least 1")
+    if kind == "char":
+        alphabet: set[str] = set()
+        alphabet.update(*map(set, _texts(settings, 1, 0.0, log)))
+        if not alphabet:
+            raise ConfigError("input has no text to learn from")
+        return CharTokenizer(alphabet)
+    packed = any(source.format == "parquet" or source.path.endswith(tuple(COMPRESSED)) for source in settings.sources)
+    size = sum(source.size for source in settings.sources) * (_EXPANDS if packed else 1)
+    every = max(1, -(-size // (sample_mb << 20)))
+    log(f"training SentencePiece, {vocab_size} pieces" + (f", on one in {every} megabytes" if every > 1 else ""))
+    texts = _limited(_texts(settings, every, settings.validation_fraction, log), sample_mb << 20)
+    lines = (line for text in texts for line in text.split("\n"))
+    first = next(lines, None)
+    if first is None:
+        raise ConfigError("input has no text to learn from; validation_fraction=0 holds nothing out")
+    return train_sentencepiece(chain([first], lines), vocab_size, log)
+
+
+def _texts(settings: Settings, every: int, held_out: float, log: Log) -> Iterator[str]:
+    """Documents of one block in `every`, without those held out."""
+    formats = [source.format for source in settings.sources]
+    progress = Progress("reading", sum(source.size for source in settings.sources), log)
+    before = 0
+    for number, block in enumerate(read_blocks(settings.sources, settings.cutting, Place())):
+        progress.add(block.read - before)
+        before = block.read
+        if number % every:
+            continue
+        for _, document in documents(block, formats, settings.cutting):
+            if not isinstance(document, Bad) and document.text:
+                digest = hashlib.blake2b(document.data, digest_size=DIGEST).digest()
+                if block.part is not None or not is_held_out(digest, held_out):
+                    yield document.text
+
+
+def _limited(texts: Iterator[str], size: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        size -= len(text)
+        if size <= 0:
+            return

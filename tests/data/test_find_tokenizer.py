@@ -1,0 +1,185 @@
+"""Tokenizers of other libraries: pieces, round trips, and what names them."""
+
+import base64
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers as rust
+import transformers
+
+from gptlite.data.export_tokenizer import export_tokenizer
+from gptlite.data.find_tokenizer import find_tokenizer
+from gptlite.data.huggingface_tokenizer import byte_alphabet
+from gptlite.data.sentence_piece import SentencePieceTokenizer, train_sentencepiece
+from gptlite.data.tokenizer import ByteTokenizer, StreamDecoder, Tokenizer, load_tokenizer
+from gptlite.errors import ConfigError
+
+LINES = [
+    "the quick brown fox jumps over the lazy dog, again and again",
+    "naïve 漢字 in 12345 lines",
+    "aaaa aaa hahaha",
+] * 9
+TEXTS = [
+    "the quick brown fox\n\n  jumps\tover 1234567",
+    "emoji 😀👩‍👩‍👧 and 漢字かな\r\n \x00 \x7f é e\u0301 \ufeff",
+    "<|endoftext|></s><unk><0x0A>",
+    "   leading, trailing   ",
+    "",
+    "\n",
+]
+ADVERSARIAL = [*"the quick \n", "  ", "   ", "aaaa", "aaa", "haha", "\n\n", "\t", "é", "漢", "😀", "\0"]
+ADVERSARIAL += ["<s>", "</s>", "<0x0A>", "\u2581"]
+
+
+def byte_level(folder: Path) -> Path:
+    """A tokenizer.json of byte-level BPE."""
+    tokenizer = rust.Tokenizer(rust.models.BPE())
+    tokenizer.pre_tokenizer = rust.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = rust.decoders.ByteLevel()
+    alphabet = rust.pre_tokenizers.ByteLevel.alphabet()
+    trainer = rust.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(LINES, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def ranks(folder: Path) -> Path:
+    """A .tiktoken file: the bytes, and some pairs."""
+    pieces = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" q", b"ui", b"aa", b"\n\n", "漢".encode()]
+    lines = [base64.b64encode(piece).decode() + f" {token}" for token, piece in enumerate(pieces)]
+    (folder / "small.tiktoken").write_text("\n".join(lines) + "\n")
+    return folder / "small.tiktoken"
+
+
+def piece_model(folder: Path) -> Path:
+    train_sentencepiece(LINES, 330, lambda _: None).save(folder / "sp")
+    return folder / "sp" / "tokenizer.model"
+
+
+MAKE = {"huggingface": byte_level, "tiktoken": ranks, "sentencepiece": piece_model}
+
+
+@pytest.fixture(scope="module", params=MAKE)
+def found(request, tmp_path_factory) -> Tokenizer:
+    tokenizer = find_tokenizer(str(MAKE[request.param](tmp_path_factory.mktemp(request.param))))
+    assert tokenizer.kind == request.param
+    return tokenizer
+
+
+def test_nothing_is_lost_and_bytes_are_counted(found: Tokenizer) -> None:
+    for text in TEXTS:
+        ids = found.encode(text)
+        assert found.decode(ids) == text
+        assert found.token_bytes()[ids].sum() == len(text.encode())
+        assert found.eod not in ids  # though the text spells it out
+        assert np.array_equal(found.encode_array(text), ids)
+        assert found.encode_array(text).dtype == np.int32
+    assert found.piece(found.eod) == b""
+
+
+def test_any_ids_stream_to_the_text_they_decode_to(found: Tokenizer) -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        ids = [rng.randrange(-3, found.vocab_size + 9) for _ in range(rng.randrange(40))]
+        stream = StreamDecoder(found)
+        assert "".join([stream.push(token) for token in ids]) + stream.flush() == found.decode(ids)
+
+
+def test_saved_and_found_again_by_every_path(found: Tokenizer, tmp_path: Path) -> None:
+    found.save(tmp_path / "tokenizer")
+    for loaded in (load_tokenizer(tmp_path / "tokenizer"), find_tokenizer(str(tmp_path))):
+        assert loaded.fingerprint == found.fingerprint
+        assert (loaded.eod, loaded.pieces) == (found.eod, found.pieces)
+        assert [loaded.encode(text) for text in TEXTS] == [found.encode(text) for text in TEXTS]
+
+
+def test_a_trained_token_is_used(found: Tokenizer) -> None:
+    assert len(found.encode("the quick")) < len("the quick")
+
+
+def test_the_alphabet_of_bytes_is_hugging_faces() -> None:
+    assert set(byte_alphabet()) == set(rust.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = rust.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for character in map(chr, range(1, 0x250)):
+        (written, _), *_ = tokenizer.pre_tokenize_str(character)
+        assert bytes(byte_alphabet()[each] for each in written) == character.encode()
+
+
+def test_the_end_of_documents_can_be_named(tmp_path: Path) -> None:
+    path = byte_level(tmp_path)
+    assert find_tokenizer(str(path), eod="the").pieces[find_tokenizer(str(path), eod="the").eod] == b"the"
+    with pytest.raises(ConfigError, match="has no token <end> to end documents with"):
+        find_tokenizer(str(path), eod="<end>")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "qu"}}')
+    assert find_tokenizer(str(tmp_path)).piece(find_tokenizer(str(tmp_path)).eod) == b"qu"
+
+
+def test_a_vocabulary_that_does_not_keep_bytes_is_refused(tmp_path: Path) -> None:
+    tokenizer = rust.Tokenizer(rust.models.WordPiece({"[UNK]": 0, "a": 1, "</s>": 2}, unk_token="[UNK]"))
+    tokenizer.decoder = rust.decoders.WordPiece()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="its decoder is WordPiece"):
+        find_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "{", "cannot be read"),
+        ("a.model", "x", "it is not a SentencePiece model"),
+        ("a.tiktoken", "!!! 1", "a.tiktoken:1 is not a base64 string and its id"),
+        ("a.tiktoken", "YQ== 1", "byte 0x00 has no id"),
+        ("a.txt", "x", "ends in .txt, not in .json, .model or .tiktoken"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        find_tokenizer(str(tmp_path / name))
+    assert name in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nowhere", "there is no file or folder nowhere"),
+        (".", "holds none of definition.json, tokenizer/definition.json, tokenizer.json, tokenizer.model"),
+        ("sentencepiece", "is trained first: python tools/train_tokenizer.py kind=sentencepiece"),
+        ("tiktoken:gpt7", "is none of tiktoken's: .*gpt2"),
+    ],
+)
+def test_what_was_tried_is_named(tmp_path: Path, monkeypatch, spec: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        find_tokenizer(spec)
+    assert isinstance(find_tokenizer("byte"), ByteTokenizer)
+
+
+def test_an_exported_model_has_the_same_ids_in_transformers(tmp_path: Path) -> None:
+    tokenizer = find_tokenizer(str(piece_model(tmp_path)))
+    export_tokenizer(tokenizer, tmp_path / "hf")
+    other = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (other.eos_token_id, len(other)) == (tokenizer.eod, tokenizer.vocab_size)
+    rng = random.Random(0)
+    words = [*ADVERSARIAL, *(tokenizer.decode([token]) for token in range(tokenizer.vocab_size))]
+    for text in [*TEXTS, *LINES, *("".join(rng.choices(words, k=rng.randrange(40))) for _ in range(2000))]:
+        ids = tokenizer.encode(text)
+        assert other.encode(text) == ids
+        assert other.decode(ids) == tokenizer.decode(ids)
+    assert find_tokenizer(str(tmp_path / "hf")).pieces[3:] == tokenizer.pieces[3:]
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(ConfigError, match="not for byte"):
+        export_tokenizer(ByteTokenizer(), tmp_path / "hf")
+    tokenizer = find_tokenizer(str(piece_model(tmp_path)))
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    monkeypatch.setattr(SentencePieceTokenizer, "score", lambda _, token: float(token))  # merges in the wrong order
+    with pytest.raises(ConfigError, match="would have other ids for"):
+        export_tokenizer(tokenizer, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()

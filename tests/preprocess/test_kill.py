@@ -1,0 +1,120 @@
+"""Stopped anywhere and taken up again, the bytes are those of work that was never stopped."""
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from marking import marked
+
+from gptlite.errors import ConfigError
+from preprocess import killed
+from preprocess.corpora import as_jsonl, made_up, prepare
+
+POINTS = 20
+
+
+def start(folder: Path, at: int, *more: str) -> subprocess.Popen[str]:
+    """Preprocessing of the corpus in `folder`, which kills itself at file event `at`."""
+    arguments = [f"input={folder / 'in'}", "tokenizer=byte", f"output={folder / 'out'}", "workers=1"]
+    more = (*more, "validation_fraction=0.2", "on_error=skip")
+    command = [sys.executable, str(killed.__file__), str(at), *arguments, *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder with 6 shards of lines, one in a hundred bad, and a text file."""
+    (tmp_path / "in").mkdir()
+    lines = as_jsonl(made_up(5, 120)).splitlines(keepends=True)
+    lines[50::100] = [b"bad\n"] * len(lines[50::100])
+    (tmp_path / "in" / "a.jsonl").write_bytes(b"".join(lines))
+    (tmp_path / "in" / "b.txt").write_text("\n".join(made_up(6, 20)))
+    return tmp_path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("first", marked(range(0, POINTS, 5), slow=1, name=lambda point: f"points{point}"))
+def test_killed_and_taken_up_again_gives_the_same_bytes(corpus: Path, first: int) -> None:
+    process = start(corpus, 0)
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    expected, events = files(corpus / "out"), int(output.split("events=")[1])
+    assert events > 150
+    assert {"skipped.jsonl", "train.bin", "val.idx", "tokenizer/definition.json"} <= set(expected)
+    (corpus / "out").rename(corpus / "expected")
+    rng = random.Random(first)
+    for place in rng.sample(range(1, events - 5), 5):
+        process = start(corpus, place)
+        process.communicate(timeout=100)
+        assert process.returncode == -signal.SIGKILL
+        process = start(corpus, 0)
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors
+        assert files(corpus / "out") == expected, place
+        assert sorted(path.name for path in corpus.iterdir()) == ["expected", "in", "out"]
+        shutil.rmtree(corpus / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_workers_end_with_it_and_the_same_command_goes_on(corpus: Path, number: int, code: int) -> None:
+    many = as_jsonl(made_up(7, 4000))
+    (corpus / "in" / "c.jsonl").write_bytes(many * 8)
+    process = start(corpus, 0)
+    deadline = time.monotonic() + 60
+    while len(list((corpus / "out.partial" / "shards").glob("0*"))) < 2:  # it is at work
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert children
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == code
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (corpus / "in" / "c.jsonl").write_bytes(many)  # another file: that is refused, and nothing lost
+    process = start(corpus, 0)
+    assert "c.jsonl has changed; give the same again" in process.communicate(timeout=60)[1]
+    assert process.returncode == 2
+    process = start(corpus, 0, "overwrite=true")
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+
+
+def test_a_rerun_with_other_settings_is_refused_and_names_them(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(as_jsonl(made_up(8, 50)) + b"bad\n")
+    with pytest.raises(ConfigError, match="it is not JSON"):
+        prepare(tmp_path / "in", tmp_path / "out")
+    for options, said in (
+        ({"field": "body"}, "was begun with field='text' then, field='body' now"),
+        ({"validation_fraction": 0.1}, "validation_fraction=0.2 then, validation_fraction=0.1 now"),
+        ({"format": "text"}, "a.jsonl was read as jsonl, now it is text"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            prepare(tmp_path / "in", tmp_path / "out", **options)
+    (tmp_path / "in" / "b.jsonl").write_bytes(as_jsonl(["more"]))
+    with pytest.raises(ConfigError, match="input was 1 files, now it is 2"):
+        prepare(tmp_path / "in", tmp_path / "out")
+    (tmp_path / "in" / "b.jsonl").unlink()
+    assert prepare(tmp_path / "in", tmp_path / "out", on_error="skip", workers=0).counts.skipped == 1
+
+
+def test_two_at_once_are_refused(tmp_path: Path) -> None:
+    import fcntl
+
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(["text"]))
+    (tmp_path / "out.partial").mkdir()
+    with open(tmp_path / "out.partial" / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="is being written by another process"):
+            prepare(tmp_path / "a.jsonl", tmp_path / "out")
