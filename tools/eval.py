@@ -45,7 +45,7 @@ def main(arguments: Arguments) -> None:
 
     model, tokenizer, config, mesh = restore(arguments.checkpoint, arguments.precision)
     size = arguments.micro_batch_size
-    section = replace(config.data, global_batch_size=size, micro_batch_size=size)
+    section = replace(config.data, global_batch_size=size, micro_batch_size=size, batch_ramp=None)
     data = held_out(arguments.data, config, tokenizer)
     loader = build_loader(section, data, mesh, config.seed)
     print(f"{data.num_validation_tokens:,} tokens of {data.name}", flush=True)
