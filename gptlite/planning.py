@@ -29,7 +29,7 @@ REPORT_SECONDS = 5.0
 # What a candidate's override line says, in this order; the rest of ParallelismConfig is the user's.
 CHOSEN = (
     *("tensor", "sequence", "context", "pipeline", "schedule", "virtual_stages", "data", "dp_replicate", "zero"),
-    "activation_checkpointing",
+    *("activation_checkpointing", "offload"),
 )
 
 
@@ -131,6 +131,7 @@ def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> S
         attention=planned_attention(config.ops, model, cluster.device),
         device=cluster.device,
         master_weights=config.precision.master_weights,
+        amp=config.precision.dtype.value.partition("amp_")[2],
     )
 
     def refuses(parallelism: ParallelismConfig, micro_batch: int) -> str:

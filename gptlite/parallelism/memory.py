@@ -109,9 +109,8 @@ def state_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _plain(tensor: Tensor) -> list[Tensor]:
     """The tensors that one of another kind (8-bit state) is made of."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
 
 
 def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:

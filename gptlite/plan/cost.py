@@ -255,6 +255,6 @@ def _message(work: Workload, cluster: ClusterConfig) -> float:
     if work.layout.size("pp") == 1:
         return 0.0
     between = work.layout.size("tp") if work.parallelism.sequence else 1
-    payload = work.micro_batch_size * work.rank_length // between * work.model.d_model * work.itemsize
+    payload = work.micro_batch_size * work.rank_length // between * work.model.d_model * work.stream_item
     links = Links(cluster, work.layout)
     return links.once("send", payload, links.group("pp"))

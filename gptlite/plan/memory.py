@@ -78,7 +78,7 @@ def _state(work: Workload, held: list[Stage], passes: list[Pass]) -> tuple[int, 
     mine, updating = work.stored * elements, MASTER * elements
     moments, found = _moments(work, held), (0, 0)
     gathered = {
-        stage.number: work.itemsize * padded(stage.others if zero == 3 else stage.parameters(), shards)
+        stage.number: work.gather_item * padded(stage.others if zero == 3 else stage.parameters(), shards)
         for stage in held
         if work.sharded
     }
@@ -225,8 +225,8 @@ class _Groups:
             buckets=buckets,
             blocks=blocks,
             last_blocks=last,
-            gathered=elements(stage.block * blocks) * work.itemsize if comes_and_goes else 0,
-            last_gathered=elements(stage.block * last) * work.itemsize if comes_and_goes else 0,
+            gathered=elements(stage.block * blocks) * work.gather_item if comes_and_goes else 0,
+            last_gathered=elements(stage.block * last) * work.gather_item if comes_and_goes else 0,
             bucket=elements(stage.block * blocks) * MASTER,
             last_bucket=elements(stage.block * last) * MASTER,
             others=elements(stage.others) * MASTER,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from gptlite.errors import ConfigError
 from gptlite.model.flops import num_parameters
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig
-from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
+from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, divisors, resolve
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.config import ClusterConfig
@@ -83,9 +83,28 @@ class Found:
 def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress = lambda done, total: None) -> Found:
     """All layouts on `world` ranks by predicted speed, those that do not fit left out until WANTED kinds do.
 
+    Where none fits in the devices' memory alone, and nothing is said of offload, the same with offload to their hosts':
+    it costs time, so it is no rival of a layout that fits without.
+
     `progress` is called now and then with how much of it is done, and how much there is. Raises ConfigError where no
     layout is legal, whatever the memory.
     """
+    found = _searched(space, cluster, world, progress)
+    base = space.work.parallelism
+    if found.ranked or "offload" in space.fixed or base.offload is not Offload.none or cluster.device == "cpu":
+        return found
+    offloading = replace(space, work=replace(space.work, parallelism=replace(base, offload=Offload.cpu)))
+    try:
+        offloaded = _searched(offloading, cluster, world, progress)
+    except ConfigError:  # this optimizer cannot
+        return found
+    offloaded.tried += found.tried
+    offloaded.pruned += found.pruned
+    offloaded.examples = found.examples | offloaded.examples
+    return offloaded
+
+
+def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progress) -> Found:
     found, timed = Found(), list[Candidate]()
     least, thriftiest = math.inf, list[Workload]()
     for work, reason in workloads(space, cluster, world, progress):
@@ -150,6 +169,8 @@ def _too_much(size: float, cluster: ClusterConfig, world: int, words: str) -> st
 def least_bytes(work: Workload) -> float:
     """No more than a layout's fullest rank takes: the mean over ranks of the parameters and the optimizer's state, in
     fp32. Quick, so that the exact count is spared what cannot fit."""
+    if work.on_host:
+        return 0.0
     moments = {AdamWConfig: 2, AdamConfig: 2, LambConfig: 2, LionConfig: 1, MuonConfig: 1}.get(type(work.optimizer), 0)
     shards = work.layout.size("dp_shard")
     cut = work.layout.size("tp") * work.layout.size("pp") * shards

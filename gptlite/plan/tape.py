@@ -66,6 +66,7 @@ class Sizes:
     length: int
     overlap: bool
     casts: bool  # layers cast fp32 weights, where no FSDP2 does
+    more: int  # kept by a block in fp32 where Apex's levels compute so: inputs of norms (O2), of GELU (O1)
     grad: int
     added: bool  # gradients come on top of earlier ones: else the first ones are model state from the beginning
     holds: bool  # FSDP2 holds a block's gradients until it reduces them, else each is added to what there is and freed
@@ -81,10 +82,11 @@ class Sizes:
         seen = work.sequence_length if context == 1 else (work.sequence_length + work.rank_length // 2) // 2
         rows = tokens // tensor if config.sequence else tokens
         split = splits_backward(config)
-        half_grads = sharded and item < MASTER  # FSDP2 accumulates in fp32 what is computed in 16 bits
+        held = work.gather_item if sharded else work.stored  # bytes of a parameter that a layer is given
+        half_grads = sharded and held < MASTER  # FSDP2 accumulates in fp32 what is computed in 16 bits
         return cls(
             whole=tokens * model.d_model * item,
-            slice=rows * model.d_model * item,
+            slice=rows * model.d_model * work.stream_item,
             heads=tokens * model.d_model * item // tensor,
             gathered=2 * tokens * context * model.d_model * item // tensor if context > 1 else 0,
             refill=config.activation_checkpointing is ActivationCheckpointing.none,
@@ -106,8 +108,10 @@ class Sizes:
             relu=model.activation is Activation.relu,
             length=work.sequence_length,
             overlap=tensor > 1 and not split,
-            casts=not sharded and item < work.stored,
-            grad=item,
+            casts=item < held,
+            more={"o1": tokens * model.ffn_size // tensor, "o2": 2 * rows * model.d_model}.get(work.amp, 0)
+            * (MASTER - item),
+            grad=held if sharded else item,
             added=sharded or work.micro_batches > 1 or item < MASTER,
             holds=sharded and (config.zero >= 2 or work.micro_batches == 1 or half_grads),
             device=work.device,
@@ -132,7 +136,7 @@ class Sizes:
 def block_forward(s: Sizes) -> Tape:
     """x is there, and is counted as what came before made it."""
     matrix = s.width * s.width // s.tensor
-    tape = [*s.cast(2 * s.width), s.slice, s.row, s.row]  # the norm, and its statistics
+    tape = [s.more, *s.cast(2 * s.width), s.slice, s.row, s.row]  # the norm, and its statistics
     tape += s.cast(3 * matrix) + _column(s, 3 * s.heads, biased=True)
     tape += _gathered_forward(s) if s.gathered else _attention_forward(s)
     tape += s.cast(matrix) + _row(s)
@@ -259,6 +263,7 @@ def block_backward(s: Sizes, given: bool = True) -> Tape:
         -2 * s.row,
         -s.slice,
         *_uncast(s, 2 * s.width),
+        -s.more,
     ]
     return tape
 

@@ -69,7 +69,7 @@ def _tensor(found: _Sum, work: Workload, stage: Stage) -> None:
     tokens = work.rank_tokens
     between = tokens * work.model.d_model * work.itemsize
     # The table is looked up as it is, where no FSDP2 casts it.
-    embedded = between if work.sharded else tokens * work.model.d_model * work.stored
+    embedded = tokens * work.model.d_model * (work.gather_item if work.sharded else work.stored)
     split = splits_backward(config)
     again = _recomputed(work, stage, split)
     summed = "reduce_scatter" if config.sequence else "all_reduce"
@@ -145,7 +145,7 @@ def _data(found: _Sum, work: Workload, stage: Stage) -> None:
     for group, number in stage.groups(work.parallelism.bucket_layers):
         elements = padded(group, shards)
         for phase, times in gathered(work, stage.number, group is not stage.others).items():
-            found.add("dp_shard", "all_gather", shards, elements * work.itemsize, phase, number * times)
+            found.add("dp_shard", "all_gather", shards, elements * work.gather_item, phase, number * times)
         reductions = work.micro_batches if work.parallelism.zero >= 2 else 1
         found.add("dp_shard", "reduce_scatter", shards, elements * MASTER, "backward", number * reductions)
         found.add("dp_replicate", "all_reduce", copies, elements // shards * MASTER, "backward", number)
@@ -180,7 +180,7 @@ def _pipeline(found: _Sum, work: Workload, stage: Stage, pp_rank: int) -> None:
     config, mine = work.parallelism, stages_of_rank(work.parallelism, pp_rank)
     between = work.layout.size("tp") if config.sequence else 1
     length = work.rank_length // between
-    payload = work.micro_batch_size * length * work.model.d_model * work.itemsize
+    payload = work.micro_batch_size * length * work.model.d_model * work.stream_item
     for neighbour, (forward, backward) in ((stage.number + 1, ("send", "recv")), (stage.number - 1, ("recv", "send"))):
         if 0 <= neighbour < num_stages(config) and neighbour not in mine:
             found.add("pp", forward, 2, payload, "forward", work.micro_batches)

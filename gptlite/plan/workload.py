@@ -16,7 +16,7 @@ class Workload:
     """One step of a run. `model.vocab_size` is known; sizes of batches are in sequences.
 
     dtype: fp32, bf16 or fp16, of compute. attention: the path that a run's `ops` would take. device: cuda or cpu.
-    master_weights: whether parameters are fp32 between steps, not bf16.
+    master_weights: whether parameters are fp32 between steps, not bf16. amp: o1 or o2, of Apex's levels, or nothing.
     """
 
     model: GPTConfig
@@ -30,6 +30,7 @@ class Workload:
     attention: Attention
     device: str = "cuda"
     master_weights: bool = True
+    amp: str = ""
 
     @property
     def stored(self) -> int:
@@ -40,6 +41,16 @@ class Workload:
     def itemsize(self) -> int:
         """Bytes of a number in the compute dtype."""
         return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def gather_item(self) -> int:
+        """Bytes of a number that FSDP2 gathers: Apex's levels keep some parameters in fp32."""
+        return 4 if self.amp else self.itemsize
+
+    @property
+    def stream_item(self) -> int:
+        """Bytes of a number between layers."""
+        return 4 if self.amp == "o1" else self.itemsize
 
     @property
     def micro_batches(self) -> int:

@@ -6,6 +6,7 @@ torchao is in the `dev` extra: without it these tests fail, they do not skip.
 import types
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_to_fp32_and_back_changes_no_code_and_no_scale(key: str):
     parameter = nn.Parameter(torch.zeros_like(values))
     optimizer = build_optimizer(AdamW8bitConfig(), [("w", parameter)])
     assert isinstance(optimizer, AdamW8bit)
-    moment = optimizer.state_of(parameter)[key]
+    moment: Any = optimizer.state_of(parameter)[key]
     moment.copy_(values)
     codes, scale = moment.codes.clone(), moment.scale.clone()
     stored = optimizer.stored(parameter)

@@ -7,7 +7,7 @@ import pytest
 
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.parallelism.config import ActivationCheckpointing
+from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import resolve
 from gptlite.plan.memory import most
 from gptlite.plan.search import distinct, layouts, rank_memory, search, workloads
@@ -189,3 +189,26 @@ def test_the_smallest_layout_is_the_smallest():
     legal = [work for work, reason in workloads(space, config.cluster, 4) if not reason]
     assert found.smallest is not None
     assert found.smallest[0].total == min(most(work)[1].total for work in legal)
+
+
+def test_offload_is_looked_for_where_nothing_fits_without():
+    """A model of 100 million parameters on four devices, of less and less memory."""
+    big = ("model.d_model=1024", "model.num_layers=8", "data.vocab_size=500", "data.global_batch_size=4")
+
+    def found(gib: float, *more: str):
+        config = config_of(*big, f"cluster.memory_gib={gib}", "cluster.reserved_gib=0", *more)
+        return search(space_of(config, config.cluster, fixed_keys(config)), config.cluster, 4)
+
+    given = "parallelism.offload=none"
+    without, offloaded = found(0.01, given).smallest, found(0.01).smallest
+    assert without is not None
+    assert offloaded is not None
+    assert offloaded[1].parallelism.offload is Offload.cpu
+    assert offloaded[0].total < without[0].total
+    between = (without[0].total + offloaded[0].total) / 2 / 2**30
+    assert found(between, given).ranked == []
+    ranked = found(between).ranked
+    assert {each.work.parallelism.offload for each in ranked} == {Offload.cpu}
+    assert all(most(each.work)[1].total <= between * 2**30 for each in ranked)
+    assert "parallelism.offload=cpu" in overrides(ranked[0])
+    assert {each.work.parallelism.offload for each in found(80).ranked} == {Offload.none}

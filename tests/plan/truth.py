@@ -33,6 +33,7 @@ from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, _Stage
 from gptlite.parity.record import build
 from gptlite.plan.workload import RankBytes, Transfer, Workload
+from gptlite.planning import planned_dtype
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 
@@ -63,10 +64,11 @@ def workload(config: Config, world: int) -> Workload:
         global_batch_size=config.data.global_batch_size,
         micro_batch_size=config.data.micro_batch_size or 0,
         sequence_length=config.data.sequence_length,
-        dtype=config.precision.dtype.value,
+        dtype=planned_dtype(config, config.cluster),
         attention=ops.attention,
         device="cpu",
         master_weights=config.precision.master_weights,
+        amp=config.precision.dtype.value.partition("amp_")[2],
     )
 
 

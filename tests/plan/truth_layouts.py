@@ -61,6 +61,7 @@ SHORT = {
     "dropout": "model.dropout",
     "bias": "model.bias",
     "dtype": "precision",
+    "offload": "parallelism.offload",
     "ops": "ops",
     "attention": "ops.attention",
     "optimizer": "optimizer",
@@ -131,7 +132,20 @@ HALVES = [
     Layout(2, "zero=2 micro=2 dtype=bf16_stochastic"),
     Layout(2, "micro=1 dtype=bf16_stochastic"),
     Layout(4, "tp=2 zero=3 sequence=true micro=2 dtype=bf16_stochastic"),
-    Layout(2, "tp=2 micro=2 dtype=bf16_stochastic"),
     Layout(2, "zero=1 micro=2 optimizer=adamw_8bit"),
 ]
-LAYOUTS = [*QUICK, *OTHERS, *LATER]
+# Apex's levels, fp16, fp8, offload and context parallelism.
+OTHER_AXES = [
+    Layout(1, "dtype=fp16 micro=8"),
+    Layout(1, "dtype=amp_o2 micro=8"),
+    Layout(1, "dtype=amp_o1 micro=8"),
+    Layout(1, "dtype=fp8 micro=8"),
+    Layout(1, "offload=cpu zero=2 micro=2"),
+    Layout(2, "zero=2 micro=2 dtype=fp16"),
+    Layout(2, "zero=2 micro=2 dtype=amp_o2"),
+    Layout(2, "zero=3 micro=2 dtype=amp_o1"),
+    Layout(2, "offload=cpu zero=3 micro=2"),
+    Layout(2, "cp=2 micro=4"),
+    Layout(2, "cp=2 zero=2 micro=2 dtype=bf16"),
+]
+LAYOUTS = [*QUICK, *OTHERS, *LATER, *HALVES, *OTHER_AXES]
