@@ -2,8 +2,8 @@
 
 python tools/parallelism_table.py [results=FILE] [output=docs/parallelism.md] [only_missing=false]
 
-It runs every cell of the parity matrix (tests/distributed/matrix.py) on gloo processes: about twenty minutes on two
-cores. results is a JSON file that keeps what has been measured, cell by cell; with only_missing=true the cells it has
+It runs every cell of the parity matrix (tests/distributed/matrix.py) on gloo processes: about forty minutes on two
+idle cores. results is a JSON file that keeps what has been measured, cell by cell; with only_missing=true the cells it has
 are not run again. Exit codes: 0, or 1 if a cell differs from one process.
 """
 
@@ -21,11 +21,12 @@ from gptlite.tool import run_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 if TYPE_CHECKING:
-    from distributed.matrix import Cell  # pyright: ignore[reportMissingImports]
+    from distributed.cell import Cell  # pyright: ignore[reportMissingImports]
 
 Result = dict[str, Any]  # a cell's verdict, largest errors and where they were, as JSON
 HEADS = {
     "cells": "| layout | loss | gradient norm | worst gradient | worst updated value | |\n|---|--:|--:|---|---|---|",
+    "bounds": "| precision | layouts | loss | gradient norm | gradients | values |\n|---|--:|--:|--:|--:|--:|",
     "refused": "| overrides | refused with |\n|---|---|",
 }
 
@@ -44,7 +45,9 @@ def main(arguments: Arguments) -> int:
     if not (ROOT / "tests" / "distributed").is_dir():
         raise ConfigError("the matrix is in tests/distributed, not in an installed package: use a checkout")
     sys.path.insert(0, str(ROOT / "tests"))
-    from distributed.matrix import CELLS, REFUSED  # pyright: ignore[reportMissingImports]
+    from distributed.bounds import STATED  # pyright: ignore[reportMissingImports]
+    from distributed.matrix import CELLS  # pyright: ignore[reportMissingImports]
+    from distributed.refused import REFUSED  # pyright: ignore[reportMissingImports]
 
     file = Path(arguments.results) if arguments.results else None
     known: dict[str, Result] = json.loads(file.read_text()) if file and file.exists() else {}
@@ -57,6 +60,8 @@ def main(arguments: Arguments) -> int:
     text = output.read_text(encoding="utf-8")
     lead = in_short([known[cell.id] for cell in CELLS], [known[cell.id] for cell in CELLS if cell.precision == "fp32"])
     text = replaced(text, "cells", "\n".join([lead, "", HEADS["cells"], *rows]))
+    halves = {name: [known[cell.id] for cell in CELLS if cell.precision == name] for name in STATED}
+    text = replaced(text, "bounds", "\n".join([HEADS["bounds"], *(bounds_row(n, halves[n], STATED[n]) for n in STATED)]))
     text = replaced(text, "refused", "\n".join([HEADS["refused"], *refusals]))
     write_whole(output, text)
     same = sum(known[cell.id]["same"] for cell in CELLS)
@@ -123,6 +128,16 @@ def table_row(name: str, result: Result) -> str:
         return f"| {name} | | | | | {verdict} |"
     worst = [f"{error:.0e} {tensor}" for error, tensor in (result["gradient"], result["value"])]
     return f"| {name} | {result['loss']:.0e} | {result['grad_norm']:.0e} | {' | '.join(worst)} | {verdict} |"
+
+
+def bounds_row(name: str, results: list[Result], stated: Any) -> str:
+    """`| bf16 | 30 | 1e-05 (3e-05) | ... |`: the largest error of a precision's layouts, and what it may be."""
+    measured = [each for each in results if "loss" in each]
+    found = [max(each[key] for each in measured) for key in ("loss", "grad_norm")]
+    found += [max(each[key][0] for each in measured) for key in ("gradient", "value")]
+    bounds = (stated.loss, stated.grad_norm, stated.gradient, stated.value)
+    errors = " | ".join(f"{error:.0e} ({bound:.0e})" for error, bound in zip(found, bounds, strict=True))
+    return f"| {name} | {len(results)} | {errors} |"
 
 
 def world(size: int | None) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -32,13 +32,21 @@ class Distances:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest distances that pass. `rms`: values are judged by the root mean square, not the largest."""
+    """The largest distances that pass. `rms`: values are judged by the root mean square, not the largest.
+
+    `first`: those of the first step, to which both runs come with the same weights, if they are others.
+    """
 
     loss: float
     grad_norm: float
     gradient: Callable[[str], float]
     value: Callable[[str], float]
     rms: bool = False
+    first: Limits | None = None
+
+    def at(self, step: int) -> Limits:
+        """Those of a step, from 1."""
+        return self.first if self.first is not None and step == 1 else self
 
 
 @dataclass(frozen=True)
@@ -73,23 +81,29 @@ def fp32_limits() -> Limits:
     return Limits(1e-5, 1e-5, lambda _: 1e-4, lambda _: 0.1)
 
 
-def half_limits(apart: Sequence[Distances], factor: float = 2.0) -> Limits:
+def half_limits(apart: Sequence[Distances], epsilon: float) -> Limits:
     """For a run in 16 bits judged by one process's; `apart` is that one's distances (rms) from fp32, each step.
 
     A layout that is as close to fp32 as one process is, is within twice that of one process: the triangle inequality.
-    So a tensor may be off by twice the largest distance it had. Luck has a share where there is little to average over:
-    losses and norms, single numbers, may always be off by 3e-5 and 2e-3 (a rounding of bf16), and values by 0.6 of a
-    learning rate, as if Adam had moved one in eleven the other way; an update left out is off by 0.7 or more. A bias of
-    a few elements may have been close to fp32 by luck: a gradient may always be off as much as the middle one of them.
+    So in the first step a gradient may be off by twice that one's distance. Later the weights differ too, by what Adam
+    makes of the rounding of tiny gradients, and how far is luck, of one process as well: four times its largest. A bias
+    of a few elements may have been close to fp32 by luck: a gradient may always be off as much as the middle one.
+
+    Single numbers, losses and norms, may always be off by a part of `epsilon`, the dtype's (2^-7 for bf16, 2^-10 for
+    fp16): 3e-5 and 2e-3 in bf16. Values by 0.6 of a learning rate, as if Adam had moved one in eleven the other way; an
+    update left out is off by 0.7 or more.
     """
-    gradients, values = (
-        {name: factor * max(getattr(each, kind)[name] for each in apart) for name in getattr(apart[0], kind)}
-        for kind in ("gradients", "values")
-    )
+    return replace(_around(apart, 4.0, epsilon), first=_around(apart[:1], 2.0, epsilon))
+
+
+def _around(apart: Sequence[Distances], factor: float, epsilon: float) -> Limits:
+    """Limits from the largest distances of some steps; for gradients `factor` times those."""
+    gradients = {name: factor * max(each.gradients[name] for each in apart) for name in apart[0].gradients}
+    values = {name: 2 * max(each.values[name] for each in apart) for name in apart[0].values}
     middle = median(gradients.values())
     return Limits(
-        max(3e-5, factor * max(each.loss for each in apart)),
-        max(2e-3, factor * max(each.grad_norm for each in apart)),
+        max(epsilon / 256, 2 * max(each.loss for each in apart)),
+        max(epsilon / 4, 2 * max(each.grad_norm for each in apart)),
         lambda name: max(middle, gradients.get(name, 0.0)),
         lambda name: max(0.6, values.get(name, 0.0)),
         rms=True,
@@ -110,6 +124,7 @@ def distances(step: StepRecord, reference: StepRecord, rms: bool = False) -> Dis
 
 def compare(step: StepRecord, reference: StepRecord, limits: Limits) -> StepComparison:
     """Judges every tensor and number of a step."""
+    limits = limits.at(step.step)
     found = distances(step, reference, limits.rms)
     losses, norms = (reference.loss, step.loss), (reference.grad_norm, step.grad_norm)
     return StepComparison(step.step, losses, norms, found, list(_judged(step, reference, found, limits)))

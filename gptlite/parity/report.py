@@ -45,15 +45,18 @@ def verdict(comparisons: Sequence[StepComparison], limits: Limits) -> tuple[bool
 
 
 def described(comparisons: Sequence[StepComparison], limits: Limits) -> str:
-    """The largest distances of all steps beside their limits."""
+    """The largest distances of all steps beside the limits of later ones; tensors beside those of their own step."""
     found = [each.distances for each in comparisons]
     gradient, value = (
-        max((error, name) for each in found for name, error in errors(each).items())
-        for errors in (lambda each: each.gradients, lambda each: each.values)
+        max(
+            ((error, name, limits.at(each.step)) for each in comparisons for name, error in errors(each).items()),
+            key=lambda found: found[0],
+        )
+        for errors in (lambda each: each.distances.gradients, lambda each: each.distances.values)
     )
     return (
         f"loss within {max(each.loss for each in found):.1e} (limit {limits.loss:.1e}), "
         f"gradient norm {max(each.grad_norm for each in found):.1e} ({limits.grad_norm:.1e}), "
-        f"gradients {gradient[0]:.1e} ({limits.gradient(gradient[1]):.1e}), "
-        f"values {value[0]:.1e} of a learning rate ({limits.value(value[1]):.1e})"
+        f"gradients {gradient[0]:.1e} ({gradient[2].gradient(gradient[1]):.1e}), "
+        f"values {value[0]:.1e} of a learning rate ({value[2].value(value[1]):.1e})"
     )

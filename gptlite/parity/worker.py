@@ -19,6 +19,7 @@ from gptlite.parallelism.mesh import build_mesh
 from gptlite.parity.compare import Distances, Limits, StepComparison, compare, fp32_limits, half_limits
 from gptlite.parity.record import StepRecord, recorded
 from gptlite.parity.report import HEADER, row, verdict
+from gptlite.precision import resolve_precision
 
 APART = "apart"
 
@@ -43,7 +44,8 @@ def compare_run(reference: Path, config: Config, *_: Any) -> int:
     mesh = build_mesh(config.parallelism)
     steps = sum(file.name != APART for file in reference.iterdir())
     apart: list[Distances] | None = torch.load(reference / APART, weights_only=False)
-    limits: Limits = fp32_limits() if apart is None else half_limits(apart)
+    epsilon = torch.finfo(resolve_precision(config.precision, mesh.device).compute_dtype).eps
+    limits: Limits = fp32_limits() if apart is None else half_limits(apart, epsilon)
     comparisons: list[StepComparison] = []
     if mesh.is_main:
         print(HEADER)

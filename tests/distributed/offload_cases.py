@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
-from distributed.matrix import BASE, GLOBAL_BATCH
+from distributed.cell import BASE, GLOBAL_BATCH
 from gptlite.config import Config, load
 from gptlite.optimizer.streamed import Stream
 from gptlite.parallelism.boxes import local_part
@@ -39,7 +40,7 @@ class Case:
 
     def overrides(self) -> list[str]:
         layout = dict(word.split("=") for word in self.words.split() if word.startswith("parallelism."))
-        inner = int(layout.get("parallelism.tensor", 1)) * int(layout.get("parallelism.pipeline", 1))
+        inner = prod(int(layout.get(f"parallelism.{axis}", 1)) for axis in ("tensor", "pipeline", "context"))
         data = self.world // inner
         return [
             *BASE,

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from distributed.matrix import Cell
+from distributed.cell import Cell
 from gptlite.data import build
 from gptlite.data.loader import Loader
 from gptlite.model import attention, gpt, init, parallelize

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from distributed.matrix import STEPS, Cell, reference_of
+from distributed.bounds import limits_of
+from distributed.cell import STEPS, Cell, reference_of
 from distributed.parity_bugs import planted
 from distributed.ranks import Ranks
 from gptlite.config import Config, load
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parity.compare import Distances, Limits, StepComparison, compare, distances, fp32_limits, half_limits
+from gptlite.parity.compare import Distances, StepComparison, compare, distances
 from gptlite.parity.record import StepRecord, record, recorded
 from gptlite.parity.report import verdict
 
@@ -30,18 +31,21 @@ class Result:
     seconds: float
 
 
-def run_cell(config: Config, reference: str, apart: Sequence[Distances] | None, bug: str = "") -> Result | None:
+def run_cell(
+    config: Config, reference: str, apart: Sequence[Distances] | None, bug: str = "", twin: bool = False
+) -> Result | None:
     """On every rank: the first steps of a layout, compared on rank 0 with the reference in a file.
 
-    `apart` is what bf16 is judged by; None: fp32. `bug` is planted meanwhile, see parity_bugs.py.
+    `apart` is what 16 bits are judged by; None: fp32. `bug` is planted meanwhile, see parity_bugs.py. `twin`: the same
+    run without offload must give the same bits.
     """
     start = time.monotonic()
-    limits = limits_of(apart)
+    limits = limits_of(apart, config.precision.dtype.value)
     mesh = build_mesh(config.parallelism)
     try:
         with planted(bug):
             steps = recorded(config, STEPS, mesh)
-            if config.parallelism.offload is not Offload.none:
+            if twin:
                 steps = same_as_without(steps, config, mesh)
             found = [
                 compare(step, expected, limits)
@@ -65,14 +69,9 @@ def same_as_without(steps: Iterator[StepRecord | None], config: Config, mesh: Me
         yield step
 
 
-def limits_of(apart: Sequence[Distances] | None) -> Limits:
-    """What a cell must keep."""
-    return fp32_limits() if apart is None else half_limits(apart)
-
-
 def judge(references: References, cell: Cell, result: Result) -> tuple[bool, str]:
     """Whether a cell was the same as one process, and the words for it."""
-    return verdict(result.comparisons, limits_of(references.of(cell)[1]))
+    return verdict(result.comparisons, limits_of(references.of(cell)[1], cell.precision))
 
 
 @lru_cache(maxsize=8)
@@ -88,7 +87,7 @@ class References:
         self._made: dict[tuple[str, ...], Path] = {}
 
     def of(self, cell: Cell) -> tuple[str, list[Distances] | None]:
-        """The file that a cell is judged by and, for bf16, how far that is from fp32."""
+        """The file that a cell is judged by and, for 16 bits, how far that is from fp32."""
         path = self._file(reference_of(cell, cell.precision))
         if cell.precision == "fp32":
             return str(path), None
@@ -110,7 +109,7 @@ class References:
 class Pool:
     """Runs cells on ranks that stay: those of one world size at a time."""
 
-    def __init__(self, references: References, collective_timeout: float = 60) -> None:
+    def __init__(self, references: References, collective_timeout: float = 240) -> None:
         self.references, self.collective_timeout = references, collective_timeout
         self._ranks: Ranks | None = None
 
@@ -120,7 +119,7 @@ class Pool:
             self.close()
             self._ranks = Ranks(cell.world, collective_timeout=self.collective_timeout)
         reference, apart = self.references.of(cell)
-        arguments = (load(cell.overrides()), reference, apart, bug)
+        arguments = (load(cell.overrides()), reference, apart, bug, cell.has_twin)
         return self._ranks.run("distributed.parity_cells:run_cell", *arguments, timeout=timeout)[0]
 
     def close(self) -> None:

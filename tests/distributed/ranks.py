@@ -51,7 +51,7 @@ class Ranks:
     """`world` processes that wait for functions. After a failure they are ended, and the next `run` starts new ones."""
 
     def __init__(
-        self, world: int, *, join: bool = True, collective_timeout: float = 60, env: dict[str, str] | None = None
+        self, world: int, *, join: bool = True, collective_timeout: float = 240, env: dict[str, str] | None = None
     ) -> None:
         self.world, self.join, self.collective_timeout, self.env = world, join, collective_timeout, env or {}
         self.processes: list[subprocess.Popen[bytes]] = []

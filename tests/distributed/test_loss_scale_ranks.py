@@ -6,7 +6,7 @@ import pytest
 import torch
 from marking import marked
 
-from distributed.matrix import BASE, GLOBAL_BATCH, Cell
+from distributed.cell import BASE, GLOBAL_BATCH, Cell
 from distributed.ranks import Ranks
 from gptlite.checkpoint.load import load_tensors
 from gptlite.checkpoint.manifest import read_manifest

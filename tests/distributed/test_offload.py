@@ -42,6 +42,10 @@ TWO = [
     Case(f"{P}tensor=2 {P}zero=0 model.vocab_multiple=1", 2),
     Case(f"{P}pipeline=2 {P}schedule=zbv {P}zero=3", 2, accumulation=3),
     Case(f"{P}zero=3 optimizer=sgd", 2),
+    Case(f"{P}zero=2 precision=fp16", 2, accumulation=3),
+    Case(f"{P}context=2 {P}zero=3 precision=amp_o1", 2),
+    Case(f"{P}zero=1 precision=amp_o2", 2),
+    Case(f"{P}context=2 {P}zero=0", 2),
 ]
 MORE = [
     Case(f"{P}tensor=2 {P}pipeline=2 {P}zero=3", 8),
@@ -77,6 +81,13 @@ COUNTED = [
     Case(f"{P}pipeline=2 {P}schedule=zbv {P}zero=2 model.tied_embeddings=false", 2, accumulation=4),
     Case(f"{P}pipeline=2 {P}zero=3 {P}dp_replicate=2", 8, accumulation=4),
     Case(f"{P}tensor=2 {P}pipeline=2 {P}zero=3", 8),
+    # Sequences cut, and every precision: shards are over data x context ranks, and always moved in fp32.
+    Case(f"{P}context=2 {P}zero=3 precision=bf16", 2),
+    Case(f"{P}context=2 {P}zero=1 precision=amp_o1", 2, accumulation=3),
+    Case(f"{P}context=4 {P}zero=2 precision=fp16", 8, accumulation=3),
+    Case(f"{P}context=2 {P}tensor=2 {P}pipeline=2 {P}zero=3 precision=amp_o2", 8, accumulation=4),
+    Case(f"{P}context=4 {P}pipeline=2 {P}schedule=zbv {P}zero=0 precision=bf16", 8, accumulation=4),
+    Case(f"{P}context=2 {P}dp_replicate=2 {P}zero=2 model.tied_embeddings=false precision=fp16", 8, accumulation=3),
 ]
 
 

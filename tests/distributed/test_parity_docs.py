@@ -1,8 +1,11 @@
 """docs/parallelism.md says what the matrix says."""
 
 import re
+from dataclasses import astuple
 
-from distributed.matrix import CELLS, REFUSED
+from distributed.bounds import STATED
+from distributed.matrix import CELLS
+from distributed.refused import REFUSED
 from gptlite.config import CONF_DIR
 
 DOCS = CONF_DIR.parent / "docs"
@@ -19,6 +22,16 @@ def test_every_cell_has_its_row_and_was_the_same_as_one_process():
     rows = {row.split(" | ")[0].removeprefix("| "): row for row in between("cells")}
     assert list(rows) == [cell.id for cell in CELLS]
     assert [name for name, row in rows.items() if not row.endswith(" | ok |")] == []
+
+
+def test_the_bounds_of_16_bits_are_those_that_cells_are_judged_by_and_every_cell_kept_them():
+    rows = [row.strip("| ").split(" | ") for row in between("bounds")]
+    assert [name for name, *_ in rows] == list(STATED)
+    for name, count, *columns in rows:
+        assert int(count) == sum(cell.precision == name for cell in CELLS)
+        found, bounds = zip(*(map(float, re.findall(r"[\d.e+-]+", column)) for column in columns), strict=True)
+        assert bounds == astuple(STATED[name])
+        assert all(error < bound for error, bound in zip(found, bounds, strict=True))
 
 
 def test_the_refusals_are_those_of_today():

@@ -2,28 +2,20 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
 import pytest
-from marking import marked as marks
 
-from distributed.matrix import (
-    AXES,
-    CELLS,
-    CHOSEN,
-    COMPILED,
-    OFFLOADED,
-    QUICK,
-    REFUSED,
-    SLOW,
-    Cell,
-    Refused,
-    legal_cells,
-    pairs,
-)
+from distributed.cell import Cell
+from distributed.cover import AXES, CROSSED_AXES, FIRST_MATRIX, crossings, legal_cells, met, pairs
+from distributed.matrix import CELLS, CHOSEN, CROSSED, OFFLOADED, QUICK, SLOW
 from distributed.parity_cells import Pool, References, judge
+from distributed.refused import REFUSED, Refused
 from gptlite.parity.report import row
 
-COMPILING_SECONDS = 240
+# Values of the axes that are not crossed, so that layouts which differ in them alone count once.
+NO_CROSSED = {axis: values[0] for axis, values in AXES.items() if axis not in CROSSED_AXES}
 
 
 def marked(cell: Cell) -> object:
@@ -41,13 +33,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 # By world size, so that each world's ranks are started once.
 @pytest.mark.parametrize("cell", [marked(cell) for cell in sorted(CELLS, key=lambda cell: -cell.world)])
 def test_a_layout_trains_as_one_process_does(cell: Cell, pool: Pool):
-    result = pool.run(cell, timeout=COMPILING_SECONDS if cell in COMPILED else 120)
-    same, words = judge(pool.references, cell, result)
-    assert same, "\n".join([words, *map(row, result.comparisons)])
-
-
-@pytest.mark.parametrize("cell", marks(OFFLOADED, quick=2, slow=6, name=lambda cell: cell.id))
-def test_a_layout_that_offloads_trains_as_one_process_does_and_to_the_bit_as_without(cell: Cell, pool: Pool):
+    """One that offloads, besides, to the bit as without: `run_cell` takes the steps of both."""
     result = pool.run(cell, timeout=240)
     same, words = judge(pool.references, cell, result)
     assert same, "\n".join([words, *map(row, result.comparisons)])
@@ -58,6 +44,27 @@ def test_offload_meets_every_stage_and_axis():
     assert {cell.world for cell in OFFLOADED} == {8}
     met = {(cell.offload, cell.zero, cell.tensor > 1, cell.pipeline > 1) for cell in OFFLOADED}
     assert len(met) == 2 * 4 * 2 * 2
+
+
+def test_the_crossed_cells_meet_every_three_values_that_can_meet_and_every_two_of_all_axes():
+    assert len(set(CROSSED)) == len(CROSSED) >= 80
+    assert {cell.world for cell in CROSSED} == {8}
+    layouts = [cell for cell in (*legal_cells(), *legal_cells(context=True)) if cell.context < 8]
+    placed = {
+        replace(cell, offload=offload, precision=precision, **NO_CROSSED)
+        for cell, offload, precision in product(layouts, CROSSED_AXES["offload"], CROSSED_AXES["precision"])
+        if (cell.context, offload, precision) != FIRST_MATRIX
+    }
+    three = set().union(*(met(cell, CROSSED_AXES, 3) for cell in placed))
+    cuts = [axis for axis in CROSSED_AXES | AXES if axis not in ("offload", "precision")]
+    two = set().union(*(met(cell, cuts, 2) for cell in layouts))
+    two |= {
+        ((kind, value), (axis, each))
+        for kind in ("offload", "precision")
+        for axis in AXES.keys() - CROSSED_AXES.keys()
+        for value, each in product(CROSSED_AXES[kind], AXES[axis])
+    }
+    assert three | two <= set().union(*map(crossings, CROSSED))
 
 
 def test_the_matrix_is_large_and_covers_every_pair_and_so_do_the_cells_of_each_ci_run():

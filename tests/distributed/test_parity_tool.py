@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.matrix import BASE
+from distributed.cell import BASE
 from distributed.parity_bugs import planted
 from distributed.ranks import Ranks
 from gptlite.config import CONF_DIR, load
