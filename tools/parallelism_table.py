@@ -2,8 +2,8 @@
 
 python tools/parallelism_table.py [results=FILE] [output=docs/parallelism.md] [only_missing=false]
 
-It runs every cell of the parity matrix (tests/distributed/matrix.py) on gloo processes: about forty minutes on two
-idle cores. results is a JSON file that keeps what has been measured, cell by cell; with only_missing=true the cells it has
+It runs every cell of the parity matrix (tests/distributed/matrix.py) on gloo processes: about forty minutes on two idle
+cores. results is a JSON file that keeps what has been measured, cell by cell; with only_missing=true the cells it has
 are not run again. Exit codes: 0, or 1 if a cell differs from one process.
 """
 
@@ -61,7 +61,8 @@ def main(arguments: Arguments) -> int:
     lead = in_short([known[cell.id] for cell in CELLS], [known[cell.id] for cell in CELLS if cell.precision == "fp32"])
     text = replaced(text, "cells", "\n".join([lead, "", HEADS["cells"], *rows]))
     halves = {name: [known[cell.id] for cell in CELLS if cell.precision == name] for name in STATED}
-    text = replaced(text, "bounds", "\n".join([HEADS["bounds"], *(bounds_row(n, halves[n], STATED[n]) for n in STATED)]))
+    bounds = [bounds_row(name, halves[name], STATED[name]) for name in STATED]
+    text = replaced(text, "bounds", "\n".join([HEADS["bounds"], *bounds]))
     text = replaced(text, "refused", "\n".join([HEADS["refused"], *refusals]))
     write_whole(output, text)
     same = sum(known[cell.id]["same"] for cell in CELLS)
