@@ -18,8 +18,8 @@ def plot_lengths(lengths: Mapping[str, np.ndarray], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    most = max((int(each.max()) for each in lengths.values() if each.size), default=1)
-    edges = np.geomspace(1, max(most, 2) + 1, _BINS + 1)
+    some = [each[each > 0] for each in lengths.values() if each.any()] or [np.ones(1)]
+    edges = np.geomspace(min(each.min() for each in some), max(each.max() for each in some) + 1, _BINS + 1)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for name, each in lengths.items():
         if not each.sum():
@@ -27,7 +27,8 @@ def plot_lengths(lengths: Mapping[str, np.ndarray], path: Path) -> None:
         label = f"{name}: {each.size:,} documents, {each.sum() / 1e6:,.2f}M tokens"
         axes.hist(each, edges.tolist(), weights=each / each.sum(), histtype="step", linewidth=1.5, label=label)
     axes.set(xscale="log", xlabel="tokens in a document", ylabel="share of all tokens", title="Lengths of documents")
-    axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0))  # type: ignore[attr-defined]
+    axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))  # type: ignore[attr-defined]
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend(loc="upper left", fontsize="small")
