@@ -217,12 +217,15 @@ def _corpus_folder(config: CorpusConfig, log: Log) -> Path:
         "source": "" if source is None else f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}",
         "tokenizer": config.tokenizer,
         "vocab_size": str(config.vocab_size if config.tokenizer == "sentencepiece" else None),
+        **{f"argument {name}": value for name, value in config.arguments.items() if value is not None},
     }
 
     def make(folder: Path) -> None:
         log(f"preparing {config.corpus} once, into {config.cache_dir}")
         arguments = [f"output={folder}", f"tokenizer={config.tokenizer}", f"vocab_size={config.vocab_size}"]
-        _run_recipe(script, arguments + ([f"path={source}"] if source else []), config.corpus, log)
+        arguments += [f"path={source}"] if source else []
+        arguments += [f"{name}={value}" for name, value in config.arguments.items() if value is not None]
+        _run_recipe(script, arguments, config.corpus, log)
         _open(folder, config.corpus, config)
 
     return cached_folder(Path(config.cache_dir).expanduser(), config.corpus, key, make, log)

@@ -26,9 +26,9 @@ def check_settings(config: DataConfig) -> None:
         case CorpusConfig():
             check_tokenizer(config.tokenizer, config.vocab_size)
             find_recipe(config.corpus)
-            if config.path is not None and not Path(config.path).expanduser().is_file():
+            if config.path is not None and not Path(config.path).expanduser().exists():
                 raise ConfigError(
-                    f"data.path={config.path} is not a file; give the corpus's source, or null to download it"
+                    f"data.path={config.path} does not exist; give the corpus's source, or null to download it"
                 )
         case SyntheticConfig():
             if config.vocab_size < 2:

@@ -1,6 +1,6 @@
 """What is read, and in what batches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -48,12 +48,16 @@ class TextConfig(DataConfig):
 
 @dataclass
 class CorpusConfig(DataConfig):
-    """A corpus with a recipe in data/<corpus>/prepare.py, run on first use into `cache_dir`."""
+    """A corpus with a recipe in data/<corpus>/prepare.py, run on first use into `cache_dir`.
+
+    `arguments` are the recipe's own, such as `{max_documents: 1000}`; a null one is left out.
+    """
 
     corpus: str = "???"
     tokenizer: str = "sentencepiece"
     vocab_size: int = 4096
     path: str | None = None  # the raw source, where it cannot be downloaded
+    arguments: dict[str, str | None] = field(default_factory=dict)
 
 
 @dataclass

@@ -7,13 +7,15 @@ from gptlite.subcommands import Subcommand, run_subcommand
 SUBCOMMANDS = {
     "inspect": Subcommand("gptlite.data_tool.inspect", ("PATH",), more=True),
     "verify": Subcommand("gptlite.data_tool.verify", ("PATH",), more=True),
+    "import": Subcommand("gptlite.data_tool.import_", ("PATH",)),
 }
 
 HELP = """\
-Token files: what is in them, whether they are whole.
+Token files: what is in them and whether they are whole; those of other frameworks made ours.
 
   inspect PATH ...    documents, tokens, bytes per token, lengths, tokenizer
   verify PATH ...     reads every byte: index, vocabulary, ends of documents, hash
+  import PATH         makes a prepared folder of nanoGPT's, llm.c's or Megatron's token files
 
 A PATH is a prepared folder (tokenizer/, train and val .bin/.idx) or one dataset: PREFIX, PREFIX.bin or PREFIX.idx.
 Options are key=value; `gptlite-data SUBCOMMAND --help` lists them (from a checkout: python tools/data.py SUBCOMMAND

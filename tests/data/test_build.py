@@ -300,7 +300,7 @@ def test_synthetic_tokens_follow_the_seed_and_nothing_else(settings):
         (SyntheticConfig(num_tokens=256), "data.num_tokens=256 is less than one sequence"),
         (CorpusConfig(corpus="shakespear"), "data.corpus=shakespear has no recipe.*did you mean shakespeare?"),
         (CorpusConfig(corpus="shakespeare", tokenizer="word"), "data.tokenizer=word is none of"),
-        (CorpusConfig(corpus="shakespeare", path="/nowhere"), "data.path=/nowhere is not a file"),
+        (CorpusConfig(corpus="shakespeare", path="/nowhere"), "data.path=/nowhere does not exist"),
         (DataConfig(), "data has no source"),
     ],
 )

@@ -1,0 +1,28 @@
+"""FineWeb: English web text from Common Crawl, 15T tokens, and samples of it.
+
+    python data/fineweb/prepare.py output=FOLDER [sample=sample-10BT] [tokenizer=tiktoken:gpt2] [max_documents=N]
+
+sample is a configuration of HuggingFaceFW/fineweb: sample-10BT (15M documents, 28 GB to download), sample-100BT,
+sample-350BT, one crawl such as CC-MAIN-2024-10, or default for all. Documents are streamed by the `datasets` library
+(pip install 'gptlite[hub]'), or read from the .parquet or .jsonl files in `path`; nothing but the tokens is kept.
+tokenizer is sentencepiece (vocab_size pieces, trained on the first 32M characters), byte, char, or whatever
+tools/preprocess.py takes. validation_fraction=0.0005 of the documents, by their hash, are held out. One process
+tokenizes; for a whole sample, let several, and restart where it stopped:
+
+    python data/fineweb/prepare.py output=- > fineweb.jsonl
+    python tools/preprocess.py input=fineweb.jsonl tokenizer=tiktoken:gpt2 output=data/fineweb workers=16
+"""
+
+from gptlite.data.streaming import Hub, StreamArguments, prepare_stream
+from gptlite.tool import run_tool
+
+HUB = Hub(corpus="fineweb", repository="HuggingFaceFW/fineweb", config="sample-10BT")
+
+
+def main(arguments: StreamArguments) -> None:
+    """Writes the corpus into `output`. Raises ConfigError if it cannot be had."""
+    prepare_stream(HUB, arguments)
+
+
+if __name__ == "__main__":
+    run_tool(main, StreamArguments, __doc__)

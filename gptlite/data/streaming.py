@@ -1,0 +1,189 @@
+"""Corpora too large to fetch first: documents as the `datasets` library streams them, into a prepared folder."""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from gptlite.data.check import TOKENIZERS
+from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer
+from gptlite.data.find_tokenizer import find_tokenizer
+from gptlite.data.indexed import IndexedWriter
+from gptlite.data.tokenizer import Tokenizer
+from gptlite.errors import ConfigError
+from gptlite.progress import Log
+
+_SAMPLE = 32 << 20  # characters that a tokenizer is trained on, from the start of the stream
+_SECONDS = 5.0  # between two lines of progress
+_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json", ".zst": "json"}
+
+Documents = Callable[[], Iterable[str]]  # starts a new pass
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Where a corpus lies on the Hugging Face hub, and the column with its text."""
+
+    corpus: str
+    repository: str
+    column: str = "text"
+    config: str | None = None
+
+
+@dataclass
+class StreamArguments:
+    """The command line of a streaming recipe."""
+
+    output: str = "???"
+    tokenizer: str = "sentencepiece"
+    vocab_size: int = 32000
+    path: str | None = None  # a folder of .parquet or .jsonl files to read instead of the hub
+    sample: str | None = None  # a configuration of the repository
+    max_documents: int | None = None
+    validation_fraction: float = 0.0005
+
+
+def prepare_stream(hub: Hub, arguments: StreamArguments) -> None:
+    """Writes the prepared folder `output`; `output=-` prints the documents as JSON lines, for tools/preprocess.py.
+
+    Raises ConfigError where the corpus cannot be had, has no such column, or holds no text.
+    """
+    if arguments.max_documents is not None and arguments.max_documents < 1:
+        raise ConfigError(f"max_documents={arguments.max_documents} must be at least 1")
+    if not 0 < arguments.validation_fraction < 1:
+        raise ConfigError(f"validation_fraction={arguments.validation_fraction} must be above 0 and below 1")
+    rows = open_rows(hub, arguments.path, arguments.sample or hub.config)
+    source = f"data.path={arguments.path}" if arguments.path else hub.repository
+
+    def documents() -> Iterable[str]:
+        return islice(texts(rows, hub.column, source), arguments.max_documents)
+
+    if arguments.output == "-":
+        for text in documents():
+            sys.stdout.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+        return
+    output = Path(arguments.output)
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(documents, arguments)
+    write_stream(documents(), output, tokenizer, arguments.validation_fraction, arguments.max_documents, _say)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def open_rows(hub: Hub, path: str | None, config: str | None) -> Iterable[dict[str, Any]]:
+    """Rows of the hub's corpus, or of the files in the folder `path`, streamed. Raises ConfigError."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ConfigError(f"data.corpus={hub.corpus} needs the datasets library; pip install 'gptlite[hub]'") from None
+    try:
+        if path is None:
+            return load_dataset(hub.repository, config, split="train", streaming=True)
+        kind, files = _local(path)
+        return load_dataset(kind, data_files=files, split="train", streaming=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library's own, the network's, and those of its file systems
+        reason = " ".join(str(error).split())[:300]
+        where = f"{hub.repository}, configuration {config}," if path is None else f"data.path={path}"
+        raise ConfigError(
+            f"data.corpus={hub.corpus}: {where} cannot be opened ({type(error).__name__}: {reason}); "
+            "give data.path=, a folder of its .parquet or .jsonl files"
+        ) from error
+
+
+def _local(path: str) -> tuple[str, list[str]]:
+    folder = Path(path).expanduser()
+    files = sorted(folder.rglob("*")) if folder.is_dir() else [folder]
+    known = [file for file in files if file.suffix in _FORMATS and file.is_file() and not file.name.startswith(".")]
+    kinds = {_FORMATS[file.suffix] for file in known}
+    if len(kinds) != 1:
+        what = "both .parquet and .jsonl" if kinds else "no .parquet or .jsonl files"
+        raise ConfigError(f"data.path={path} holds {what}; give a folder of one kind")
+    return kinds.pop(), [str(file) for file in known]
+
+
+def texts(rows: Iterable[dict[str, Any]], column: str, source: str) -> Iterator[str]:
+    """The text of each row, without those that have none. ConfigError names the row that cannot be read."""
+    number = 0
+    iterator = iter(rows)
+    while True:
+        try:
+            row = next(iterator, None)
+        except Exception as error:  # as above
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"{source}: row {number} cannot be read ({type(error).__name__}: {reason})") from error
+        if row is None:
+            return
+        text = row.get(column)
+        if text is not None and not isinstance(text, str):
+            raise ConfigError(f"{source}: column {column} of row {number} is {type(text).__name__}, not text")
+        if column not in row:
+            raise ConfigError(f"{source}: row {number} has no column {column}; it has {', '.join(row)}")
+        if text:
+            yield text
+        number += 1
+
+
+def _tokenizer(documents: Documents, arguments: StreamArguments) -> Tokenizer:
+    """The one given, or one trained on the start of the stream, held-out documents left out."""
+    kind, fraction = arguments.tokenizer, arguments.validation_fraction
+    if kind not in TOKENIZERS:
+        return find_tokenizer(kind)
+    if kind == "byte":
+        return train_tokenizer(kind, arguments.vocab_size, list, list, _say)
+    sample: list[list[str]] = []
+    size = 0
+    for text in documents():
+        if not is_held_out(text.encode("utf-8", errors="replace"), fraction):
+            sample.append([text])
+            size += len(text)
+        if size >= _SAMPLE:
+            break
+    return train_tokenizer(kind, arguments.vocab_size, lambda: sample, list, _say)
+
+
+def is_held_out(data: bytes | memoryview, fraction: float) -> bool:
+    """Whether a document belongs to the validation split: by its hash, so that equal ones go the same way."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < fraction * 2.0**64
+
+
+def write_stream(
+    documents: Iterable[str], output: Path, tokenizer: Tokenizer, fraction: float, expected: int | None, log: Log
+) -> None:
+    """Tokenizes documents into the folder `output` in one pass. ConfigError if a split gets none of them."""
+    prefixes = [output / TRAIN, output / VALIDATION]
+    made = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
+    counts = [0, 0]
+    began = said = time.monotonic()
+    with IndexedWriter(prefixes[0], *made) as train, IndexedWriter(prefixes[1], *made) as held_out:
+        for number, text in enumerate(documents, start=1):
+            data = text.encode("utf-8", errors="replace")
+            split = is_held_out(data, fraction)
+            writer = held_out if split else train
+            writer.write(tokenizer.encode(text), len(data))
+            writer.end_document()
+            counts[split] += 1
+            if (now := time.monotonic()) - said > _SECONDS:
+                said = now
+                left = "" if expected is None else _eta(now - began, number, expected)
+                log(f"tokenizing: {number:,} documents, {number / (now - began):,.0f} a second{left}")
+        if not all(counts):
+            raise ConfigError(
+                f"{counts[0]} documents to train on and {counts[1]} held out; "
+                "give more max_documents or another validation_fraction"
+            )
+    tokenizer.save(output / TOKENIZER)
+    log(f"{counts[0]:,} documents to train on, {counts[1]:,} held out")
+
+
+def _eta(seconds: float, done: int, expected: int) -> str:
+    return f" of at most {expected:,}, ETA {timedelta(seconds=round(seconds * max(expected - done, 0) / done))}"

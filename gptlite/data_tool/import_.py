@@ -1,0 +1,169 @@
+"""Makes a prepared folder: import PATH format=nanogpt|llmc|megatron output=FOLDER tokenizer=SPEC [validation=PATH]
+
+PATH is a file of tokens, a glob in quotes, or a folder with *train*.bin and *val*.bin; files are read in order of name.
+For format=megatron it is a PREFIX, or a folder with train.bin/.idx and val.bin/.idx. tokenizer is the one that made the
+tokens, as for tools/preprocess.py: a folder of ours, tokenizer.json, tiktoken:gpt2, byte.
+
+  python tools/data.py import nanoGPT/data/openwebtext format=nanogpt output=data/owt tokenizer=tiktoken:gpt2
+  python tools/data.py import 'fineweb10B/fineweb_*.bin' format=llmc output=data/fineweb tokenizer=tiktoken:gpt2
+
+validation=PATH is held out; without one, and without *val* files, whole documents are, chosen by the hash of their
+tokens: validation_fraction=0.005 of them. eod names the token that ends documents where the tokenizer does not say.
+Documents end with it afterwards. Empty ones are left out, ends are added where they lack, and both are counted.
+A token outside the vocabulary is an error, and leaves nothing.
+"""
+
+import glob
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION
+from gptlite.data.find_tokenizer import find_tokenizer
+from gptlite.data.foreign import Batch, Found, cut_at_ends, megatron_documents, open_llmc, open_nanogpt
+from gptlite.data.indexed import IndexedDataset, IndexedWriter
+from gptlite.data.streaming import is_held_out
+from gptlite.data.tokenizer import Tokenizer
+from gptlite.data_tool.places import log
+from gptlite.errors import ConfigError, did_you_mean
+from gptlite.files import sync_folder
+from gptlite.progress import Progress
+
+FORMATS = ("nanogpt", "llmc", "megatron")
+Documents = Callable[[Found], Iterator[Batch]]
+
+
+@dataclass
+class Options:
+    """What may follow the path."""
+
+    format: str = "???"
+    output: str = "???"
+    tokenizer: str = "???"
+    eod: str | None = None
+    validation: str | None = None
+    validation_fraction: float = 0.005
+
+
+def run(paths: list[str], options: Options) -> int:
+    """Makes the folder, or leaves nothing."""
+    if options.format not in FORMATS:
+        hint = did_you_mean(options.format, FORMATS)
+        raise ConfigError(f"format={options.format} is none of {', '.join(FORMATS)}{hint}")
+    if not 0 <= options.validation_fraction < 1:
+        raise ConfigError(f"validation_fraction={options.validation_fraction} must be at least 0 and below 1")
+    output = Path(options.output).expanduser()
+    if output.exists():
+        raise ConfigError(f"output={options.output} exists; give another, or remove it")
+    tokenizer = find_tokenizer(options.tokenizer, options.eod)
+    train, validation = _sources(paths[0], options.validation, options.format, tokenizer)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".tmp-{output.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        found = _write(temporary, tokenizer, train, validation, options.validation_fraction)
+        tokenizer.save(temporary / TOKENIZER)
+        temporary.rename(output)
+        sync_folder(output.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for split in (TRAIN, VALIDATION):
+        dataset = IndexedDataset(output / split)
+        print(f"{output / split}: {dataset.num_documents:,} documents, {len(dataset.tokens):,} tokens")
+    if found.empty:
+        print(f"{found.empty:,} documents without a token were left out")
+    if found.unended:
+        print(f"{found.unended:,} documents did not end with the end of document, {tokenizer.eod}: it was added")
+    return 0
+
+
+def _sources(
+    path: str, validation: str | None, format: str, tokenizer: Tokenizer
+) -> tuple[Documents, Documents | None]:
+    """What is trained on, and what is held out, if it comes apart."""
+    make = partial(_documents, format=format, tokenizer=tokenizer)
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return make(_files(path, format)), None if validation is None else make(_files(validation, format))
+    ending = ".idx" if format == "megatron" else ".bin"
+    train = sorted(file for file in folder.glob(f"*train*{ending}") if not file.name.startswith("."))
+    held_out = sorted(file for file in folder.glob(f"*val*{ending}") if not file.name.startswith("."))
+    if not train:
+        raise ConfigError(f"{path} holds no *train*{ending}; give the files as a glob in quotes")
+    if validation is not None:
+        held_out = _files(validation, format)
+    return make(train), make(held_out) if held_out else None
+
+
+def _files(path: str, format: str) -> list[Path]:
+    given = Path(path).expanduser()
+    if format == "megatron":
+        return [given if given.suffix == ".idx" else given.with_suffix("") if given.suffix == ".bin" else given]
+    files = [given] if given.exists() else sorted(map(Path, glob.glob(str(given))))
+    if not files:
+        raise ConfigError(f"{path} does not exist; give a file of tokens, a glob in quotes, or a folder")
+    return files
+
+
+def _documents(files: list[Path], format: str, tokenizer: Tokenizer) -> Documents:
+    """Opens the files, and so finds what is wrong with them before anything is written."""
+    eod, size = tokenizer.eod, tokenizer.vocab_size
+    if format == "megatron":
+        prefixes = [file.with_suffix("") if file.suffix == ".idx" else file for file in files]
+        datasets = [IndexedDataset(prefix) for prefix in prefixes]
+        total = sum(dataset.tokens.nbytes for dataset in datasets)
+
+        def of_megatron(found: Found) -> Iterator[Batch]:
+            progress = Progress("importing", total, log)
+            for dataset in datasets:
+                yield from megatron_documents(dataset, eod, size, found, progress)
+
+        return of_megatron
+    opened = [(file, (open_llmc if format == "llmc" else open_nanogpt)(file)) for file in files]
+    total = sum(tokens.nbytes for _, tokens in opened)
+    if not total:
+        raise ConfigError(f"{files[0]} holds no tokens; give a file that has")
+    before = format == "llmc"
+    return lambda found: cut_at_ends(opened, eod, size, before, found, Progress("importing", total, log))
+
+
+def _write(
+    folder: Path, tokenizer: Tokenizer, train: Documents, validation: Documents | None, fraction: float
+) -> Found:
+    found, token_bytes = Found(), tokenizer.token_bytes()
+
+    def add(writer: IndexedWriter, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        writer.write_documents(tokens, lengths, int(token_bytes[tokens].sum()))
+
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                IndexedWriter(folder / split, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
+            )
+            for split in (TRAIN, VALIDATION)
+        ]
+        for batch in train(found):
+            chosen = np.zeros(len(batch.lengths), dtype=bool) if validation else held_out(batch, fraction)
+            for writer, kept in zip(writers, (~chosen, chosen), strict=True):
+                add(writer, batch.tokens[np.repeat(kept, batch.lengths)], batch.lengths[kept])
+        for batch in validation(found) if validation else ():
+            add(writers[1], batch.tokens, batch.lengths)
+        if fraction and not writers[1].num_documents:
+            raise ConfigError(
+                f"validation_fraction={fraction} holds out none of {writers[0].num_documents} documents; raise it, or "
+                "give validation=PATH"
+            )
+    return found
+
+
+def held_out(batch: Batch, fraction: float) -> np.ndarray:
+    """bool[D]: documents whose hash is below `fraction` of all hashes; equal documents go the same way."""
+    data, stops = memoryview(batch.tokens.astype("<i4").tobytes()), 4 * np.cumsum(batch.lengths)
+    starts = stops - 4 * batch.lengths
+    chosen = (is_held_out(data[start:stop], fraction) for start, stop in zip(starts, stops, strict=True))
+    return np.fromiter(chosen, dtype=bool, count=len(stops))

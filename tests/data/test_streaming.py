@@ -1,0 +1,171 @@
+"""openwebtext and fineweb, on a stand-in for the hub: files that the datasets library itself reads and streams."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipe_modules import load_recipe
+
+from gptlite.data.build import prepare
+from gptlite.data.config import CorpusConfig
+from gptlite.data.corpus import open_split
+from gptlite.data.streaming import is_held_out, open_rows, texts
+from gptlite.data.tokenizer import load_tokenizer
+from gptlite.data.verify import verify
+from gptlite.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [f"Document {n}: the cat sat on mat {n * n}.\n" for n in range(200)]
+FRACTION = 0.1
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory):
+    """Two files of FineWeb's columns, one row with an empty text."""
+    from pyarrow import Table
+    from pyarrow.parquet import write_table
+
+    folder = tmp_path_factory.mktemp("fineweb")
+    for n, part in enumerate((TEXTS[:120], ["", *TEXTS[120:]])):
+        rows = {"text": part, "id": [f"<urn:{n}/{m}>" for m in range(len(part))], "token_count": [9] * len(part)}
+        write_table(Table.from_pydict(rows), folder / f"00{n}.parquet", row_group_size=50)
+    return folder
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    folder = tmp_path / "owt"
+    folder.mkdir()
+    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    (folder / "a.jsonl").write_text("".join(lines[:100]))
+    with gzip.open(folder / "b.jsonl.gz", "wt") as file:
+        file.writelines(lines[100:])
+    return folder
+
+
+def read(folder, split):
+    """The text of each document, after every byte was checked."""
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    dataset = open_split(folder, split, tokenizer)
+    verify(dataset)
+    return [tokenizer.decode(dataset.document(n).tolist()) for n in range(dataset.num_documents)]
+
+
+@pytest.mark.slow
+def test_fineweb_from_parquet_into_a_prepared_folder(parquet, tmp_path):
+    """The whole way of `data=fineweb`: the recipe as a program, streaming, tokens, splits by hash."""
+    config = CorpusConfig(
+        corpus="fineweb",
+        tokenizer="byte",
+        path=str(parquet),
+        sequence_length=32,
+        cache_dir=str(tmp_path / "cache"),
+        arguments={"validation_fraction": str(FRACTION), "max_documents": "150", "sample": None},
+    )
+    data = prepare(config, seed=1)
+    assert data.folder is not None
+    held_out = [text for text in TEXTS[:150] if is_held_out(text.encode(), FRACTION)]
+    assert 5 <= len(held_out) <= 30
+    assert read(data.folder, "val") == held_out
+    assert read(data.folder, "train") == [text for text in TEXTS[:150] if text not in held_out]
+    assert "fineweb: " in data.describe()
+
+
+def test_openwebtext_from_json_lines_with_a_tokenizer_trained_on_the_start(jsonl, tmp_path):
+    recipe = load_recipe("openwebtext")
+    arguments = recipe.StreamArguments(str(tmp_path / "out"), "sentencepiece", 320, str(jsonl))
+    arguments.validation_fraction = FRACTION
+    recipe.main(arguments)
+    assert sorted(read(tmp_path / "out", "train") + read(tmp_path / "out", "val")) == sorted(TEXTS)
+
+
+@pytest.mark.slow
+def test_output_to_preprocess_is_json_lines(jsonl):
+    command = [sys.executable, "data/openwebtext/prepare.py", "output=-", f"path={jsonl}", "max_documents=120"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [{"text": text} for text in TEXTS[:120]]
+
+
+def test_the_hubs_names_are_asked_for(monkeypatch):
+    """What is asked of the library, of which the network is not there to answer."""
+    import datasets
+
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **named: asked.append((given, named)) or [])
+    fineweb, owt = (load_recipe(name).HUB for name in ("fineweb", "openwebtext"))
+    open_rows(fineweb, None, "sample-10BT")
+    open_rows(owt, None, owt.config)
+    assert asked == [
+        (("HuggingFaceFW/fineweb", "sample-10BT"), {"split": "train", "streaming": True}),
+        (("Skylion007/openwebtext", None), {"split": "train", "streaming": True}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "a"}, {"body": "b", "id": 1}], "row 1 has no column text; it has body, id"),
+        ([{"text": "a"}, {"text": None}, {"text": 7}], "column text of row 2 is int, not text"),
+    ],
+)
+def test_a_row_that_has_no_text_is_named(rows, message):
+    with pytest.raises(ConfigError, match=f"^data.path=x: {message}"):
+        list(texts(rows, "text", "data.path=x"))
+
+
+def test_empty_rows_are_left_out():
+    assert list(texts([{"text": ""}, {"text": "a"}, {"text": None}], "text", "x")) == ["a"]
+
+
+def damaged_parquet(folder):
+    (folder / "x.parquet").write_bytes(b"PAR1 and no more")
+
+
+def damaged_json(folder):
+    (folder / "x.jsonl").write_text('{"text": "a"}\n{"text": \n')
+
+
+def both(folder):
+    damaged_json(folder)
+    damaged_parquet(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "holds no .parquet or .jsonl files"),
+        (both, "holds both .parquet and .jsonl"),
+        (damaged_parquet, r"data.path=.* cannot be (opened|read)"),
+        (damaged_json, r"data.path=.* cannot be (opened|read)"),
+    ],
+    ids=["nothing", "both", "parquet", "jsonl"],
+)
+def test_damaged_sources_are_named(tmp_path, make, message):
+    recipe = load_recipe("fineweb")
+    (tmp_path / "in").mkdir()
+    make(tmp_path / "in")
+    with pytest.raises(ConfigError, match=message) as error:
+        recipe.main(recipe.StreamArguments(str(tmp_path / "out"), "byte", path=str(tmp_path / "in")))
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("out/train*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"max_documents": 0}, "max_documents=0"), ({"validation_fraction": 0.0}, "validation_fraction=0.0")],
+)
+def test_refused_arguments(tmp_path, changes, message):
+    recipe = load_recipe("fineweb")
+    with pytest.raises(ConfigError, match=message):
+        recipe.main(recipe.StreamArguments(str(tmp_path / "out"), **changes))
+
+
+def test_a_split_without_documents_is_refused(jsonl, tmp_path):
+    recipe = load_recipe("openwebtext")
+    arguments = recipe.StreamArguments(str(tmp_path / "out"), "byte", path=str(jsonl), max_documents=1)
+    with pytest.raises(ConfigError, match="1 documents to train on and 0 held out; give more max_documents"):
+        recipe.main(arguments)
+    assert not list(tmp_path.glob("out/*.idx"))
