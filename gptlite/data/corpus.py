@@ -61,7 +61,12 @@ def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenize
 def open_split(folder: Path, split: str, tokenizer: Tokenizer) -> IndexedDataset:
     """One split of a prepared folder. Raises ConfigError if it is damaged or was written by another tokenizer."""
     dataset = IndexedDataset(folder / split)
-    if dataset.meta is None or dataset.meta.tokenizer != tokenizer.fingerprint:
+    if dataset.meta is None:
+        raise ConfigError(
+            f"{folder / split}.meta.json is not there, which says whose tokens these are; make a folder of them with "
+            "tools/data.py import"
+        )
+    if dataset.meta.tokenizer != tokenizer.fingerprint:
         raise ConfigError(
             f"{folder / split}.bin is not of the tokenizer beside it; delete {folder} to prepare it again"
         )

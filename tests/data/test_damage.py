@@ -7,7 +7,9 @@ import struct
 import numpy as np
 import pytest
 
+from gptlite.data.corpus import open_split
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
+from gptlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from gptlite.data.verify import verify
 from gptlite.errors import ConfigError
 
@@ -129,6 +131,43 @@ def test_negative_ids_are_found(tmp_path):
     (tmp_path / "m.idx").write_bytes(index)
     with pytest.raises(ConfigError, match="token 1 is -1, outside the vocabulary of 10"):
         verify(IndexedDataset(tmp_path / "m"), vocab_size=10)
+
+
+FOLDER = {
+    "tokenizer missing": ("tokenizer/definition.json", lambda p: p.unlink(), "tokenizer holds no tokenizer"),
+    "tokenizer garbage": (
+        "tokenizer/definition.json",
+        lambda p: p.write_bytes(b"\xff{"),
+        "tokenizer holds no tokenizer",
+    ),
+    "tokenizer a list": ("tokenizer/definition.json", lambda p: p.write_text("[]"), "tokenizer holds no tokenizer"),
+    "tokenizer unknown": ("tokenizer/definition.json", edit(kind="wordpiece"), "unknown kind wordpiece"),
+    "tokenizer without its definition": ("tokenizer/definition.json", edit(kind="char"), "holds no tokenizer"),
+    "another tokenizer": ("tokenizer/definition.json", edit(kind="numbers", vocab_size=300), "train.bin is not of the"),
+    "meta missing": ("train.meta.json", lambda p: p.unlink(), "train.meta.json is not there"),
+    "meta of another tokenizer": ("train.meta.json", edit(tokenizer="0" * 64), "train.bin is not of the tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDER)
+def test_a_prepared_folder_whose_parts_do_not_fit_is_refused(tmp_path, case):
+    tokenizer = ByteTokenizer()
+    tokenizer.save(tmp_path / "tokenizer")
+    with IndexedWriter(tmp_path / "train", tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod) as writer:
+        writer.write(tokenizer.encode("a cat"), 5)
+        writer.end_document()
+
+    def opened():
+        return open_split(tmp_path, "train", load_tokenizer(tmp_path / "tokenizer"))
+
+    assert opened().tokens.tolist() == [*b"a cat", 256]
+    name, damage, message = FOLDER[case]
+    damage(tmp_path / name)
+    with pytest.raises(ConfigError) as error:
+        opened()
+    assert str(tmp_path) in str(error.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("place", [0, 1, 39, 40, 77, 78, 79])
