@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
+from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
 from gptlite.model.config import GPTConfig
@@ -35,6 +35,7 @@ from gptlite.trainer.config import TrainerConfig
 T = TypeVar("T")
 # A package of its own, so that an installed gptlite finds its presets too.
 CONF_DIR = Path(import_module("gptlite.conf").__path__[0]).resolve()
+PREPARED = "data"  # where `data=NAME` looks for NAME, a folder of tokens, if there is no such preset
 
 
 @dataclass
@@ -74,7 +75,12 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "parallelism": {"parallelism_schema": ParallelismConfig},
     "precision": {"precision_schema": PrecisionConfig},
     "ops": {"ops_schema": OpsConfig},
-    "data": {"text_schema": TextConfig, "corpus_schema": CorpusConfig, "synthetic_schema": SyntheticConfig},
+    "data": {
+        "text_schema": TextConfig,
+        "corpus_schema": CorpusConfig,
+        "tokens_schema": TokensConfig,
+        "synthetic_schema": SyntheticConfig,
+    },
     "optimizer": {
         "adamw_schema": optimizers.AdamWConfig,
         "adamw_8bit_schema": optimizers.AdamW8bitConfig,
@@ -109,6 +115,15 @@ def register() -> None:
     for group, schemas in SCHEMAS.items():
         for name, node in schemas.items():
             store.store(group=group, name=name, node=node)
+    for name in prepared_folders():
+        node = {"defaults": ["tokens_schema", "_self_"], "path": f"{PREPARED}/{name}"}
+        store.store(group="data", name=name, node=node | {"sequence_length": "${model.sequence_length}"})
+
+
+def prepared_folders() -> list[str]:
+    """Names of the folders ./data/NAME that hold tokens: each is a preset data=NAME, unless that is one already."""
+    names = sorted(index.parent.name for index in Path(PREPARED).glob("*/train.idx"))
+    return [name for name in names if not (CONF_DIR / "data" / f"{name}.yaml").exists()]
 
 
 def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
@@ -139,7 +154,7 @@ The configuration (KEY=VALUE):
 def help_text(overrides: list[str]) -> str:
     """What --help prints. Hydra's own takes three times as long over its list of groups, and shows the schemas too."""
     folders = sorted(folder for folder in CONF_DIR.iterdir() if any(folder.glob("*.yaml")))
-    presets = [f"  {folder.name}: {', '.join(sorted(f.stem for f in folder.glob('*.yaml')))}" for folder in folders]
+    presets = [f"  {folder.name}: {', '.join(presets_of(folder.name))}" for folder in folders]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         config = compose("config", overrides=overrides)
     return HELP.format(presets="\n".join(presets), config=OmegaConf.to_yaml(config))
@@ -190,7 +205,13 @@ def _refuse_added_keys(node: DictConfig, schema: Any, prefix: str = "") -> None:
 
 def choices(group: str) -> str:
     """`choose optimizer=adam, adamw, sgd`."""
-    return f"choose {group}={', '.join(sorted(file.stem for file in (CONF_DIR / group).glob('*.yaml')))}"
+    return f"choose {group}={', '.join(presets_of(group))}"
+
+
+def presets_of(group: str) -> list[str]:
+    """What GROUP=... can be; of data also the prepared folders."""
+    names = sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
+    return names + (prepared_folders() if group == "data" else [])
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gptlite.config import Config, hydra_value, to_dict
-from gptlite.data.build import PreparedData
+from gptlite.data.prepared import PreparedData
 from gptlite.data.tokenizer import StreamDecoder
 from gptlite.metrics.console import banner, format_bytes, format_count, format_duration
 from gptlite.metrics.devices import device_peak_flops

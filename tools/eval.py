@@ -20,7 +20,7 @@ from gptlite.errors import ConfigError
 from gptlite.tool import run_tool
 
 if TYPE_CHECKING:
-    from gptlite.data.build import PreparedData
+    from gptlite.data.prepared import PreparedData
     from gptlite.data.tokenizer import Tokenizer
 
 
@@ -41,7 +41,7 @@ def main(arguments: Arguments) -> None:
         raise ConfigError(f"micro_batch_size={arguments.micro_batch_size}, samples={arguments.samples}: at least 1")
     from gptlite.data.build import build_loader
     from gptlite.restore import restore
-    from gptlite.trainer.eval import evaluate
+    from gptlite.trainer.eval import evaluate_sets
 
     model, tokenizer, config, mesh = restore(arguments.checkpoint, arguments.precision)
     size = arguments.micro_batch_size
@@ -49,13 +49,15 @@ def main(arguments: Arguments) -> None:
     data = held_out(arguments.data, config, tokenizer)
     loader = build_loader(section, data, mesh, config.seed)
     print(f"{data.num_validation_tokens:,} tokens of {data.name}", flush=True)
-    batches, text_bytes = loader.validation_batches(arguments.samples), loader.validation_bytes(arguments.samples)
-    result = evaluate(model, batches, text_bytes)
+    result = evaluate_sets(model, loader, arguments.samples)
     loader.close()
     assert result is not None
     bits = result.bits_per_byte
     words = "n/a" if bits is None else f"{bits:.4f}"
     print(f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}, {words} bits per byte")
+    for name, part in result.parts.items():
+        bits_words = "n/a" if part.bits_per_byte is None else f"{part.bits_per_byte:.4f}"
+        print(f"  {name}: loss {part.loss:.4f}, {bits_words} bits per byte")
     row = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": bits, "tokens": result.tokens}
     print(json.dumps(row))
 
@@ -64,7 +66,8 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
     """What to read. Raises ConfigError for a source that is not there or has another tokenizer."""
     import numpy as np
 
-    from gptlite.data.build import PreparedData, prepare
+    from gptlite.data.build import prepare
+    from gptlite.data.prepared import PreparedData, TokenSet
     from gptlite.data.text import Span, find_files, scan
 
     if source is not None and Path(source).expanduser().exists():
@@ -75,7 +78,7 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
             tokens += [i for text in Span(path, 0, path.stat().st_size).blocks() for i in tokenizer.encode(text)]
             tokens.append(tokenizer.eod)
         array = np.array(tokens)
-        return PreparedData(source, None, tokenizer, array, array, {"train": source})
+        return PreparedData(source, None, tokenizer, (TokenSet(source, source, array, array),), {})
     presets = sorted(file.stem for file in (CONF_DIR / "data").glob("*.yaml"))
     if source is not None and source not in presets:
         raise ConfigError(f"data={source} is neither a path nor a preset; the presets are {', '.join(presets)}")

@@ -32,12 +32,14 @@ EFFECTS: dict[str, Effect] = {
     "data.path": Effect.refused,
     "data.tokenizer": Effect.refused,
     "data.vocab_size": Effect.refused,
-    "data.sequence_length": Effect.refused,
+    "data.sequence_length": Effect.changes_numbers,  # these two begin an era of the data's order: docs/data_order.md
+    "data.blend": Effect.changes_numbers,
     "data.validation_fraction": Effect.refused,
     "data.num_tokens": Effect.refused,
     "data.micro_batch_size": Effect.reshards,  # the loss is a sum over the global batch, however it is cut
     "data.cache_dir": Effect.safe,
     "data_identity": Effect.refused,
+    "data_identity.sequence_length": Effect.changes_numbers,
     "optimizer": Effect.changes_numbers,
     "schedule": Effect.changes_numbers,
     "precision": Effect.changes_numbers,
@@ -68,6 +70,7 @@ _TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size", "data_identity.tokenizer
 _REFUSED_FOR_WEIGHTS = ("model", *_TOKENIZER_KEYS)
 _SAME_STATE = ("adamw_schema", "adamw_8bit_schema")  # in a checkpoint
 _ABSENT = "absent"
+_FOLDERS = "data_identity.folders."  # prepared folders by name, each with the hashes of its tokens
 _NO_TOKENIZER = (None, "none")  # how a checkpoint that was made elsewhere names it
 
 
@@ -139,6 +142,10 @@ def _effect(difference: Difference, before: dict[str, Any], after: dict[str, Any
         effect = Effect.refused  # only another class has other fields
     if key == "schemas.optimizer" and difference.old in _SAME_STATE and difference.new in _SAME_STATE:
         effect = Effect.changes_numbers
+    if key == "data.path" and {each.get("schemas.data") for each in (before, after)} == {"tokens_schema"}:
+        effect = Effect.safe  # folders may move: what is in them is compared
+    if key.startswith(_FOLDERS) and _ABSENT in (difference.old, difference.new) and _share_data(before, after):
+        effect = Effect.changes_numbers  # one joins or leaves the blend
     if key == "trainer.max_steps" and (_follows_length(before) or _follows_length(after)):
         effect = Effect.changes_numbers
     if effect is Effect.refused and load == "weights" and not _tied_to_weights(key, before):
@@ -151,6 +158,12 @@ def _tied_to_weights(key: str, before: dict[str, Any]) -> bool:
     if key in _TOKENIZER_KEYS and any(before.get(name, "") in _NO_TOKENIZER for name in _TOKENIZER_KEYS):
         return False
     return any(prefix in _REFUSED_FOR_WEIGHTS for prefix in _prefixes(key))
+
+
+def _share_data(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether any folder's training tokens are those of a folder before."""
+    then, now = ({each[k] for k in each if k.startswith(_FOLDERS) and k.endswith(".train")} for each in (before, after))
+    return bool(then & now)
 
 
 def _follows_length(config: dict[str, Any]) -> bool:

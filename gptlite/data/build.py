@@ -1,11 +1,11 @@
 """From a data section to batches: prepare on first use, open, load."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,23 +14,15 @@ import gptlite
 from gptlite.data.batches import batch_schedule
 from gptlite.data.cache import cached_folder
 from gptlite.data.check import check_settings, find_recipe
-from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
-from gptlite.data.corpus import (
-    TOKENIZER,
-    TRAIN,
-    VALIDATION,
-    Document,
-    open_split,
-    require_length,
-    train_tokenizer,
-    write_split,
-)
-from gptlite.data.dataset import TokenDataset, TrainSampler
+from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
+from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, Document, train_tokenizer, write_split
+from gptlite.data.dataset import TokenDataset
 from gptlite.data.digest import text_digest
-from gptlite.data.indexed import IndexedDataset
 from gptlite.data.loader import Loader
+from gptlite.data.prepared import PreparedData, TokenSet, open_blend, open_folder
+from gptlite.data.stream import SampleStream
 from gptlite.data.text import Span, find_files, split
-from gptlite.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
+from gptlite.data.tokenizer import NumberTokenizer
 from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import CONTEXT, chunk_starts, largest_micro_batch
@@ -40,40 +32,6 @@ from gptlite.progress import Log, Progress
 
 _VERSION = "1"  # of what `prepare` writes: a new one makes every cached folder anew
 _SYNTHETIC_VALIDATION = 0.01  # held-out tokens for each training token
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """Tokens ready to be read, and the tokenizer that made them.
-
-    `train` and `validation` are int[N], memory-mapped where they come from `folder`. `identity` is what makes it
-    the same data when a run is resumed.
-    """
-
-    name: str
-    folder: Path | None  # None: made up in memory
-    tokenizer: Tokenizer
-    train: np.ndarray
-    validation: np.ndarray
-    identity: dict[str, str]
-
-    @property
-    def num_train_tokens(self) -> int:
-        """Tokens to train on, ends of documents included."""
-        return len(self.train)
-
-    @property
-    def num_validation_tokens(self) -> int:
-        """Held-out tokens, ends of documents included."""
-        return len(self.validation)
-
-    def describe(self) -> str:
-        """One line for people."""
-        where = f", in {self.folder}" if self.folder else ""
-        return (
-            f"{self.name}: {self.num_train_tokens:,} training and {self.num_validation_tokens:,} held-out tokens, "
-            f"{self.tokenizer.kind} vocabulary of {self.tokenizer.vocab_size}{where}"
-        )
 
 
 def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE) -> PreparedData:
@@ -88,9 +46,15 @@ def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE)
     if isinstance(config, SyntheticConfig):
         check_settings(config)
         return _synthetic(config, seed)
+    if isinstance(config, TokensConfig):
+        check_settings(config)
+        data = together(mesh, lambda: _tokens(config))
+        if len(set(from_all(mesh, lambda: json.dumps(data.identity, sort_keys=True)))) > 1:
+            raise ConfigError("data: machines hold different tokens under the same path; give one that all share")
+        return data
     folder = from_main(mesh, lambda: _folder(config, log))
     data = together(mesh, lambda: _opened(folder, config, log))
-    if len({tuple(identity.items()) for identity in from_all(mesh, lambda: data.identity)}) > 1:
+    if len(set(from_all(mesh, lambda: json.dumps(data.identity, sort_keys=True)))) > 1:
         raise ConfigError(f"data.cache_dir={folder.parent}: machines prepared different data; give one that all share")
     return data
 
@@ -111,7 +75,15 @@ def _opened(folder: Path, config: DataConfig, log: Log) -> PreparedData:
     """The data that rank 0 found or made in `folder`; made here, once a machine, if that is on another one's disk."""
     if not folder.is_dir():
         folder = _folder(config, log)
-    return _open(folder, config.corpus if isinstance(config, CorpusConfig) else "text", config)
+    return open_folder(folder, config.corpus if isinstance(config, CorpusConfig) else "text", config.sequence_length)
+
+
+def _tokens(config: TokensConfig) -> PreparedData:
+    if not config.blend:
+        assert config.path is not None
+        return open_blend({config.path: 1.0}, config.sequence_length)
+    blend = {str(folder): float(weight) for folder, weight in config.blend.items()}
+    return open_blend(blend, config.sequence_length, beside=config.path)
 
 
 def build_loader(
@@ -131,18 +103,17 @@ def build_loader(
             f"data.global_batch_size={uneven[0]}{words} is not divisible by data.micro_batch_size={micro} x "
             f"{mesh.data_size} data-parallel ranks"
         )
-    train = TokenDataset(prepared.train, config.sequence_length)
+    length, sets = config.sequence_length, prepared.sets
     return Loader(
-        train,
-        TokenDataset(prepared.validation, config.sequence_length),
-        TrainSampler(train.num_samples, seed, prepared.identity["train"]),
+        SampleStream.begin(seed, length, {each.name: (each.data, each.train, each.weight) for each in sets}),
+        {each.name: TokenDataset(each.validation, length) for each in sets},
         schedule=schedule,
         micro_batch_size=micro,
         token_bytes=prepared.tokenizer.token_bytes(),
         device=mesh.device,
         data_rank=mesh.data_rank,
         data_size=mesh.data_size,
-        positions=_positions(config.sequence_length, mesh),
+        positions=_positions(length, mesh),
         document_end=prepared.tokenizer.eod if config.documents else None,
     )
 
@@ -154,25 +125,6 @@ def _positions(length: int, mesh: Mesh) -> np.ndarray | None:
         return None
     chunk = np.arange(length // (2 * ranks))
     return np.concatenate([start + chunk for start in chunk_starts(length, ranks, mesh.coordinate(CONTEXT))])
-
-
-def _open(folder: Path, name: str, config: DataConfig) -> PreparedData:
-    tokenizer = load_tokenizer(folder / TOKENIZER)
-    train, validation = (open_split(folder, part, tokenizer) for part in (TRAIN, VALIDATION))
-    require_length(len(train.tokens), len(validation.tokens), config.sequence_length)
-    identity = {
-        "corpus": name,
-        "tokenizer": tokenizer.fingerprint,
-        "train": _sha256(train),
-        "validation": _sha256(validation),
-        "sequence_length": str(config.sequence_length),
-    }
-    return PreparedData(name, folder, tokenizer, train.tokens, validation.tokens, identity)
-
-
-def _sha256(dataset: IndexedDataset) -> str:
-    assert dataset.meta is not None
-    return dataset.meta.sha256
 
 
 def _text_folder(config: TextConfig, log: Log) -> Path:
@@ -196,7 +148,7 @@ def _text_folder(config: TextConfig, log: Log) -> Path:
         progress = Progress("tokenizing", sum(span.size for span in train + held_out), log)
         write_split(folder / TRAIN, _documents(train), tokenizer, progress)
         write_split(folder / VALIDATION, _documents(held_out), tokenizer, progress)
-        _open(folder, "text", config)
+        open_folder(folder, "text", config.sequence_length)
         if text_digest(files, cache, log) != key["text"]:
             raise ConfigError(f"data.path={config.path} changed while it was read; start again when nothing writes it")
 
@@ -226,7 +178,7 @@ def _corpus_folder(config: CorpusConfig, log: Log) -> Path:
         arguments += [f"path={source}"] if source else []
         arguments += [f"{name}={value}" for name, value in config.arguments.items() if value is not None]
         _run_recipe(script, arguments, config.corpus, log)
-        _open(folder, config.corpus, config)
+        open_folder(folder, config.corpus, config.sequence_length)
 
     return cached_folder(Path(config.cache_dir).expanduser(), config.corpus, key, make, log)
 
@@ -266,13 +218,12 @@ def _synthetic(config: SyntheticConfig, seed: int) -> PreparedData:
     dtype = np.uint16 if config.vocab_size <= 1 << 16 else np.int32
     tokens = np.random.default_rng(seed).integers(config.vocab_size, size=config.num_tokens + held_out, dtype=dtype)
     source = f"synthetic/{seed}/{config.num_tokens}"
-    identity = {
+    only = TokenSet("synthetic", source, tokens[: config.num_tokens], tokens[config.num_tokens :])
+    identity: dict[str, str | dict[str, dict[str, str]]] = {
         "corpus": "synthetic",
         "tokenizer": tokenizer.fingerprint,
         "train": source,
         "validation": source,
         "sequence_length": str(config.sequence_length),
     }
-    return PreparedData(
-        "synthetic", None, tokenizer, tokens[: config.num_tokens], tokens[config.num_tokens :], identity
-    )
+    return PreparedData("synthetic", None, tokenizer, (only,), identity)

@@ -1,11 +1,13 @@
 """What is known to be wrong with a data section before anything is written. No torch and no numpy here."""
 
 import importlib.util
+import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import gptlite
 from gptlite.data.batches import batch_schedule
-from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
+from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.errors import ConfigError, did_you_mean
 
 TOKENIZERS = ("sentencepiece", "char", "byte")
@@ -30,6 +32,8 @@ def check_settings(config: DataConfig) -> None:
                 raise ConfigError(
                     f"data.path={config.path} does not exist; give the corpus's source, or null to download it"
                 )
+        case TokensConfig():
+            check_tokens(config)
         case SyntheticConfig():
             if config.vocab_size < 2:
                 raise ConfigError(f"data.vocab_size={config.vocab_size} must be at least 2")
@@ -39,7 +43,34 @@ def check_settings(config: DataConfig) -> None:
                     f"take more than data.sequence_length={config.sequence_length}"
                 )
         case _:
-            raise ConfigError("data has no source; choose data=shakespeare, data=text data.path=..., or data=synthetic")
+            raise ConfigError(
+                "data has no source; choose data=shakespeare, data=text data.path=..., "
+                "data=tokens data.path=..., or data=synthetic"
+            )
+
+
+def check_tokens(config: TokensConfig) -> None:
+    """Raise ConfigError for a blend that does not add up, and for folders that hold no tokens."""
+    if config.blend is None and config.path is None:
+        raise ConfigError("data.path is not set; give a prepared folder (tools/preprocess.py), or data.blend={...}")
+    if config.blend is not None and (not isinstance(config.blend, dict) or not config.blend):
+        raise ConfigError(f"data.blend={config.blend} is no mix; give {{data/a: 0.7, data/b: 0.3}}")
+    for folder, weight in (config.blend or {}).items():
+        if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < math.inf:
+            raise ConfigError(f"data.blend: {folder} has the weight {weight}; give a number above 0, or leave it out")
+    if sum((config.blend or {}).values()) == math.inf:
+        raise ConfigError("data.blend: the weights are too large to be added; divide them all by the same number")
+    for key, folder in [("data.blend", str(each)) for each in config.blend or {}] + [("data.path", config.path)]:
+        if folder is not None and not (Path(folder).expanduser() / "train.idx").is_file():
+            there = "holds no train.idx" if Path(folder).expanduser().is_dir() else "does not exist"
+            hint = did_you_mean(folder, prepared_beside(folder))
+            raise ConfigError(f"{key}: {folder} {there}; give a prepared folder (tools/preprocess.py){hint}")
+
+
+def prepared_beside(folder: str) -> Iterable[str]:
+    """Prepared folders in the folder that this one is, or would be, in."""
+    parent = Path(folder).expanduser().parent
+    return sorted(str(Path(folder).parent / index.parent.name) for index in parent.glob("*/train.idx"))
 
 
 def check_tokenizer(kind: str, vocab_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class Packing(Enum):
@@ -58,6 +59,18 @@ class CorpusConfig(DataConfig):
     vocab_size: int = 4096
     path: str | None = None  # the raw source, where it cannot be downloaded
     arguments: dict[str, str | None] = field(default_factory=dict)
+
+
+@dataclass
+class TokensConfig(DataConfig):
+    """Prepared folders, as tools/preprocess.py writes them: tokenizer/, train.* and val.*.
+
+    `path` is one folder. `blend` maps folders to weights, which need not sum to one, and is read instead of it; all
+    must have the same tokenizer.
+    """
+
+    path: str | None = None
+    blend: Any = None  # dict[str, float]: as a typed one, Hydra would not take new keys on the command line
 
 
 @dataclass

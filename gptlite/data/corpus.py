@@ -67,18 +67,19 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer) -> IndexedDataset
             "tools/data.py import"
         )
     if dataset.meta.tokenizer != tokenizer.fingerprint:
-        raise ConfigError(
-            f"{folder / split}.bin is not of the tokenizer beside it; delete {folder} to prepare it again"
-        )
+        raise ConfigError(f"{folder / split}.bin is not of the tokenizer beside it; prepare {folder} again")
     return dataset
 
 
-def require_length(num_train: int, num_validation: int, sequence_length: int) -> None:
+def require_length(num_train: int, num_validation: int, sequence_length: int, folder: Path) -> None:
     """Raise ConfigError unless there is one sequence to train on and one target to evaluate on."""
     if num_train <= sequence_length:
         raise ConfigError(
             f"data.sequence_length={sequence_length} needs more than {sequence_length} training tokens "
-            f"and the text has {num_train}; lower it, or give more text"
+            f"and {folder} has {num_train}; lower it, or give more text"
         )
     if num_validation < 2:
-        raise ConfigError("data: the held-out text has no two tokens; give more text or raise data.validation_fraction")
+        raise ConfigError(
+            f"data: the held-out text in {folder} has no two tokens; give more text, or hold more of it out "
+            "(data.validation_fraction)"
+        )

@@ -1,8 +1,6 @@
-"""Fixed chunks of a long row of tokens, and the order in which training reads them."""
+"""Fixed chunks of a long row of tokens."""
 
 import numpy as np
-
-from gptlite.data.order import order_key, permute
 
 
 class TokenDataset:
@@ -36,29 +34,3 @@ class TokenDataset:
             raise IndexError(f"chunk {index} of {self.num_chunks}")
         start = index * self.sequence_length
         return self.tokens[start : start + self.sequence_length + 1].astype(np.int64)
-
-
-class TrainSampler:
-    """Which chunk the n-th training sample of a run is: a pure function of (seed, dataset, n).
-
-    Epochs follow one another without a gap, each in an order of its own. The order does not depend on how long the
-    run is, on the batch size or on the number of ranks.
-    """
-
-    def __init__(self, num_samples: int, seed: int, dataset: str):
-        self._num_samples = num_samples
-        self._seed = seed
-        self._dataset = dataset
-
-    def samples(self, first: int, count: int) -> np.ndarray:
-        """int64[count]: chunks of samples first, first + 1, ..."""
-        return self.chunks(np.arange(first, first + count))
-
-    def chunks(self, numbers: np.ndarray) -> np.ndarray:
-        """int64[N]: chunks of the samples with these numbers, int64[N]."""
-        epochs, positions = np.divmod(numbers, self._num_samples)
-        chunks = np.empty(len(numbers), dtype=np.int64)
-        for epoch in np.unique(epochs):
-            rows = epochs == epoch
-            chunks[rows] = permute(positions[rows], self._num_samples, order_key(self._seed, self._dataset, int(epoch)))
-        return chunks

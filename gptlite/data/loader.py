@@ -1,7 +1,7 @@
 """Batches, as a pure function of how many samples came before."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.dataset import TokenDataset, TrainSampler
+from gptlite.data.dataset import TokenDataset
+from gptlite.data.eras import Era
+from gptlite.data.stream import SampleStream
 
 IGNORE = -100  # targets that do not count, the default of torch's cross entropy
 
@@ -43,13 +45,13 @@ class Loader:
     so the ranks' parts, side by side, are the global batch in order for any R. Nothing is remembered: to resume is to
     ask for the same `consumed_samples`. Of each sample a rank gets the tokens at `positions`, by default all. With
     `document_end`, the id that ends a document, batches say where documents begin, and nothing is predicted from it.
+    `validation` is held-out text by the name of its data set.
     """
 
     def __init__(
         self,
-        train: TokenDataset,
-        validation: TokenDataset,
-        sampler: TrainSampler,
+        stream: SampleStream,
+        validation: Mapping[str, TokenDataset],
         *,
         schedule: BatchSchedule,
         micro_batch_size: int,
@@ -60,9 +62,8 @@ class Loader:
         positions: np.ndarray | None = None,
         document_end: int | None = None,
     ):
-        self._train = train
+        self.stream = self._begun = stream
         self._validation = validation
-        self._sampler = sampler
         self.micro_batch_size = micro_batch_size
         self._token_bytes = token_bytes
         self._device = device
@@ -74,7 +75,7 @@ class Loader:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         # Micro-batches being read, by their place, each the next of the one before it.
         self._ahead: deque[tuple[tuple[int, int], Future[Batch]]] = deque()
-        self._bytes_counted: dict[int, int] = {}
+        self._bytes_counted: dict[tuple[str, int], int] = {}
 
     @property
     def schedule(self) -> BatchSchedule:
@@ -84,8 +85,7 @@ class Loader:
     @schedule.setter
     def schedule(self, schedule: BatchSchedule) -> None:
         self._schedule = schedule
-        while self._ahead:
-            self._ahead.popleft()[1].cancel()
+        self._forget_ahead()
 
     @property
     def global_batch_size(self) -> int:
@@ -120,42 +120,54 @@ class Loader:
             self._submit(latest)
         return current.result().to(self._device)
 
+    def resume(self, history: Sequence[Era], consumed_samples: int) -> None:
+        """Go on after `consumed_samples` samples of the eras of a checkpoint; none for a run from its beginning."""
+        self.stream = self._begun.resumed(history, consumed_samples)
+        self._forget_ahead()
+
     def close(self) -> None:
         """Stop reading ahead; no batch can be had afterwards. Validation goes on as before."""
         self._thread.shutdown(cancel_futures=True)
 
-    def validation_batches(self, limit: int | None = None) -> Iterator[Batch]:
-        """All held-out chunks once, in file order; or `limit` of them, evenly spread and always the same.
+    @property
+    def validation_sets(self) -> list[str]:
+        """Names of the data sets with held-out text."""
+        return list(self._validation)
 
-        Every rank gets equally many batches of equal shape. What is left over, of the last chunk and of the last
-        batch, is padding with targets IGNORE: each held-out target counts once over all ranks.
+    def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
+        """All held-out chunks of a data set once, in file order; or `limit` of them, evenly spread, always the same.
+
+        `name` is by default the first set. Every rank gets equally many batches of equal shape. What is left over, of
+        the last chunk and of the last batch, is padding with targets IGNORE: each held-out target counts once over all
+        ranks.
         """
-        chunks = self._validation_chunks(limit)
+        dataset = self._validation[name or self.validation_sets[0]]
+        chunks = _spread(dataset.num_chunks, limit)
         step = self.micro_batch_size * self._data_size
         for start in range(0, len(chunks), step):
             begin = start + self._data_rank * self.micro_batch_size
-            rows = chunks[begin : begin + self.micro_batch_size]
-            yield self._collate(self._validation, rows, rows).to(self._device)
+            yield self._collate_chunks(dataset, chunks[begin : begin + self.micro_batch_size]).to(self._device)
 
-    def validation_bytes(self, limit: int | None = None) -> int:
-        """UTF-8 bytes of the targets that `validation_batches(limit)` counts, over all ranks.
+    def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
+        """UTF-8 bytes of the targets that `validation_batches(limit, name)` counts, over all ranks.
 
         With their total loss in nats, bits per byte = nats / ln 2 / bytes. `eod` stands for no bytes:
         ending a document costs bits and adds none.
         """
-        chunks = self._validation_chunks(limit)
-        if len(chunks) not in self._bytes_counted:
-            self._bytes_counted[len(chunks)] = sum(self._bytes(self._validation[int(chunk)]) for chunk in chunks)
-        return self._bytes_counted[len(chunks)]
+        name = name or self.validation_sets[0]
+        dataset = self._validation[name]
+        chunks = _spread(dataset.num_chunks, limit)
+        if (name, len(chunks)) not in self._bytes_counted:
+            self._bytes_counted[name, len(chunks)] = sum(self._bytes(dataset[int(chunk)]) for chunk in chunks)
+        return self._bytes_counted[name, len(chunks)]
 
     def _bytes(self, values: np.ndarray) -> int:
         counted = values[1:] if self._document_end is None else values[1:][values[:-1] != self._document_end]
         return int(self._token_bytes[counted].sum())
 
-    def _validation_chunks(self, limit: int | None) -> np.ndarray:
-        total = self._validation.num_chunks
-        count = total if limit is None else min(limit, total)
-        return np.arange(count) * total // max(count, 1)
+    def _forget_ahead(self) -> None:
+        while self._ahead:
+            self._ahead.popleft()[1].cancel()
 
     def _submit(self, key: tuple[int, int]) -> None:
         self._ahead.append((key, self._thread.submit(self._read, *key)))
@@ -169,19 +181,25 @@ class Loader:
         size = self.micro_batch_size
         first = (micro_index * self._data_size + self._data_rank) * size
         numbers = self._schedule.samples(consumed_samples)[first : first + size]
-        batch = self._collate(self._train, self._sampler.chunks(numbers), numbers)
+        rows = self.stream.read(numbers)
+        batch = self._batch(rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64), numbers)
         return batch.pin_memory() if self._device.type == "cuda" else batch
 
-    def _collate(self, dataset: TokenDataset, chunks: np.ndarray, sample_ids: np.ndarray) -> Batch:
+    def _collate_chunks(self, dataset: TokenDataset, chunks: np.ndarray) -> Batch:
+        """A micro-batch of held-out chunks, padded to full size."""
         shape = (self.micro_batch_size, dataset.sequence_length)
         tokens = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORE, dtype=np.int64)
         ids = np.zeros(self.micro_batch_size, dtype=np.int64)
-        ids[: len(chunks)] = sample_ids
+        ids[: len(chunks)] = chunks
         for row, chunk in enumerate(chunks):
             values = dataset[int(chunk)]
             tokens[row, : len(values) - 1] = values[:-1]
             targets[row, : len(values) - 1] = values[1:]
+        return self._batch(tokens, targets, ids)
+
+    def _batch(self, tokens: np.ndarray, targets: np.ndarray, ids: np.ndarray) -> Batch:
+        """What this rank has of these sequences."""
         documents = None
         if self._document_end is not None:
             targets[tokens == self._document_end] = IGNORE
@@ -189,6 +207,12 @@ class Loader:
         if self._positions is not None:
             tokens, targets = tokens[:, self._positions], targets[:, self._positions]
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(ids), documents)
+
+
+def _spread(total: int, limit: int | None) -> np.ndarray:
+    """int64: `limit` of `total` chunks, evenly spread; all of them without a limit."""
+    count = total if limit is None else min(limit, total)
+    return np.arange(count) * total // max(count, 1)
 
 
 def document_starts(tokens: np.ndarray, end: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 WIDTH = 100
+PART = "val_loss/"  # and the name of a data set, of a blend
 
 
 def format_count(number: float) -> str:
@@ -69,6 +70,7 @@ def eval_line(row: Mapping[str, Any], max_steps: int) -> str:
     columns = [_position("eval", row, max_steps), f"val loss {_number(row['val_loss'], '.4f', 7)} nats/token"]
     if (bits := row.get("val_bits_per_byte")) is not None:
         columns.append(f"{bits:.4f} bits/byte")
+    columns += [f"{key.removeprefix(PART)} {_number(row[key], '.4f', 7)}" for key in row if key.startswith(PART)]
     return " | ".join(columns)
 
 

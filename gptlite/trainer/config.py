@@ -26,7 +26,7 @@ class TrainerConfig:
     max_steps: int = 1000
     max_time: float | None = None  # minutes
     eval_interval: int = 250  # 0: only at the end
-    eval_samples: int | None = None  # sequences an evaluation reads; null: the whole validation set
+    eval_samples: int | None = None  # sequences an evaluation reads of each data set; null: all there are
     log_interval: int = 10
     compile: bool = False
     host_memory_limit: float | None = None  # GiB that a rank may take of the host; past it an allocation fails

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from gptlite.data.loader import IGNORE, Batch
+from gptlite.data.loader import IGNORE, Batch, Loader
 from gptlite.model.gpt import GPT
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.collectives import all_reduce
@@ -15,11 +15,15 @@ from gptlite.parallelism.collectives import all_reduce
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over what was read. `text_bytes` are the UTF-8 bytes the predicted tokens stand for; None for no text."""
+    """Sums over what was read. `text_bytes` are the UTF-8 bytes the predicted tokens stand for; None for no text.
+
+    Of a blend, `parts` has the evaluation of each data set by name, which add up to this one.
+    """
 
     nats: float
     tokens: int
     text_bytes: int | None
+    parts: dict[str, "Evaluation"] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -35,6 +39,23 @@ class Evaluation:
     def bits_per_byte(self) -> float | None:
         """Bits per UTF-8 byte: comparable across tokenizers, as nats per token are not."""
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
+
+
+def evaluate_sets(
+    model: GPT | Chain, loader: Loader, limit: int | None, interrupted: Callable[[], bool] = lambda: False
+) -> Evaluation | None:
+    """The loss on the held-out text of all data sets, `limit` sequences of each; None if `interrupted` came true."""
+    parts = {}
+    for name in loader.validation_sets:
+        batches, text_bytes = loader.validation_batches(limit, name), loader.validation_bytes(limit, name)
+        if (result := evaluate(model, batches, text_bytes, interrupted)) is None:
+            return None
+        parts[name] = result
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    each = list(parts.values())
+    text_bytes = sum(one.text_bytes or 0 for one in each)
+    return Evaluation(sum(one.nats for one in each), sum(one.tokens for one in each), text_bytes, parts)
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.parallelism.replicas import check_replicas
 from gptlite.parallelism.watchdog import Watch
 from gptlite.trainer.config import TrainerConfig
-from gptlite.trainer.eval import Evaluation, evaluate
+from gptlite.trainer.eval import Evaluation, evaluate_sets
 from gptlite.trainer.profile import StepProfiler
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.signals import Stopping, StopSignal
@@ -237,9 +237,7 @@ def _evaluate(
     if state.evaluated_step == state.step:
         return None
     with reporter.throughput.excluded():
-        batches = state.loader.validation_batches(config.eval_samples)
-        text_bytes = state.loader.validation_bytes(config.eval_samples)
-        result = evaluate(state.chain, batches, text_bytes, interrupted)
+        result = evaluate_sets(state.chain, state.loader, config.eval_samples, interrupted)
     if result is not None:
         state.best_val_loss = min(state.best_val_loss, result.loss)
         state.evaluated_step = state.step

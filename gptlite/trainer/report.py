@@ -76,13 +76,15 @@ class Reporter:
         )
 
     def evaluation(self, state: TrainState, result: Evaluation) -> None:
-        """An evaluation row."""
+        """An evaluation row; of a blend also each data set's loss."""
         row = {
             "step": state.step,
             "tokens": state.tokens,
             "val_loss": result.loss,
             "val_bits_per_byte": result.bits_per_byte,
         }
+        row |= {f"val_loss/{name}": part.loss for name, part in result.parts.items()}
+        row |= {f"val_bits_per_byte/{name}": part.bits_per_byte for name, part in result.parts.items()}
         self._write(row)
         self.log(eval_line(row, self.max_steps))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gptlite.data.eras import Era
 from gptlite.data.loader import Loader
 from gptlite.model.gpt import GPT
 from gptlite.optimizer.schedule import Schedule
@@ -141,6 +142,7 @@ class TrainState:
             "evaluated_step": self.evaluated_step,
             "wandb_id": self.wandb_id,
             "data_identity": self.data_identity,
+            "data_order": [era.to_json() for era in self.loader.stream.eras],
             "loss_scale": self.scaler.meta() if self.scaler else None,
             "skipped_samples": self.loader.schedule.skipped,
             "spikes": self.spikes.meta() if self.spikes else None,
@@ -156,7 +158,21 @@ class TrainState:
         self.loader.schedule = replace(self.loader.schedule, skipped=()).skipping(meta.get("skipped_samples", ()))
         if self.spikes is not None:
             self.spikes.load_meta(meta.get("spikes"))
-        scale = meta.get("loss_scale")
+        return [*self._load_order(meta), *self._load_scale(meta.get("loss_scale"))]
+
+    def _load_order(self, meta: dict[str, Any]) -> list[str]:
+        stream = self.loader.stream
+        if (eras := meta.get("data_order")) is None:  # an older checkpoint's is one era, of one data set
+            history = [replace(stream.eras[-1], sequence_length=int(meta["data_identity"]["sequence_length"]))]
+        else:
+            history = [Era.from_json(era) for era in eras]
+        self.loader.resume(history, self.consumed_samples)
+        now = self.loader.stream.eras
+        if self.consumed_samples and now[-1].start == self.consumed_samples:
+            return [f"data order: from sample {self.consumed_samples:,} on, {now[-1].describe()}"]
+        return []
+
+    def _load_scale(self, scale: dict[str, Any] | None) -> list[str]:
         if self.scaler is None:
             return [f"the checkpoint's loss scale, {scale['scale']:g}, is left: only fp16 has one"] if scale else []
         if scale is None:

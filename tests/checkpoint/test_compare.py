@@ -47,7 +47,8 @@ def changed(key: str, value: Any) -> dict[str, Any]:
         ("seed", 2, "refused"),
         ("data.corpus", "wikitext", "refused"),
         ("data.tokenizer", "byte", "refused"),
-        ("data.sequence_length", 128, "refused"),
+        ("data.sequence_length", 128, "changes_numbers"),
+        ("data.blend", {"data/a": 1.0}, "changes_numbers"),
         ("data.path", "other.txt", "refused"),
         ("data_identity", {"data_sha256": "0"}, "refused"),
         ("schemas.optimizer", "adam_schema", "refused"),
@@ -168,3 +169,29 @@ def test_weights_with_a_tokenizer_do_not_go_without_one():
     for section in ("data", "data_identity"):
         old, new = {section: {"tokenizer": "byte"}}, {section: {"tokenizer": None}}
         assert compare_configs(old, new, load="weights").refusal()
+
+
+def folders(**hashes):
+    return {"data_identity": {"folders": {name: {"train": each, "validation": each} for name, each in hashes.items()}}}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "refused"),
+    [
+        (folders(web="1", code="2"), folders(web="1"), False),  # one leaves
+        (folders(web="1"), folders(web="1", code="2"), False),  # one joins
+        (folders(web="1"), folders(moved="1"), False),
+        (folders(web="1"), folders(web="2"), True),  # prepared anew from other text
+        (folders(web="1"), folders(code="2"), True),  # nothing stays
+        (folders(web="1", code="2"), folders(web="1", code="3"), True),
+    ],
+)
+def test_data_sets_may_join_and_leave_a_blend_but_not_change(old, new, refused):
+    assert bool(compare_configs(old, new).refused) is refused
+
+
+def test_a_prepared_folder_may_move_and_a_text_may_not():
+    old, new = ({"data": {"path": p}, "schemas": {"data": "tokens_schema"}} for p in ("a", "b"))
+    assert [each.key for each in compare_configs(old, new).safe] == ["data.path"]
+    old["schemas"] = new["schemas"] = {"data": "text_schema"}
+    assert [each.key for each in compare_configs(old, new).refused] == ["data.path"]

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.dataset import TokenDataset, TrainSampler
+from gptlite.data.dataset import TokenDataset
 from gptlite.data.loader import IGNORE, Loader
+from gptlite.data.order import order_key, permute
+from gptlite.data.stream import SampleStream
 
 LENGTH, TOKENS = 8, 1003
 
 
 def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ramp=None, end=None):
-    train = TokenDataset(np.arange(tokens, dtype=np.uint16), LENGTH)
     return Loader(
-        train,
-        TokenDataset(np.arange(validation, dtype=np.uint16), LENGTH),
-        TrainSampler(train.num_samples, seed=3, dataset="d"),
+        SampleStream.begin(3, LENGTH, {"name": ("d", np.arange(tokens, dtype=np.uint16), 1.0)}),
+        {"name": TokenDataset(np.arange(validation, dtype=np.uint16), LENGTH)},
         schedule=BatchSchedule(total, ramp),
         micro_batch_size=micro,
         token_bytes=np.arange(1000) % 5,
@@ -55,8 +55,7 @@ def test_targets_are_the_tokens_one_further_on_and_ids_are_the_samples():
     batch = loader().batch(24, 1)
     assert torch.equal(batch.targets, batch.tokens + 1)  # the text counts upwards
     assert batch.sample_ids.tolist() == [26, 27]
-    sampler = TrainSampler(125, seed=3, dataset="d")
-    assert (batch.tokens[:, 0] // LENGTH).tolist() == sampler.samples(26, 2).tolist()
+    assert (batch.tokens[:, 0] // LENGTH).tolist() == permute(np.array([26, 27]), 125, order_key(3, "d", 0)).tolist()
     assert (batch.tokens.dtype, batch.targets.dtype, batch.sample_ids.dtype) == (torch.int64,) * 3
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from gptlite.data.dataset import TrainSampler
 from gptlite.data.order import order_key, permute
 
 
@@ -54,17 +53,3 @@ def test_seed_dataset_and_epoch_each_change_the_order(other):
 def test_refuses_an_index_outside(index):
     with pytest.raises(IndexError, match=r"range\(10\)"):
         permute(index, 10, order_key(1, "d", 0))
-
-
-def test_sampler_visits_every_chunk_once_an_epoch_each_epoch_anew():
-    sampler = TrainSampler(37, seed=5, dataset="d")
-    epochs = sampler.samples(0, 37 * 3).reshape(3, 37)
-    assert all(np.array_equal(np.sort(epoch), np.arange(37)) for epoch in epochs)
-    assert not np.array_equal(epochs[0], epochs[1])
-
-
-def test_sampler_is_pure_whatever_is_asked_before():
-    run = TrainSampler(37, seed=5, dataset="d").samples(0, 200)
-    sampler = TrainSampler(37, seed=5, dataset="d")
-    assert [int(sampler.samples(n, 1)[0]) for n in reversed(range(200))] == run.tolist()[::-1]
-    assert sampler.samples(30, 20).tolist() == run[30:50].tolist()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from run_files import read_metrics, snapshot
 
-from gptlite.checkpoint.load import load_tensors
+from gptlite.checkpoint.load import load_tensors, read_meta
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.config import CONF_DIR, from_yaml
 from gptlite.errors import ConfigError
@@ -147,7 +147,6 @@ def test_a_trace_cut_short_by_the_end_or_a_failure(run, tmp_path: Path) -> None:
         ("seed=5", "seed=5"),
         ("data.tokenizer=char", "data.tokenizer=char"),
         ("optimizer=sgd", "schemas.optimizer"),
-        ("data.sequence_length=16", "data.sequence_length=16"),
     ],
 )
 def test_another_run_is_refused_in_the_same_folder(run, tmp_path: Path, override: str, named: str) -> None:
@@ -167,6 +166,20 @@ def test_another_text_is_refused(run, text: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data_identity"):
         run("a")
     assert snapshot(tmp_path / "a") == before
+
+
+def test_another_sequence_length_begins_an_era(run, tmp_path: Path) -> None:
+    _, config = run("a", "trainer.max_steps=2")
+    assert config.data.sequence_length != 16
+    code, _ = run("a", "trainer.max_steps=4", "data.sequence_length=16")
+    assert code == 0
+    samples = 2 * config.data.global_batch_size
+    assert f"data order: from sample {samples:,} on, sequences of 16: " in (tmp_path / "a" / "train.log").read_text()
+    eras = read_meta(tmp_path / "a" / "checkpoints" / "step-00000004")["data_order"]
+    assert [(era["start"], era["sequence_length"]) for era in eras] == [
+        (0, config.data.sequence_length),
+        (samples, 16),
+    ]
 
 
 def test_length_and_logging_may_change(run, tmp_path: Path, capsys) -> None:

@@ -1,0 +1,112 @@
+"""What decides which sample is the n-th of a run: its data sets, their weights, and the sequence length.
+
+While these stay the same it is one era. A run resumed with another sequence length or other weights begins the next one
+at the sample it resumes from; the eras before it stay as they were, so that every sample number keeps its meaning.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set in an era.
+
+    `data` is the SHA-256 of its tokens, which keys its order: moving a folder changes nothing. `weight` is its part of
+    the samples; 0 where an earlier era read it and this one does not. The era begins in `epoch` of the set, with
+    `position` samples of that epoch read before it.
+    """
+
+    data: str
+    tokens: int
+    weight: float
+    epoch: int = 0
+    position: int = 0
+
+    def num_samples(self, sequence_length: int) -> int:
+        """Samples of an epoch."""
+        return max(self.tokens - 1, 0) // sequence_length
+
+
+@dataclass(frozen=True)
+class Era:
+    """From sample `start` on, samples of `sequence_length` tokens are drawn from `sets`, by name."""
+
+    start: int
+    sequence_length: int
+    sets: dict[str, DataSet]
+
+    @property
+    def active(self) -> dict[str, DataSet]:
+        """The sets that are read."""
+        return {name: each for name, each in self.sets.items() if each.weight > 0}
+
+    def like(self, other: "Era") -> bool:
+        """Whether both draw alike, from wherever they begin: to keep the order of `other` is then no change."""
+        if self.sequence_length != other.sequence_length:
+            return False
+        mine, theirs = ({each.data: each.weight for each in era.active.values()} for era in (self, other))
+        return mine.keys() == theirs.keys() and all(math.isclose(mine[d], theirs[d], rel_tol=1e-9) for d in mine)
+
+    def after(self, sample: int, counts: Mapping[str, int], new: "Era") -> "Era":
+        """The era that goes on from `sample` as `new` says, `counts` samples of this era's sets having been read.
+
+        A set keeps its place: its next sample is the one it would have had. But with another sequence length the text
+        is cut anew, and a set under way in an epoch begins its next one.
+        """
+        ended = {each.data: self._moved(each, counts.get(name, 0), new) for name, each in self.sets.items()}
+        sets = {}
+        for name, each in new.sets.items():
+            was = ended.pop(each.data, each)
+            sets[name] = replace(each, epoch=was.epoch, position=was.position)
+        gone = Era(
+            sample,
+            new.sequence_length,
+            {name: ended[each.data] for name, each in self.sets.items() if each.data in ended},
+        )
+        return replace(gone, sets=sets | gone.renamed(sets).sets)
+
+    def renamed(self, sets: Mapping[str, DataSet]) -> "Era":
+        """This era with its data under the names that it has in `sets`: folders may have moved."""
+        names, result = {each.data: name for name, each in sets.items()}, {}
+        for name, each in self.sets.items():
+            name = names.get(each.data, name if name not in sets else f"{name} (was)")
+            result[name] = each
+        return replace(self, sets=result)
+
+    def _moved(self, each: DataSet, count: int, new: "Era") -> DataSet:
+        """A set after `count` samples of this era, no longer read."""
+        if not (samples := each.num_samples(self.sequence_length)):
+            return replace(each, weight=0.0)
+        epochs, position = divmod(each.position + count, samples)
+        epoch = each.epoch + epochs
+        if new.sequence_length != self.sequence_length and position:
+            epoch, position = epoch + 1, 0
+        return replace(each, weight=0.0, epoch=epoch, position=position)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(row: dict[str, Any]) -> "Era":
+        """The era that `to_json` gave."""
+        sets = {name: DataSet(**each) for name, each in row["sets"].items()}
+        return Era(row["start"], row["sequence_length"], sets)
+
+    def describe(self) -> str:
+        """`sequences of 512: data/web 0.7 from epoch 0, sample 9100; data/code 0.3 from epoch 2`."""
+        parts = []
+        for name, each in self.active.items():
+            weight = f" {each.weight:g}" if len(self.active) > 1 else ""
+            place = f", sample {each.position}" if each.position else ""
+            parts.append(f"{name}{weight} from epoch {each.epoch}{place}")
+        return f"sequences of {self.sequence_length}: {'; '.join(parts)}"
+
+
+def first_era(sequence_length: int, sets: Mapping[str, tuple[str, int, float]]) -> Era:
+    """The era of a run's beginning; `sets` are (data, tokens, weight) by name. The weights come out as parts of one."""
+    total = math.fsum(weight for _, _, weight in sets.values())
+    return Era(0, sequence_length, {name: DataSet(d, tokens, w / total) for name, (d, tokens, w) in sets.items()})
