@@ -19,6 +19,7 @@ from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import environment_changes, read_manifest
 from gptlite.checkpoint.store import step_folders
 from gptlite.config import Config, from_yaml, read_saved, to_dict, to_yaml
+from gptlite.data.order_log import OrderRow, note_order
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.files import existing, unwritable, write_whole
@@ -40,7 +41,7 @@ class SaveFailed(RuntimeError):
 
 
 class RunFolder:
-    """`<run.dir>`: config.yaml, metrics.jsonl, train.log, checkpoints/, result.json.
+    """`<run.dir>`: config.yaml, data_order.jsonl, metrics.jsonl, train.log, checkpoints/, result.json.
 
     Making one leaves nothing behind, and raises ConfigError where training here would mix two runs; nothing is
     written before `opened`. `resume_from` is the checkpoint that training starts from, or None.
@@ -94,6 +95,12 @@ class RunFolder:
     def write_config(self) -> None:
         """config.yaml: what runs, resolved. An older one stays beside it, under a number."""
         from_main(self.mesh, self._write_config)
+
+    def write_order(self, state: TrainState) -> None:
+        """data_order.jsonl: by which rules this run reads its samples from here on."""
+        eras = [era.to_json() for era in state.loader.stream.eras]
+        row = OrderRow(state.step, state.consumed_samples, state.loader.global_batch_size, eras)
+        from_main(self.mesh, lambda: note_order(self.path, row))
 
     def log(self, text: str) -> None:
         """Lines for train.log, where there is none yet once there is, and for the terminal."""

@@ -88,6 +88,7 @@ def announce(
     from_main(mesh, open_trackers)
     state.wandb_id = wandb_id(sinks) or state.wandb_id
     run.write_config()
+    run.write_order(state)
     throughput = Throughput(
         tokens_per_step=per_step,
         samples_per_step=batch.global_batch_size,

@@ -93,7 +93,7 @@ ROOMS = {
     "restore": Room("config checkpoint data model ops parallelism precision trainer", packages="torch"),
     "huggingface": Room("checkpoint config data model", packages="torch"),
     "checkpoint_tool": Room("config checkpoint huggingface metrics subcommands", packages="torch omegaconf"),
-    "data_tool": Room("data metrics subcommands", packages="numpy", lazy="matplotlib"),
+    "data_tool": Room("config data metrics subcommands", packages="numpy", lazy="matplotlib"),
     "subcommands": Room("config tool"),
     "tool": Room("config"),
     "parity": Room("config data model ops optimizer parallelism precision trainer worker", packages="torch"),

@@ -1,0 +1,75 @@
+"""`<run.dir>/data_order.jsonl`: by which rules each step of a run read its samples.
+
+A row holds from its `step` on: as many steps were done, and as many `samples` read, when it was written. A row is added
+where training starts, or goes on, by other rules than the last one says; it makes void what earlier rows say of later
+steps, for a run may go on from an older checkpoint.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gptlite.data.eras import Era
+from gptlite.errors import ConfigError
+
+FILE_NAME = "data_order.jsonl"
+
+
+@dataclass(frozen=True)
+class OrderRow:
+    """The rules from a step on. `eras` are as `Era.to_json` gives them."""
+
+    step: int
+    samples: int
+    global_batch_size: int
+    eras: list[dict[str, Any]]
+
+    def follows(self, other: "OrderRow") -> bool:
+        """Whether `other`, earlier in the run, says the same of the steps from here on."""
+        done = other.samples + (self.step - other.step) * other.global_batch_size
+        rules = [(row.global_batch_size, row.eras) for row in (self, other)]
+        return other.step <= self.step and rules[0] == rules[1] and done == self.samples
+
+    def first_sample(self, step: int) -> int:
+        """The first sample of a step, counted from 1."""
+        return self.samples + (step - 1 - self.step) * self.global_batch_size
+
+    def parsed_eras(self) -> list[Era]:
+        """The eras, typed."""
+        return [Era.from_json(era) for era in self.eras]
+
+
+def note_order(folder: Path, row: OrderRow) -> None:
+    """Adds a row, unless the last one says the same. The file only ever grows."""
+    rows = read_order(folder)
+    row = OrderRow(**json.loads(json.dumps(asdict(row))))  # as it will be read
+    if rows and row.follows(rows[-1]):
+        return
+    with open(folder / FILE_NAME, "a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(row)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_order(folder: Path) -> list[OrderRow]:
+    """The rows, oldest first; none for a run of before there were any. ConfigError naming a line that is none."""
+    path = folder / FILE_NAME
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(OrderRow(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break  # cut short by a kill: it is written again
+            raise ConfigError(f"{path}, line {number} is damaged: {error}") from error
+    return rows
+
+
+def row_of_step(rows: list[OrderRow], step: int) -> OrderRow | None:
+    """What holds for a step, counted from 1; None for one of before the first row."""
+    return next((row for row in reversed(rows) if row.step < step), None)

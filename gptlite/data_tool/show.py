@@ -1,0 +1,168 @@
+"""The text of a training sample: show PATH [sample=N] [step=N] [split=train] [sequence_length=256]
+
+PATH is a run's folder: step=N shows what the model read in that step (counted from 1), sample=N the N-th sample of the
+run (counted from 0), whichever step read it. Or PATH is a prepared folder: sample=N is the N-th stretch of
+sequence_length tokens of its split, in the order of the file. Ends of documents are shown.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gptlite.config import Config, read_saved
+from gptlite.data.corpus import TRAIN
+from gptlite.data.eras import Era
+from gptlite.data.indexed import IndexedDataset
+from gptlite.data.order_log import OrderRow, read_order, row_of_step
+from gptlite.data.stream import SampleStream, gather
+from gptlite.data.tokenizer import Tokenizer
+from gptlite.data_tool.places import log, prefixes, tokenizer_beside
+from gptlite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gptlite.data.prepared import PreparedData
+
+END = "\n<<< end of document >>>\n"
+
+
+@dataclass
+class Options:
+    """What may follow the path."""
+
+    sample: int | None = None
+    step: int | None = None
+    split: str = "train"
+    sequence_length: int = 256
+
+
+def run(paths: list[str], options: Options) -> int:
+    """Prints the text. ConfigError for a sample or a step that there is not."""
+    for key, value, least in (("sample", options.sample, 0), ("step", options.step, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"{key}={value} must be at least {least}")
+    folder = Path(paths[0]).expanduser()
+    if (folder / "config.yaml").exists():
+        shown = of_run(folder, options)
+    elif options.step is not None:
+        raise ConfigError(f"step={options.step} is of runs, and {folder} has no config.yaml; give sample=N")
+    else:
+        shown = of_folder(folder, options)
+    for line in shown:
+        print(line)
+    return 0
+
+
+def of_folder(folder: Path, options: Options) -> Iterator[str]:
+    """A stretch of a prepared folder, in file order."""
+    if options.sample is None or options.sequence_length < 1:
+        raise ConfigError(f"give sample=N and a sequence_length above 0 (now {options.sequence_length})")
+    prefix = next((each for each in prefixes(str(folder)) if each.name == options.split), None)
+    if prefix is None:
+        raise ConfigError(f"split={options.split}: {folder} holds {', '.join(p.name for p in prefixes(str(folder)))}")
+    if (tokenizer := tokenizer_beside(prefix)) is None:
+        raise ConfigError(f"{folder} has no tokenizer/ to turn its tokens into text")
+    dataset, length = IndexedDataset(prefix), options.sequence_length
+    if (count := -(-max(len(dataset.tokens) - 1, 0) // length)) <= options.sample:
+        raise ConfigError(f"sample={options.sample}: {prefix} has {count:,} of {length} tokens, counted from 0")
+    start = options.sample * length
+    tokens = dataset.tokens[start : start + length]
+    yield f"sample {options.sample} of {prefix}: {place(start, start + len(tokens), dataset)}"
+    yield as_text(tokens, tokenizer)
+
+
+def of_run(folder: Path, options: Options) -> Iterator[str]:
+    """The samples of a step, or one sample."""
+    from gptlite.data.build import prepare  # torch comes with it
+
+    if options.step is None and options.sample is None:
+        raise ConfigError("give step=N, or sample=N")
+    config = read_saved(folder / "config.yaml")
+    data = prepare(config.data, config.seed, log)
+    rows = read_order(folder)
+    if options.step is not None:
+        row = row_of_step(rows, options.step) or row_of_old(folder, config, data, options.step, rows)
+    else:
+        row = rows[-1] if rows else row_of_old(folder, config, data, 1, rows)
+    samples = range(options.sample or 0, (options.sample or 0) + 1)
+    if options.step is not None:
+        samples = range(first := row.first_sample(options.step), first + row.global_batch_size)
+        if options.sample is not None and options.sample not in samples:
+            words = f"step {options.step} read samples {samples[0]} to {samples[-1]}"
+            raise ConfigError(f"sample={options.sample}: {words}; leave out step, or sample")
+        yield f"step {options.step} of {folder}: samples {samples[0]} to {samples[-1]}"
+    chosen = samples if options.sample is None else [options.sample]
+    yield from of_stream(config.seed, row.parsed_eras(), data, chosen)
+
+
+def of_stream(seed: int, eras: list[Era], data: "PreparedData", samples: range | list[int]) -> Iterator[str]:
+    """Samples of a run, by number."""
+    by_data = {each.data: each.train for each in data.sets}
+    names = {each.data: each.name for each in data.sets}
+    stream = SampleStream(seed, eras)
+    for sample in samples:
+        sets, epochs, chunks = (int(each[0]) for each in stream.locate(np.array([sample])))
+        era = next(era for era in reversed(eras) if era.start <= sample)
+        name, length = stream.names[sets], era.sequence_length
+        wanted = era.sets[name].data
+        tokens, dataset = by_data.get(wanted), None
+        if tokens is None or data.folder is None or name != data.name:
+            dataset = opened(names.get(wanted, name), wanted) if data.folder is None or tokens is None else None
+            tokens = dataset.tokens if tokens is None and dataset is not None else tokens
+        elif (data.folder / f"{TRAIN}.idx").exists():
+            dataset = IndexedDataset(data.folder / TRAIN)
+        if tokens is None:
+            raise ConfigError(f"sample {sample} is of {name}, which no longer holds the tokens that were read")
+        read, start = gather(tokens, np.array([chunks]), length)[0], chunks * length
+        yield f"\nsample {sample}: {names.get(wanted, name)}, epoch {epochs}, {place(start, start + length, dataset)}"
+        yield as_text(read[:-1], data.tokenizer)
+
+
+def opened(name: str, data: str) -> IndexedDataset | None:
+    """The training tokens of a prepared folder, if they are still those."""
+    try:
+        dataset = IndexedDataset(Path(name).expanduser() / TRAIN)
+    except ConfigError:
+        return None
+    return dataset if dataset.meta is not None and dataset.meta.sha256 == data else None
+
+
+def row_of_old(folder: Path, config: Config, data: "PreparedData", step: int, rows: list[OrderRow]) -> OrderRow:
+    """The rules of a run, or of its first steps, from before they were written down: one era; tokens were counted."""
+    length, batch = config.data.sequence_length, config.data.global_batch_size
+    if rows:  # what the first row goes on from
+        eras, batch = rows[0].parsed_eras()[:1], rows[0].samples // max(rows[0].step, 1)
+        return replace(rows[0], step=0, samples=0, global_batch_size=batch, eras=[eras[0].to_json()])
+    sets = {each.name: (each.data, each.train, each.weight) for each in data.sets}
+    eras = SampleStream.begin(config.seed, length, sets).eras
+    counted = (0, 0)
+    if (metrics := folder / "metrics.jsonl").exists():
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if "loss" in row and abs(row["step"] - step) < abs(counted[0] - step):
+                counted = row["step"], row["tokens"] // length
+    return OrderRow(counted[0], counted[1], batch, [era.to_json() for era in eras])
+
+
+def place(start: int, stop: int, dataset: IndexedDataset | None) -> str:
+    """`tokens 256 to 511, documents 3 to 5`, each counted from 0."""
+    words = f"tokens {start:,} to {stop - 1:,}"
+    if dataset is None or len(dataset.lengths) != dataset.num_documents:
+        return words
+    size = dataset.dtype.itemsize
+    first, last = (
+        bisect_right(range(dataset.num_documents), token * size, key=lambda n: int(dataset.pointers[n])) - 1
+        for token in (start, stop - 1)
+    )
+    return f"{words}, document{f' {first:,}' if first == last else f's {first:,} to {last:,}'}"
+
+
+def as_text(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Text, with the ends of documents marked."""
+    parts = np.split(tokens, np.flatnonzero(tokens == tokenizer.eod) + 1)
+    texts = [tokenizer.decode(part[part != tokenizer.eod].tolist()) for part in parts]
+    return END.join(texts)
