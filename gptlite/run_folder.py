@@ -98,8 +98,15 @@ class RunFolder:
 
     def write_order(self, state: TrainState) -> None:
         """data_order.jsonl: by which rules this run reads its samples from here on."""
-        eras = [era.to_json() for era in state.loader.stream.eras]
-        row = OrderRow(state.step, state.consumed_samples, state.loader.global_batch_size, eras)
+        loader, schedule = state.loader, state.loader.schedule
+        row = OrderRow(
+            step=state.step,
+            samples=state.consumed_samples,
+            global_batch_size=schedule.global_batch_size,
+            eras=[era.to_json() for era in loader.stream.eras],
+            batch_ramp=list(schedule.ramp) if schedule.ramp else None,
+            skipped=[list(each) for each in schedule.skipped],
+        )
         from_main(self.mesh, lambda: note_order(self.path, row))
 
     def log(self, text: str) -> None:
@@ -158,6 +165,7 @@ class RunFolder:
         # What the checkpoint does not know stays: the ranges skipped since it was saved.
         state.wandb_id, state.loader.schedule = tracker, schedule.skipping([(spike.first, spike.stop)])
         self.note_order({"step": state.step, "spike_step": spike.step, "skipped": [spike.first, spike.stop]})
+        self.write_order(state)
         return found
 
     def note_order(self, row: dict[str, Any]) -> None:

@@ -114,6 +114,7 @@ WIDER = {
     MAPPED["kernels"] / "command.py": "tool",  # a command line; what a run imports of the kernels never imports it
 }
 CONFIG_USERS = {
+    "data_tool",
     *("offload_space", "memory_advice"),
     *("cli", "sweep", "launch", "elastic", "worker", "pretrain", "run_folder", "summary", "checks", "config_errors"),
     *(

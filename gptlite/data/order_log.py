@@ -7,10 +7,11 @@ steps, for a run may go on from an older checkpoint.
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gptlite.data.batches import BatchSchedule, batch_schedule
 from gptlite.data.eras import Era
 from gptlite.errors import ConfigError
 
@@ -25,16 +26,22 @@ class OrderRow:
     samples: int
     global_batch_size: int
     eras: list[dict[str, Any]]
+    batch_ramp: list[int] | None = None
+    skipped: list[list[int]] = field(default_factory=list)  # ranges of samples that no step reads
 
     def follows(self, other: "OrderRow") -> bool:
         """Whether `other`, earlier in the run, says the same of the steps from here on."""
-        done = other.samples + (self.step - other.step) * other.global_batch_size
-        rules = [(row.global_batch_size, row.eras) for row in (self, other)]
-        return other.step <= self.step and rules[0] == rules[1] and done == self.samples
+        if other.step > self.step or replace(other, step=self.step, samples=self.samples) != self:
+            return False
+        return other.first_sample(self.step + 1) == self.samples
+
+    def schedule(self) -> BatchSchedule:
+        """How samples are cut into steps."""
+        return batch_schedule(self.global_batch_size, self.batch_ramp).skipping(self.skipped)
 
     def first_sample(self, step: int) -> int:
         """The first sample of a step, counted from 1."""
-        return self.samples + (step - 1 - self.step) * self.global_batch_size
+        return self.schedule().after(self.samples, step - 1 - self.step)
 
     def parsed_eras(self) -> list[Era]:
         """The eras, typed."""
@@ -62,7 +69,9 @@ def read_order(folder: Path) -> list[OrderRow]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(OrderRow(**json.loads(line)))
+            row = json.loads(line)
+            if "spike_step" not in row:  # why samples are skipped; the next row has the rules
+                rows.append(OrderRow(**row))
         except (ValueError, TypeError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break  # cut short by a kill: it is written again

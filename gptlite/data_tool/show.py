@@ -88,18 +88,18 @@ def of_run(folder: Path, options: Options) -> Iterator[str]:
         row = row_of_step(rows, options.step) or row_of_old(folder, config, data, options.step, rows)
     else:
         row = rows[-1] if rows else row_of_old(folder, config, data, 1, rows)
-    samples = range(options.sample or 0, (options.sample or 0) + 1)
+    chosen = [options.sample or 0]
     if options.step is not None:
-        samples = range(first := row.first_sample(options.step), first + row.global_batch_size)
+        samples = row.schedule().samples(row.first_sample(options.step)).tolist()
         if options.sample is not None and options.sample not in samples:
             words = f"step {options.step} read samples {samples[0]} to {samples[-1]}"
             raise ConfigError(f"sample={options.sample}: {words}; leave out step, or sample")
         yield f"step {options.step} of {folder}: samples {samples[0]} to {samples[-1]}"
-    chosen = samples if options.sample is None else [options.sample]
+        chosen = samples if options.sample is None else chosen
     yield from of_stream(config.seed, row.parsed_eras(), data, chosen)
 
 
-def of_stream(seed: int, eras: list[Era], data: "PreparedData", samples: range | list[int]) -> Iterator[str]:
+def of_stream(seed: int, eras: list[Era], data: "PreparedData", samples: list[int]) -> Iterator[str]:
     """Samples of a run, by number."""
     by_data = {each.data: each.train for each in data.sets}
     names = {each.data: each.name for each in data.sets}
@@ -134,9 +134,8 @@ def opened(name: str, data: str) -> IndexedDataset | None:
 def row_of_old(folder: Path, config: Config, data: "PreparedData", step: int, rows: list[OrderRow]) -> OrderRow:
     """The rules of a run, or of its first steps, from before they were written down: one era; tokens were counted."""
     length, batch = config.data.sequence_length, config.data.global_batch_size
-    if rows:  # what the first row goes on from
-        eras, batch = rows[0].parsed_eras()[:1], rows[0].samples // max(rows[0].step, 1)
-        return replace(rows[0], step=0, samples=0, global_batch_size=batch, eras=[eras[0].to_json()])
+    if rows and rows[0].step:  # what its first row goes on from
+        return replace(rows[0], step=0, samples=0, global_batch_size=rows[0].samples // rows[0].step)
     sets = {each.name: (each.data, each.train, each.weight) for each in data.sets}
     eras = SampleStream.begin(config.seed, length, sets).eras
     counted = (0, 0)
@@ -145,7 +144,7 @@ def row_of_old(folder: Path, config: Config, data: "PreparedData", step: int, ro
             row = json.loads(line)
             if "loss" in row and abs(row["step"] - step) < abs(counted[0] - step):
                 counted = row["step"], row["tokens"] // length
-    return OrderRow(counted[0], counted[1], batch, [era.to_json() for era in eras])
+    return OrderRow(*counted, global_batch_size=batch, eras=[era.to_json() for era in eras])
 
 
 def place(start: int, stop: int, dataset: IndexedDataset | None) -> str:

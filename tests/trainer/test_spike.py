@@ -74,6 +74,7 @@ def test_a_run_goes_on_as_if_it_had_never_read_what_made_the_spike(
     replaced = (folder / "metrics.replaced.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in replaced] == [16, 17]
     order = [json.loads(line) for line in (folder / "data_order.jsonl").read_text().splitlines()]
+    order = [row for row in order if "spike_step" in row]
     assert order == [{"step": 15, "spike_step": 18, "skipped": list(SKIPPED)}]
     meta = read_manifest(folder / "checkpoints" / "step-00000024").meta
     assert meta["skipped_samples"] == [list(SKIPPED)]
@@ -117,7 +118,7 @@ def test_a_kill_meanwhile_changes_nothing(
     assert run("killed", *SPIKE)[0] == 0
     assert end(tmp_path / "killed") == end(tmp_path / "whole")
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
-    assert len((tmp_path / "killed" / "data_order.jsonl").read_text().splitlines()) == 1
+    assert (tmp_path / "killed" / "data_order.jsonl").read_text().count("spike_step") == 1
 
 
 def test_checkpoints_from_within_the_spike_are_renamed(run: Callable, tmp_path: Path, poisoned: list) -> None:
