@@ -28,6 +28,7 @@ from gptlite.ops.config import Attention, CrossEntropy
 from gptlite.ops.select import Ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import ConstantConfig
+from gptlite.optimizer.rounded import round_steps
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.chain import Chain
@@ -40,7 +41,7 @@ from gptlite.parallelism.torch_private import imagined_world, schedule_stages
 from gptlite.parallelism.zero import sharded_modules
 from gptlite.plan.simulate_watch import Watch
 from gptlite.plan.workload import Workload
-from gptlite.precision import Policy
+from gptlite.precision import Policy, Precision
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
@@ -129,7 +130,12 @@ def _parts(work: Workload, mesh: Mesh, ops: Ops, compile: bool) -> list[GPT]:
     with _eager():
         # With the device of the workload: it decides by what ZeRO gathers.
         there = replace(mesh, device=torch.device(work.device))
-        return parallelize(model, there, work.parallelism, Policy(DTYPES[work.dtype], "planned"), compile=compile)
+        return parallelize(model, there, work.parallelism, _policy(work), compile=compile)
+
+
+def _policy(work: Workload) -> Policy:
+    precision = Precision[f"amp_{work.amp}"] if work.amp else Precision.auto
+    return Policy(DTYPES[work.dtype], "planned", precision, master_weights=work.master_weights)
 
 
 def _build(
@@ -140,6 +146,8 @@ def _build(
     weights = [named for part in parts for named in part.named_weights()]
     optimizer = build_optimizer(work.optimizer, weights, ops.adamw, work.model.num_heads)
     optimizer_state(optimizer)  # creates it
+    if not work.master_weights:
+        optimizer = round_steps(optimizer, seed=0)
     chain = Chain(parts, mesh, work.parallelism)
     passes = build_passes(
         chain,

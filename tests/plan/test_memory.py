@@ -90,6 +90,17 @@ def test_an_optimizers_state_is_what_is_planned(config, layout):
     assert simulate(work, 0).peak.optimizer == estimate(work, 0).optimizer > 0
 
 
+PRECISIONS = ["zero=2 micro=2 dtype=amp_o2", "zero=3 micro=2 dtype=amp_o1", "zero=2 micro=2 dtype=bf16_stochastic"]
+
+
+@pytest.mark.parametrize("words", [pytest.param(words, marks=pytest.mark.slow) for words in PRECISIONS])
+def test_precisions_take_among_four_imagined_ranks_what_is_planned(words: str):
+    work = workload(Layout(4, words).config(), 4)
+    found, expected = simulate(work, 0).peak, estimate(work, 0)
+    assert replace(found, activations=0) == replace(expected, activations=0)
+    assert expected.activations == pytest.approx(found.activations, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("layers", [4, 6, 8, 10])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"])
 def test_the_fullest_rank_of_a_pipeline_is_found(schedule, layers):
