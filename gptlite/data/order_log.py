@@ -49,12 +49,15 @@ class OrderRow:
 
 
 def note_order(folder: Path, row: OrderRow) -> None:
-    """Adds a row, unless the last one says the same. The file only ever grows."""
+    """Adds a row, unless the last one says the same. Only a line cut short is ever removed."""
     rows = read_order(folder)
     row = OrderRow(**json.loads(json.dumps(asdict(row))))  # as it will be read
     if rows and row.follows(rows[-1]):
         return
-    with open(folder / FILE_NAME, "a", encoding="utf-8") as file:
+    path = folder / FILE_NAME
+    if path.exists() and (kept := path.read_bytes().rfind(b"\n") + 1) < path.stat().st_size:
+        os.truncate(path, kept)  # a line that a kill has cut short
+    with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(row)) + "\n")
         file.flush()
         os.fsync(file.fileno())
