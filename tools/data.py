@@ -1,4 +1,4 @@
-"""Token files: inspect, verify, import. `--help` says more."""
+"""Token files: inspect, show, verify, import. `--help` says more."""
 
 from gptlite.data_tool.command import main
 

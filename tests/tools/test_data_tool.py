@@ -167,7 +167,7 @@ def test_verify_of_megatrons_own_files_says_what_it_cannot_know(tool, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspekt", "x"], "inspekt is not one of inspect, verify"),
+        (["inspekt", "x"], "; did you mean inspect?"),
         (["inspect"], "inspect takes PATH ...; 0 paths given"),
         (["verify", "/nowhere"], "/nowhere does not exist; give a prepared folder"),
         (["inspect", "/"], "/ holds no .idx"),
