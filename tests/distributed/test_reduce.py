@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from distributed.matrix import BASE
+from distributed.cell import BASE
 from distributed.ranks import Ranks
 from gptlite.config import load
 
