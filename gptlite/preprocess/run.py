@@ -58,6 +58,8 @@ def preprocess(
     _refuse_own(settings, (output, partial))
     if (counts := _finished(settings, output, overwrite)) is not None:
         shutil.rmtree(_trash(output), ignore_errors=True)
+        if read_settings(partial / FILE) == settings.as_json():  # killed after the output had got its name
+            shutil.rmtree(partial)
         log(f"{output} is finished already; overwrite=true makes it again")
         return Result(counts, Counts(), 0.0)
     partial.mkdir(parents=True, exist_ok=True)
