@@ -30,8 +30,8 @@ def test_the_dtype_of_sums_is_as_asked_and_steps_stay_close(pair: Ranks, precisi
     """Each gradient is rounded by at most 2^-9 of itself once more, and so is its sum: the norm moves by less."""
     words = [*BASE, f"precision={precision}", "parallelism.data=2", f"parallelism.zero={zero}"]
     words += ["data.micro_batch_size=2"]
-    exact = pair.run("distributed.reduce_cases:steps", load(words))
-    low = pair.run("distributed.reduce_cases:steps", load([*words, "precision.reduce=compute"]))
+    exact = pair.run("distributed.reduce_cases:steps", load(words), timeout=200)
+    low = pair.run("distributed.reduce_cases:steps", load([*words, "precision.reduce=compute"]), timeout=200)
     assert [each[2] for each in exact] == [{"torch.float32"}] * 2
     assert [each[2] for each in low] == [{dtype}] * 2
     assert [each[3] for each in exact + low] == [{"torch.float32"}] * 4
