@@ -1,0 +1,32 @@
+"""Prepared folders of bytes, as tools/preprocess.py leaves them."""
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gptlite.data.indexed import IndexedWriter
+from gptlite.data.tokenizer import ByteTokenizer, Tokenizer
+
+WORDS = "the a cat dog mat sat ran lay on under after no minds ärger weiß".split()
+
+
+def documents(seed: int, count: int, words: int = 30) -> list[str]:
+    """Text that is another one for every seed; some letters are of two bytes."""
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(1, words))) for _ in range(count)]
+
+
+def write_folder(root: Path, tokenizer: Tokenizer | None = None, **splits: Sequence[str]) -> Path:
+    """`root` with tokenizer/ and the documents of each split, by default those of a seed made of its name."""
+    tokenizer = tokenizer or ByteTokenizer()
+    texts: Mapping[str, Sequence[str]] = splits or {
+        "train": documents(sum(root.name.encode()), 60),
+        "val": documents(sum(root.name.encode()) + 1, 8),
+    }
+    for split, each in texts.items():
+        with IndexedWriter(root / split, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod) as writer:
+            for text in each:
+                writer.write(tokenizer.encode(text), len(text.encode()))
+                writer.end_document()
+    tokenizer.save(root / "tokenizer")
+    return root
