@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -56,9 +57,9 @@ def check_tokens(config: TokensConfig) -> None:
     if config.blend is not None and (not isinstance(config.blend, dict) or not config.blend):
         raise ConfigError(f"data.blend={config.blend} is no mix; give {{data/a: 0.7, data/b: 0.3}}")
     for folder, weight in (config.blend or {}).items():
-        if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < math.inf:
-            raise ConfigError(f"data.blend: {folder} has the weight {weight}; give a number above 0, or leave it out")
-    if sum((config.blend or {}).values()) == math.inf:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= sys.float_info.max:
+            raise ConfigError(f"data.blend: {folder} has the weight {weight!r}; give a number above 0, or leave it out")
+    if sum(float(weight) for weight in (config.blend or {}).values()) == math.inf:
         raise ConfigError("data.blend: the weights are too large to be added; divide them all by the same number")
     for key, folder in [("data.blend", str(each)) for each in config.blend or {}] + [("data.path", config.path)]:
         if folder is not None and not (Path(folder).expanduser() / "train.idx").is_file():

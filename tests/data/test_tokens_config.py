@@ -1,0 +1,160 @@
+"""Prepared folders as a run's data: data=NAME, a blend as the shell gives it, and what is refused in one line."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from token_folders import documents, write_folder
+
+from gptlite.config import CONF_DIR, Config, load
+from gptlite.data.build import prepare
+from gptlite.data.config import TokensConfig
+from gptlite.data.tokenizer import CharTokenizer
+from gptlite.errors import ConfigError
+
+MIX = "data.blend={data/web: 0.7, data/code: 0.3}"
+LETTERS = set("".join(documents(0, 99)))
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """./data/web and ./data/code."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("web", "code"):
+        write_folder(Path("data") / name)
+
+
+def tokens(*overrides: str) -> TokensConfig:
+    config = load(["data=tokens", *overrides]).data
+    assert isinstance(config, TokensConfig)
+    return config
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_folder_is_a_preset_by_its_name():
+    by_name, by_path = load(["data=web"]).data, tokens("data.path=data/web")
+    assert by_name == by_path
+    data = prepare(by_name, seed=1)
+    assert [(each.name, each.weight) for each in data.sets] == [("data/web", 1.0)]
+    assert data.tokenizer.decode(data.train[:40].tolist()) == documents(sum(b"web"), 60)[0][:40]
+
+
+def test_a_blend_is_read_as_the_shell_gives_it():
+    for config in (tokens(MIX), load(["data=web", MIX]).data):
+        data = prepare(config, seed=1)
+        assert {each.name: each.weight for each in data.sets} == {"data/web": 0.7, "data/code": 0.3}
+        assert "data/web 0.7, data/code 0.3" in data.describe()
+
+
+def test_the_command_line_takes_a_blend():
+    command = [sys.executable, str(CONF_DIR.parent / "train.py"), "data=web", MIX, "--cfg", "job"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert yaml.safe_load(shown.stdout)["data"]["blend"] == {"data/web": 0.7, "data/code": 0.3}
+
+
+def test_a_blend_survives_its_own_config_file():
+    from gptlite.config import from_yaml, to_yaml
+
+    config: Config = load(["data=tokens", MIX, "run.name=x"])
+    assert from_yaml(to_yaml(config)).data == config.data
+
+
+@pytest.mark.parametrize(
+    ("weight", "named"),
+    [
+        ("0", "0"),
+        ("0.0", "0.0"),
+        ("-1", "-1"),
+        ("nan", "nan"),
+        ("inf", "inf"),
+        ("1e400", "inf"),
+        (f"1{400 * '0'}", "1000"),
+        ("much", "'much'"),
+        ("'0.7'", "'0.7'"),
+        ("true", "True"),
+        ("null", "None"),
+        ("[1]", "[1]"),
+    ],
+    ids=lambda text: text[:8],
+)
+def test_a_weight_that_is_none_is_refused(weight: str, named: str):
+    line = refusal(lambda: tokens(f"data.blend={{data/web: {weight}, data/code: 0.3}}"))
+    assert line.startswith(f"data.blend: data/web has the weight {named}")
+    assert line.endswith("; give a number above 0, or leave it out")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([], "data.path is not set; give a prepared folder (tools/preprocess.py), or data.blend={...}"),
+        (["data.blend={}"], "data.blend={} is no mix; give {data/a: 0.7, data/b: 0.3}"),
+        (["data.blend={}", "data.path=data/web"], "data.blend={} is no mix; give {data/a: 0.7, data/b: 0.3}"),
+        (["data.blend=[data/web]"], "data.blend=['data/web'] is no mix; give {data/a: 0.7, data/b: 0.3}"),
+        (
+            ["data.path=data/wbe"],
+            "data.path: data/wbe does not exist; give a prepared folder (tools/preprocess.py); did you mean data/web?",
+        ),
+        (
+            ["data.blend={data/web: 1, data/coed: 1}"],
+            "data.blend: data/coed does not exist; give a prepared folder (tools/preprocess.py); "
+            "did you mean data/code?",
+        ),
+        (["data.path=data"], "data.path: data holds no train.idx; give a prepared folder (tools/preprocess.py)"),
+        (
+            [f"data.blend={{data/web: 1{308 * '0'}, data/code: 1{308 * '0'}}}"],
+            "data.blend: the weights are too large to be added; divide them all by the same number",
+        ),
+    ],
+    ids=["nothing", "empty", "empty_beside_path", "list", "path", "folder", "not_prepared", "sum"],
+)
+def test_what_is_no_data_is_refused(overrides: list[str], line: str):
+    assert refusal(lambda: tokens(*overrides)) == line
+
+
+def test_a_name_with_a_slip_is_guessed():
+    assert refusal(lambda: load(["data=cdoe"])).startswith("data=cdoe does not exist; did you mean code?")
+
+
+def other_tokenizer() -> str:
+    write_folder(Path("data/code"), CharTokenizer(LETTERS))
+    return (
+        f"data.blend: data/code has another tokenizer (char vocabulary of {CharTokenizer(LETTERS).vocab_size}) than "
+        "data/web (byte vocabulary of 257); prepare both with the same one"
+    )
+
+
+def same_tokens() -> str:
+    texts = documents(sum(b"web"), 60)
+    write_folder(Path("data/code"), train=texts, val=texts[:4])
+    return "data.blend: data/code holds the same tokens as data/web; give one, with both weights"
+
+
+def short() -> str:
+    write_folder(Path("data/code"), train=["a" * 255], val=["no cat"])  # 256 tokens with the end of document
+    return (
+        "data.sequence_length=256 needs more than 256 training tokens and data/code has 256; lower it, or give more "
+        "text"
+    )
+
+
+@pytest.mark.parametrize("change", [other_tokenizer, same_tokens, short], ids=lambda each: each.__name__)
+def test_folders_that_do_not_go_together_are_refused(change: Callable[[], str]):
+    line = change()
+    assert refusal(lambda: prepare(tokens(MIX, "data.sequence_length=256"), seed=1)) == line
+
+
+def test_a_folder_beside_a_blend_must_have_its_tokenizer():
+    """A checkpoint's vocabulary, or what data.path says, is not changed by the blend that is read instead."""
+    write_folder(Path("data/mine"), CharTokenizer(LETTERS))
+    line = refusal(lambda: prepare(load(["data=mine", MIX]).data, seed=1))
+    assert line.startswith("data.blend: data/web has another tokenizer (byte vocabulary of 257) than data/mine (char")
