@@ -82,6 +82,8 @@ def of_run(folder: Path, options: Options) -> Iterator[str]:
     if options.step is None and options.sample is None:
         raise ConfigError("give step=N, or sample=N")
     config = read_saved(folder / "config.yaml")
+    if (steps := config.trainer.max_steps) < (options.step or 0):
+        raise ConfigError(f"step={options.step}: the run in {folder} ends with step {steps} (trainer.max_steps)")
     data = prepare(config.data, config.seed, log)
     rows = read_order(folder)
     if options.step is not None:
@@ -96,6 +98,9 @@ def of_run(folder: Path, options: Options) -> Iterator[str]:
             raise ConfigError(f"sample={options.sample}: {words}; leave out step, or sample")
         yield f"step {options.step} of {folder}: samples {samples[0]} to {samples[-1]}"
         chosen = samples if options.sample is None else chosen
+    elif chosen[0] >= (end := row.first_sample(steps + 1)):
+        words = f"the run in {folder} ends with sample {end - 1} in step {steps} (trainer.max_steps)"
+        raise ConfigError(f"sample={options.sample}: {words}")
     yield from of_stream(config.seed, row.parsed_eras(), data, chosen)
 
 
@@ -142,9 +147,10 @@ def row_of_old(folder: Path, config: Config, data: "PreparedData", step: int, ro
     if (metrics := folder / "metrics.jsonl").exists():
         for line in metrics.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            if "loss" in row and abs(row["step"] - step) < abs(counted[0] - step):
+            if "loss" in row and counted[0] <= row["step"] < step:
                 counted = row["step"], row["tokens"] // length
-    return OrderRow(*counted, global_batch_size=batch, eras=[era.to_json() for era in eras])
+    ramp = config.data.batch_ramp
+    return OrderRow(*counted, global_batch_size=batch, eras=[era.to_json() for era in eras], batch_ramp=ramp)
 
 
 def place(start: int, stop: int, dataset: IndexedDataset | None) -> str:
