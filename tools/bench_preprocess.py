@@ -1,76 +1,243 @@
-"""Tokens a second of tools/preprocess.py, by 1 and 2 workers, and of Megatron-LM's own preprocessing beside it.
+"""Tokens a second and memory of tools/preprocess.py, and of Megatron-LM's own preprocessing beside it.
 
-python tools/bench_preprocess.py input=CORPUS.jsonl tokenizer=FILE.model [workers=1,2] [megatron='COMMAND'] [keep=DIR]
+python tools/bench_preprocess.py text=FILE.txt tokenizer=FILE.model [megabytes=64] [workers=1,2] [repeats=3]
+    [megatron='COMMAND'] [folder=DIR]
 
-Each run is a command of its own, timed from its start to its end; the largest memory of all its processes is printed
-beside. COMMAND is how to start Megatron's tools/preprocess_data.py, e.g. 'python Megatron-LM/tools/preprocess_data.py';
-it gets the same lines, model and workers, and its tokens are compared with ours.
+text       what corpora of JSON lines are made of, one of each size in `megabytes`, e.g. 100,1000: its paragraphs put
+           together anew, one word in 50 replaced by letters at random, so that no tokenizer has seen them all. Or
+           give input=CORPUS.jsonl
+megatron   how to start its tools/preprocess_data.py, e.g. 'python Megatron-LM/tools/preprocess_data.py'. It gets the
+           same lines, model and workers, and its tokens must be ours
+folder     where corpora and outputs lie meanwhile; nothing stays
+
+Each run is a command of its own, from its start to its end; runs of a repeat follow each other, and lines at the end
+are medians. `start` is the same command's time for one document, once a repeat; rates are given with it and, at the
+end, without it. `CPU` is of all processes, `largest` the most that one of them held, `together` the most that all
+held, looked at 5 times a second (pages that they share are counted for each). Exit codes: 0 done, 1 other tokens,
+2 refused.
 """
 
-import resource
+import json
+import os
+import random
+import re
 import shlex
+import shutil
+import string
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
 from gptlite.errors import ConfigError
+from gptlite.progress import Progress
 from gptlite.tool import run_tool
 
 OURS = Path(__file__).with_name("preprocess.py")
+NEW_WORDS = 50  # one of so many is at random
+PARAGRAPHS = 40  # at most, of a document
+POLL, LOOK = 0.01, 0.2  # seconds between two looks whether it has ended, and at memory
+Case = tuple[str, int]  # whose, and how many workers
 
 
 @dataclass
 class Arguments:
     """The command line."""
 
-    input: str = "???"
     tokenizer: str = "???"
+    text: str | None = None
+    input: str | None = None
+    megabytes: str = "64"
     workers: str = "1,2"
+    repeats: int = 3
     megatron: str | None = None
-    keep: str | None = None  # where outputs stay; null: they are removed
+    folder: str | None = None
 
 
-def main(arguments: Arguments) -> None:
-    """Prints a line for each run."""
+@dataclass(frozen=True)
+class Run:
+    """What one command took: seconds, seconds of CPU, MiB of its largest process and of all together."""
+
+    seconds: float
+    cpu: float
+    largest: float
+    together: float
+
+
+def main(arguments: Arguments) -> int:
+    """Prints a line for each run, and the medians of each corpus."""
+    if (arguments.text is None) == (arguments.input is None):
+        raise ConfigError("give text=FILE to make a corpus of, or input=CORPUS.jsonl, one of them")
+    if arguments.repeats < 1:
+        raise ConfigError(f"repeats={arguments.repeats} must be at least 1")
+    sizes, _ = numbers(arguments.megabytes, "megabytes"), numbers(arguments.workers, "workers")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}", flush=True)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        if arguments.input is not None:
+            return 0 if bench(Path(arguments.input), arguments, folder) else 1
+        same = True
+        for megabytes in sizes:
+            corpus = folder / "corpus.jsonl"
+            make_corpus(Path(str(arguments.text)), corpus, round(megabytes * 1e6))
+            same &= bench(corpus, arguments, folder)
+    return 0 if same else 1
+
+
+def numbers(value: str, key: str) -> list[float]:
+    """Numbers above 0 between commas."""
+    try:
+        found = [float(each) for each in str(value).split(",")]
+    except ValueError:
+        found = [0.0]
+    if min(found) <= 0:
+        raise ConfigError(f"{key}={value} must be numbers above 0 between commas, e.g. 1,2")
+    return found
+
+
+def make_corpus(text: Path, corpus: Path, size: int) -> None:
+    """`size` bytes of JSON lines, the same for the same text."""
+    try:
+        paragraphs = [each + "\n\n" for each in re.split(r"\n\s*\n", text.read_text(encoding="utf-8")) if each.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"text={text} cannot be read: {error}") from None
+    rng, done = random.Random(0), 0
+    progress = Progress("making the corpus", size, lambda line: print(line, flush=True))
+    with open(corpus, "wb") as file:
+        while done < size:
+            words = "".join(rng.choices(paragraphs, k=rng.randrange(1, PARAGRAPHS))).split(" ")
+            for _ in range(len(words) // NEW_WORDS):
+                words[rng.randrange(len(words))] = "".join(rng.choices(string.ascii_lowercase, k=9))
+            line = json.dumps({"text": " ".join(words)}, ensure_ascii=False).encode() + b"\n"
+            file.write(line)
+            done += len(line)
+            progress.add(len(line))
+
+
+def bench(corpus: Path, arguments: Arguments, folder: Path) -> bool:
+    """All runs on a corpus. Whether Megatron's tokens were ours."""
+    one = folder / "one.jsonl"
+    with open(corpus, "rb") as file:
+        one.write_bytes(file.readline())
+    names = ["gptlite", *(["Megatron-LM"] if arguments.megatron else [])]
+    counts = [int(each) for each in numbers(arguments.workers, "workers")]
+    starts: dict[str, list[float]] = {name: [] for name in names}
+    runs: dict[Case, list[Run]] = {(name, workers): [] for workers in counts for name in names}
+    print(f"{corpus.stat().st_size / 1e6:,.1f} MB of JSON lines", flush=True)
+    tokens, same = np.empty(0), True
+    for _ in range(arguments.repeats):
+        for name in names:
+            starts[name].append(run((name, counts[0]), one, arguments, folder)[0].seconds)
+        for case, made in runs.items():
+            last, found = run(case, corpus, arguments, folder)
+            made.append(last)
+            tokens = tokens if tokens.size else found
+            print(line(case, last, len(found)), flush=True)
+            if not np.array_equal(tokens, found):
+                same = False
+                print(f"{case[0]} with {case[1]} workers: OTHER TOKENS", flush=True)
+    print(f"medians of {arguments.repeats}, {len(tokens):,} tokens{', the same by all' if same else ''}")
+    show({case: middle(made) for case, made in runs.items()}, starts, len(tokens), counts)
+    return same
+
+
+def middle(runs: list[Run]) -> Run:
+    """The median of each of their figures."""
+    return Run(*(median(getattr(each, field.name) for each in runs) for field in fields(Run)))
+
+
+def run(case: Case, corpus: Path, arguments: Arguments, folder: Path) -> tuple[Run, np.ndarray]:
+    """One command and its tokens; its files are removed."""
     from gptlite.data.indexed import IndexedDataset
 
-    counts = [int(each) for each in arguments.workers.split(",")]
-    with tempfile.TemporaryDirectory(dir=arguments.keep) as folder:
+    name, workers = case
+    output = folder / "output"
+    if name == "gptlite":
+        command = [sys.executable, str(OURS), f"input={corpus}", f"tokenizer={arguments.tokenizer}"]
+        command += [f"output={output}", f"workers={workers}", "validation_fraction=0"]
+        prefix = output / "train"
+    else:
+        output.mkdir()
+        command = [*shlex.split(str(arguments.megatron)), "--input", str(corpus), "--append-eod"]
+        command += ["--output-prefix", str(output / "megatron"), "--workers", str(workers)]
+        command += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", arguments.tokenizer]
+        prefix = output / "megatron_text_document"
+    try:
+        made = timed(command, folder / "log")
+        return made, np.array(IndexedDataset(prefix).tokens)
+    finally:
+        shutil.rmtree(output, ignore_errors=True)
+
+
+def timed(command: list[str], log: Path) -> Run:
+    """Runs a command. Raises ConfigError where it fails."""
+    together, started = 0.0, time.monotonic()
+    looked = started
+    with open(log, "wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    while True:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            break
+        if time.monotonic() - looked > LOOK:
+            together, looked = max(together, memory(process.pid)), time.monotonic()
+        time.sleep(POLL)
+    seconds = time.monotonic() - started
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise ConfigError(f"{shlex.join(command)} failed: {(said or ['?'])[-1]}")
+    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, together)
+
+
+def memory(pid: int) -> float:
+    """MiB that a process and its descendants hold now (Linux); 0 of those that have ended."""
+    total = 0.0
+    try:
+        total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += sum(memory(int(child)) for child in (task / "children").read_text().split())
+    except (OSError, IndexError):
+        pass
+    return total
+
+
+def line(case: Case, made: Run, tokens: int) -> str:
+    """A run in words."""
+    return (
+        f"{case[0]:11} {case[1]} workers: {made.seconds:6.1f} s, {tokens / made.seconds / 1e6:.2f}M tokens/s; "
+        f"CPU {made.cpu:.1f} s, {tokens / made.cpu / 1e6:.2f}M tokens a second of it; "
+        f"largest {made.largest:.0f} MiB, together {made.together:.0f} MiB"
+    )
+
+
+def show(runs: dict[Case, Run], starts: dict[str, list[float]], tokens: int, counts: list[int]) -> None:
+    """Medians, the scaling from the first number of workers to the last, and how much faster we are."""
+    without = {case: made.seconds - median(starts[case[0]]) for case, made in runs.items()}
+    for case, made in runs.items():
+        steady = f"{tokens / without[case] / 1e6:.2f}M" if without[case] > 0 else "unknown"
+        print(f"{line(case, made, tokens)}; {steady} without a start of {median(starts[case[0]]):.1f} s")
+    few, many = counts[0], counts[-1]
+    for name in starts:
+        first, last = (name, few), (name, many)
+        scaling = percent(runs[first].seconds * few, runs[last].seconds * many)
+        steady = percent(without[first] * few, without[last] * many)
+        print(f"{name}: {scaling} scaling from {few} to {many} workers, {steady} without the start")
+    if len(starts) > 1:
         for workers in counts:
-            output = Path(folder, f"ours{workers}")
-            command = [sys.executable, str(OURS), f"input={arguments.input}", f"tokenizer={arguments.tokenizer}"]
-            seconds = timed([*command, f"output={output}", f"workers={workers}", "validation_fraction=0"])
-            tokens = IndexedDataset(output / "train").tokens
-            show("gptlite", workers, len(tokens), seconds)
-            if arguments.megatron:
-                prefix = Path(folder, f"megatron{workers}")
-                options = ["--input", arguments.input, "--output-prefix", str(prefix), "--workers", str(workers)]
-                options += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", arguments.tokenizer]
-                seconds = timed([*shlex.split(arguments.megatron), *options, "--append-eod"])
-                theirs = IndexedDataset(prefix.with_name(prefix.name + "_text_document")).tokens
-                show("Megatron-LM", workers, len(theirs), seconds)
-                print("the same tokens" if np.array_equal(tokens, theirs) else "OTHER TOKENS", flush=True)
+            ours, theirs = ("gptlite", workers), ("Megatron-LM", workers)
+            speed, steady = percent(runs[theirs].seconds, runs[ours].seconds), percent(without[theirs], without[ours])
+            print(f"{workers} workers: gptlite has {speed} of Megatron-LM's speed, {steady} without the starts")
 
 
-def timed(command: list[str]) -> float:
-    """Seconds that a command took. Raises ConfigError where it fails."""
-    started = time.monotonic()
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise ConfigError(f"{shlex.join(command)} failed: {(result.stderr.strip().splitlines() or ['?'])[-1]}")
-    return time.monotonic() - started
-
-
-def show(name: str, workers: int, tokens: int, seconds: float) -> None:
-    """One line."""
-    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    rate = f"{tokens / seconds / 1e6:.2f}M tokens/s"
-    print(f"{name:12} {workers} workers: {tokens:,} tokens in {seconds:.1f} s, {rate}, {memory:.0f} MiB", flush=True)
+def percent(part: float, whole: float) -> str:
+    """A share; of times shorter than a start, whose difference is noise, none."""
+    return f"{part / whole:.0%}" if part > 0 and whole > 0 else "unknown"
 
 
 if __name__ == "__main__":

@@ -158,9 +158,9 @@ def place(start: int, stop: int, dataset: IndexedDataset | None) -> str:
     words = f"tokens {start:,} to {stop - 1:,}"
     if dataset is None or len(dataset.lengths) != dataset.num_documents:
         return words
-    size = dataset.dtype.itemsize
+    size, pointers = dataset.dtype.itemsize, dataset.pointers
     first, last = (
-        bisect_right(range(dataset.num_documents), token * size, key=lambda n: int(dataset.pointers[n])) - 1
+        bisect_right(range(dataset.num_documents), token * size, key=lambda n: int(pointers[n])) - 1
         for token in (start, stop - 1)
     )
     return f"{words}, document{f' {first:,}' if first == last else f's {first:,} to {last:,}'}"

@@ -54,7 +54,6 @@ def preprocess(
     if workers < 0:
         raise ConfigError(f"workers={workers} must be at least 1, or 0 for none but this process")
     partial = output.with_name(output.name + ".partial")
-    partial = output.with_name(output.name + ".partial")
     _refuse_own(settings, (output, partial))
     if (counts := _finished(settings, output, overwrite)) is not None:
         shutil.rmtree(_trash(output), ignore_errors=True)

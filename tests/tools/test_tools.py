@@ -59,6 +59,9 @@ def test_eval_agrees_with_the_run_and_reads_any_text(trained: Path, text: Path) 
         ("eval", ["checkpoint=.", "samples=0"], "samples=0"),
         ("bench_step", ["sizes=huge"], "sizes=huge"),
         ("bench_step", ["peer=nowhere", "sizes=char"], "peer=nowhere"),
+        ("bench_preprocess", ["tokenizer=byte"], "give text=FILE"),
+        ("bench_preprocess", ["tokenizer=byte", "text=nowhere", "megabytes=0"], "megabytes=0"),
+        ("bench_preprocess", ["tokenizer=byte", "text=nowhere"], "text=nowhere"),
         ("compare_nanogpt", ["peer=nowhere"], "peer=nowhere"),
     ],
 )
