@@ -12,6 +12,7 @@ from gptlite.data.batches import BatchSchedule
 from gptlite.data.dataset import TokenDataset
 from gptlite.data.eras import Era
 from gptlite.data.stream import SampleStream
+from gptlite.errors import ConfigError
 
 IGNORE = -100  # targets that do not count, the default of torch's cross entropy
 
@@ -182,8 +183,20 @@ class Loader:
         first = (micro_index * self._data_size + self._data_rank) * size
         numbers = self._schedule.samples(consumed_samples)[first : first + size]
         rows = self.stream.read(numbers)
+        self._require_known(rows, lambda row: f"sample {numbers[row]} of the run")
         batch = self._batch(rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64), numbers)
         return batch.pin_memory() if self._device.type == "cuda" else batch
+
+    def _require_known(self, rows: np.ndarray, name: Callable[[int], str]) -> None:
+        """ConfigError for an id that is not in the vocabulary: opening a file does not read it whole."""
+        size = len(self._token_bytes)
+        if int(rows.max()) < size and (rows.dtype.kind == "u" or int(rows.min()) >= 0):
+            return
+        row, place = np.argwhere((rows < 0) | (rows >= size))[0].tolist()
+        raise ConfigError(
+            f"{name(row)} holds token id {rows[row, place]}, outside the vocabulary of {size}: its file is damaged; "
+            "tools/data.py verify FOLDER says where"
+        )
 
     def _collate_chunks(self, dataset: TokenDataset, chunks: np.ndarray) -> Batch:
         """A micro-batch of held-out chunks, padded to full size."""
@@ -194,6 +207,7 @@ class Loader:
         ids[: len(chunks)] = chunks
         for row, chunk in enumerate(chunks):
             values = dataset[int(chunk)]
+            self._require_known(values[None], lambda _, chunk=chunk: f"held-out chunk {chunk}")
             tokens[row, : len(values) - 1] = values[:-1]
             targets[row, : len(values) - 1] = values[1:]
         return self._batch(tokens, targets, ids)

@@ -11,6 +11,7 @@ from gptlite.data.dataset import TokenDataset
 from gptlite.data.loader import IGNORE, Loader
 from gptlite.data.order import order_key, permute
 from gptlite.data.stream import SampleStream
+from gptlite.errors import ConfigError
 
 LENGTH, TOKENS = 8, 1003
 
@@ -21,7 +22,7 @@ def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ram
         {"name": TokenDataset(np.arange(validation, dtype=np.uint16), LENGTH)},
         schedule=BatchSchedule(total, ramp),
         micro_batch_size=micro,
-        token_bytes=np.arange(1000) % 5,
+        token_bytes=np.arange(TOKENS) % 5,
         device=torch.device("cpu"),
         data_rank=rank,
         data_size=size,
@@ -242,3 +243,28 @@ def test_bytes_leave_out_what_is_not_predicted():
     counted = torch.cat([b.targets[b.targets != IGNORE] for b in reader.validation_batches()])
     assert sorted(counted.tolist()) == [n for n in range(1, 100) if n != 21]
     assert reader.validation_bytes() == int((counted % 5).sum())
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [("uint16", 50), ("int32", 50), ("int32", -1)])
+@pytest.mark.parametrize("part", ["training", "held-out"])
+def test_ids_outside_the_vocabulary_are_named(dtype, wrong, part):
+    whole = np.arange(50).astype(dtype)
+    damaged = whole.copy()
+    damaged[33] = wrong  # within the chunk of tokens 32 to 40, and in no other
+    train, validation = (damaged, whole) if part == "training" else (whole, damaged)
+    reader = Loader(
+        SampleStream.begin(3, LENGTH, {"name": ("d", train, 1.0)}),
+        {"name": TokenDataset(validation, LENGTH)},
+        schedule=BatchSchedule(1),
+        micro_batch_size=1,
+        token_bytes=np.ones(50),
+        device=torch.device("cpu"),
+    )
+
+    def read(n):
+        return reader.batch(n, 0) if part == "training" else list(reader.validation_batches())[n]
+
+    words = "sample [0-5] of the run" if part == "training" else "held-out chunk 4"
+    with pytest.raises(ConfigError, match=rf"{words} holds token id {wrong}, outside the vocabulary of 50: .* verify"):
+        [read(n) for n in range(6)]
+    reader.close()
