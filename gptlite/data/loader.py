@@ -1,6 +1,5 @@
 """Batches, as a pure function of how many samples came before."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -74,8 +73,9 @@ class Loader:
         self._document_end = document_end
         self._schedule = schedule
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        # Micro-batches being read, by their place, each the next of the one before it.
-        self._ahead: deque[tuple[tuple[int, int], Future[Batch]]] = deque()
+        # Micro-batches of the step that reads them now, and of the next one, by the samples before it.
+        self._now: tuple[int, list[Batch]] | None = None
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
         self._bytes_counted: dict[tuple[str, int], int] = {}
 
     @property
@@ -105,21 +105,19 @@ class Loader:
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """Micro-batch `micro_index` of the global batch that follows `consumed_samples` samples.
 
-        A pure function of its arguments. As many as a global batch has are read ahead in the background (eight bytes
-        a token and a target), since a step asks for all of its micro-batches at once. What goes wrong there is
-        raised here, when that micro-batch is asked for.
+        A pure function of its arguments. The micro-batches of a step are read together, since a step asks for all of
+        them at once, and those of the next one ahead, in the background (each takes eight bytes a token and a target).
+        What goes wrong there is raised here, when that step is asked for.
         """
-        wanted, ahead = (consumed_samples, micro_index), self._ahead
-        while ahead and ahead[0][0] != wanted:
-            ahead.popleft()[1].cancel()
-        if not ahead:
-            self._submit(wanted)
-        _, current = ahead.popleft()
-        latest = ahead[-1][0] if ahead else wanted
-        while len(ahead) < self.micro_batches(latest[0]):
-            latest = self._following(*latest)
-            self._submit(latest)
-        return current.result().to(self._device)
+        if self._now is None or self._now[0] != consumed_samples:
+            if self._ahead is None or self._ahead[0] != consumed_samples:
+                self._forget_ahead()
+                self._submit(consumed_samples)
+            assert self._ahead is not None
+            (_, reading), self._ahead = self._ahead, None  # what failed is read again, if asked for again
+            self._now = consumed_samples, reading.result()
+            self._submit(self._schedule.after(consumed_samples))
+        return self._now[1][micro_index].to(self._device)
 
     def resume(self, history: Sequence[Era], consumed_samples: int) -> None:
         """Go on after `consumed_samples` samples of the eras of a checkpoint; none for a run from its beginning."""
@@ -167,25 +165,23 @@ class Loader:
         return int(self._token_bytes[counted].sum())
 
     def _forget_ahead(self) -> None:
-        while self._ahead:
-            self._ahead.popleft()[1].cancel()
+        self._now = None
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+            self._ahead = None
 
-    def _submit(self, key: tuple[int, int]) -> None:
-        self._ahead.append((key, self._thread.submit(self._read, *key)))
+    def _submit(self, consumed_samples: int) -> None:
+        self._ahead = consumed_samples, self._thread.submit(self._read, consumed_samples)
 
-    def _following(self, consumed_samples: int, micro_index: int) -> tuple[int, int]:
-        if micro_index + 1 < self.micro_batches(consumed_samples):
-            return consumed_samples, micro_index + 1
-        return self._schedule.after(consumed_samples), 0
-
-    def _read(self, consumed_samples: int, micro_index: int) -> Batch:
-        size = self.micro_batch_size
-        first = (micro_index * self._data_size + self._data_rank) * size
-        numbers = self._schedule.samples(consumed_samples)[first : first + size]
-        rows = self.stream.read(numbers)
-        self._require_known(rows, lambda row: f"sample {numbers[row]} of the run")
-        batch = self._batch(rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64), numbers)
-        return batch.pin_memory() if self._device.type == "cuda" else batch
+    def _read(self, consumed_samples: int) -> list[Batch]:
+        numbers = self._schedule.samples(consumed_samples)
+        numbers = numbers.reshape(-1, self._data_size, self.micro_batch_size)[:, self._data_rank]
+        rows = self.stream.read(numbers.reshape(-1))
+        self._require_known(rows, lambda row: f"sample {numbers.reshape(-1)[row]} of the run")
+        shape = (*numbers.shape, rows.shape[1] - 1)
+        tokens, targets = (part.astype(np.int64).reshape(shape) for part in (rows[:, :-1], rows[:, 1:]))
+        batches = [self._batch(*each) for each in zip(tokens, targets, numbers, strict=True)]
+        return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches
 
     def _require_known(self, rows: np.ndarray, name: Callable[[int], str]) -> None:
         """ConfigError for an id that is not in the vocabulary: opening a file does not read it whole."""

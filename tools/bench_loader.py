@@ -1,0 +1,156 @@
+"""How fast tokens become batches, and what that is of a training step.
+
+    python tools/bench_loader.py [tokens=200e6] [steps=20] [repeats=5] [KEY=VALUE of train.py]
+
+Reads a file of random uint16 tokens, in the page cache after a first pass, on one core: one data set and a blend
+of two, at several lengths, with the background thread that training has. Then the default run, or the one given:
+its step, and the share of it that reading its batches would take if nothing else ran meanwhile.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gptlite.cli import guarded
+from gptlite.config import load, parse_arguments
+from gptlite.data.batches import BatchSchedule
+from gptlite.data.loader import Loader
+from gptlite.data.stream import SampleStream
+from gptlite.errors import ConfigError
+from gptlite.metrics.console import table
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.mesh import build_mesh
+
+VOCABULARY = 50_000
+LENGTHS = (256, 1024, 4096)
+READ = 20e6  # tokens of one measurement
+
+
+@dataclass
+class Arguments:
+    """The tool's own part of the command line."""
+
+    tokens: float = 200e6
+    steps: int = 20
+    repeats: int = 5
+
+
+def main(arguments: list[str]) -> int:
+    """Prints both tables. Raises ConfigError."""
+    if {"-h", "--help"} & set(arguments):
+        print((__doc__ or "").strip())
+        return 0
+    own = [each for each in arguments if each.partition("=")[0] in Arguments.__dataclass_fields__]
+    settings = parse_arguments(Arguments, own)
+    if settings.tokens < 10 * LENGTHS[-1] or min(settings.steps, settings.repeats) < 1:
+        raise ConfigError(
+            f"tokens={settings.tokens:g} must be at least {10 * LENGTHS[-1]}, steps and repeats at least 1"
+        )
+    config = load([each for each in arguments if each not in own])
+    with tempfile.TemporaryDirectory() as folder, one_core():
+        rates(written(Path(folder), int(settings.tokens)), settings.repeats)
+    share(config, settings.steps)
+    return 0
+
+
+def written(folder: Path, count: int) -> np.ndarray:
+    """A file of `count` random tokens, uint16, mapped and read once."""
+    path = folder / "tokens.bin"
+    np.random.default_rng(0).integers(VOCABULARY, size=count, dtype=np.uint16).tofile(path)
+    tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    print(f"{count / 1e6:.0f}M tokens, sum {int(tokens.sum(dtype=np.uint64))}, in the page cache")
+    return tokens
+
+
+def rates(tokens: np.ndarray, repeats: int) -> None:
+    """Tokens a second of every kind of reading."""
+    half = len(tokens) // 2
+    mixes = {
+        "one data set": {"a": ("a", tokens, 1.0)},
+        "a blend of two": {"a": ("a", tokens[:half], 0.7), "b": ("b", tokens[half:], 0.3)},
+    }
+    rows = []
+    for words, sets in mixes.items():
+        for length in LENGTHS:
+            stream = SampleStream.begin(1234, length, sets)
+            micro = max(1, 16 * 256 // length)
+            found = sorted(reading(loader(stream, micro), micro * length) for _ in range(repeats))
+            rates = [f"{rate / 1e6:.0f}" for rate in (found[0], statistics.median(found), found[-1])]
+            rows.append((words, f"{micro} x {length}", *rates))
+    print(*table(("million tokens/s, one core", "micro-batch", "least", "median", "most"), rows), sep="\n")
+
+
+def loader(stream: SampleStream, micro: int) -> Loader:
+    """As a run on one rank has it, eight micro-batches a step."""
+    return Loader(
+        stream,
+        {},
+        schedule=BatchSchedule(8 * micro),
+        micro_batch_size=micro,
+        token_bytes=np.ones(VOCABULARY),
+        device=torch.device("cpu"),
+    )
+
+
+def reading(loader: Loader, tokens: int) -> float:
+    """Tokens a second over about READ tokens, the first step's left out; `tokens` are those of a micro-batch."""
+    with closing(loader):
+        size, steps = loader.global_batch_size, max(1, round(READ / (8 * tokens)))
+        for micro in range(8):
+            loader.batch(0, micro)
+        began = time.perf_counter()
+        for step in range(1, steps + 1):
+            for micro in range(8):
+                loader.batch(step * size, micro)
+        return steps * 8 * tokens / (time.perf_counter() - began)
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Everything of this process on one core meanwhile, where the system can do that."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def share(config, steps: int) -> None:
+    """The run's step, and the time in which its batches are read when nothing waits in the background."""
+    from gptlite.parity.record import build
+
+    state, step = build(config, build_mesh(ParallelismConfig()))
+    for _ in range(3):
+        step(state)
+    seconds = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        step(state)
+        seconds.append(time.perf_counter() - began)
+    reads = []
+    for number in range(steps):  # far from what is read ahead, so that each is read now
+        position = state.consumed_samples + (2 * number + 10) * state.loader.global_batch_size
+        began = time.perf_counter()
+        for micro in range(state.loader.micro_batches(position)):
+            state.loader.batch(position, micro)
+        reads.append(time.perf_counter() - began)
+    state.loader.close()
+    whole, reading = statistics.median(seconds), statistics.median(reads)
+    print(f"\nstep {1e3 * whole:.1f} ms, reading its batches {1e3 * reading:.3f} ms: {reading / whole:.2%} of it")
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(lambda: main(sys.argv[1:])))
