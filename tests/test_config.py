@@ -32,7 +32,7 @@ def test_every_group_has_a_schema_and_presets() -> None:
 def test_every_preset_composes_and_reads_back(group: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apex, "why_not", lambda _: "")
     overrides = [f"{group}={preset}"]
-    if group == "data" and preset == "text":
+    if group == "data" and preset in ("text", "tokens"):
         overrides.append("data.path=README.md")
     if preset == "zero_infinity":
         overrides.append("parallelism.offload_path=nowhere")
@@ -85,7 +85,7 @@ REFUSED = {
     "run.dir=": "run.dir is empty",
     "trainer.max_time=nan": "trainer.max_time=nan must be above 0",
     "optimizer.lr=inf": "optimizer.lr=inf",
-    "~optimizer": "optimizer has no preset; choose optimizer=adafactor, adam, adamw, apex_adam, apex_lamb",
+    "~optimizer": "optimizer has no preset; choose optimizer=adafactor, adam, adamw, adamw_8bit, apex_adam",
     "model.d_model=${nope}": "model.d_model: Interpolation key 'nope' not found",
     "trainer.profile_steps=[5000,5001]": "trainer.profile_steps=[5000, 5001] begins after",
     "a=b=c": "a=b=c cannot be read; quote a value",
@@ -135,7 +135,7 @@ def test_flags_may_stand_anywhere() -> None:
     assert overrides == ["run.dir=a", "seed=1,2", "+x.y=1", "~z"]
     with pytest.raises(
         ConfigError,
-        match="optimizer=null: a run needs one; choose optimizer=adafactor, adam, adamw, apex_adam, apex_lamb",
+        match="optimizer=null: a run needs one; choose optimizer=adafactor, adam, adamw, adamw_8bit, apex_adam",
     ):
         sort_arguments(["optimizer=null"])
 

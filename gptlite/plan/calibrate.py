@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptlite.plan.config import ClusterConfig, LinkConfig
-from gptlite.plan.local import LOCAL_LINK, cpu_cores, fingerprint, gpu_peaks
+from gptlite.plan.local import LOCAL_LINK, cpu_cores, fingerprint, gpu_peaks, physical_gib
 from gptlite.precision import native_bf16
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
         nodes=1,
         devices_per_node=torch.cuda.device_count() or cpu_cores(),
         memory_gib=_memory_gib(device),
+        host_memory_gib=physical_gib() if kind == "cuda" else None,
         reserved_gib=0.5 if kind == "cpu" else 2.0,
         peak_tflops=peaks,
         matmul_efficiency=efficiency,
@@ -277,4 +278,4 @@ def _memory_gib(device: torch.device) -> float:
 
     if device.type == "cuda":
         return torch.cuda.get_device_properties(0).total_memory / 2**30
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return physical_gib()

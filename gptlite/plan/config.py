@@ -36,6 +36,7 @@ class ClusterConfig:
     devices_per_node: int | None = 8
     memory_gib: float = 80.0  # of a device; of the node, shared by its ranks, on a CPU
     reserved_gib: float = 2.0  # of it, what the context, the allocator and the libraries take
+    host_memory_gib: float | None = None  # of a node, for offload; null: not known, so the search leaves offload alone
     peak_tflops: dict[str, float] = field(default_factory=dict)
     matmul_efficiency: dict[str, float] = field(default_factory=dict)
     matmul_half_size: float = 128.0

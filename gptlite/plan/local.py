@@ -81,18 +81,26 @@ def assumed() -> ClusterConfig:
 
     if gpus := torch.cuda.device_count():
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        return ClusterConfig(device="cuda", devices_per_node=gpus, memory_gib=memory, peak_tflops=gpu_peaks())
+        host = physical_gib()
+        return ClusterConfig(
+            device="cuda", devices_per_node=gpus, memory_gib=memory, host_memory_gib=host, peak_tflops=gpu_peaks()
+        )
     cores = cpu_cores()
     return ClusterConfig(
         device="cpu",
         devices_per_node=cores,
-        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        memory_gib=physical_gib(),
         reserved_gib=0.5,
         peak_tflops={"fp32": CORE_FP32_TFLOPS * cores},
         memory_gb_per_second=CORE_GB_PER_SECOND * cores,
         intra=LOCAL_LINK,
         inter=LOCAL_LINK,
     )
+
+
+def physical_gib() -> float:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def cpu_cores() -> int:

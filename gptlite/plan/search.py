@@ -83,20 +83,22 @@ class Found:
 def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress = lambda done, total: None) -> Found:
     """All layouts on `world` ranks by predicted speed, those that do not fit left out until WANTED kinds do.
 
-    Where none fits in the devices' memory alone, and nothing is said of offload, the same with offload to their hosts':
-    it costs time, so it is no rival of a layout that fits without.
+    Where none fits in the devices' memory alone, and nothing is said of offload, the same with offload to their hosts',
+    if it is known how much memory these have: it costs time, so it is no rival of a layout that fits without.
 
     `progress` is called now and then with how much of it is done, and how much there is. Raises ConfigError where no
     layout is legal, whatever the memory.
     """
     found = _searched(space, cluster, world, progress)
     base = space.work.parallelism
-    if found.ranked or "offload" in space.fixed or base.offload is not Offload.none or cluster.device == "cpu":
+    if found.ranked or "offload" in space.fixed or base.offload is not Offload.none or cluster.host_memory_gib is None:
         return found
     offloading = replace(space, work=replace(space.work, parallelism=replace(base, offload=Offload.cpu)))
     try:
         offloaded = _searched(offloading, cluster, world, progress)
     except ConfigError:  # this optimizer cannot
+        return found
+    if not offloaded.ranked:
         return found
     offloaded.tried += found.tried
     offloaded.pruned += found.pruned
@@ -119,6 +121,9 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
             thriftiest.append(work)
         if bound > rank_memory(cluster, world):
             found.prune("does not fit", _too_much(bound, cluster, world, "model state alone"))
+            continue
+        if too_much := _too_much_on_host(least_host_bytes(work), cluster):
+            found.prune("does not fit", too_much)
             continue
         timed.append(Candidate(work, predict(work, cluster, UNKNOWN)))
     if not thriftiest:
@@ -145,6 +150,9 @@ def _keep_fitting(found: Found, timed: Sequence[Candidate], cluster: ClusterConf
         if memory.total > limit:
             found.prune("does not fit", _too_much(memory.total, cluster, world, "at its fullest"))
             continue
+        if too_much := _too_much_on_host(memory.host, cluster):
+            found.prune("does not fit", too_much)
+            continue
         kinds.add(_kind(each))
         known = replace(each.prediction, memory=memory, memory_rank=rank)
         found.ranked.append(replace(each, prediction=known))
@@ -166,15 +174,31 @@ def _too_much(size: float, cluster: ClusterConfig, world: int, words: str) -> st
     return f"{size / 2**30:.1f} GiB on a rank, {words}, and {limit:.1f} are there"
 
 
+def _too_much_on_host(size: float, cluster: ClusterConfig) -> str:
+    """Why a rank's part of its host's memory is less than `size` bytes; empty where it is not, or is not known."""
+    if not size or cluster.host_memory_gib is None:
+        return ""
+    limit = cluster.host_memory_gib / (cluster.devices_per_node or 1)
+    words = f"{size / 2**30:.1f} GiB of its host's memory for a rank, and {limit:.1f} are there"
+    return words if size > limit * 2**30 else ""
+
+
 def least_bytes(work: Workload) -> float:
     """No more than a layout's fullest rank takes: the mean over ranks of the parameters and the optimizer's state, in
     fp32. Quick, so that the exact count is spared what cannot fit."""
-    if work.on_host:
-        return 0.0
+    return 0.0 if work.on_host else _state_bytes(work, copies=1)
+
+
+def least_host_bytes(work: Workload) -> float:
+    """As `least_bytes`, of the host's memory: parameters, gradients and the optimizer's state, in fp32."""
+    return _state_bytes(work, copies=2) if work.on_host else 0.0
+
+
+def _state_bytes(work: Workload, copies: int) -> float:
     moments = {AdamWConfig: 2, AdamConfig: 2, LambConfig: 2, LionConfig: 1, MuonConfig: 1}.get(type(work.optimizer), 0)
     shards = work.layout.size("dp_shard")
     cut = work.layout.size("tp") * work.layout.size("pp") * shards
-    return MASTER * (1 + moments) * num_parameters(work.model) / cut
+    return MASTER * (copies + moments) * num_parameters(work.model) / cut
 
 
 def rank_memory(cluster: ClusterConfig, world: int) -> float:

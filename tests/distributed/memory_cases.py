@@ -129,7 +129,7 @@ def imagine(cases: list[Case], planted: bool = False) -> list[Measured]:
             imagined_world(case.rank, case.world),
             mock.patch.object(pipeline, "before_backward", hold_back if planted else before_backward),
             # There is nobody to agree with.
-            mock.patch.object(record, "agreed_ops", lambda config, mesh: select_ops(config, mesh.device)),
+            mock.patch.object(record, "agreed_ops", lambda config, mesh, documents: select_ops(config, mesh.device)),
         ):
             found.append(measure(case, real=False))
     return found

@@ -153,12 +153,12 @@ def memory(case: Case, offload: str, path: str | None = None) -> tuple[StateByte
         state, step = build(config, mesh)
         with closing(state.loader):
             step(state)
-            with MemoryWatch(state.parts, state.optimizer, mesh.device, step.accumulation) as watch:
+            with MemoryWatch(state.parts, state.optimizer, mesh.device, state.loader.num_micro_batches) as watch:
                 step(state)
         found = watch.found()
         itemsize = 2 if config.precision.dtype is Precision.bf16 else 4
         zero = config.parallelism.zero
-        predicted = predicted_state(state.parts, state.optimizer, mesh, zero, itemsize, step.accumulation)
+        predicted = predicted_state(state.parts, state.optimizer, mesh, zero, itemsize, state.loader.num_micro_batches)
         model = replace(config.model, vocab_size=state.parts[0].config.vocab_size)
         work = workload_of(replace(config, model=model), mesh.layout, ClusterConfig(device="cpu"))
         return found.state, predicted, estimate(work, mesh.coordinate("pp"), mesh.coordinate("tp")), found.activations

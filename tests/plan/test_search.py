@@ -200,7 +200,8 @@ def test_offload_is_looked_for_where_nothing_fits_without():
         return search(space_of(config, config.cluster, fixed_keys(config)), config.cluster, 4)
 
     given = "parallelism.offload=none"
-    without, offloaded = found(0.01, given).smallest, found(0.01).smallest
+    without, offloaded = found(0.01, given).smallest, found(0.01, "parallelism.offload=cpu").smallest
+    assert found(0.01).smallest == without  # nothing fits: what would do without offload
     assert without is not None
     assert offloaded is not None
     assert offloaded[1].parallelism.offload is Offload.cpu
@@ -212,3 +213,6 @@ def test_offload_is_looked_for_where_nothing_fits_without():
     assert all(most(each.work)[1].total <= between * 2**30 for each in ranked)
     assert "parallelism.offload=cpu" in overrides(ranked[0])
     assert {each.work.parallelism.offload for each in found(80).ranked} == {Offload.none}
+    host = ranked[0].prediction.memory.host
+    assert found(between, f"cluster.host_memory_gib={0.9 * 4 * host / 2**30}").ranked == []
+    assert found(between, "cluster.host_memory_gib=null").ranked == []

@@ -17,7 +17,11 @@ def ranks(monkeypatch):
     def pretend(*others: Ops) -> None:
         plain = Ops(cross_entropy=CrossEntropy.reference, reasons=("all reference",))
         reference = Implementation.reference
-        monkeypatch.setattr(ops, "select_ops", lambda c, device: plain if c.implementation is reference else FUSED)
+
+        def choose(config, device, documents):
+            return plain if config.implementation is reference else FUSED
+
+        monkeypatch.setattr(ops, "select_ops", choose)
         monkeypatch.setattr(ops, "gather_objects", lambda mesh, mine: [mine, *others])
 
     return pretend

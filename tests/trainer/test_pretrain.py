@@ -322,10 +322,10 @@ def test_a_put_off_evaluation_is_made_up_for(run, tmp_path: Path, monkeypatch: p
     run("whole", *common)
     from gptlite.trainer import loop
 
-    evaluate = loop.evaluate
-    monkeypatch.setattr(loop, "evaluate", lambda *arguments: None)
+    evaluate_sets = loop.evaluate_sets
+    monkeypatch.setattr(loop, "evaluate_sets", lambda *arguments: None)
     run("parts", *common, "trainer.max_steps=4")
-    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(loop, "evaluate_sets", evaluate_sets)
     run("parts", *common)
     rows = [
         {row["step"]: row["val_loss"] for row in read_metrics(tmp_path / name) if "val_loss" in row}
