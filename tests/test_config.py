@@ -29,11 +29,16 @@ def test_every_group_has_a_schema_and_presets() -> None:
 
 
 @pytest.mark.parametrize(("group", "preset"), PRESETS)
-def test_every_preset_composes_and_reads_back(group: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_preset_composes_and_reads_back(
+    group: str, preset: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(apex, "why_not", lambda _: "")
     overrides = [f"{group}={preset}"]
-    if group == "data" and preset in ("text", "tokens"):
+    if group == "data" and preset == "text":
         overrides.append("data.path=README.md")
+    if group == "data" and preset == "tokens":
+        (tmp_path / "train.idx").touch()
+        overrides.append(f"data.path={tmp_path}")
     if preset == "zero_infinity":
         overrides.append("parallelism.offload_path=nowhere")
     config = load(overrides)
