@@ -97,10 +97,10 @@ def measure(case: Case, real: bool = True) -> Measured:
     state, step = build(case.config(), mesh)
     itemsize = 2 if case.precision == "bf16" else 4
     state.num_bytes()  # creates the optimizer's state
-    predicted = predicted_state(state.parts, state.optimizer, mesh, case.zero, itemsize, step.accumulation)
+    predicted = predicted_state(state.parts, state.optimizer, mesh, case.zero, itemsize, state.loader.num_micro_batches)
     parameters = sum(parameter.numel() for part in state.parts for parameter in part.parameters())
     with closing(state.loader):
-        with MemoryWatch(state.parts, state.optimizer, mesh.device, step.accumulation) as watch:
+        with MemoryWatch(state.parts, state.optimizer, mesh.device, state.loader.num_micro_batches) as watch:
             if real:
                 step(state)
             else:
@@ -112,7 +112,7 @@ def measure(case: Case, real: bool = True) -> Measured:
 
 def run_passes(state: TrainState, step: Step) -> None:
     """The step up to its update, without a look at numbers that other ranks would have made."""
-    batches = [state.loader.batch(0, index) for index in range(step.accumulation)]
+    batches = [state.loader.batch(0, index) for index in range(state.loader.num_micro_batches)]
     fields = ([getattr(batch, name) for batch in batches] for name in ("tokens", "targets", "sample_ids"))
     step.passes.run(MicroBatches(*fields), torch.tensor(1))
     finish_gradients(state.parts, step.mesh)
