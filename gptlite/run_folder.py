@@ -19,7 +19,7 @@ from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import environment_changes, read_manifest
 from gptlite.checkpoint.store import step_folders
 from gptlite.config import Config, from_yaml, read_saved, to_dict, to_yaml
-from gptlite.data.order_log import OrderRow, note_order
+from gptlite.data.order_log import OrderRow, note_order, note_spike
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.files import existing, unwritable, write_whole
@@ -30,7 +30,6 @@ from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState, model_tensors
 
 LOG = "train.log"
-ORDER = "data_order.jsonl"
 OWNER = ".owner"
 # How long another rank may take to see a file that rank 0 has made: network file systems remember what was not there.
 APPEARS_SECONDS = 30.0
@@ -164,21 +163,10 @@ class RunFolder:
         state.load_meta(from_main(self.mesh, lambda: read_manifest(found).meta))
         # What the checkpoint does not know stays: the ranges skipped since it was saved.
         state.wandb_id, state.loader.schedule = tracker, schedule.skipping([(spike.first, spike.stop)])
-        self.note_order({"step": state.step, "spike_step": spike.step, "skipped": [spike.first, spike.stop]})
+        skipped = spike.first, spike.stop
+        from_main(self.mesh, lambda: note_spike(self.path, state.step, spike.step, skipped))
         self.write_order(state)
         return found
-
-    def note_order(self, row: dict[str, Any]) -> None:
-        """Adds a row to data_order.jsonl, which tells what changed the order of the data.
-
-        Once: a run that is killed and goes on from before it finds the same again.
-        """
-        path, line = self.path / ORDER, json.dumps(row)
-        if self.mesh.is_main and line not in (path.read_text(encoding="utf-8").splitlines() if path.exists() else []):
-            with path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-                file.flush()
-                os.fsync(file.fileno())
 
     def finish_saves(self) -> None:
         """Waits for the save in flight. Raises SaveFailed."""

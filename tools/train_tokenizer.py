@@ -89,10 +89,13 @@ def train(arguments: Arguments, output: Path):
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer.save(temporary)
     sync_tree(temporary)
+    replaced = output.with_name(f".trash-{output.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
     if output.exists():
-        shutil.rmtree(output)
+        output.rename(replaced)  # whole until the new one has its name
     temporary.rename(output)
     sync_folder(output.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
     return tokenizer
 
 

@@ -54,11 +54,26 @@ def note_order(folder: Path, row: OrderRow) -> None:
     row = OrderRow(**json.loads(json.dumps(asdict(row))))  # as it will be read
     if rows and row.follows(rows[-1]):
         return
+    _append(folder, asdict(row))
+
+
+def note_spike(folder: Path, step: int, spike_step: int, skipped: tuple[int, int]) -> None:
+    """Adds why samples are skipped from a step on; the row of rules follows.
+
+    Once: a run that is killed and goes on from before the spike finds the same again.
+    """
+    row = {"step": step, "spike_step": spike_step, "skipped": list(skipped)}
+    path = folder / FILE_NAME
+    if not path.exists() or json.dumps(row) not in path.read_text(encoding="utf-8").splitlines():
+        _append(folder, row)
+
+
+def _append(folder: Path, row: dict[str, Any]) -> None:
     path = folder / FILE_NAME
     if path.exists() and (kept := path.read_bytes().rfind(b"\n") + 1) < path.stat().st_size:
         os.truncate(path, kept)  # a line that a kill has cut short
     with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(row)) + "\n")
+        file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
