@@ -17,7 +17,7 @@ from gptlite.parallelism.layout import divisors
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import assumed
 from gptlite.plan.memory import most
-from gptlite.plan.search import rank_memory
+from gptlite.plan.room import rank_memory
 from gptlite.plan.workload import RankBytes
 from gptlite.planning import workload_of
 from gptlite.precision import resolve_precision

@@ -11,13 +11,16 @@ from gptlite.errors import ConfigError
 from gptlite.files import write_whole
 from gptlite.metrics.console import banner, format_bytes, format_count, format_duration, table
 from gptlite.model.flops import num_parameters
+from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, stage_seconds
+from gptlite.plan.offload import file_bytes
 from gptlite.plan.pictures import draw_plan, draw_timeline
-from gptlite.plan.search import Candidate, distinct, rank_memory
+from gptlite.plan.room import rank_memory
+from gptlite.plan.search import Candidate, distinct
 from gptlite.plan.timeline import Timeline, timeline
-from gptlite.planning import Plan, overrides, train_overrides
+from gptlite.planning import Plan, fixed_keys, overrides, train_overrides
 
 HEADINGS = ("#", "layout", "micro", "recompute", "GiB/rank", "s/step", "comm", "bubble", "tok/s", "MFU")
 RIGHT = "# micro GiB/rank s/step comm bubble tok/s MFU"
@@ -34,6 +37,8 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
         ("looked at", f"{plan.found.tried:,} layouts; of the fastest {len(plan.found.ranked):,} fit"),
         *[("", f"{count:,}: {kind}, e.g. {plan.found.examples[kind]}") for kind, count in plan.found.pruned.items()],
     ]
+    if offload := _offload_words(plan):
+        lines.append(("offload", offload))
     if plan.found.slower:
         lines.append(("", f"{plan.found.slower:,}: slower, not asked whether they fit"))
     if tokens is not None:
@@ -128,6 +133,18 @@ def _cluster_words(plan: Plan) -> str:
     what = "cores" if cluster.device == "cpu" else "GPUs"
     source = f", measured {cluster.calibrated}" if cluster.calibrated else ""
     return f"{cluster.name}: {nodes} x {each} {what} of {cluster.memory_gib:.0f} GiB{source}"
+
+
+def _offload_words(plan: Plan) -> str:
+    """What all layouts of the plan keep elsewhere, and how much; empty where none does."""
+    its, best = plan.best.work.parallelism, plan.best.prediction.memory
+    if its.offload is Offload.none:
+        return ""
+    host = [f"{format_bytes(best.host)} of its host's memory for a rank of the best"] if best.host else []
+    state = file_bytes(plan.best.work, plan.best.prediction.memory_rank)
+    disk = [f"{format_bytes(state)} in {its.offload_path}"] if state else []
+    given = "" if "offload" in fixed_keys(plan.config) else ", for nothing fits without"
+    return f"{its.offload.value}{given}: {', '.join(host + disk) or 'in the memory of this machine'}"
 
 
 def _training_words(plan: Plan, tokens: float) -> str:

@@ -18,9 +18,10 @@ from gptlite.parallelism.layout import Layout, divisors, largest_micro_batch
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import this_machine
-from gptlite.plan.search import Candidate, Found, Space, rank_memory, search
+from gptlite.plan.room import rank_memory
+from gptlite.plan.search import Candidate, Found, Space, search
 from gptlite.plan.workload import Workload
-from gptlite.precision import SCALED, Precision
+from gptlite.precision import SCALED, Precision, Reduce
 
 Log = Callable[[str], None]
 GPT2_VOCABULARY = 50257  # what a model has whose tokenizer nobody knows yet
@@ -29,7 +30,7 @@ REPORT_SECONDS = 5.0
 # What a candidate's override line says, in this order; the rest of ParallelismConfig is the user's.
 CHOSEN = (
     *("tensor", "sequence", "context", "pipeline", "schedule", "virtual_stages", "data", "dp_replicate", "zero"),
-    *("activation_checkpointing", "offload"),
+    *("activation_checkpointing", "offload", "offload_path"),
 )
 
 
@@ -53,7 +54,7 @@ def make_plan(config: Config, world: int | None = None, log: Log = print) -> Pla
     What `config.run.overrides` gives of `parallelism` and `data.micro_batch_size` stays. Raises ConfigError where
     nothing is legal, or nothing fits: then with how much is missing and what would fit.
     """
-    cluster = this_machine(config.cluster, log)
+    cluster = this_machine(config.cluster, log, given=given_keys(config, "cluster"))
     worlds = [world] if world is not None else _worlds(cluster, config)
     plans = []
     refusal: ConfigError | None = None
@@ -132,6 +133,7 @@ def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> S
         device=cluster.device,
         master_weights=config.precision.master_weights,
         amp=config.precision.dtype.value.partition("amp_")[2],
+        half_sums=config.precision.reduce is Reduce.compute,
     )
 
     def refuses(parallelism: ParallelismConfig, micro_batch: int) -> str:
@@ -157,16 +159,20 @@ def workload_of(config: Config, layout: Layout, cluster: ClusterConfig) -> Workl
 
 def fixed_keys(config: Config) -> frozenset[str]:
     """Fields of `parallelism`, and micro_batch_size, that the command line gives: they stay as they are."""
-    given = {each.partition("=")[0].lstrip("+") for each in config.run.overrides}
     own = {item.name for item in fields(ParallelismConfig)}
-    keys = {key.removeprefix("parallelism.") for key in given if key.startswith("parallelism.")} & own
+    keys = given_keys(config, "parallelism") & own
     if config.data.micro_batch_size is not None:
         keys.add("micro_batch_size")
-    if not config.parallelism.auto and not any(key.startswith("parallelism") for key in given):
-        return frozenset(keys)
-    if not config.parallelism.auto:  # a preset, whole
+    said = any(each.lstrip("+").startswith("parallelism") for each in config.run.overrides)
+    if said and not config.parallelism.auto:  # a preset, whole
         keys |= own - {"data"}
     return frozenset(keys)
+
+
+def given_keys(config: Config, section: str) -> set[str]:
+    """The keys of a section that the command line gives, without its name."""
+    given = (each.partition("=")[0].lstrip("+") for each in config.run.overrides)
+    return {key.removeprefix(f"{section}.") for key in given if key.startswith(f"{section}.")}
 
 
 def planned_dtype(config: Config, cluster: ClusterConfig) -> str:

@@ -25,6 +25,8 @@ from gptlite.precision import native_bf16
 if TYPE_CHECKING:
     import torch
 
+    from gptlite.ops.config import Attention
+
 Log = Callable[[str], None]
 
 # The smallest dim of the products that are timed, and the two others.
@@ -45,6 +47,9 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
     """
     import torch
 
+    from gptlite.ops.config import OpsConfig
+    from gptlite.ops.select import select_ops
+
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
     dtypes = {"fp32": torch.float32}
@@ -64,11 +69,13 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
     main = "bf16" if "bf16" in dtypes else "fp32"
     bandwidth = memory_bandwidth(device, seconds / 20)
     kernel = kernel_seconds(device)
-    attention = attention_rate(device, dtypes[main], seconds / 20) / (peaks[main] * 1e12)
-    log(
-        f"pointwise ops move {bandwidth / 1e9:.1f} GB/s and take {kernel * 1e6:.1f} us to start; "
-        f"attention reaches {attention:.0%} of the peak"
-    )
+    log(f"pointwise ops move {bandwidth / 1e9:.1f} GB/s and take {kernel * 1e6:.1f} us to start")
+    choice = select_ops(OpsConfig(), device, log).attention
+    attention = {
+        name: attention_rate(device, dtype, choice, seconds / 20 / len(dtypes)) / 1e12 for name, dtype in dtypes.items()
+    }
+    words = ", ".join(f"{rate:.3g} in {name}" for name, rate in attention.items())
+    log(f"attention ({choice.value}) reaches {words} TFLOP/s")
     threads = thread_efficiency(cpu_cores()) if kind == "cpu" else 1.0
     link, crowding = ranks(device, log)
     if kind == "cpu" and cpu_cores() > 1:
@@ -84,7 +91,7 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
         peak_tflops=peaks,
         matmul_efficiency=efficiency,
         matmul_half_size=halves[main],
-        attention_efficiency=min(1.0, attention),
+        attention_tflops=attention,
         memory_gb_per_second=bandwidth / 1e9,
         memory_efficiency=1.0,
         kernel_seconds=kernel,
@@ -162,16 +169,17 @@ def kernel_seconds(device: torch.device) -> float:
     return best(chain, device, 1.0) / 200  # forward and backward
 
 
-def attention_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """FLOP/s of causal attention in one kernel, forward, its masked half not counted."""
+def attention_rate(device: torch.device, dtype: torch.dtype, choice: Attention, seconds: float) -> float:
+    """FLOP/s of causal attention as a run computes it, forward and backward, its masked half not counted."""
     import torch
-    import torch.nn.functional as F
 
-    batch, heads, length, wide = (2, 8, 512, 64) if device.type == "cpu" else (8, 16, 2048, 64)
-    q, k, v = (torch.randn(batch, heads, length, wide, device=device, dtype=dtype) for _ in range(3))
-    with torch.no_grad():
-        took = best(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device, seconds)
-    return 2 * batch * heads * length * length * wide / took
+    from gptlite.ops.attention import packed_causal_attention
+
+    batch, heads, length, wide = (1, 8, 1024, 64) if device.type == "cpu" else (8, 16, 2048, 64)
+    qkv = torch.randn(batch, length, heads, 3, wide, device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(batch, length, heads, wide, device=device, dtype=dtype)
+    took = best(lambda: packed_causal_attention(qkv, choice).backward(gradient), device, seconds)
+    return 7 * batch * heads * length * length * wide / took  # two products forward and five backward, half of each
 
 
 def thread_efficiency(cores: int) -> float:

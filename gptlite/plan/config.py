@@ -43,6 +43,7 @@ class ClusterConfig:
     matmul_multiple: int = 1  # dims of 16-bit products must be multiples of it, as for tensor cores before cuBLAS 11
     unaligned_share: float = 1.0  # of the speed that the others reach
     attention_efficiency: float = 0.5  # share of the peak that attention in one kernel reaches
+    attention_tflops: dict[str, float] = field(default_factory=dict)  # by dtype, where it was measured
     memory_gb_per_second: float = 2000.0
     memory_efficiency: float = 0.8
     kernel_seconds: float = 5e-6  # from one op to the next
@@ -52,6 +53,8 @@ class ClusterConfig:
     host_link_gb_per_second: float = 25.0  # between a device and its host's memory, both ways together; of offload
     host_memory_gb_per_second: float = 200.0  # of a node, shared by its devices' updates
     disk_gb_per_second: float = 2.0  # of a node, read and written together; calibrate does not measure these three
+    disk_path: str | None = None  # where each node has that disk, for offload=nvme; null: the search leaves it alone
+    disk_gib: float | None = None  # what it holds; null: not asked
     thread_efficiency: float = 1.0
     crowding: float = 1.0
     dollars_per_device_hour: float | None = None

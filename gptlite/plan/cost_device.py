@@ -50,16 +50,18 @@ def device_of(cluster: ClusterConfig, dtype: str, world: int) -> Device:
         known = ", ".join(cluster.peak_tflops) or "nothing"
         raise ConfigError(
             f"cluster.peak_tflops has no {dtype} (it has {known}); "
-            f"set cluster.peak_tflops.{dtype}, or another precision"
+            f"give +cluster.peak_tflops.{dtype}=..., or another precision"
         )
     part = rank_share(cluster, world)
     peak = cluster.peak_tflops[dtype] * 1e12 * part
+    measured = cluster.attention_tflops.get(dtype)
+    attention = peak * cluster.attention_efficiency if measured is None else measured * 1e12 * part
     return Device(
         peak=peak,
         efficiency=cluster.matmul_efficiency.get(dtype, EFFICIENCY),
         # It is the fastest dtype's: slower units are busy with smaller products already.
         half_size=cluster.matmul_half_size * cluster.peak_tflops[dtype] / max(cluster.peak_tflops.values()),
-        attention=peak * cluster.attention_efficiency,
+        attention=attention,
         bandwidth=cluster.memory_gb_per_second * 1e9 * cluster.memory_efficiency * part,
         kernel=cluster.kernel_seconds,
         itemsize=4 if dtype == "fp32" else 2,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,25 @@ from gptlite.precision import cpu_name
 CALIBRATION = Path("~/.cache/gptlite/cluster.yaml")  # what `tools/plan.py calibrate` writes and `local` reads
 # Of a CPU that nobody has measured: a core of the last years, and a copy between two processes of one machine.
 CORE_FP32_TFLOPS, CORE_GB_PER_SECOND = 0.06, 8.0
+MAY_BE_ZERO = ("reserved_gib", "matmul_half_size", "kernel_seconds", "overlap", "latency", "dollars_per_device_hour")
 LOCAL_LINK = LinkConfig(gb_per_second=2.0, latency=1e-4)
 
 
-def this_machine(cluster: ClusterConfig, log: Callable[[str], None], calibration: Path = CALIBRATION) -> ClusterConfig:
+def this_machine(
+    cluster: ClusterConfig,
+    log: Callable[[str], None],
+    calibration: Path = CALIBRATION,
+    given: Collection[str] = (),
+) -> ClusterConfig:
     """A cluster whose device and numbers of devices are known; one that is not of this machine is left as it is.
 
-    What has been measured here is taken from `calibration`; if nothing has, `log` is told how to. Raises ConfigError
-    for a file that cannot be read.
+    What has been measured here is taken from `calibration`, but for what `cluster` says otherwise: its values that are
+    not a fresh one's, and those whose keys (memory_gib, intra.latency) are `given`. If nothing has been measured,
+    `log` is told how to. Raises ConfigError for a file that cannot be read, and for numbers that cannot be.
     """
     if cluster.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"cluster.device={cluster.device} is none of auto, cpu, cuda")
+    _check_numbers("cluster", cluster)
     if cluster.name != "local":
         return replace(cluster, nodes=cluster.nodes or 1, devices_per_node=cluster.devices_per_node or cpu_cores())
     measured = read_calibration(calibration.expanduser())
@@ -34,11 +42,40 @@ def this_machine(cluster: ClusterConfig, log: Callable[[str], None], calibration
         log("cluster=local has not been measured; for better predictions: python tools/plan.py calibrate (a minute)")
         measured = assumed()
     return replace(
-        measured,
+        _with_given(measured, cluster, given),
         name="local",
+        device=measured.device,
         nodes=cluster.nodes or 1,
         devices_per_node=cluster.devices_per_node or measured.devices_per_node,
     )
+
+
+def _check_numbers(key: str, values: Any) -> None:
+    """All are above 0, but for those that may be 0."""
+    if not isinstance(values, dict):
+        values = {each.name: getattr(values, each.name) for each in fields(values)}
+    for name, value in values.items():
+        if isinstance(value, dict | LinkConfig):
+            _check_numbers(f"{key}.{name}", value)
+        elif isinstance(value, int | float) and not (value > 0 or (value == 0 and name in MAY_BE_ZERO)):
+            raise ConfigError(f"{key}.{name}={value:g} must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
+
+
+def _with_given(measured: Any, cluster: Any, given: Collection[str]) -> Any:
+    """What was measured, with those values of `cluster` that are not a fresh one's, or whose keys are given."""
+    plain = type(cluster)()
+    changed: dict[str, Any] = {}
+    for name in (each.name for each in fields(cluster)):
+        value, found = getattr(cluster, name), getattr(measured, name)
+        inside = [key.removeprefix(f"{name}.") for key in given if key.startswith(f"{name}.")]
+        if value == getattr(plain, name) and name not in given and not inside:
+            continue
+        if isinstance(value, LinkConfig):
+            value = _with_given(found, value, inside)
+        elif isinstance(value, dict):
+            value = found | value
+        changed[name] = value
+    return replace(measured, **changed)
 
 
 def read_calibration(file: Path) -> ClusterConfig | None:

@@ -8,21 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from gptlite.errors import ConfigError
-from gptlite.model.flops import num_parameters
-from gptlite.optimizer.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, divisors, resolve
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost import predict
-from gptlite.plan.cost_device import ranks_on_node
 from gptlite.plan.memory import most
+from gptlite.plan.room import least_bytes, state_too_large, too_large
 from gptlite.plan.workload import Prediction, RankBytes, Workload
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 WANTED = 30  # kinds of layouts that fit, of those with other degrees or another ZeRO stage
 ASKED = 300  # layouts that are counted exactly where nothing fits, to say how little would do
-MASTER = 4  # bytes of a parameter
 SHORTEST_CHUNK = 1024  # positions: with shorter ones another axis divides the same work for less traffic
 UNKNOWN = (0, RankBytes(0, 0, 0, 0))  # the memory of a layout that has only been timed
 VIRTUAL_STAGES = (2, 3, 4)  # for schedules that take any number
@@ -84,26 +81,36 @@ def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress 
     """All layouts on `world` ranks by predicted speed, those that do not fit left out until WANTED kinds do.
 
     Where none fits in the devices' memory alone, and nothing is said of offload, the same with offload to their hosts',
-    if it is known how much memory these have: it costs time, so it is no rival of a layout that fits without.
+    if it is known how much memory these have, and then with the optimizer's state on disks, if it is known where they
+    are: it costs time, so it is no rival of a layout that fits without.
 
     `progress` is called now and then with how much of it is done, and how much there is. Raises ConfigError where no
     layout is legal, whatever the memory.
     """
     found = _searched(space, cluster, world, progress)
     base = space.work.parallelism
-    if found.ranked or "offload" in space.fixed or base.offload is not Offload.none or cluster.host_memory_gib is None:
+    if "offload" in space.fixed or base.offload is not Offload.none:
         return found
-    offloading = replace(space, work=replace(space.work, parallelism=replace(base, offload=Offload.cpu)))
-    try:
-        offloaded = _searched(offloading, cluster, world, progress)
-    except ConfigError:  # this optimizer cannot
-        return found
-    if not offloaded.ranked:
-        return found
-    offloaded.tried += found.tried
-    offloaded.pruned += found.pruned
-    offloaded.examples = found.examples | offloaded.examples
-    return offloaded
+    for config in _offloads(base, cluster):
+        if found.ranked:
+            break
+        offloading = replace(space, work=replace(space.work, parallelism=config))
+        try:
+            offloaded = _searched(offloading, cluster, world, progress)
+        except ConfigError:  # this optimizer cannot
+            continue
+        tried, pruned = found.tried + offloaded.tried, found.pruned + offloaded.pruned
+        examples = found.examples | offloaded.examples
+        found = replace(offloaded if offloaded.ranked else found, tried=tried, pruned=pruned, examples=examples)
+    return found
+
+
+def _offloads(base: ParallelismConfig, cluster: ClusterConfig) -> Iterator[ParallelismConfig]:
+    """What a cluster has for offload, the fastest first."""
+    if cluster.host_memory_gib is not None:
+        yield replace(base, offload=Offload.cpu)
+    if cluster.disk_path is not None:
+        yield replace(base, offload=Offload.nvme, offload_path=cluster.disk_path)
 
 
 def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progress) -> Found:
@@ -119,10 +126,7 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
             least, thriftiest = bound, []
         if bound == least:  # of the state's mean over the ranks: what a rank takes differs by ten times
             thriftiest.append(work)
-        if bound > rank_memory(cluster, world):
-            found.prune("does not fit", _too_much(bound, cluster, world, "model state alone"))
-            continue
-        if too_much := _too_much_on_host(least_host_bytes(work), cluster):
+        if too_much := state_too_large(work, cluster, world):
             found.prune("does not fit", too_much)
             continue
         timed.append(Candidate(work, predict(work, cluster, UNKNOWN)))
@@ -139,7 +143,7 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
 
 def _keep_fitting(found: Found, timed: Sequence[Candidate], cluster: ClusterConfig, world: int) -> None:
     """Moves the fastest that fit into `found`, until there are WANTED kinds of them."""
-    limit, kinds = rank_memory(cluster, world), set()
+    kinds = set()
     for index, each in enumerate(timed):
         if len(kinds) == WANTED:
             found.slower = len(timed) - index
@@ -147,10 +151,7 @@ def _keep_fitting(found: Found, timed: Sequence[Candidate], cluster: ClusterConf
         rank, memory = most(each.work)
         if found.smallest is None or memory.total < found.smallest[0].total:
             found.smallest = memory, each.work
-        if memory.total > limit:
-            found.prune("does not fit", _too_much(memory.total, cluster, world, "at its fullest"))
-            continue
-        if too_much := _too_much_on_host(memory.host, cluster):
+        if too_much := too_large(each.work, memory, cluster, world):
             found.prune("does not fit", too_much)
             continue
         kinds.add(_kind(each))
@@ -167,44 +168,6 @@ def _smallest(works: Sequence[Workload]) -> tuple[RankBytes, Workload]:
 
     asked = [(most(work)[1], work) for work in sorted(works, key=thrift)[:ASKED]]
     return min(asked, key=lambda each: each[0].total)
-
-
-def _too_much(size: float, cluster: ClusterConfig, world: int, words: str) -> str:
-    limit = rank_memory(cluster, world) / 2**30
-    return f"{size / 2**30:.1f} GiB on a rank, {words}, and {limit:.1f} are there"
-
-
-def _too_much_on_host(size: float, cluster: ClusterConfig) -> str:
-    """Why a rank's part of its host's memory is less than `size` bytes; empty where it is not, or is not known."""
-    if not size or cluster.host_memory_gib is None:
-        return ""
-    limit = cluster.host_memory_gib / (cluster.devices_per_node or 1)
-    words = f"{size / 2**30:.1f} GiB of its host's memory for a rank, and {limit:.1f} are there"
-    return words if size > limit * 2**30 else ""
-
-
-def least_bytes(work: Workload) -> float:
-    """No more than a layout's fullest rank takes: the mean over ranks of the parameters and the optimizer's state, in
-    fp32. Quick, so that the exact count is spared what cannot fit."""
-    return 0.0 if work.on_host else _state_bytes(work, copies=1)
-
-
-def least_host_bytes(work: Workload) -> float:
-    """As `least_bytes`, of the host's memory: parameters, gradients and the optimizer's state, in fp32."""
-    return _state_bytes(work, copies=2) if work.on_host else 0.0
-
-
-def _state_bytes(work: Workload, copies: int) -> float:
-    moments = {AdamWConfig: 2, AdamConfig: 2, LambConfig: 2, LionConfig: 1, MuonConfig: 1}.get(type(work.optimizer), 0)
-    shards = work.layout.size("dp_shard")
-    cut = work.layout.size("tp") * work.layout.size("pp") * shards
-    return MASTER * (copies + moments) * num_parameters(work.model) / cut
-
-
-def rank_memory(cluster: ClusterConfig, world: int) -> float:
-    """Bytes that a rank may take: a device's, or a rank's part of what the ranks on a CPU share."""
-    ranks = ranks_on_node(cluster, world) if cluster.device == "cpu" else 1
-    return (cluster.memory_gib / ranks - cluster.reserved_gib) * 2**30
 
 
 def distinct(found: Found, count: int) -> list[Candidate]:

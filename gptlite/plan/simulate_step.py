@@ -33,7 +33,7 @@ from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.layout import Layout
-from gptlite.parallelism.memory_watch import state_tensors
+from gptlite.parallelism.memory_watch import state_tensors, where_backward_begins
 from gptlite.parallelism.mesh import Mesh, mesh_over_world
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
 from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduceScatter
@@ -41,7 +41,7 @@ from gptlite.parallelism.torch_private import imagined_world, schedule_stages
 from gptlite.parallelism.zero import sharded_modules
 from gptlite.plan.simulate_watch import Watch
 from gptlite.plan.workload import Workload
-from gptlite.precision import Policy, Precision
+from gptlite.precision import Policy, Precision, Reduce
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
@@ -135,7 +135,13 @@ def _parts(work: Workload, mesh: Mesh, ops: Ops, compile: bool) -> list[GPT]:
 
 def _policy(work: Workload) -> Policy:
     precision = Precision[f"amp_{work.amp}"] if work.amp else Precision.auto
-    return Policy(DTYPES[work.dtype], "planned", precision, master_weights=work.master_weights)
+    return Policy(
+        DTYPES[work.dtype],
+        "planned",
+        precision,
+        reduce=Reduce.compute if work.half_sums else Reduce.fp32,
+        master_weights=work.master_weights,
+    )
 
 
 def _build(
@@ -283,11 +289,10 @@ class _Alternating:
 
 
 def _sampled(watch: Watch) -> Callable[[nn.Module, Any, Tensor], None]:
-    """A forward hook that samples where a backward pass begins from a part's output: the gradients of earlier ones are
-    there, and what it needs is gathered."""
+    """A forward hook that samples where a backward pass begins from a part's output, as the real watch does: the
+    gradients of earlier ones are there, and what it needs is gathered."""
 
     def hook(part: nn.Module, inputs: object, out: Tensor) -> None:
-        if out.requires_grad:
-            out.register_hook(lambda gradient: watch.sample())
+        where_backward_begins(out, watch.sample)
 
     return hook

@@ -83,7 +83,7 @@ class Sizes:
         rows = tokens // tensor if config.sequence else tokens
         split = splits_backward(config)
         held = work.gather_item if sharded else work.stored  # bytes of a parameter that a layer is given
-        half_grads = sharded and held < MASTER  # FSDP2 accumulates in fp32 what is computed in 16 bits
+        half_grads = sharded and held < work.reduce_item  # FSDP2 accumulates in fp32 what is computed in 16 bits
         return cls(
             whole=tokens * model.d_model * item,
             slice=rows * model.d_model * work.stream_item,

@@ -16,7 +16,7 @@ from gptlite.plan.parameters import Stage, fused, padded, stages
 from gptlite.plan.timeline import order
 from gptlite.plan.workload import Transfer, Workload
 
-MASTER = 4  # bytes of a number where gradients are reduced, and of a parameter that nobody has cast
+MASTER = 4  # bytes of a number of a sharded gradient, and of a parameter that nobody has cast
 SETTLED = 8 * 7  # the step's own sum: loss, squared norm and five words on stopping, in float64
 VALID = 8  # the number of valid tokens, int64
 TERMS = 3 * 4  # what ranks that share a vocabulary exchange of a token: three floats
@@ -138,7 +138,7 @@ def _chunks(work: Workload, tokens: int) -> list[tuple[int, int]]:
 
 
 def _data(found: _Sum, work: Workload, stage: Stage) -> None:
-    """Along the data axes: FSDP2's, one for each group of parameters. Reductions are in fp32."""
+    """Along the data axes: FSDP2's, one for each group of parameters."""
     if work.layout.fsdp_size == 1:
         return
     shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
@@ -147,8 +147,8 @@ def _data(found: _Sum, work: Workload, stage: Stage) -> None:
         for phase, times in gathered(work, stage.number, group is not stage.others).items():
             found.add("dp_shard", "all_gather", shards, elements * work.gather_item, phase, number * times)
         reductions = work.micro_batches if work.parallelism.zero >= 2 else 1
-        found.add("dp_shard", "reduce_scatter", shards, elements * MASTER, "backward", number * reductions)
-        found.add("dp_replicate", "all_reduce", copies, elements // shards * MASTER, "backward", number)
+        found.add("dp_shard", "reduce_scatter", shards, elements * work.reduce_item, "backward", number * reductions)
+        found.add("dp_replicate", "all_reduce", copies, elements // shards * work.reduce_item, "backward", number)
 
 
 def gathered(work: Workload, stage: int, block: bool) -> dict[str, int]:

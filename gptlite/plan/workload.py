@@ -17,6 +17,7 @@ class Workload:
 
     dtype: fp32, bf16 or fp16, of compute. attention: the path that a run's `ops` would take. device: cuda or cpu.
     master_weights: whether parameters are fp32 between steps, not bf16. amp: o1 or o2, of Apex's levels, or nothing.
+    half_sums: whether gradients are summed over data ranks in the compute dtype, not in fp32.
     """
 
     model: GPTConfig
@@ -31,6 +32,7 @@ class Workload:
     device: str = "cuda"
     master_weights: bool = True
     amp: str = ""
+    half_sums: bool = False
 
     @property
     def stored(self) -> int:
@@ -46,6 +48,11 @@ class Workload:
     def gather_item(self) -> int:
         """Bytes of a number that FSDP2 gathers: Apex's levels keep some parameters in fp32."""
         return 4 if self.amp else self.itemsize
+
+    @property
+    def reduce_item(self) -> int:
+        """Bytes of a number of a gradient that FSDP2 reduces."""
+        return self.itemsize if self.half_sums else 4
 
     @property
     def stream_item(self) -> int:

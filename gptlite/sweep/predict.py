@@ -14,10 +14,10 @@ def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
     """The fields of the plan's Prediction for a run on `cluster`; None where the plan knows too little of that."""
     from gptlite.plan.cost import predict
     from gptlite.plan.local import this_machine
-    from gptlite.planning import workload_of
+    from gptlite.planning import given_keys, workload_of
 
     try:
-        cluster = this_machine(config.cluster, _unsaid)
+        cluster = this_machine(config.cluster, _unsaid, given=given_keys(config, "cluster"))
         return dataclasses.asdict(predict(workload_of(config, layout, cluster), cluster))
     except ConfigError:
         return None

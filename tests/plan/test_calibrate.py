@@ -1,17 +1,20 @@
 """Measuring this machine: the arithmetic of what is measured, and that a calibration ends and can be planned with."""
 
 import os
+import re
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
+from gptlite.errors import ConfigError
 from gptlite.plan import calibrate as module
 from gptlite.plan.calibrate import best, calibrate, kernel_seconds, matmul_rates, memory_bandwidth, ranks, saturation
-from gptlite.plan.local import LOCAL_LINK, cpu_cores, read_calibration, write_calibration
+from gptlite.plan.config import ClusterConfig, LinkConfig
+from gptlite.plan.local import LOCAL_LINK, cpu_cores, read_calibration, this_machine, write_calibration
 
 CPU = torch.device("cpu")
 
@@ -84,8 +87,44 @@ def test_a_calibration_ends_in_time_and_is_read_back(tmp_path):
     assert cluster.devices_per_node == (torch.cuda.device_count() or cpu_cores())
     assert 0 < cluster.matmul_efficiency["fp32"] <= 1
     assert cluster.crowding >= 1
+    assert cluster.attention_tflops.keys() == cluster.peak_tflops.keys()
+    assert all(0 < rate < cluster.peak_tflops[name] * 3 for name, rate in cluster.attention_tflops.items())
     assert len(said) >= 3
     write_calibration(tmp_path / "cluster.yaml", cluster)
     found = read_calibration(tmp_path / "cluster.yaml")
     assert found is not None
     assert asdict(found) == asdict(cluster)
+
+
+def test_what_is_given_of_this_machine_counts_beside_what_was_measured(tmp_path):
+    links = (LinkConfig(gb_per_second=3.0, latency=1e-3), LinkConfig(gb_per_second=4.0))
+    measured = ClusterConfig(name="local", device="cpu", nodes=1, devices_per_node=2, memory_gib=24.0,
+                             peak_tflops={"fp32": 0.2}, intra=links[0], inter=links[1])  # fmt: skip
+    write_calibration(tmp_path / "cluster.yaml", measured)
+    fresh = ClusterConfig(name="local", device="auto", nodes=None, devices_per_node=None)
+    assert this_machine(fresh, print, tmp_path / "cluster.yaml") == measured
+    given = replace(fresh, memory_gib=6.0, disk_path="/nvme", peak_tflops={"bf16": 0.8}, devices_per_node=4,
+                    intra=LinkConfig(efficiency=0.5))  # fmt: skip
+    assert this_machine(given, print, tmp_path / "cluster.yaml") == replace(
+        measured, memory_gib=6.0, disk_path="/nvme", peak_tflops={"fp32": 0.2, "bf16": 0.8}, devices_per_node=4,
+        intra=replace(links[0], efficiency=0.5),
+    )  # fmt: skip
+    # What is given counts even where it is what a fresh cluster has.
+    same = this_machine(fresh, print, tmp_path / "cluster.yaml", given={"memory_gib", "intra.gb_per_second", "name"})
+    assert same == replace(measured, memory_gib=80.0, intra=replace(links[0], gb_per_second=1.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"memory_gib": -1.0}, "cluster.memory_gib=-1 must be above 0"),
+        ({"disk_gb_per_second": 0.0}, "cluster.disk_gb_per_second=0 must be above 0"),
+        ({"overlap": -0.5}, "cluster.overlap=-0.5 must be at least 0"),
+        ({"peak_tflops": {"fp32": 0.0}}, "cluster.peak_tflops.fp32=0 must be above 0"),
+        ({"inter": LinkConfig(latency=-1e-6)}, "cluster.inter.latency=-1e-06 must be at least 0"),
+        ({"memory_gib": float("nan")}, "cluster.memory_gib=nan must be above 0"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        this_machine(ClusterConfig(**given), print)

@@ -288,9 +288,17 @@ def test_ranks_that_share_a_core_fill_each_others_bubbles():
 
 def test_an_unknown_dtype_is_refused_with_the_key():
     with pytest.raises(
-        ConfigError, match=r"cluster.peak_tflops has no fp16 \(it has bf16\); set cluster.peak_tflops.fp16"
+        ConfigError, match=r"cluster.peak_tflops has no fp16 \(it has bf16\); give \+cluster.peak_tflops.fp16="
     ):
         predict(work(1, dtype="fp16"), REAL)
+
+
+def test_attention_takes_what_was_measured_in_its_dtype():
+    """Of a dtype that was not measured, a share of the peak."""
+    both = replace(IDEAL, device="cpu", nodes=1, devices_per_node=4, peak_tflops={"bf16": 100.0, "fp32": 20.0})
+    both = replace(both, attention_efficiency=0.5, attention_tflops={"fp32": 16.0})
+    assert device_of(both, "fp32", 4).attention == pytest.approx(16e12 / 4)
+    assert device_of(both, "bf16", 4).attention == pytest.approx(50e12 / 4)
 
 
 def test_what_training_takes_and_costs():

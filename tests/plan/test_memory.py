@@ -39,21 +39,21 @@ def test_real_ranks_take_what_is_planned():
 LOW_WITHOUT_AMX = next(each for each in LAYOUTS if each.name == "8: tp=4 zero=1 micro=1 sequence=true dtype=bf16")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", marked([1, 2, 4, 8], slow=3))
 def test_more_layouts_take_what_is_planned(world):
     layouts = [each for each in LAYOUTS if each.world == world and each not in QUICK and each != LOW_WITHOUT_AMX]
     assert layouts
     assert wrong(list(run(layouts))) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_layout_planned_low_where_there_is_no_kernel_for_gradients_of_weights(request):
     if not select_ops(OpsConfig(), torch.device("cpu")).linear:
         request.applymarker(pytest.mark.xfail(strict=True, reason="planned 13% low without AMX"))
     assert wrong(list(run([LOW_WITHOUT_AMX]))) == []
 
 
+@pytest.mark.slow
 def test_there_are_more_than_thirty_layouts_and_every_schedule_among_them():
     assert len(set(LAYOUTS)) == len(LAYOUTS) >= 30
     configs = [layout.config().parallelism for layout in LAYOUTS]

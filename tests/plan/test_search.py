@@ -10,7 +10,9 @@ from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import resolve
 from gptlite.plan.memory import most
-from gptlite.plan.search import distinct, layouts, rank_memory, search, workloads
+from gptlite.plan.offload import file_bytes
+from gptlite.plan.room import rank_memory
+from gptlite.plan.search import distinct, layouts, search, workloads
 from gptlite.planning import apply, chosen, fixed_keys, make_plan, overrides, space_of, too_small
 
 MODEL = ["data=synthetic", "model.num_layers=4", "model.num_heads=8", "model.d_model=256", "model.sequence_length=128"]
@@ -148,7 +150,8 @@ def test_on_a_cpu_fewer_ranks_are_looked_at_too(tmp_path):
 
 
 def test_a_cluster_that_is_too_small_says_by_how_much_and_what_would_do():
-    config = load(["parallelism=auto", "model=gpt3-175b", "data=synthetic", "data.global_batch_size=64", *CLUSTER])
+    config = load(["parallelism=auto", "model=gpt3-175b", "data=synthetic", "data.global_batch_size=64", *CLUSTER,
+                   "cluster.disk_path=null"])  # fmt: skip
     with pytest.raises(ConfigError, match=r"gpt3-175b does not fit .* GiB on a rank, .* more than .*cluster.nodes=\d+"):
         make_plan(config, log=silent)
 
@@ -191,6 +194,7 @@ def test_the_smallest_layout_is_the_smallest():
     assert found.smallest[0].total == min(most(work)[1].total for work in legal)
 
 
+@pytest.mark.slow
 def test_offload_is_looked_for_where_nothing_fits_without():
     """A model of 100 million parameters on four devices, of less and less memory."""
     big = ("model.d_model=1024", "model.num_layers=8", "data.vocab_size=500", "data.global_batch_size=4")
@@ -214,5 +218,13 @@ def test_offload_is_looked_for_where_nothing_fits_without():
     assert "parallelism.offload=cpu" in overrides(ranked[0])
     assert {each.work.parallelism.offload for each in found(80).ranked} == {Offload.none}
     host = ranked[0].prediction.memory.host
-    assert found(between, f"cluster.host_memory_gib={0.9 * 4 * host / 2**30}").ranked == []
-    assert found(between, "cluster.host_memory_gib=null").ranked == []
+    no_disk = "cluster.disk_path=null"
+    assert found(between, no_disk, "cluster.host_memory_gib=null").ranked == []
+    short = f"cluster.host_memory_gib={0.9 * 4 * host / 2**30}"
+    assert found(between, no_disk, short).ranked == []
+    ranked = found(between, "cluster.disk_path=/nvme", short).ranked  # parameters and gradients there, moments on disks
+    assert {each.work.parallelism.offload for each in ranked} == {Offload.nvme}
+    assert {"parallelism.offload=nvme", "parallelism.offload_path=/nvme"} <= set(overrides(ranked[0]))
+    files = max(4 * file_bytes(each.work, rank) for each in ranked for rank in range(each.work.layout.size("pp")))
+    assert found(between, "cluster.disk_path=/nvme", short, f"cluster.disk_gib={1.01 * files / 2**30}").ranked
+    assert found(between, "cluster.disk_path=/nvme", short, "cluster.disk_gib=0.001").ranked == []

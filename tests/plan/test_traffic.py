@@ -58,6 +58,14 @@ def test_16_bit_parameters_travel_in_half_and_gradients_do_not():
     assert found(2, "zero=1 dtype=bf16", kind="reduce_scatter") == found(2, "zero=1", kind="reduce_scatter")
 
 
+@pytest.mark.parametrize(("words", "kind"), [("zero=1", "reduce_scatter"), ("zero=0", "all_reduce")])
+def test_gradients_travel_in_half_where_that_is_asked(words, kind):
+    axis = "dp_shard" if kind == "reduce_scatter" else "dp_replicate"
+    (full,) = [t for t in found(2, f"{words} dtype=bf16", kind=kind, axis=axis) if t.count == 4]
+    (half,) = [t for t in found(2, f"{words} dtype=bf16 reduce=compute", kind=kind, axis=axis) if t.count == 4]
+    assert 2 * half.payload == full.payload
+
+
 def test_a_pipeline_passes_each_micro_batch_on():
     assert [(t.kind, t.count, t.phase) for t in found(2, "pp=2 micro=2 tied=false", axis="pp")] == [
         ("recv", 4, "backward"),

@@ -34,6 +34,7 @@ from gptlite.parallelism.pipeline import OnePart, Pipeline, _Stage
 from gptlite.parity.record import build
 from gptlite.plan.workload import RankBytes, Transfer, Workload
 from gptlite.planning import planned_dtype
+from gptlite.precision import Reduce
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 
@@ -69,6 +70,7 @@ def workload(config: Config, world: int) -> Workload:
         device="cpu",
         master_weights=config.precision.master_weights,
         amp=config.precision.dtype.value.partition("amp_")[2],
+        half_sums=config.precision.reduce is Reduce.compute,
     )
 
 

@@ -61,6 +61,7 @@ SHORT = {
     "dropout": "model.dropout",
     "bias": "model.bias",
     "dtype": "precision",
+    "reduce": "precision.reduce",
     "offload": "parallelism.offload",
     "ops": "ops",
     "attention": "ops.attention",
@@ -76,14 +77,14 @@ def _key(word: str) -> str:
 
 QUICK = [
     Layout(2, ""),
-    Layout(2, "zero=1 micro=1 tied=false"),
     Layout(2, "zero=3 micro=2 recompute=full"),
-    Layout(2, "tp=2 multiple=1 rows=501 dropout=0.1"),
     Layout(2, "tp=2 sequence=true recompute=selective"),
-    Layout(2, "pp=2 micro=2"),
     Layout(2, "pp=2 schedule=zbv micro=2 tied=false"),
 ]
 OTHERS = [
+    Layout(2, "zero=1 micro=1 tied=false"),
+    Layout(2, "tp=2 multiple=1 rows=501 dropout=0.1"),
+    Layout(2, "pp=2 micro=2"),
     Layout(1, ""),
     Layout(1, "micro=8 ops=reference dropout=0.1"),
     Layout(1, "recompute=full optimizer=sgd layers=8"),
@@ -133,6 +134,9 @@ HALVES = [
     Layout(2, "micro=1 dtype=bf16_stochastic"),
     Layout(4, "tp=2 zero=3 sequence=true micro=2 dtype=bf16_stochastic"),
     Layout(2, "zero=1 micro=2 optimizer=adamw_8bit"),
+    Layout(2, "zero=2 micro=2 dtype=bf16 reduce=compute"),
+    Layout(2, "zero=1 micro=4 dtype=bf16 reduce=compute"),
+    Layout(4, "zero=3 copies=2 micro=1 dtype=bf16 reduce=compute"),
 ]
 # Apex's levels, fp16, fp8, offload and context parallelism.
 OTHER_AXES = [

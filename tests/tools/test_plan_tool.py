@@ -49,7 +49,13 @@ def test_a_plan_has_its_table_its_command_and_its_files(tmp_path):
         ("plan", ["cluster=dgx-h100", "parallelism.tensor=3", "data=synthetic"], "parallelism.tensor=3"),
         (
             "plan",
-            ["cluster=dgx-2-v100", "model=gpt3-175b", "data=synthetic", "data.global_batch_size=16"],
+            [
+                "cluster=dgx-2-v100",
+                "cluster.disk_path=null",
+                "model=gpt3-175b",
+                "data=synthetic",
+                "data.global_batch_size=16",
+            ],
             "gpt3-175b does not fit cluster=",
         ),
         ("tune", ["k=0"], "k=0 must be above 0"),
