@@ -107,9 +107,12 @@ def keep_freed_memory() -> None:
 
     A training step on a CPU frees and allocates the same gigabytes again; by default each large tensor is mapped anew,
     and the page faults take up to half the step (measured in docs/benchmarks.md). Elsewhere this does nothing.
+    Tensors of 2 MiB and more ask for huge pages, unless the environment says otherwise: torch reads that there, once,
+    and has no other way to be told.
     """
     if sys.platform != "linux":
         return
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # another libc, which has its own ways

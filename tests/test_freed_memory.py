@@ -1,0 +1,58 @@
+"""A process that trains on a CPU keeps the memory of tensors it has freed, and has it in huge pages."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+MIB = 2**20
+
+# Prints the page faults of a second tensor of 64 MiB, where a first one was, and its bytes in huge pages.
+PROGRAM = """
+import re, resource, sys
+from gptlite.launch import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+import torch
+torch.set_num_threads(1)
+first = torch.ones(16 * 2**20)
+del first
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+second = torch.ones(16 * 2**20)
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+found = re.search(r"AnonHugePages: *([0-9]+) kB", open("/proc/self/smaps_rollup").read())
+print(faults, int(found[1]) * 1024)
+"""
+
+
+@cache
+def measured(how: str, **environment: str) -> tuple[int, int]:
+    """Page faults and bytes in huge pages, of a process of its own."""
+    given = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
+    command = [sys.executable, "-c", PROGRAM, how]
+    found = subprocess.run(command, env=given | environment, capture_output=True, text=True, timeout=120, check=True)
+    faults, huge = found.stdout.split()
+    return int(faults), int(huge)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there malloc is told so")
+def test_freed_memory_is_kept():
+    assert measured("kept")[0] < 64
+    assert measured("stock")[0] > 10_000  # what it is to be spared
+
+
+@pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text(), reason="this kernel gives no huge pages")
+def test_large_tensors_are_in_huge_pages():
+    assert measured("kept")[1] >= 32 * MIB
+    if "[madvise]" in HUGE.read_text():
+        assert measured("stock")[1] < 8 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HUGE.exists() or "[madvise]" not in HUGE.read_text(), reason="huge pages are for all or none")
+def test_the_environment_has_the_last_word():
+    assert measured("kept", THP_MEM_ALLOC_ENABLE="0")[1] < 8 * MIB
