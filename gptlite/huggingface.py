@@ -25,6 +25,8 @@ from gptlite.checkpoint.manifest import read_file, read_manifest
 from gptlite.checkpoint.safetensors import Slot
 from gptlite.config import Config, from_yaml, hydra_value, load, to_yaml
 from gptlite.data.config import DataConfig, TextConfig
+from gptlite.data.export_tokenizer import tokenizer_files
+from gptlite.data.sentence_piece import SentencePieceTokenizer
 from gptlite.data.tokenizer import load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import write_synced
@@ -76,20 +78,27 @@ def export(
     with _errors_of_the_disk(f"target={target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with store.staged(target) as folder:
-            _write_json(folder, step, model, dtype)
+            _write_json(folder, step, model, dtype, log)
             size = _write_tensors(folder, step, model, dtype, max_shard_bytes, log)
     log(f"exported {step} to {target}: {size / 1e6:,.1f} MB of {dtype}, for GPT2LMHeadModel.from_pretrained")
 
 
-def _write_json(folder: Path, step: Path, model: GPTConfig, dtype: str) -> None:
-    """config.json, generation_config.json, and the tokenizer's files as they are."""
+def _write_json(folder: Path, step: Path, model: GPTConfig, dtype: str, log: Log) -> None:
+    """config.json, generation_config.json, and the tokenizer's files: as they are, and for AutoTokenizer if it can."""
     files = [name for name in read_manifest(step).files if name.startswith("tokenizer/")]
-    eod = load_tokenizer(step / "tokenizer").eod if files else None
+    tokenizer = load_tokenizer(step / "tokenizer") if files else None
+    eod = tokenizer.eod if tokenizer is not None else None
     texts = {"config.json": to_json(model, str(DTYPES[dtype]).removeprefix("torch."), eod)}
     if eod is not None:
         texts["generation_config.json"] = {"bos_token_id": eod, "eos_token_id": eod}
     for name, content in texts.items():
         write_synced(folder / name, json.dumps(content, indent=2) + "\n")
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        try:
+            for name, text in tokenizer_files(tokenizer).items():
+                write_synced(folder / name, text)
+        except ConfigError as error:  # the weights are worth having without it
+            log(f"no tokenizer for AutoTokenizer: {error}")
     for name in files:
         path = folder / TOKENIZER / name.removeprefix("tokenizer/")
         path.parent.mkdir(parents=True, exist_ok=True)

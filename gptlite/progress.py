@@ -1,10 +1,16 @@
 """One line now and then on work that takes longer than a few seconds."""
 
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
 Log = Callable[[str], None]
+
+
+def log(line: str) -> None:
+    """A command's progress and remarks: beside its output, which scripts may read."""
+    print(line, file=sys.stderr, flush=True)
 
 
 class Progress:

@@ -17,6 +17,7 @@ held, looked at 5 times a second (pages that they share are counted for each). E
 2 refused.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -41,6 +42,7 @@ from gptlite.tool import run_tool
 OURS = Path(__file__).with_name("preprocess.py")
 NEW_WORDS = 50  # one of so many is at random
 PARAGRAPHS = 40  # at most, of a document
+PART = 1 << 20  # bytes
 POLL, LOOK = 0.01, 0.2  # seconds between two looks whether it has ended, and at memory
 Case = tuple[str, int]  # whose, and how many workers
 
@@ -67,6 +69,14 @@ class Run:
     cpu: float
     largest: float
     together: float
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How many, and a hash of them as int32."""
+
+    count: int = 0
+    digest: str = ""
 
 
 def main(arguments: Arguments) -> int:
@@ -129,20 +139,20 @@ def bench(corpus: Path, arguments: Arguments, folder: Path) -> bool:
     starts: dict[str, list[float]] = {name: [] for name in names}
     runs: dict[Case, list[Run]] = {(name, workers): [] for workers in counts for name in names}
     print(f"{corpus.stat().st_size / 1e6:,.1f} MB of JSON lines", flush=True)
-    tokens, same = np.empty(0), True
+    tokens, same = Tokens(), True
     for _ in range(arguments.repeats):
         for name in names:
             starts[name].append(run((name, counts[0]), one, arguments, folder)[0].seconds)
         for case, made in runs.items():
             last, found = run(case, corpus, arguments, folder)
             made.append(last)
-            tokens = tokens if tokens.size else found
-            print(line(case, last, len(found)), flush=True)
-            if not np.array_equal(tokens, found):
+            tokens = tokens if tokens.count else found
+            print(line(case, last, found.count), flush=True)
+            if tokens != found:
                 same = False
                 print(f"{case[0]} with {case[1]} workers: OTHER TOKENS", flush=True)
-    print(f"medians of {arguments.repeats}, {len(tokens):,} tokens{', the same by all' if same else ''}")
-    show({case: middle(made) for case, made in runs.items()}, starts, len(tokens), counts)
+    print(f"medians of {arguments.repeats}, {tokens.count:,} tokens{', the same by all' if same else ''}")
+    show({case: middle(made) for case, made in runs.items()}, starts, tokens.count, counts)
     return same
 
 
@@ -151,10 +161,8 @@ def middle(runs: list[Run]) -> Run:
     return Run(*(median(getattr(each, field.name) for each in runs) for field in fields(Run)))
 
 
-def run(case: Case, corpus: Path, arguments: Arguments, folder: Path) -> tuple[Run, np.ndarray]:
+def run(case: Case, corpus: Path, arguments: Arguments, folder: Path) -> tuple[Run, Tokens]:
     """One command and its tokens; its files are removed."""
-    from gptlite.data.indexed import IndexedDataset
-
     name, workers = case
     output = folder / "output"
     if name == "gptlite":
@@ -169,9 +177,23 @@ def run(case: Case, corpus: Path, arguments: Arguments, folder: Path) -> tuple[R
         prefix = output / "megatron_text_document"
     try:
         made = timed(command, folder / "log")
-        return made, np.array(IndexedDataset(prefix).tokens)
+        return made, read_tokens(prefix)
     finally:
         shutil.rmtree(output, ignore_errors=True)
+
+
+def read_tokens(prefix: Path) -> Tokens:
+    """Of a .bin in parts: the largest memory of a command counts that of the process that starts it."""
+    from gptlite.data.indexed import IndexedDataset
+
+    dtype = IndexedDataset(prefix).tokens.dtype
+    count, digest = 0, hashlib.blake2b()
+    with open(f"{prefix}.bin", "rb") as file:
+        while part := file.read(PART):
+            ids = np.frombuffer(part, dtype=dtype)
+            count += ids.size
+            digest.update(ids.astype(np.int32).tobytes())
+    return Tokens(count, digest.hexdigest())
 
 
 def timed(command: list[str], log: Path) -> Run:

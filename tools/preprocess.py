@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from gptlite.progress import log
 from gptlite.tool import run_tool
 
 
@@ -81,11 +82,6 @@ def main(arguments: Arguments) -> int:
     print(f"left out: {counts.skipped:,} bad records, {counts.empty:,} empty documents")
     print(f"{done.new.tokens:,} tokens in {done.seconds:.1f} s: {rate / 1e6:.2f}M tokens/s")
     return 0
-
-
-def log(line: str) -> None:
-    """A line of progress."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def stop(signum: int, _: FrameType | None) -> None:

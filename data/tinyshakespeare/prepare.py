@@ -7,7 +7,6 @@ first 90% are trained on and the rest is held out, as nanoGPT cuts it, each part
 train and val .bin/.idx, and the same text as train.txt and val.txt.
 """
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +39,8 @@ def main(arguments: Arguments) -> None:
     check_tokenizer(arguments.tokenizer, arguments.vocab_size)
     output = Path(arguments.output)
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output) as folder:
-        text = FILE.get(arguments.path, Path(folder)).read_bytes().decode("ascii")
+    with FILE.file(arguments.path, output) as file:
+        text = file.read_bytes().decode("ascii")
     cut = int(len(text) * TRAINING_SHARE)
     write_folder(output, [text[:cut]], [text[cut:]], arguments.tokenizer, arguments.vocab_size, "document")
 

@@ -15,7 +15,7 @@ from gptlite.checkpoint.dcp_plugins import MetadataUnpickler
 from gptlite.checkpoint.load import load_tensors
 from gptlite.checkpoint.manifest import DamagedCheckpoint, Entries, Manifest, read_file
 from gptlite.checkpoint.parts import check_coverage, described
-from gptlite.checkpoint_tool.places import log
+from gptlite.progress import log
 
 
 @dataclass(frozen=True)

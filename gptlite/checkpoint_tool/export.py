@@ -7,7 +7,8 @@ has that form, the tokenizer. RUN_OR_STEP is read whole and verified; of a run i
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptlite.checkpoint_tool.places import existing, log
+from gptlite.checkpoint_tool.places import existing
+from gptlite.progress import log
 
 
 @dataclass

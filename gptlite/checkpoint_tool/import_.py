@@ -7,7 +7,8 @@ HF_FOLDER holds config.json and model.safetensors, whole or in shards. RUN_DIR b
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptlite.checkpoint_tool.places import existing, log
+from gptlite.checkpoint_tool.places import existing
+from gptlite.progress import log
 
 
 @dataclass

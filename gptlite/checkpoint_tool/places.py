@@ -1,7 +1,6 @@
 """From the paths a person gives to checkpoints and configurations. Nothing here reads tensors, or needs torch."""
 
 import fcntl
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,14 +12,10 @@ from gptlite.checkpoint import store
 from gptlite.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, read_file, verify
 from gptlite.config import from_yaml, to_dict
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.progress import log
 
 DEPTH = 3  # levels below a folder of runs that runs are looked for: a sweep has date/time/job
 LEFT = (".tmp-*", ".trash-*", "damaged-*", "superseded-*")
-
-
-def log(line: str) -> None:
-    """Progress and remarks: beside the output, which scripts may read."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def existing(path: str) -> Path:

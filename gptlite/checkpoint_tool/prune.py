@@ -11,9 +11,10 @@ from pathlib import Path
 
 from gptlite.checkpoint import store
 from gptlite.checkpoint.retention import beyond
-from gptlite.checkpoint_tool.places import damage, has_writer, leftovers, log, roots, size_on_disk
+from gptlite.checkpoint_tool.places import damage, has_writer, leftovers, roots, size_on_disk
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes
+from gptlite.progress import log
 
 
 @dataclass

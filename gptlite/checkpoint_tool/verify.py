@@ -11,8 +11,9 @@ from pathlib import Path
 
 from gptlite.checkpoint.manifest import DamagedCheckpoint
 from gptlite.checkpoint.manifest import verify as verify_files
-from gptlite.checkpoint_tool.places import checkpoints, log
+from gptlite.checkpoint_tool.places import checkpoints
 from gptlite.metrics.console import format_bytes
+from gptlite.progress import log
 
 
 @dataclass

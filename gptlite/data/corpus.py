@@ -80,6 +80,6 @@ def require_length(num_train: int, num_validation: int, sequence_length: int, fo
         )
     if num_validation < 2:
         raise ConfigError(
-            f"data: the held-out text in {folder} has no two tokens; give more text, or hold more of it out "
-            "(data.validation_fraction)"
+            f"data: the held-out text in {folder} has no two tokens; give more text, or hold more of it out: "
+            "data.validation_fraction of a text file, validation_fraction= where tools/preprocess.py prepares a folder"
         )

@@ -17,10 +17,23 @@ _PROBES = 300  # texts that are compared before the folder gets its name
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the new `folder`: tokenizer.json (for the `tokenizers` library) and tokenizer_config.json.
+    """Writes the new `folder` with `tokenizer_files`, and raises what that raises."""
+    texts = tokenizer_files(tokenizer)
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for name, content in texts.items():
+        write_synced(temporary / name, content)
+    sync_tree(temporary)
+    temporary.rename(folder)
+    sync_folder(folder.parent)
 
-    Before it gets its name, both sides encode texts put together from all of the vocabulary. Raises ConfigError for
-    a tokenizer that is no BPE of our training, and where one text differs.
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
+    """The content of tokenizer.json (for the `tokenizers` library) and of tokenizer_config.json.
+
+    Both sides have encoded texts put together from all of the vocabulary. Raises ConfigError for a tokenizer that is
+    no BPE of our training, and where one text differs.
     """
     if not isinstance(tokenizer, SentencePieceTokenizer) or not tokenizer.encodes_by_words:
         raise ConfigError(f"export is for a SentencePiece BPE of tools/train_tokenizer.py, not for {tokenizer.kind}")
@@ -37,14 +50,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "add_prefix_space": False,
         "model_max_length": 10**30,
     }
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    write_synced(temporary / "tokenizer.json", content)
-    write_synced(temporary / "tokenizer_config.json", json.dumps(about, indent=2) + "\n")
-    sync_tree(temporary)
-    temporary.rename(folder)
-    sync_folder(folder.parent)
+    return {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
 
 
 def _tokenizer_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:

@@ -89,10 +89,12 @@ class SentencePieceTokenizer(Tokenizer):
         return cls((folder / cls._model_file).read_bytes())
 
 
-def train_sentencepiece(lines: Iterable[str], vocab_size: int, log: Log) -> SentencePieceTokenizer:
+def train_sentencepiece(
+    lines: Iterable[str], vocab_size: int, log: Log, key: str = "data.vocab_size"
+) -> SentencePieceTokenizer:
     """A byte-fallback BPE of at most `vocab_size` ids. A text too small for as many gets what it has, and is told.
 
-    Raises ConfigError if `vocab_size` has no room for the 256 bytes and the characters of the text.
+    Raises ConfigError, naming the `key` it was given by, if it has no room for the 256 bytes and the text's characters.
     """
     model = io.BytesIO()
     try:
@@ -115,10 +117,10 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int, log: Log) -> Sent
     except RuntimeError as error:
         needed = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
         fix = f"take at least {needed[1]}" if needed else " ".join(str(error).split())
-        raise ConfigError(f"data.vocab_size={vocab_size} has no room for the text's characters; {fix}") from error
+        raise ConfigError(f"{key}={vocab_size} has no room for the text's characters; {fix}") from error
     tokenizer = SentencePieceTokenizer(model.getvalue())
     if tokenizer.vocab_size < vocab_size:
-        log(f"tokenizer: the text has only {tokenizer.vocab_size} pieces, fewer than data.vocab_size={vocab_size}")
+        log(f"tokenizer: the text has only {tokenizer.vocab_size} pieces, fewer than {key}={vocab_size}")
     return tokenizer
 
 

@@ -4,9 +4,11 @@ import hashlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +30,16 @@ class Source:
     requirement: str = ""
     url: str = ""
 
-    def get(self, path: str | None, folder: Path) -> Path:
-        """The file at `path`, or one downloaded into `folder`. ConfigError if it cannot be had, or is another file."""
-        file = Path(path).expanduser() if path else self._download(folder)
+    @contextmanager
+    def file(self, path: str | None, output: Path) -> Iterator[Path]:
+        """The file at `path`, or one downloaded into `output` for as long as the block takes.
+
+        Raises ConfigError if it cannot be had, or is another file.
+        """
+        with tempfile.TemporaryDirectory(dir=output) as folder:
+            yield self._checked(path, Path(path).expanduser() if path else self._download(Path(folder)))
+
+    def _checked(self, path: str | None, file: Path) -> Path:
         try:
             with open(file, "rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()

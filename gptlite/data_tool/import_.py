@@ -30,10 +30,9 @@ from gptlite.data.foreign import Batch, Found, cut_at_ends, megatron_documents, 
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
 from gptlite.data.streaming import is_held_out
 from gptlite.data.tokenizer import Tokenizer
-from gptlite.data_tool.places import log
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import sync_folder
-from gptlite.progress import Progress
+from gptlite.progress import Progress, log
 
 FORMATS = ("nanogpt", "llmc", "megatron")
 Documents = Callable[[Found], Iterator[Batch]]

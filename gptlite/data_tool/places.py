@@ -1,6 +1,5 @@
 """What a path on the command line stands for."""
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,8 +32,3 @@ def tokenizer_beside(prefix: Path) -> Tokenizer | None:
     """The tokenizer in the folder of a dataset, if there is one. ConfigError where it cannot be read."""
     folder = prefix.parent / TOKENIZER
     return load_tokenizer(folder) if folder.exists() else None
-
-
-def log(line: str) -> None:
-    """Progress goes beside the answers, which may be piped."""
-    print(line, file=sys.stderr, flush=True)

@@ -21,8 +21,9 @@ from gptlite.data.indexed import IndexedDataset
 from gptlite.data.order_log import OrderRow, read_order, row_of_step
 from gptlite.data.stream import SampleStream, gather
 from gptlite.data.tokenizer import Tokenizer
-from gptlite.data_tool.places import log, prefixes, tokenizer_beside
+from gptlite.data_tool.places import prefixes, tokenizer_beside
 from gptlite.errors import ConfigError
+from gptlite.progress import log
 
 if TYPE_CHECKING:
     from gptlite.data.prepared import PreparedData

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.verify import verify
-from gptlite.data_tool.places import all_prefixes, log, tokenizer_beside
+from gptlite.data_tool.places import all_prefixes, tokenizer_beside
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes
+from gptlite.progress import log
 
 
 @dataclass

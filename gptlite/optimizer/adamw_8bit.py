@@ -107,13 +107,14 @@ class _Parts:
     """What is used of torchao: its 8-bit tensor, the numbers of its codes, and its update of one parameter."""
 
     def __init__(self) -> None:
-        logging.disable(logging.WARNING)  # of libraries for GPUs that are not here
+        before = logging.root.manager.disable
+        logging.disable(max(before, logging.WARNING))  # of libraries for GPUs that are not here
         try:
             from torchao.optim.adam import single_param_adam
             from torchao.optim.quant_utils import create_dynamic_map
             from torchao.optim.subclass_8bit import OptimState8bit
         finally:
-            logging.disable(logging.NOTSET)
+            logging.disable(before)
         self.state: Any = OptimState8bit
         self.codes: Callable[[bool], list[float]] = create_dynamic_map
         self.adam: Callable[..., None] = single_param_adam

@@ -44,24 +44,29 @@ def train_tokenizer(settings: Settings, kind: str, vocab_size: int, sample_mb: i
     first = next(lines, None)
     if first is None:
         raise ConfigError("input has no text to learn from; validation_fraction=0 holds nothing out")
-    return train_sentencepiece(chain([first], lines), vocab_size, log)
+    return train_sentencepiece(chain([first], lines), vocab_size, log, key="vocab_size")
 
 
 def _texts(settings: Settings, every: int, held_out: float, log: Log) -> Iterator[str]:
     """Documents of one block in `every`, without those held out."""
     formats = [source.format for source in settings.sources]
     progress = Progress("reading", sum(source.size for source in settings.sources), log)
-    before = 0
+    before, bad = 0, list[Bad]()
     for number, block in enumerate(read_blocks(settings.sources, settings.cutting, Place())):
         progress.add(block.read - before)
         before = block.read
         if number % every:
             continue
         for _, document in documents(block, formats, settings.cutting):
-            if not isinstance(document, Bad) and document.text:
+            if isinstance(document, Bad):
+                bad.append(document)
+            elif document.text:
                 digest = hashlib.blake2b(document.data, digest_size=DIGEST).digest()
                 if block.part is not None or not is_held_out(digest, held_out):
                     yield document.text
+    if bad:
+        where = f"{settings.sources[bad[0].source].path}:{bad[0].line}: {bad[0].reason}"
+        log(f"passed over {len(bad)} bad record{'s' * (len(bad) > 1)}, the first {where}")
 
 
 def _limited(texts: Iterator[str], size: int) -> Iterator[str]:

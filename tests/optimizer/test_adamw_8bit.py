@@ -21,7 +21,7 @@ from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamW8bitConfig, AdamWConfig
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.parallelism.memory import state_of, storage_sizes
-from gptlite.plan.memory import CODES, _in_8_bits
+from gptlite.plan.moments import CODES, state_in_8_bits
 
 SHAPES = {"w": (300, 256), "small": (64, 64), "odd": (70, 60), "bias": (5000,), "few": (15, 256)}
 IN_8_BITS = {"w", "small"}
@@ -131,7 +131,7 @@ def test_steps_are_those_of_torchao(monkeypatch: pytest.MonkeyPatch):
 def test_the_plan_knows_its_bytes():
     run = Run(AdamW8bitConfig)
     run.train(0, 1)
-    sizes = [_in_8_bits(parameter.numel()) for parameter in run.parameters.values()]
+    sizes = [state_in_8_bits(parameter.numel()) for parameter in run.parameters.values()]
     assert sum(storage_sizes(state_of(run.optimizer)).values()) == sum(sizes) + 2 * 4 * CODES
 
 

@@ -51,7 +51,7 @@ def test_the_tool_trains_exports_and_overwrites_nothing(corpus: Path, tmp_path: 
 
 def test_nothing_is_learned_from_what_is_held_out(corpus: Path, monkeypatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr("gptlite.preprocess.train.train_sentencepiece", lambda lines, *_: seen.extend(lines))
+    monkeypatch.setattr("gptlite.preprocess.train.train_sentencepiece", lambda lines, *_, **__: seen.extend(lines))
     train_tokenizer(settings(corpus, 0.5), "sentencepiece", 300, 64, lambda _: None)
     numbers = {line.split(":")[0] for line in seen if line}
     assert 120 < len(numbers) < 280
@@ -61,9 +61,16 @@ def test_a_large_corpus_is_sampled(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS * 200))
     monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", 1 << 16)
     seen: list[str] = []
-    monkeypatch.setattr("gptlite.preprocess.train.train_sentencepiece", lambda lines, *_: seen.extend(lines))
+    monkeypatch.setattr("gptlite.preprocess.train.train_sentencepiece", lambda lines, *_, **__: seen.extend(lines))
     train_tokenizer(settings(tmp_path), "sentencepiece", 300, 1, lambda _: None)
     assert 500_000 < sum(map(len, seen)) < 1_200_000
+
+
+def test_what_is_no_text_and_what_is_too_small_are_told(corpus: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=r"^vocab_size=100 has no room for the text's characters; take at least \d+$"):
+        train_tokenizer(settings(corpus), "sentencepiece", 100, 64, said.append)
+    assert f"passed over 1 bad record, the first {corpus}:401: it is not JSON" in "\n".join(said)
 
 
 def test_char_takes_every_character(corpus: Path) -> None:
