@@ -160,6 +160,7 @@ def test_what_is_no_file_is_noticed(pair, instead: Callable[[Path], None]):
             kept.rename(path)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_one_before_and_repeats_the_numbers(tmp_path):
     overrides = [*TINY, f"run.dir={tmp_path / 'run'}", "checkpoint.interval=2"]
 

@@ -88,7 +88,8 @@ def check_refusal(disk: Disk, words: str) -> None:
     assert str(disk.run) in lines[0]
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_too_little_space_for_the_next_one(server, tmp_path, mode):
     disk = Disk(server, tmp_path, 1, mode)
     # Some for the metrics and the log, and less than a checkpoint takes.

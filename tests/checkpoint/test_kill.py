@@ -22,7 +22,10 @@ def server() -> ForkServer:
     return shared_server()
 
 
-@pytest.mark.parametrize(("mode", "stages"), [("sync", STAGES), ("async", ("data", "manifest", "after rename"))])
+STAGED = [("async", ("data", "manifest", "after rename")), pytest.param("sync", STAGES, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("mode", "stages"), STAGED)
 def test_killed_in_the_stages_of_a_save(server, tmp_path, mode, stages):
     campaign = Campaign(server, tmp_path, [MODES[mode]], seed=0, interval=2)
     campaign.probe()

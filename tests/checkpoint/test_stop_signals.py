@@ -88,7 +88,9 @@ def forked(server: ForkServer, tmp_path: Path) -> Callable[[list[str], Path], Pr
     return start
 
 
-@pytest.mark.parametrize(("name", "mode"), [("SIGTERM", "sync"), ("SIGINT", "async"), ("SIGUSR1", "sync")])
+@pytest.mark.parametrize(
+    ("name", "mode"), marked([("SIGTERM", "sync"), ("SIGINT", "async"), ("SIGUSR1", "sync")], quick=2, slow=1)
+)
 def test_a_signal_saves(forked, tmp_path, name, mode):
     stopped = Stopped(tmp_path, 0, forked, mode, interval=1000)  # so that there is no save but for the signal
     stopped.stop(name)

@@ -145,21 +145,20 @@ COMPILED += [
 # Sequences cut, state elsewhere and 16 bits, all with one another and with every other axis.
 CROSSED = crossed()
 CELLS = [*CHOSEN, *MORE, *FP16, *COMPILED, *CONTEXT, *MORE_CONTEXT, *OFFLOADED, *CROSSED]
-# Every axis value, and beyond them HSDP, bf16, fp16 and Apex's levels; all of eight ranks, which are slow to start.
+# Every axis value, and beyond them HSDP, bf16 and fp16; all of eight ranks, which are slow to start.
 QUICK = {
     cell.id
     for cell in [
-        *CHOSEN[:12],
+        *CHOSEN[:10],
         next(cell for cell in MORE if cell.replicate > 2),
         next(cell for cell in MORE if cell.precision == "bf16" and cell.pipeline > 1),
         next(cell for cell in FP16 if cell.precision == "fp16" and cell.pipeline > 1),
-        next(cell for cell in FP16 if cell.precision == "amp_o1" and cell.pipeline > 1),
-        next(cell for cell in FP16 if cell.precision == "amp_o2" and cell.pipeline > 1),
-        *CONTEXT[:5],
-        *OFFLOADED[:2],
-        *CROSSED[:3],
+        *CONTEXT[:2],
+        *OFFLOADED[:1],
+        *CROSSED[:2],
     ]
 }
+APEX = [next(cell for cell in FP16 if cell.precision == f"amp_o{level}" and cell.pipeline > 1) for level in (1, 2)]
 # With these, the pairs of all axis values, and some of what is no axis. The rest meets each pair again and again.
-SLOW = {cell.id for cell in [*CHOSEN[:33], *MORE[::6], *FP16[::4], *CONTEXT[:12], *MORE_CONTEXT[::3]]} - QUICK
-SLOW |= {cell.id for cell in [*OFFLOADED[2:8], *CROSSED[3:11]]}
+SLOW = {cell.id for cell in [*CHOSEN[:33], *MORE[::12], *FP16[::8], *APEX, *CONTEXT[:7], *MORE_CONTEXT[::6]]} - QUICK
+SLOW |= {cell.id for cell in [*OFFLOADED[1:5], *CROSSED[2:7]]}

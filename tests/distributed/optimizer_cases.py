@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from distributed.reshard_cases import SAVED, drawn, filled, held, joined
-from gptlite.config import Config
+from distributed.reshard_cases import OTHER, SAVED, drawn, filled, held, joined
+from gptlite.checkpoint.checkpointer import Checkpointer
+from gptlite.config import Config, to_yaml
 from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.boxes import local_box, local_part
 from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.words import layout_words
 from gptlite.parity.gather import Whole, gather
+from gptlite.run_folder import RunFolder
 from gptlite.trainer.state import TrainState
 
 STEPS = 4
 
 
-def distances(config: Config, world: int, name: str, reference: str) -> dict[str, float] | None:
-    """On the first `world` ranks: how far every weight and state is after some steps from one process's in a file.
+def distances(config: Config, world: int, name: str, reference: str, resume: bool = False) -> dict[str, float] | None:
+    """On the first `world` ranks: how far every weight and state is from what is in a file, one process's for example,
+    after some steps, or after resuming from checkpoint.resume.
 
     By key on rank 0, as a part of the largest value; infinite where there is no such key, or copies are not alike.
     """
     with joined(world, name) as is_in:
-        found = take_steps(config) if is_in else None
+        found = (_resumed if resume else take_steps)(config) if is_in else None
     if found is None:
         return None
     expected: dict[str, Tensor] = torch.load(reference)
@@ -40,7 +45,26 @@ def _distance(found: Whole | None, expected: Tensor | None) -> float:
     return apart.item() if apart.isfinite() else math.inf
 
 
-def take_steps(config: Config) -> dict[str, Whole] | None:
+def saved_after_steps(config: Config, world: int, name: str, reference: str) -> str | None:
+    """On the first `world` ranks: steps, then a checkpoint, whose folder is given; what is in it also in a file."""
+    with joined(world, name) as is_in:
+        found = take_steps(config, save=True) if is_in else None
+    if found is not None:
+        torch.save({key: whole.value for key, whole in found.items()}, reference)
+    return str(Path(config.run.dir) / "checkpoints" / f"step-{STEPS:08d}") if found is not None else None
+
+
+def _resumed(config: Config) -> dict[str, Whole] | None:
+    mesh = build_mesh(config.parallelism)
+    state, run = filled(config, mesh, OTHER), RunFolder(config, mesh)
+    with closing(state.loader), closing(run.checkpointer):
+        run.restore(state)
+        found = gather(held(state))
+    mesh.close()
+    return found
+
+
+def take_steps(config: Config, save: bool = False) -> dict[str, Whole] | None:
     """Every weight and state after the steps, whole on rank 0, in the group that has been joined, or alone."""
     mesh = build_mesh(config.parallelism)
     state = filled(config, mesh, SAVED)
@@ -53,6 +77,11 @@ def take_steps(config: Config) -> dict[str, Whole] | None:
             set_step(state.optimizer, step)
             state.optimizer.step()
         found = gather(held(state))
+        if save:
+            state.step = STEPS
+            words = layout_words(config.parallelism, mesh.layout)
+            with closing(Checkpointer(config.checkpoint, Path(config.run.dir), mesh, words)) as into:
+                into.save(state.tensors(), state.meta(), to_yaml(config), None, print)
     mesh.close()
     return found
 

@@ -180,5 +180,5 @@ CONTEXT = [
 ]
 
 ALL = [*SMALL, *_far_apart(), *CONTEXT]
-QUICK = [*SMALL[:4], *CONTEXT[:2]]
-SLOW = [*SMALL[4:], *ALL[len(SMALL) : -len(CONTEXT) : 10], *CONTEXT[2:5]]  # the rest are long
+QUICK = [*SMALL[:3], *CONTEXT[:1]]
+SLOW = [*SMALL[3:], *ALL[len(SMALL) : -len(CONTEXT) : 10], *CONTEXT[1:4]]  # the rest are long

@@ -67,7 +67,7 @@ def pools() -> Iterator[dict[int, Ranks]]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("name", marked(list(LAYOUTS), quick=1, slow=3))
+@pytest.mark.parametrize("name", marked(list(LAYOUTS), slow=3))
 def test_others_read_what_a_layout_saved(pools, tmp_path, name):
     layout = LAYOUTS[name]
     overrides = [*RUN, *layout.overrides, f"run.dir={tmp_path / 'run'}"]

@@ -42,6 +42,7 @@ def lag(axis: str) -> dict:
     return row
 
 
+@pytest.mark.slow
 def test_a_sleeping_rank_is_the_slowest(two: Ranks) -> None:
     row, other = two.run(f"{THIS}:lag", "tp")
     assert row == other

@@ -11,7 +11,7 @@ from gptlite.ops.config import Attention
 CASES = "distributed.context_cases:"
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param, collective_timeout=200) as started:
         yield started

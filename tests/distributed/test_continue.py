@@ -183,7 +183,7 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize("pieces", marked([(each,) for each in PIECES], quick=1, name=path))
+@pytest.mark.parametrize("pieces", marked([(each,) for each in PIECES], slow=1, name=path))
 def test_no_sample_is_skipped_or_repeated_where_the_data_degree_changes(
     pieces: list[Run], trainer: Trainer, tmp_path: Path
 ):

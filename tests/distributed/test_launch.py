@@ -15,6 +15,7 @@ from gptlite.errors import ConfigError
 from gptlite.launch import launch
 
 
+@pytest.mark.slow
 def test_rank_0_keeps_the_terminal_and_the_other_a_log(ranks: Start, tmp_path: Path) -> None:
     terminal, slave = os.openpty()
     run = ranks("fine", "trainer.max_steps=5", stdout=slave)
@@ -43,8 +44,7 @@ def test_rank_0_keeps_the_terminal_and_the_other_a_log(ranks: Start, tmp_path: P
             ("kill1", "rank 1 was killed by SIGKILL"),
             ("segfault1", "rank 1 was killed by SIGSEGV"),
         ],
-        quick=1,
-        slow=3,
+        slow=4,
     ),
 )
 def test_the_rank_that_failed_is_named(ranks: Start, tmp_path: Path, behaviour: str, named: str) -> None:
@@ -61,6 +61,7 @@ def test_the_rank_that_failed_is_named(ranks: Start, tmp_path: Path, behaviour: 
         assert "MiB asked for" in first
 
 
+@pytest.mark.slow
 def test_a_killed_rank_starts_again_from_the_last_checkpoint(ranks: Start, tmp_path: Path) -> None:
     code, output, errors = ranks("kill1", "trainer.max_restarts=1", "trainer.max_steps=9").end()
     assert code == 0, errors
@@ -71,6 +72,7 @@ def test_a_killed_rank_starts_again_from_the_last_checkpoint(ranks: Start, tmp_p
     assert (tmp_path / "run" / "ranks" / "rank-1.log").read_text().count("rank 1 prints") == 2
 
 
+@pytest.mark.slow
 def test_a_refusal_is_one_line_and_not_tried_again(ranks: Start, tmp_path: Path) -> None:
     code, output, errors = ranks("refuse", "trainer.max_restarts=3").end()
     assert (code, output, errors) == (2, "", "error: model.num_layers=7: not with this test\n")

@@ -18,6 +18,7 @@ from gptlite.starter import first_host
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
+@pytest.mark.slow
 def test_a_refusal_under_torchrun_is_one_line(start: Start, tmp_path: Path) -> None:
     """By the variables that torchrun sets, without it."""
     runs = []

@@ -56,7 +56,7 @@ def cells(precision: str) -> list[Case]:
     return last + [replace(case, rank=0) for case in last if case.world == 16]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", marked(["fp32", "bf16"], quick=1, slow=1))
 def test_model_state_is_as_designed(precision, imagined: Imagined):
     cases = cells(precision)
     results = imagined(cases)
@@ -103,7 +103,7 @@ def test_one_rank_takes_16_bytes_a_parameter(imagined: Imagined):
 REAL = {2: [(2, 1)], 4: [(4, 1), (2, 2)], 8: [(8, 1), (4, 2)]}
 
 
-@pytest.mark.parametrize("world", marked([2, 4, 8], quick=1, slow=1))
+@pytest.mark.parametrize("world", marked([2, 4, 8], slow=1))
 def test_real_ranks_take_what_imagined_ones_do(world, imagined: Imagined):
     cases = [Case(data, pp, zero, "bf16") for data, pp in REAL[world] for zero in range(4)]
     with Ranks(world, collective_timeout=200) as ranks:

@@ -112,7 +112,8 @@ def check_goes_on(undisturbed: Callable[[int, int], Path]) -> Callable[[Run], No
 
 
 @needs_mounts
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_full_disk_is_refused_before_any_rank_starts(server: ForkServer, begun, check_goes_on, world: int):
     run = begun(world)
     server.call(DISKS + "mount_small", str(run.bad), FULL_MB)

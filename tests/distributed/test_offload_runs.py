@@ -31,6 +31,7 @@ P = "parallelism."
 Usage = namedtuple("Usage", "total used free")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_from_files_to_memory_to_the_host_and_back(tmp_path: Path):
     """Four ranks of ZeRO 3 with files, one without offload, two tensor ranks on the host, two pipeline ranks."""
     nvme = [f"{P}offload=nvme", f"{P}offload_path={tmp_path}"]
@@ -56,6 +57,7 @@ def test_a_checkpoint_goes_from_files_to_memory_to_the_host_and_back(tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2", "3"}
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_in_the_folder_and_goes_on_from_its_checkpoint(tmp_path: Path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()

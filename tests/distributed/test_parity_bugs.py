@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+from marking import marked
 
 from distributed.parity_bugs import BUGS
 from distributed.parity_cells import Pool, References, judge
 
-pytestmark = pytest.mark.slow
+CELLS = list(dict.fromkeys(bug.cell for bug in BUGS.values()))
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +18,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(BUGS, key=lambda name: BUGS[name].cell.world))
 def test_a_planted_bug_is_found_and_named(name: str, pool: Pool):
     bug = BUGS[name]
@@ -25,7 +27,7 @@ def test_a_planted_bug_is_found_and_named(name: str, pool: Pool):
     assert words.startswith(f"different: step 1: {bug.names} is off by ")
 
 
-@pytest.mark.parametrize("cell", dict.fromkeys(bug.cell for bug in BUGS.values()), ids=lambda cell: cell.id)
+@pytest.mark.parametrize("cell", marked(CELLS, slow=4, name=lambda cell: cell.id))
 def test_without_a_bug_the_same_layouts_pass(cell, pool: Pool):
     same, words = judge(pool.references, cell, pool.run(cell))
     assert same, words

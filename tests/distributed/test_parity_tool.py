@@ -81,6 +81,7 @@ def compared(folder: str, overrides: list[str], bug: str) -> int:
         return compare_run(Path(folder), load(overrides), 0.0, None, None)
 
 
+@pytest.mark.slow
 def test_ranks_say_what_differs(tmp_path: Path):
     run = [*BASE, "precision=fp32", "model.num_layers=2", "data.micro_batch_size=24"]
     torch.set_num_threads(1)

@@ -33,6 +33,7 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_one_start_serves_many_functions_and_new_ranks_come_after_a_failure():
     with Ranks(2) as ranks:
         first, second = ranks.run("distributed.test_ranks:add", 1), ranks.run("distributed.test_ranks:add", 2)

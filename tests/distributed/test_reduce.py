@@ -21,7 +21,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "dtype", "zero"),
     [
-        ("bf16", "torch.bfloat16", 1),
+        pytest.param("bf16", "torch.bfloat16", 1, marks=SLOW),
         pytest.param("fp16", "torch.float16", 3, marks=SLOW),
         pytest.param("bf16_stochastic", "torch.bfloat16", 2, marks=SLOW),
     ],

@@ -27,6 +27,7 @@ def train(overrides: list[str]) -> int:
     return pretrain(load(overrides))
 
 
+@pytest.mark.slow
 def test_a_pipeline_tells_of_every_rank(tiny: list[str], tmp_path: Path):
     layout = ["parallelism.pipeline=2", "data.micro_batch_size=1", "model.num_layers=3"]
     with Ranks(2) as two:

@@ -30,6 +30,7 @@ def train(four, overrides):
     assert four.run("distributed.run_cases:train", overrides, timeout=120) == [0] * 4
 
 
+@pytest.mark.slow
 def test_resuming_on_the_same_layout_is_bit_exact(four, tiny, tmp_path):
     run = [*tiny, *LAYOUT, "trainer.max_steps=4"]
     train(four, [*run, f"run.dir={tmp_path / 'whole'}"])
@@ -57,6 +58,7 @@ def test_resuming_on_the_same_layout_is_bit_exact(four, tiny, tmp_path):
     assert f"resuming elsewhere: {words}; the curve may differ from an uninterrupted run's by rounding" in log
 
 
+@pytest.mark.slow
 def test_what_rank_0_refuses_all_refuse_and_nothing_is_written(four, tiny, tmp_path):
     (tmp_path / "file").write_text("")
     refused = four.run("distributed.run_cases:refusal", [*tiny, *LAYOUT, f"run.dir={tmp_path / 'file'}"])

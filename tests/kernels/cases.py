@@ -55,8 +55,8 @@ KINDS = ("normal", "large", "tiny", "constant", "big_mean", "outlier", "zeros")
 def each(
     names: str, cases: Iterable[Any], core: Iterable[Any] = (), backends: Iterable[str] = BACKENDS, mark: Any = None
 ) -> pytest.MarkDecorator:
-    """Parametrizes `backend` and `names`: the best backend with all cases, the others with `core`, and with the rest in
-    the slow tests, or the long ones where they take the emulator seconds. `core` may have cases of its own."""
+    """Parametrizes `backend` and `names`: the best backend with all cases, the emulator with `core`. The rest is for
+    the slow tests, or the long ones where it takes the emulator seconds. `core` may have cases of its own."""
     cases, core = list(cases), list(core)
     single = "," not in names
     params = []
@@ -64,7 +64,7 @@ def each(
         for case in [*core, *(case for case in cases if case not in core)]:
             values = (case,) if single else case
             marks = [mark] if mark else []
-            if backend != BEST and case not in core and not mark:
+            if not (backend == BEST or (backend == EMULATED and case in core) or mark):
                 marks = [pytest.mark.long if backend == EMULATED and _is_wide(values) else pytest.mark.slow]
             params.append(pytest.param(backend, *values, marks=marks, id="-".join(map(_name, (backend, *values)))))
     return pytest.mark.parametrize("backend," + names, params, indirect=["backend"])
@@ -75,8 +75,9 @@ def _is_wide(values: Iterable[Any]) -> bool:
 
 
 def on(backends: Iterable[str] = BACKENDS) -> pytest.MarkDecorator:
-    """Parametrizes `backend` alone."""
-    return pytest.mark.parametrize("backend", list(backends), indirect=True)
+    """Parametrizes `backend` alone; the CPU's lesser instruction sets are for the slow tests."""
+    marks = {each: () if each in (BEST, EMULATED) else (pytest.mark.slow,) for each in backends}
+    return pytest.mark.parametrize("backend", [pytest.param(each, marks=marks[each]) for each in marks], indirect=True)
 
 
 def of_dtypes(dtypes: Iterable[torch.dtype] = DTYPES) -> pytest.MarkDecorator:

@@ -1,6 +1,7 @@
 """The build under everything that can go wrong, on a library of two small sources; processes are forked."""
 
 import ctypes
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -77,8 +78,13 @@ def forked(call: Callable[[], Any], processes: int = 1) -> list[Any]:
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     started = [context.Process(target=lambda: queue.put(call())) for _ in range(processes)]
-    for process in started:
-        process.start()
+    gc.collect()
+    gc.freeze()  # what other tests have left, e.g. of threads that a child does not have, is not collected there
+    try:
+        for process in started:
+            process.start()
+    finally:
+        gc.unfreeze()
     results = [queue.get(timeout=120) for _ in started]
     for process in started:
         process.join(timeout=30)

@@ -142,6 +142,7 @@ def test_a_run_of_before_there_was_a_record(show: Show, fed: Callable, tmp_path:
     check(show, tmp_path / "run", steps)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("blended")
 def test_a_growing_batch_of_before_there_was_a_record_is_counted(show: Show, fed: Callable, tmp_path: Path):
     """The samples that a step begins with are those that metrics.jsonl has counted."""

@@ -79,6 +79,7 @@ def test_eval_refuses_data_of_another_tokenizer(trained: Path) -> None:
     assert "data=synthetic has another tokenizer" in result.stderr
 
 
+@pytest.mark.slow
 def test_bench_step_times_a_step() -> None:
     result = call("bench_step", "sizes=char", "repeats=2", "precision=fp32")
     assert result.returncode == 0, result.stderr

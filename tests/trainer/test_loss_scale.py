@@ -7,6 +7,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from marking import marked
 from run_files import checkpoint, read_metrics
 
 from gptlite.config import load
@@ -189,7 +190,7 @@ def test_an_overflow_at_the_least_scale_ends_the_run(run, tmp_path, options):
     assert f"at a loss scale of {least:g} that goes no lower" in result["status"]
 
 
-@pytest.mark.parametrize("precision", ["fp16", "amp_o1", "amp_o2"])
+@pytest.mark.parametrize("precision", marked(["fp16", "amp_o1", "amp_o2"], quick=1, slow=2))
 def test_resuming_within_a_window_is_bit_exact(run, tmp_path, precision):
     options = [f"precision={precision}", "precision.loss_scale_window=5", "trainer.max_steps=12"]
     run("whole", *options)
@@ -207,6 +208,7 @@ def test_resuming_within_a_window_is_bit_exact(run, tmp_path, precision):
     assert [scale for *_, scale in found[0]] == [2.0**16] * 5 + [2.0**17] * 5 + [2.0**18] * 2
 
 
+@pytest.mark.slow
 def test_to_and_from_a_precision_without_a_scale(run, tmp_path):
     run("a", "trainer.max_steps=2", "precision=fp32")
     run("a", "trainer.max_steps=4", "precision=fp16", "precision.initial_scale_power=10")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marking import marked
 from run_files import read_metrics, snapshot
 
 from gptlite.checkpoint.load import load_tensors, read_meta
@@ -144,8 +145,8 @@ def test_a_trace_cut_short_by_the_end_or_a_failure(run, tmp_path: Path) -> None:
     ("override", "named"),
     [
         ("model.num_layers=3", "model.num_layers=3"),
-        ("seed=5", "seed=5"),
-        ("data.tokenizer=char", "data.tokenizer=char"),
+        pytest.param("seed=5", "seed=5", marks=pytest.mark.slow),
+        pytest.param("data.tokenizer=char", "data.tokenizer=char", marks=pytest.mark.slow),
         ("optimizer=sgd", "schemas.optimizer"),
     ],
 )
@@ -210,7 +211,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
             each.stdout.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", marked([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], quick=1, slow=2))
 def test_a_signal_saves_and_exits_with_its_code(tiny: list[str], run, tmp_path: Path, number: int, start) -> None:
     folder = tmp_path / "a"
     process = start(tiny, folder, "trainer.max_steps=1000000", "trainer.log_interval=50")
@@ -233,6 +234,7 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_command_line_goes_on_with_a_run_given_its_folder_alone(tiny: list[str], tmp_path: Path, start) -> None:
     folder = tmp_path / "a"
     assert start(tiny, folder, "trainer.max_steps=2").wait(60) == 0
@@ -247,9 +249,9 @@ def test_the_command_line_goes_on_with_a_run_given_its_folder_alone(tiny: list[s
     [
         (["trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
         (["data.path=nowhere.txt"], "data.path=nowhere.txt"),
-        (["data.sequence_length=64"], "data.sequence_length=64"),
-        (["checkpoint.resume=nowhere"], "checkpoint.resume=nowhere"),
-        (["ops.attention=cudnn"], "ops.attention=cudnn"),
+        pytest.param(["data.sequence_length=64"], "data.sequence_length=64", marks=pytest.mark.slow),
+        pytest.param(["checkpoint.resume=nowhere"], "checkpoint.resume=nowhere", marks=pytest.mark.slow),
+        pytest.param(["ops.attention=cudnn"], "ops.attention=cudnn", marks=pytest.mark.slow),
     ],
 )
 def test_a_refusal_exits_2_with_one_line_and_writes_nothing(tiny, tmp_path: Path, overrides, named: str, start) -> None:
@@ -263,6 +265,7 @@ def test_a_refusal_exits_2_with_one_line_and_writes_nothing(tiny, tmp_path: Path
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_an_unwritable_run_folder_is_refused(tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file" / "run", Path("/proc/run")):
@@ -288,6 +291,7 @@ def test_a_run_started_from_weights_goes_on_given_its_folder_alone(tiny: list[st
     assert curve(second) == [(1,), (2,), (3,), (4,)]
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_a_pipe_whose_reader_dies_with_it_still_saves(tiny: list[str], tmp_path: Path, start) -> None:
     """`python train.py | tee log`: the terminal sends SIGINT to both, and tee goes at once."""
     folder = tmp_path / "a"
@@ -301,6 +305,7 @@ def test_ctrl_c_on_a_pipe_whose_reader_dies_with_it_still_saves(tiny: list[str],
     assert (folder / "checkpoints" / f"step-{result['step']:08d}").is_dir()
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_train_in_one_folder(tiny: list[str], tmp_path: Path, start) -> None:
     folder = tmp_path / "a"
     process = start(tiny, folder, "trainer.max_steps=1000000", "trainer.log_interval=100")

@@ -93,6 +93,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["in the spike", "before the rewind is done", "after it"])
 def test_a_kill_meanwhile_changes_nothing(
     run: Callable, tmp_path: Path, poisoned: list, monkeypatch: pytest.MonkeyPatch, where: str
