@@ -1,4 +1,4 @@
-"""How a request to stop reaches a rank whose launcher forwards signals, and may send some of its own."""
+"""How a request to stop reaches a rank that train.py started, whose launcher sends signals of its own."""
 
 import os
 import signal
@@ -9,31 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from gptlite.trainer.signals import SIGNALS, StopSignal
+from gptlite.trainer.signals import SAME_SECONDS, SIGNALS, StopSignal
 
-SAME_SECONDS = 2.0  # signals closer to each other than this are one request
 UNWIND_SECONDS = 5.0  # that a rank which does not train yet has for tidying up
 LOOK_SECONDS = 0.05
 EXIT_TERMINATED = 143
-
-
-class ForwardedStop(StopSignal):
-    """Under torchrun and srun: a signal to the whole job reaches a rank twice, once through the launcher.
-
-    So a second one ends the process at once only if it comes later than that.
-    """
-
-    _first = 0.0
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None:
-            super()._receive(number, frame)
-            self._first = time.monotonic()
-            for each in self._previous:
-                signal.signal(each, self._receive)
-        elif time.monotonic() - self._first > SAME_SECONDS:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
 
 
 class LauncherStop(StopSignal):
@@ -101,7 +81,7 @@ class LauncherStop(StopSignal):
             return
         self._noticed, number = time.monotonic(), int(self._file.read_text())
         if self._training:
-            super()._receive(number, None)  # sets `received` and says so
+            self._request(number)
             return
         self.received, self._unwinding = number, True
         self._stopped(128 + number)

@@ -81,7 +81,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
     """
     from gptlite.launch import keep_freed_memory, ran_out, share_cores
     from gptlite.parallelism.process_group import leave
-    from gptlite.rank_stop import ForwardedStop
+    from gptlite.trainer.signals import StopSignal
 
     os.environ.update(starter.environment())
     log = None
@@ -93,7 +93,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
     if starter.name == "srun":
         share_cores(starter.local_world_size)
     try:
-        code = train_rank(config, started, ForwardedStop(), log, pretrain, from_rank_0=True)
+        code = train_rank(config, started, StopSignal(), log, pretrain, from_rank_0=True)
         leave()  # not after a failure: the others may be gone, and this would wait for them
         return code
     except ConfigError:

@@ -76,7 +76,7 @@ ROOMS = {
     "plan_report": Room("metrics model parallelism plan planning"),
     "tuning": Room("config metrics parallelism plan planning"),
     "elastic": Room("checkpoint config memory_advice rank_log rank_stop", packages="torch"),
-    "worker": Room("config launch parallelism pretrain rank_log rank_stop starter", packages="torch"),
+    "worker": Room("config launch parallelism pretrain rank_log rank_stop starter trainer", packages="torch"),
     "rank_log": Room(),
     "rank_stop": Room("trainer"),
     "pretrain": Room(

@@ -10,10 +10,9 @@ from types import FrameType, TracebackType
 
 from hydra.core.hydra_config import HydraConfig
 
-from gptlite.rank_stop import SAME_SECONDS
 from gptlite.sweep.ended import HERE, Ended
 from gptlite.sweep.folder import SweepFolder
-from gptlite.trainer.signals import SIGNALS
+from gptlite.trainer.signals import SAME_SECONDS, SIGNALS
 
 LOOK_SECONDS = 0.2
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 
@@ -14,13 +15,20 @@ from gptlite.parallelism.mesh import Mesh
 
 POLL_EVERY = 8  # batches of an evaluation between two questions to all ranks
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what `sbatch --signal=USR1@120` sends
+SAME_SECONDS = 2.0  # signals closer to each other than this are one request
 
 
 class StopSignal:
-    """While entered, the first of SIGNALS sets `received`; a second one ends the process at once."""
+    """While entered, the first of SIGNALS sets `received`; one that comes later than SAME_SECONDS ends the process.
+
+    Not an earlier one: `timeout` signals its command and then its group, and under torchrun and srun a signal to the
+    whole job comes once more through the launcher. The second would end the process without its checkpoint, or with
+    another exit code: after a request the handlers stay, for it may come when all is saved.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._since = 0.0  # when, by time.monotonic()
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -29,13 +37,18 @@ class StopSignal:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._previous.items():
+        for number, handler in self._previous.items() if self.received is None else ():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        for each in self._previous:
-            signal.signal(each, signal.SIG_DFL)
+        if self.received is None:
+            self._request(number)
+        elif time.monotonic() - self._since > SAME_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _request(self, number: int) -> None:
+        self.received, self._since = number, time.monotonic()
         # Not print: the signal may have interrupted one, and the terminal or pipe may be gone with the same Ctrl-C.
         with contextlib.suppress(OSError):
             os.write(2, f"\n{signal.Signals(number).name}: saving after this step (again: stop at once)\n".encode())

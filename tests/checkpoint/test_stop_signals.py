@@ -37,15 +37,18 @@ class Stopped:
         self.overrides = [*TINY, MODES[mode], f"checkpoint.interval={interval}", "checkpoint.keep=2"]
         self.times = 0
 
-    def stop(self, name: str) -> None:
-        """Trains on, sends the signal at a random moment after the first step, and checks what is left."""
+    def stop(self, name: str, times: int = 1) -> None:
+        """Trains on, sends the signal at a random moment after the first step, so many times in a tenth of a second,
+        and checks what is left."""
         self.times += 1
         journal = self.folder / f"journal-{self.times}"
         process = self.start([*self.overrides, f"run.dir={self.run}"], journal)
         reached = wait_for_step(journal, process)
         time.sleep(self.random.uniform(0, 0.3))
         sent = time.monotonic()
-        process.signal(getattr(signal, name))
+        for _ in range(times):
+            process.signal(getattr(signal, name))
+            time.sleep(0.1 / times)
         assert process.wait(LIMIT) == CODES[name], process.text()[-2000:]
         assert time.monotonic() - sent < LIMIT
         (newest, *_) = step_folders(self.run / "checkpoints")
@@ -95,6 +98,13 @@ def test_a_signal_saves(forked, tmp_path, name, mode):
     stopped = Stopped(tmp_path, 0, forked, mode, interval=1000)  # so that there is no save but for the signal
     stopped.stop(name)
     stopped.check_numbers()
+
+
+def test_a_signal_that_comes_twice_saves(forked, tmp_path):
+    """As `timeout` sends it, to its command and then to the group, and launchers that pass on what all have had."""
+    stopped = Stopped(tmp_path, 0, forked, "sync", interval=1000)
+    stopped.stop("SIGTERM", times=20)
+    assert stopped.run.with_name("output-journal-1").read_text().count("saving after this step") == 1
 
 
 @pytest.mark.parametrize(("mode", "seed"), marked(combinations(MODES, (0, 1), first=[("async", 0)]), slow=1))
