@@ -4,7 +4,7 @@ Shapes: B sequences, S positions, d model width, H heads, D head width, V vocabu
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,9 @@ from gptlite.model.cache import LayerCache
 from gptlite.model.config import GPTConfig
 from gptlite.model.layers import Head, LayerNorm
 from gptlite.model.mlp import MLP
+from gptlite.ops.cross_entropy import LossGradient
 from gptlite.ops.dropout import DropoutKey, dropout
+from gptlite.ops.embedding import TableGradient, embedding
 from gptlite.ops.select import Ops
 
 # Dropout sites, unique in the model: the embedding is 0, block i has 3i+1 ... 3i+3.
@@ -92,7 +94,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops | None = None, seed: int = 0) -> None:
         super().__init__()
         ops = ops or Ops()
-        self.config, self.seed, self.fused_dropout = config, seed, ops.dropout
+        self.config, self.seed, self.fused_dropout, self.fused_table = config, seed, ops.dropout, ops.table
         self.compute_dtype = torch.float32
         self.tensor_axis: SequenceCut | None = None  # set where layers are cut over ranks
         self.context: ContextCut | None = None  # set where sequences are
@@ -150,6 +152,7 @@ class GPT(nn.Module):
         sample_ids: Tensor | None = None,
         caches: list[LayerCache] | None = None,
         documents: Tensor | None = None,
+        upstream: float | None = None,
     ) -> Tensor:
         """The sum of the token losses, fp32, in nats; without targets, logits [B, V] of the token after the last.
 
@@ -157,13 +160,17 @@ class GPT(nn.Module):
         part before. targets [B, S] int64 (-100 counts nothing); sample_ids [B], the global sample numbers that
         dropout is drawn from while training. With caches, one a layer, `x` continues what they hold. `documents` int64
         [B, S], of the whole sequence wherever it is cut, has for each position the first of its document: positions are
-        counted from there, and attention does not look back past it.
+        counted from there, and attention does not look back past it. `upstream`: the gradient that the sum will get,
+        where it is known; see LossGradient.
         """
-        hidden = self.hidden(x, sample_ids, caches, documents)
+        shared = None if targets is None else self._table_gradient()
+        hidden = self.hidden(x, sample_ids, caches, documents, shared)
         if self.head is None:
             return hidden
         vocab_size = self.config.vocab_size or self.config.padded_vocab_size
-        return self.head(hidden if targets is not None else hidden[:, -1:], targets, vocab_size)
+        if targets is None:
+            return self.head(hidden[:, -1:], None, vocab_size)
+        return self.head(hidden, targets, vocab_size, LossGradient(upstream, shared))
 
     def logits(self, tokens: Tensor, caches: list[LayerCache] | None = None) -> Tensor:
         """Logits [B, V] of the token after the last."""
@@ -175,11 +182,13 @@ class GPT(nn.Module):
         sample_ids: Tensor | None,
         caches: list[LayerCache] | None = None,
         documents: Tensor | None = None,
+        shared: TableGradient | None = None,
     ) -> Tensor:
         """The last layer's output [B, S, d], normed in the last part. Raises ValueError past the learned positions."""
         dropping = sample_ids is not None and self.training and self.config.dropout > 0.0
         if self.token_embedding is not None:
-            x = self._embed(x, sample_ids if dropping else None, caches[0].length if caches else 0, documents)
+            start = caches[0].length if caches else 0
+            x = self._embed(x, sample_ids if dropping else None, start, documents, shared)
         sites, mask = None, None if documents is None else self._other_documents(documents)
         if dropping:
             # A tensor: as a Python number it would be compiled into each block, a graph a layer.
@@ -199,7 +208,23 @@ class GPT(nn.Module):
             mine = torch.cat([documents[:, start : start + chunk] for start in starts], 1)
         return (mine[:, :, None] != documents[:, None, :]).unsqueeze(1)
 
-    def _embed(self, tokens: Tensor, sample_ids: Tensor | None, start: int, documents: Tensor | None) -> Tensor:
+    def _table_gradient(self) -> TableGradient | None:
+        """Where the head's gradient goes whose table is the embedding's too, if the embedding is to take it: only of
+        whole fp32 tables, since it would round what autograd adds up in fp32."""
+        if not self.fused_table or self.token_embedding is None or not isinstance(self.head, Head):
+            return None
+        table = self.head.weight
+        shared = table is self.token_embedding.weight and table.requires_grad and torch.is_grad_enabled()
+        return TableGradient() if shared and table.dtype == torch.float32 else None
+
+    def _embed(
+        self,
+        tokens: Tensor,
+        sample_ids: Tensor | None,
+        start: int,
+        documents: Tensor | None,
+        shared: TableGradient | None = None,
+    ) -> Tensor:
         """tokens [B, S] from position `start` on -> [B, S, d], or this rank's slice of the sequence; of a sequence that
         is cut over ranks, the tokens that are here."""
         assert self.token_embedding is not None
@@ -207,7 +232,9 @@ class GPT(nn.Module):
         if (end := start + tokens.shape[1]) > self.config.sequence_length:
             raise ValueError(f"{end} positions, but model.sequence_length={self.config.sequence_length}")
         # Each cast before they are added, as FSDP2 casts parameters before they are used.
-        x = self.token_embedding(tokens).to(self.compute_dtype)
+        table = self.token_embedding
+        x = table(tokens) if shared is None else embedding(tokens, cast(Tensor, table.weight), shared)
+        x = x.to(self.compute_dtype)
         first, gap = positions(self.tensor_axis, self.context, x.shape[1])
         first, half = start + first, x.shape[1] // 2
         learned = self.position_embedding.weight

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.ops.config import CrossEntropy
-from gptlite.ops.cross_entropy import linear_cross_entropy
+from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, linear_cross_entropy
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.layer_norm import layer_norm, residual_norm
@@ -53,19 +53,20 @@ class Head(nn.Linear):
         super().__init__(d_model, rows, bias=False)
         self.cross_entropy, self.fused = cross_entropy, fused
 
-    def forward(self, hidden: Tensor, targets: Tensor | None, vocab_size: int) -> Tensor:
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None, vocab_size: int, known: LossGradient = NOTHING_KNOWN
+    ) -> Tensor:
         """The sum of the losses, fp32; without targets, logits [B, V], fp32, of one position.
 
         hidden [B, S, d]; targets [B, S]; rows from `vocab_size` on are padding.
         """
         hidden = hidden.to(self.matmul_dtype or hidden.dtype)
-        weight = self.weight.to(hidden.dtype)
+        weight = (self.weight if known.table is None else self.weight.detach()).to(hidden.dtype)
         if targets is None:
             return (hidden[:, 0] @ weight[:vocab_size].t()).float()
         rows = hidden.flatten(0, 1)
-        return linear_cross_entropy(
-            rows, weight, targets.flatten(), vocab_size, choice=self.cross_entropy, fused_linear=self.fused
-        )
+        options = {"choice": self.cross_entropy, "fused_linear": self.fused, "known": known}
+        return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, **options)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.model.layers import Head
-from gptlite.ops.cross_entropy import VocabShard, linear_cross_entropy
+from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, VocabShard, linear_cross_entropy
 from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, local, rows_per_rank
 
 
@@ -18,7 +18,9 @@ class VocabParallelHead(nn.Module):
         self.axis, self.cross_entropy = axis, whole.cross_entropy
         self.weight = cut(whole.weight, axis, 0)
 
-    def forward(self, hidden: Tensor, targets: Tensor | None, vocab_size: int) -> Tensor:
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None, vocab_size: int, known: LossGradient = NOTHING_KNOWN
+    ) -> Tensor:
         """The sum of the losses of the whole sequence, fp32; without targets, logits [B, V], fp32, of one position.
 
         hidden [B, S or s, d]; targets [B, S]. Logits are gathered: of one position there are few.
@@ -32,4 +34,5 @@ class VocabParallelHead(nn.Module):
         shard = VocabShard(first_row(self.weight, self.axis), longest, self.axis.gather)
         hidden = enter(hidden, self.axis)
         rows = hidden.flatten(0, 1)
-        return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, shard, self.cross_entropy)
+        options = {"choice": self.cross_entropy, "known": known}
+        return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, shard, **options)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gptlite.ops.config import LOGIT_BYTES, SOFTMAX_BYTES, CrossEntropy
+from gptlite.ops.embedding import TableGradient
 from gptlite.ops.linear import linear_gradients
 
 IGNORE = -100
@@ -40,7 +41,21 @@ class LossTerms:
     z_loss: float = 0.0
 
 
+@dataclass(frozen=True)
+class LossGradient:
+    """What is known beforehand of the gradients of a loss.
+
+    `upstream`: what they will be multiplied by, so that the logits' can be, in the pass that makes them; another
+    factor that then comes costs a pass over the table's gradient. `table`: takes that gradient, where the table is an
+    embedding's too: there is none for autograd then.
+    """
+
+    upstream: float | None = None
+    table: TableGradient | None = None
+
+
 NO_TERMS = LossTerms()
+NOTHING_KNOWN = LossGradient()
 
 
 def linear_cross_entropy(
@@ -52,13 +67,14 @@ def linear_cross_entropy(
     choice: CrossEntropy = CrossEntropy.chunked,
     terms: LossTerms = NO_TERMS,
     fused_linear: bool = False,
+    known: LossGradient = NOTHING_KNOWN,
 ) -> Tensor:
     """Sum over tokens of -log softmax(hidden weightᵀ)[target] and the other terms, fp32.
 
     hidden [N, D]; weight [V', D] of hidden's dtype, rows from `vocab_size` on are padding and get no
     probability; targets [N] int64, IGNORE counts nothing. `reference` writes the logits out in fp32. Otherwise
     gradients are computed in the forward pass, where the logits are at hand (as in Liger Kernel, arXiv:2410.10989),
-    and scaled by the upstream gradient in the backward.
+    and scaled by the upstream gradient in the backward, if that is not the one that was `known`.
 
     With a `shard`, weight is its rows alone: the ranks exchange three floats a token (the logarithm of the sum of
     exponentials, the target's logit, the logits' sum), every rank returns the whole loss, and hidden's gradient is its
@@ -66,9 +82,11 @@ def linear_cross_entropy(
     """
     if choice is CrossEntropy.reference and shard is None:
         return _written_out(hidden @ weight[:vocab_size].t(), targets, terms)
-    loss = _Loss(vocab_size, shard, choice is CrossEntropy.fused, terms, fused_linear)
+    # In fp16 the gradients of single logits, divided by a batch's number of tokens, would be lost.
+    upstream = None if hidden.dtype == torch.float16 else known.upstream
+    loss = _Loss(vocab_size, shard, choice is CrossEntropy.fused, terms, fused_linear, upstream)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, targets, loss)
+        return _LinearCrossEntropy.apply(hidden, weight, targets, loss, known.table)
     table = weight[: loss.rows(weight)]
     return torch.stack([loss.of(h @ table.t(), t, want_grad=False) for h, t in loss.chunks(hidden, targets)]).sum()
 
@@ -83,7 +101,9 @@ def _written_out(logits: Tensor, targets: Tensor, terms: LossTerms) -> Tensor:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, loss: "_Loss") -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, loss: "_Loss", shared: TableGradient | None
+    ) -> Tensor:
         rows = loss.rows(weight)
         table = weight[:rows]
         losses, dhidden, dtable = [], [], None
@@ -101,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight = torch.empty_like(weight)
             dweight[:rows], dweight[rows:] = dtable, 0
         ctx.save_for_backward(torch.cat(dhidden) if len(dhidden) > 1 else dhidden[0], dweight)
-        ctx.scaled_by = None
+        ctx.upstream, ctx.scaled_by, ctx.shared = loss.upstream, None, shared
         return torch.stack(losses).sum()
 
     @staticmethod
@@ -110,13 +130,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden, dweight = ctx.saved_tensors
         if ctx.scaled_by is not None:
             # A schedule that splits the backward pass comes twice: for hidden's gradient, then for the weight's.
+            if ctx.shared is not None:
+                raise RuntimeError("the backward pass a second time: the table's gradient has been given away")
             factor = grad / ctx.scaled_by
-            return dhidden * factor, dweight * factor, None, None
-        # In place: the forward pass made them for this alone. `.data`, or autograd would refuse them the second time.
+            return dhidden * factor, dweight * factor, None, None, None
         ctx.scaled_by = grad
-        dhidden.data.mul_(grad)
-        dweight.data.mul_(grad)
-        return dhidden, dweight, None, None
+        factor = grad if ctx.upstream is None else grad / ctx.upstream
+        if ctx.upstream is None or factor != 1:
+            # In place: the forward pass made them for this alone. `.data`, or autograd would refuse them next time.
+            dhidden.data.mul_(factor)
+            dweight.data.mul_(factor)
+        if ctx.shared is None:
+            return dhidden, dweight, None, None, None
+        ctx.shared.put(dweight)
+        return dhidden, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -128,6 +155,12 @@ class _Loss:
     fused: bool
     terms: LossTerms
     fused_linear: bool
+    upstream: float | None  # what the gradient is multiplied by, if anything
+
+    @property
+    def scale(self) -> float:
+        """Of the logits' gradient."""
+        return 1.0 if self.upstream is None else self.upstream
 
     def rows(self, weight: Tensor) -> int:
         """How many of a table's rows are no padding."""
@@ -147,7 +180,7 @@ class _Loss:
         if self.fused:
             terms = self.terms
             losses = torch.ops.gptlite.cross_entropy_(
-                logits, targets, terms.label_smoothing, terms.z_loss, IGNORE, want_grad
+                logits, targets, terms.label_smoothing, terms.z_loss, IGNORE, want_grad, self.scale
             )
             return losses.sum()
         losses = []
@@ -182,6 +215,8 @@ class _Loss:
         if terms.label_smoothing:
             p.sub_(terms.label_smoothing / self.vocab_size)
         p.scatter_add_(1, index, (mine.to(p.dtype) * (terms.label_smoothing - 1)).unsqueeze(1))
+        if self.scale != 1.0:
+            p.mul_(self.scale)
         return p.masked_fill_(~valid.unsqueeze(1), 0.0)
 
     def _sharded(self, logits: Tensor, targets: Tensor, shard: VocabShard, want_grad: bool) -> Tensor:
@@ -198,7 +233,7 @@ class _Loss:
         log_sum = everywhere[..., 0].logsumexp(0)
         target_logit, total = everywhere[..., 1].sum(0), everywhere[..., 2].sum(0)
         if want_grad and columns and self.fused:
-            terms = (self.terms.label_smoothing, self.terms.z_loss, IGNORE)
+            terms = (self.terms.label_smoothing, self.terms.z_loss, IGNORE, self.scale)
             torch.ops.gptlite.cross_entropy_gradient_(logits, targets, log_sum, shard.first, self.vocab_size, *terms)
         elif want_grad and columns:
             for x, at, has, log, ok in _cache_sized(logits, index, mine, log_sum, valid):

@@ -28,6 +28,7 @@ class Ops:
     dropout: bool = False
     linear: bool = False
     adamw: bool = False
+    table: bool = False  # a tied embedding takes the head's gradient instead of adding its own, dense one
     apex_norm: bool = False  # layer norm by Apex; `layer_norm` is then False
     reasons: tuple[str, ...] = ()
 
@@ -48,7 +49,8 @@ def select_ops(
     cross_entropy = _cross_entropy(config, library, chosen)
     attention = _attention(config, device, library, chosen, documents)
     words = tuple(_words(chosen))
-    return Ops(attention, cross_entropy, linear=linear, **paths, apex_norm=apex_norm, reasons=words)
+    table = device.type == "cpu" and cross_entropy is CrossEntropy.fused
+    return Ops(attention, cross_entropy, linear=linear, **paths, table=table, apex_norm=apex_norm, reasons=words)
 
 
 def _words(chosen: dict[str, str]) -> Iterable[str]:

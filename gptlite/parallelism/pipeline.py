@@ -4,8 +4,8 @@ The schedules are torch.distributed.pipelining's: GPipe (Huang et al. 2019, arXi
 2019, arXiv:1806.03377), interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), and the zero-bubble schedules,
 which compute input gradients first and weight gradients later (Qi et al. 2023, arXiv:2401.10241).
 
-A part is a module called with (tokens or activations, targets, sample_ids, documents=...). It returns activations
-[B, S, d]; the last part returns the sum of the token losses.
+A part is a module called with (tokens or activations, targets, sample_ids, documents=..., upstream=...). It returns
+activations [B, S, d]; the last part returns the sum of the token losses, whose gradient will be `upstream`.
 """
 
 from __future__ import annotations
@@ -64,18 +64,23 @@ class OnePart:
 
     def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
         """Adds gradients of the loss, the sum over tokens divided by `valid`, and returns this rank's share of it."""
-        total = torch.zeros((), device=valid.device)
+        total, upstream = torch.zeros((), device=valid.device), known_upstream(valid)
         count = len(batches.tokens)
         for index in range(count):
             before_backward(self.part, self.zero, last=index == count - 1)
             documents = None if batches.documents is None else batches.documents[index]
-            out = self.part(
-                batches.tokens[index], batches.targets[index], batches.sample_ids[index], documents=documents
-            )
+            given = (batches.tokens[index], batches.targets[index], batches.sample_ids[index])
+            out = self.part(*given, documents=documents, upstream=upstream)
             loss = out / valid
             loss.backward()
             total += loss.detach()
         return total
+
+
+def known_upstream(valid: Tensor) -> float | None:
+    """What autograd will make the gradient of a loss that is divided by `valid`; None where to look would be to wait
+    for a device."""
+    return (torch.ones(()) / valid).item() if valid.device.type == "cpu" else None
 
 
 class Pipeline:
@@ -106,9 +111,10 @@ class Pipeline:
     def _build(self, micro_batches: int) -> None:
         """Sets the schedule of so many micro-batches. Stages are its own: they hold buffers for each."""
         config, mesh, total = self.config, self.mesh, num_stages(self.config)
+        self._plain = [_Plain(part) for part in self.parts]
         stages = [
             _Stage(
-                _Plain(part),
+                plain,
                 number,
                 total,
                 mesh.device,
@@ -116,7 +122,7 @@ class Pipeline:
                 output_args=(torch.empty((), device="meta") if number == total - 1 else self._between,),
                 group=mesh.group("pp"),
             ).over(part, micro_batches, config.zero)
-            for number, part in zip(self._numbers, self.parts, strict=True)
+            for number, part, plain in zip(self._numbers, self.parts, self._plain, strict=True)
         ]
         one = config.schedule in ("gpipe", "1f1b")
         self._micro_batches = micro_batches
@@ -129,6 +135,8 @@ class Pipeline:
         self.valid = valid
         if len(batches.tokens) != self._micro_batches:
             self._build(len(batches.tokens))
+        for part in self._plain:
+            part.upstream = known_upstream(valid)
         targets, given = torch.cat(list(batches.targets)), {"sample_ids": torch.cat(list(batches.sample_ids))}
         if batches.documents is not None:
             given["documents"] = torch.cat(list(batches.documents))
@@ -154,9 +162,10 @@ class _Plain(nn.Module):
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.part = part
+        self.upstream: float | None = None
 
     def forward(self, x: Tensor, targets: Tensor, sample_ids: Tensor, documents: Tensor | None = None) -> Tensor:
-        return self.part(x, targets, sample_ids, documents=documents)
+        return self.part(x, targets, sample_ids, documents=documents, upstream=self.upstream)
 
 
 class _Stage(PipelineStage):

@@ -83,7 +83,8 @@ def ops_of(work: Workload) -> Ops:
     wanted = work.device == "cuda" or attention in (Attention.fused, Attention.fused_softmax)
     if not wanted or not isinstance(load("cpu", lambda _: None), Loaded):
         return Ops(attention)
-    return Ops(attention, CrossEntropy.fused, layer_norm=True, bias_gelu=True, dropout=True, adamw=True)
+    table, plain = work.device == "cpu", dict.fromkeys(("layer_norm", "bias_gelu", "dropout", "adamw"), True)
+    return Ops(attention, CrossEntropy.fused, table=table, **plain)
 
 
 @contextmanager

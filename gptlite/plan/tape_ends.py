@@ -26,7 +26,7 @@ def embed_forward(s: Sizes) -> Tape:
 
 
 def embed_backward(s: Sizes, rows: int, positions: int, tied: bool) -> Tape:
-    """Dense gradients of both tables, `rows` of them and `positions`."""
+    """Gradients of both tables, `rows` of them and `positions`: dense, unless `tied` rows are added to the head's."""
     item = MASTER if s.casts else s.item
     table, learned = rows * s.width * item, positions * s.width * item
     tape = [s.slice, -s.slice] if s.dropout else []
@@ -34,7 +34,10 @@ def embed_backward(s: Sizes, rows: int, positions: int, tied: bool) -> Tape:
     if s.tensor > 1:
         tape += [s.whole, s.whole, -s.whole] if s.sequence else []
         tape += [s.whole]
-    tape += [table, *([table, -table] if tied and s.holds else [])]
+    if tied and item == MASTER and s.fused and s.device == "cpu" and s.tensor == 1:
+        tape += [table] if s.casts else []  # the head's, of which one in fp32 is made
+    else:
+        tape += [table, *([table, -table] if tied and s.holds else [])]
     if s.tensor > 1:
         tape += [-s.whole, -s.whole if s.sequence else 0, -INDEX * s.tokens - s.tokens]
     return [*tape, *([] if s.holds else [-table]), -s.slice, -s.slice]

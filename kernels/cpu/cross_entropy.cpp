@@ -1,7 +1,8 @@
 // Cross entropy of rows of logits, and its gradient in their place: exponentials and sums come block by block while the
-// row passes through the cache. In fp32 the exponentials stay where the logits were, each block's relative to the largest
-// logit up to there; 16 bits would round them twice, so there they are computed once more.
+// row passes through the cache. They are computed once, each block's relative to the largest logit up to there, and kept
+// in fp32: where the logits were, or, of 16 bits, in a row beside, which stays in the second-level cache.
 #include <math.h>
+#include <stdlib.h>
 
 #include "gptlite_kernels.h"
 #include "parallel.h"
@@ -12,6 +13,8 @@ namespace GPTLITE_ISA {
 namespace {
 
 constexpr int64_t kBlock = 1024;  // logits that fit the first-level cache, and that fp32 lanes add up exactly enough
+// Logits that are fetched from memory meanwhile: the CPU by itself looks no further ahead than its arithmetic has got.
+constexpr int64_t kAhead = 4 * kBlock;
 constexpr int64_t kKept = 256;  // blocks of a row whose exponentials are kept: 262,144 logits
 constexpr float kLowest = -0x1.fffffep127f;  // of all that are finite
 
@@ -34,24 +37,31 @@ GPTLITE_INLINE float largest(const T* x, int64_t count, float least) {
   return max_lane(max(max(most[0], most[1]), max(most[2], most[3])));
 }
 
-// A NaN or +inf among the logits makes `exponentials` NaN. With `keep` the exponentials replace the logits, and
-// `relative_to` has for each block what was subtracted.
+// Exponentials of a row, `kept` of all its columns, and for each block what was subtracted. In fp32 `kept` is the row.
+struct Exponentials {
+  float* kept;
+  float relative_to[kKept];
+};
+
+// A NaN or +inf among the logits makes `exponentials` NaN. With `keep` they are written down.
 template <bool keep, class T>
-Summary summarize(T* row, int64_t columns, float* relative_to) {
+Summary summarize(const T* row, int64_t columns, Exponentials* written) {
   Summary all;
   for (int64_t first = 0; first < columns; first += kBlock) {
-    T* const x = row + first;
+    const T* const x = row + first;
     const int64_t count = columns - first < kBlock ? columns - first : kBlock;
     const float most = largest(x, count, all.max);
     if (most > all.max) {
       all.exponentials *= ::exp(static_cast<double>(all.max) - most);
       all.max = most;
     }
-    if constexpr (keep) relative_to[first / kBlock] = all.max;
+    float* const kept = keep ? written->kept + first : nullptr;
+    if constexpr (keep) written->relative_to[first / kBlock] = all.max;
     Vec exponentials[4] = {}, distances[4] = {};
     for_columns<4>(count, [&](int64_t i, auto at, auto lanes) GPTLITE_LAMBDA {
+      __builtin_prefetch(x + i + kAhead);
       const Vec distance = fill_past(load(x + i, lanes), lanes, most) - most, exponential = exp(distance);
-      if constexpr (keep) store(x + i, exponential, lanes);
+      if constexpr (keep) store(kept + i, exponential, lanes);
       exponentials[at] += zero_past(exponential, lanes);
       distances[at] += distance;
     });
@@ -82,17 +92,22 @@ void write_gradient(T* x, int64_t columns, const Gradient& gradient) {
   if (gradient.target >= 0) store(x + gradient.target, at_target, First{1});
 }
 
-// The same, where `summarize` has kept the exponentials.
-void scale_gradient(float* x, int64_t columns, const Gradient& gradient, const float* relative_to) {
+// The same, where `summarize` has written the exponentials down.
+template <class T>
+void scale_gradient(T* row, int64_t columns, const Gradient& gradient, const Exponentials& written) {
   for (int64_t first = 0; first < columns; first += kBlock) {
-    const int64_t count = columns - first < kBlock ? columns - first : kBlock;
-    const double moved = ::exp(static_cast<double>(relative_to[first / kBlock]) - gradient.shift);
+    T* const x = row + first;
+    const float* const kept = written.kept + first;
+    const int64_t count = columns - first < kBlock ? columns - first : kBlock, target = gradient.target - first;
+    const double moved = ::exp(static_cast<double>(written.relative_to[first / kBlock]) - gradient.shift);
     const Vec factor = broadcast(static_cast<float>(moved * gradient.factor)), floor = broadcast(-gradient.floor);
+    const bool has_target = target >= 0 && target < count;
+    const Vec at_target = has_target ? fma(load(kept + target, First{1}), factor, floor) - gradient.peak : Vec{};
     for_columns<4>(count, [=](int64_t i, auto, auto lanes) GPTLITE_LAMBDA {
-      store(x + first + i, fma(load(x + first + i, lanes), factor, floor), lanes);
+      store(x + i, fma(load(kept + i, lanes), factor, floor), lanes);
     });
+    if (has_target) store(x + target, at_target, First{1});
   }
-  if (gradient.target >= 0) x[gradient.target] -= gradient.peak;
 }
 
 // Which column a target is, or -1 if none here.
@@ -105,8 +120,9 @@ int64_t column_of(int64_t target, int64_t columns, const GptliteLoss& loss) {
 // The gradient, where exponentials times `factor`, relative to `shift`, are probabilities.
 Gradient gradient_of(const GptliteLoss& loss, float shift, double factor, double log_sum, int64_t column) {
   const double smoothed = loss.label_smoothing == 0 ? 0 : loss.label_smoothing / static_cast<double>(loss.vocab_size);
-  const double z = 1 + 2 * static_cast<double>(loss.z_loss) * log_sum;
-  return {shift, static_cast<float>(factor * z), static_cast<float>(smoothed), 1 - loss.label_smoothing, column};
+  const double z = 1 + 2 * static_cast<double>(loss.z_loss) * log_sum, scale = loss.scale;
+  return {shift, static_cast<float>(factor * z * scale), static_cast<float>(smoothed * scale),
+          static_cast<float>((1 - static_cast<double>(loss.label_smoothing)) * scale), column};
 }
 
 float loss_of(const Summary& row, float target, const GptliteLoss& loss) {
@@ -118,9 +134,10 @@ float loss_of(const Summary& row, float target, const GptliteLoss& loss) {
   return static_cast<float>(value);
 }
 
-// A target that is neither ignored nor a column is the caller's error: NaN, and nothing else written but the row.
+// A target that is neither ignored nor a column is the caller's error: NaN, and nothing else written but the row. `room`
+// for a row of exponentials, if there is any.
 template <class T>
-float row_loss(T* x, int64_t target, int64_t columns, const GptliteLoss& loss, bool want_gradient) {
+float row_loss(T* x, int64_t target, int64_t columns, const GptliteLoss& loss, bool want_gradient, float* room) {
   if (target == loss.ignore_index) {
     if (want_gradient) memset(x, 0, static_cast<size_t>(columns) * sizeof(T));
     return 0;
@@ -128,13 +145,13 @@ float row_loss(T* x, int64_t target, int64_t columns, const GptliteLoss& loss, b
   const int64_t column = column_of(target, columns, loss);
   if (column < 0) return __builtin_nanf("");
   const float logit = to_float(x[column]);
-  if constexpr (sizeof(T) == sizeof(float)) {
-    if (want_gradient && columns <= kKept * kBlock) {
-      float relative_to[kKept];
-      const Summary row = summarize<true>(x, columns, relative_to);
-      scale_gradient(x, columns, gradient_of(loss, row.max, 1 / row.exponentials, row.log_sum(), column), relative_to);
-      return loss_of(row, logit, loss);
-    }
+  if constexpr (sizeof(T) == sizeof(float)) room = x;
+  if (want_gradient && room != nullptr && columns <= kKept * kBlock) {
+    Exponentials written;
+    written.kept = room;
+    const Summary row = summarize<true>(x, columns, &written);
+    scale_gradient(x, columns, gradient_of(loss, row.max, 1 / row.exponentials, row.log_sum(), column), written);
+    return loss_of(row, logit, loss);
   }
   const Summary row = summarize<false>(x, columns, nullptr);
   if (want_gradient) {
@@ -149,11 +166,14 @@ int cross_entropy(float* losses, void* logits, int64_t row_stride, const int64_t
                   const GptliteLoss* loss, int want_gradient, int dtype, void* context) {
   return with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
+    const bool beside = want_gradient != 0 && sizeof(T) < sizeof(float) && columns <= kKept * kBlock;
     parallel(context, rows, task_items(columns), [&](int64_t first, int64_t last) {
+      void* const room = beside ? malloc(static_cast<size_t>(columns) * sizeof(float)) : nullptr;
       for (int64_t row = first; row < last; ++row) {
         T* x = static_cast<T*>(logits) + row * row_stride;
-        losses[row] = row_loss(x, targets[row], columns, *loss, want_gradient != 0);
+        losses[row] = row_loss(x, targets[row], columns, *loss, want_gradient != 0, static_cast<float*>(room));
       }
+      free(room);
     });
     return 0;
   });

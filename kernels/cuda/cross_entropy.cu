@@ -121,8 +121,9 @@ struct Slope {
 // `log_sum`: of all columns. exp(x - base) times `inverse` is a probability.
 __device__ __forceinline__ Slope slope_of(const GptliteLoss& loss, float base, float inverse, float log_sum,
                                           int64_t target) {
-  return Slope{base, (1.0f + 2.0f * loss.z_loss * log_sum) * inverse,
-               loss.label_smoothing / static_cast<float>(loss.vocab_size), 1.0f - loss.label_smoothing, target};
+  return Slope{base, (1.0f + 2.0f * loss.z_loss * log_sum) * inverse * loss.scale,
+               loss.label_smoothing / static_cast<float>(loss.vocab_size) * loss.scale,
+               (1.0f - loss.label_smoothing) * loss.scale, target};
 }
 
 // Writes the gradient in the row's place; from `kept`, if not NULL.

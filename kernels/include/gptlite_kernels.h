@@ -49,6 +49,7 @@ typedef struct GptliteLoss {
   int64_t vocab_size;  // columns of all ranks together
   float label_smoothing;
   float z_loss;
+  float scale;  // of the gradient
 } GptliteLoss;
 
 // Rows of `width` of a tensor [batch, heads, positions, width], wherever they are; strides in elements.

@@ -122,7 +122,7 @@ def rows_far_apart(backend: Emulated) -> None:
     device.lend(losses.data_ptr(), rows * 4, WRITABLE)
     function = backend.library.gptlite_cuda_cross_entropy
     function.argtypes = [*signatures()["cross_entropy"], ctypes.c_void_p]
-    struct = GptliteLoss(-100, 0, columns, 0.0, 0.0)
+    struct = GptliteLoss(-100, 0, columns, 0.0, 0.0, 1.0)
     arguments = losses.data_ptr(), data.data_ptr(), stride, targets.data_ptr(), rows, columns, ctypes.byref(struct)
     status = function(*arguments, 1, 1, None)
     device.check()

@@ -42,6 +42,7 @@ class GptliteLoss(ctypes.Structure):
         ("vocab_size", ctypes.c_int64),
         ("label_smoothing", ctypes.c_float),
         ("z_loss", ctypes.c_float),
+        ("scale", ctypes.c_float),
     )
 
 

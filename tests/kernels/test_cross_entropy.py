@@ -14,8 +14,8 @@ from kernels.tolerances import ARGUMENT, ARITHMETIC, check
 TOLERANCE = ARITHMETIC["cross_entropy"]
 IGNORED = -100
 PLAIN = Loss()
-ALL = Loss(label_smoothing=0.1, z_loss=1e-3)
-LOSSES = (PLAIN, Loss(label_smoothing=0.2), Loss(z_loss=0.01), ALL)
+ALL = Loss(label_smoothing=0.1, z_loss=1e-3, scale=0.3)
+LOSSES = (PLAIN, Loss(label_smoothing=0.2), Loss(z_loss=0.01), Loss(scale=1 / 3), ALL)
 
 
 def targets_of(rows: int, columns: int, ignored: int = IGNORED) -> Tensor:
@@ -39,7 +39,7 @@ def reference(logits: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Tens
     if e != 0:
         losses = losses - e / count * x.sum(-1)
     losses = losses.masked_fill(ignored, 0.0)
-    (gradient,) = torch.autograd.grad(losses.sum(), x)
+    (gradient,) = torch.autograd.grad(loss.scale * losses.sum(), x)
     with torch.no_grad():
         smoothed = e / count * x.abs().sum(-1) if e != 0 else torch.zeros_like(log_sum)
         terms = log_sum.abs() + x.amax(-1).abs() + (1 - e) * picked.abs() + smoothed + loss.z_loss * log_sum**2
@@ -54,6 +54,7 @@ def check_gradient(actual: Tensor, expected: Tensor, logits: Tensor, targets: Te
     target = torch.zeros_like(x).scatter(-1, targets.masked_fill(ignored.squeeze(-1), 0).unsqueeze(-1), 1 - e)
     largest = torch.where(x.isfinite(), x.abs(), 0.0).amax(-1, keepdim=True)
     terms = (p * (TOLERANCE + ARGUMENT * largest) + (target + e / x.shape[1]) * TOLERANCE).masked_fill(ignored, 0.0)
+    terms *= loss.scale
     check("gradient", actual, expected, terms, 1.0)
 
 

@@ -1,15 +1,24 @@
 """The head and its loss in one op, against the same written out in fp64."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from gptlite.kernels.library import Loaded, load
 from gptlite.ops import cross_entropy
-from gptlite.ops.cross_entropy import linear_cross_entropy
+from gptlite.ops.config import CrossEntropy
+from gptlite.ops.cross_entropy import LossGradient, linear_cross_entropy
 
 TOKENS, WIDTH, VOCAB, PADDED = 37, 16, 53, 64
 # Largest error over the largest value of the fp64 result. In bf16 the logits and their gradient are each rounded once.
 TOLERANCE = {torch.float32: {"loss": 1e-6, "grad": 2e-6}, torch.bfloat16: {"loss": 2e-3, "grad": 1e-2}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels() -> None:
+    assert isinstance(load("cpu"), Loaded)
 
 
 def draw(tokens: int = TOKENS, scale: float = 1.0):
@@ -51,6 +60,24 @@ def check(hidden, weight, targets, dtype, upstream=1.0):
 @pytest.mark.parametrize("upstream", [1.0, 1 / 4096, -3.0])
 def test_loss_and_gradients(dtype, upstream):
     check(*draw(), dtype, upstream)
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float16], ids=str)
+@pytest.mark.parametrize("upstream", [1.0, 1 / 4096, 1 / 37, -3.0])
+@pytest.mark.parametrize("known", [1.0, 1 / 37, 100.0])
+@pytest.mark.parametrize("choice", [CrossEntropy.chunked, CrossEntropy.fused], ids=lambda choice: choice.value)
+def test_whatever_was_known_of_the_upstream_gradient(dtype, upstream, known, choice):
+    def loss_of(*given, gradient):
+        return linear_cross_entropy(*given, VOCAB, choice=choice, known=gradient)
+
+    results = [
+        run(partial(loss_of, gradient=gradient), *draw(), dtype, upstream)
+        for gradient in (LossGradient(known), LossGradient())
+    ]
+    assert torch.equal(results[0][0], results[1][0])
+    for a, b in zip(results[0][1:], results[1][1:], strict=True):
+        error = (a.double() - b.double()).abs().max() / b.double().abs().max()
+        assert error < {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 0.0 + 1e-12}[dtype], f"{error:.1e}"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

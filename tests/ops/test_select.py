@@ -32,15 +32,16 @@ def paths(ops: Ops) -> dict:
 
 def test_auto_takes_the_kernels_where_they_load(with_kernels):
     ops = select_ops(OpsConfig(), CPU)
-    plain = dict.fromkeys(PLAIN, True) | {"linear": False}
+    plain = dict.fromkeys((*PLAIN, "table"), True) | {"linear": False}
     assert paths(ops) == {"attention": Attention.fused, "cross_entropy": CrossEntropy.fused, **plain}
     assert "avx512 kernels" in ", ".join(ops.reasons)
-    assert select_ops(OpsConfig(), CUDA).attention is Attention.sdpa
+    cuda = select_ops(OpsConfig(), CUDA)
+    assert (cuda.attention, cuda.table) == (Attention.sdpa, False)
 
 
 def test_auto_without_kernels_is_the_reference_and_says_why(without_kernels):
     ops = select_ops(OpsConfig(), CPU)
-    plain = dict.fromkeys((*PLAIN, "linear"), False)
+    plain = dict.fromkeys((*PLAIN, "linear", "table"), False)
     assert paths(ops) == {"attention": Attention.matmul, "cross_entropy": CrossEntropy.chunked, **plain}
     assert sum("no C++ compiler on PATH" in reason for reason in ops.reasons) == 2  # the loss's path has its own name
 
