@@ -1,7 +1,7 @@
 """Rows of a table that the output head shares: one gradient for both, where the step of a CPU would else make two.
 
-A dense gradient of the embedding is zeros but for a row a token. To write it, and to add it to the head's, moves 16 bytes
-for each number of the table.
+A dense gradient of the embedding is zeros but for a row a token. To write it, and to add it to the head's, moves 16
+bytes for each number of the table.
 """
 
 from typing import Any
