@@ -135,8 +135,9 @@ class Pipeline:
         self.valid = valid
         if len(batches.tokens) != self._micro_batches:
             self._build(len(batches.tokens))
+        upstream = known_upstream(valid)
         for part in self._plain:
-            part.upstream = known_upstream(valid)
+            part.upstream = upstream
         targets, given = torch.cat(list(batches.targets)), {"sample_ids": torch.cat(list(batches.sample_ids))}
         if batches.documents is not None:
             given["documents"] = torch.cat(list(batches.documents))

@@ -13,7 +13,7 @@ from gptlite.model.init import init_weights
 from gptlite.ops.config import CrossEntropy
 from gptlite.ops.embedding import TableGradient
 from gptlite.ops.select import Ops
-from gptlite.parallelism.pipeline import known_upstream
+from gptlite.parallelism.pipeline import MicroBatches, OnePart, known_upstream
 
 SHAPE = GPTConfig(vocab_size=61, d_model=32, num_heads=2, num_layers=2, sequence_length=16)
 OPS = Ops(cross_entropy=CrossEntropy.fused)
@@ -91,3 +91,16 @@ def test_the_known_upstream_gradient_is_autograds(dtype: torch.dtype) -> None:
         (loss / valid).backward()
         assert loss.grad is not None
         assert loss.grad / known_upstream(valid) == 1
+
+
+def test_a_step_tells_the_model() -> None:
+    told: list[float | None] = []
+
+    class Part(torch.nn.Linear):
+        def forward(self, *given: Tensor, documents: Tensor | None, upstream: float | None) -> Tensor:
+            told.append(upstream)
+            return self.weight.sum()
+
+    valid, batch = torch.tensor(37), [torch.zeros(1, 4, dtype=torch.int64)] * 2
+    OnePart(Part(2, 2), zero=0).run(MicroBatches(batch, batch, batch), valid)
+    assert told == [known_upstream(valid)] * 2
