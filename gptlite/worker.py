@@ -46,11 +46,12 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
     config = None
     try:
         from gptlite.launch import keep_freed_memory, share_cores
+
+        keep_freed_memory()  # first: torch asks for huge pages as it did at its first tensor, which imports make
         from gptlite.parallelism.process_group import leave
         from gptlite.rank_stop import LauncherStop
 
         stop = LauncherStop(folder.parent / "stop", launcher, lambda code: conclude(exit_code=code))
-        keep_freed_memory()
         share_cores(world)
         config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
         if config.trainer.host_memory_limit is not None:
@@ -80,6 +81,8 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
     `config` is this rank's own reading; rank 0's is what runs, since folders are named by the time.
     """
     from gptlite.launch import keep_freed_memory, ran_out, share_cores
+
+    keep_freed_memory()  # first, as in main
     from gptlite.parallelism.process_group import leave
     from gptlite.trainer.signals import StopSignal
 
@@ -89,7 +92,6 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
         handle, name = tempfile.mkstemp(prefix=f"gptlite-rank-{starter.rank}-", suffix=".log")
         os.close(handle)
         log = RankLog(Path(name), starter.rank)
-    keep_freed_memory()
     if starter.name == "srun":
         share_cores(starter.local_world_size)
     try:

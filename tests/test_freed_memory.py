@@ -29,6 +29,31 @@ found = re.search(r"AnonHugePages: *([0-9]+) kB", open("/proc/self/smaps_rollup"
 print(faults, int(found[1]) * 1024)
 """
 
+# Prints the bytes in huge pages of a rank's first tensors, made where its training would begin.
+RANK = """
+import os, re, sys, tempfile
+from pathlib import Path
+from gptlite import worker
+from gptlite.config import load, to_yaml
+from gptlite.starter import Starter
+
+def train_rank(*given, **also):
+    import torch
+    first = torch.ones(16 * 2**20)
+    found = re.search(r"AnonHugePages: *([0-9]+) kB", open("/proc/self/smaps_rollup").read())
+    print(int(found[1]) * 1024, flush=True)
+    return 0
+
+worker.train_rank = train_rank
+config = load(["run.dir=unused"])
+os.environ.update(RANK="0", WORLD_SIZE="1")
+if sys.argv[1] == "ours":
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.yaml").write_text(to_yaml(config))
+        worker.main([folder, "0", str(os.getppid())])
+worker.under(Starter("torchrun", 0, 1, 0, 1, "localhost", 1), config, 0.0)
+"""
+
 
 @cache
 def measured(how: str, **environment: str) -> tuple[int, int]:
@@ -51,6 +76,15 @@ def test_large_tensors_are_in_huge_pages():
     assert measured("kept")[1] >= 32 * MIB
     if "[madvise]" in HUGE.read_text():
         assert measured("stock")[1] < 8 * MIB
+
+
+@pytest.mark.parametrize("starter", ["ours", "torchrun"])
+@pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text(), reason="this kernel gives no huge pages")
+def test_so_are_those_of_each_rank(starter):
+    given = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
+    command = [sys.executable, "-c", RANK, starter]
+    found = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, check=False)
+    assert int(found.stdout) >= 32 * MIB, found.stderr
 
 
 @pytest.mark.slow

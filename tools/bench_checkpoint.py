@@ -96,14 +96,15 @@ def against_dd(folder: Path, megabytes: int, repeats: int) -> None:
 
 def intervals(folder: Path, overrides: list[str], steps: int, repeats: int) -> None:
     """Intervals of training without and with an asynchronous save."""
+    from gptlite.launch import keep_freed_memory
+
+    keep_freed_memory()  # first, as where ranks start
     from gptlite.checkpoint.checkpointer import Checkpointer
     from gptlite.checkpoint.config import CheckpointConfig
     from gptlite.config import to_yaml
-    from gptlite.launch import keep_freed_memory
     from gptlite.parallelism.mesh import build_mesh
     from gptlite.parity.record import build
 
-    keep_freed_memory()
     config = load([*overrides, "run.dir=unused", "run.name=bench"])
     mesh = build_mesh(config.parallelism)
     state, take_step = build(config, mesh)

@@ -61,16 +61,17 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     """Prints a line for each layout and side, and the ratio of ours to the peer's."""
     layouts = _check(arguments)
+    from gptlite.launch import keep_freed_memory
+
+    if arguments.keep_freed_memory:
+        keep_freed_memory()  # before torch makes a tensor, which some imports do: it asks only once for huge pages
     import torch
     import torch.distributed as dist
     from bench_peers import deepspeed_step, llama_flops, picotron_step
 
-    from gptlite.launch import keep_freed_memory
     from gptlite.model.flops import flops_per_token
     from gptlite.parallelism.process_group import join, leave
 
-    if arguments.keep_freed_memory:
-        keep_freed_memory()
     warnings.simplefilter("ignore", FutureWarning)  # of collectives' new names, once a call
     torch.set_num_threads(1)
     join(timeout_seconds=300)

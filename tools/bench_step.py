@@ -155,9 +155,12 @@ def report(name: str, size: Size, seconds: dict[str, float]) -> None:
 
 def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
     """A step of this project's, without its data loader and log."""
+    from gptlite.launch import keep_freed_memory
+
+    if arguments.keep_freed_memory:
+        keep_freed_memory()  # before torch makes a tensor, which some imports do: it asks only once for huge pages
     import torch
 
-    from gptlite.launch import keep_freed_memory
     from gptlite.model.config import GPTConfig
     from gptlite.model.gpt import GPT
     from gptlite.model.init import init_weights
@@ -172,8 +175,6 @@ def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
     from gptlite.parallelism.mesh import build_mesh
     from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 
-    if arguments.keep_freed_memory:
-        keep_freed_memory()
     mesh = build_mesh(ParallelismConfig())
     policy = resolve_precision(PrecisionConfig(Precision[arguments.precision]), mesh.device)
     shape = {key: getattr(size, key) for key in ("vocab_size", "d_model", "num_heads", "num_layers", "sequence_length")}
