@@ -46,11 +46,11 @@ def run(options: Options) -> int:
     cpu = path_of(loaded, "cpu")
     cuda = path_of(load("cuda") if library else loaded, "cuda")
     ops = [("op", "cpu", "cuda")]
-    amx = cpu if isinstance(loaded, Loaded) and "amx" in loaded.isa else "reference (no AMX)"
+    products = cpu if isinstance(loaded, Loaded) and "avx512_bf16" in loaded.isa else "reference (no AVX512-BF16)"
     ops += [
         (
             name,
-            amx if name == "weight_gradient" else cpu,
+            products if name == "weight_gradient" else cpu,
             "reference (CPUs alone)" if name.startswith(CPU_ONLY) else cuda,
         )
         for name in FAKES

@@ -60,6 +60,6 @@ class OpsConfig:
     layer_norm: LayerNorm = LayerNorm.auto  # that with the residual before it, too
     bias_gelu: Implementation = Implementation.auto
     dropout: Implementation = Implementation.auto
-    linear: Implementation = Implementation.auto  # its weight's gradient, on CPUs with AMX and in bf16
+    linear: Implementation = Implementation.auto  # its weight's gradient, in bf16 on CPUs with AVX512-BF16
     cross_entropy: CrossEntropy = CrossEntropy.auto
     adamw: Implementation = Implementation.auto  # and Adam; the gradient norm, too

@@ -1,4 +1,7 @@
-"""Linear layers. Only the gradients of the parameters are ours: on a CPU with AMX torch's take twice as long."""
+"""Linear layers. Only the gradients of the parameters are ours: on a CPU with AMX torch's take twice as long.
+
+By AVX512-BF16 alone the kernel wins a few percent, and the pass that turns its result into fp32.
+"""
 
 from typing import Any
 

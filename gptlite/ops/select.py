@@ -11,7 +11,7 @@ from gptlite.errors import ConfigError
 from gptlite.kernels.library import Loaded, Unavailable, load
 from gptlite.ops.config import Attention, CrossEntropy, Implementation, LayerNorm, OpsConfig
 
-AMX = "amx_bf16"
+BF16_PRODUCTS = "avx512_bf16"  # of a CPU; one with AMX has it too
 MASKED = (Attention.sdpa, Attention.fused_softmax, Attention.matmul)  # attention that can keep to documents
 # The keys whose choice is between our kernel and a reference.
 PLAIN = ("layer_norm", "bias_gelu", "dropout", "adamw")
@@ -105,12 +105,12 @@ def _linear(config: OpsConfig, device: torch.device, library: Loaded | Unavailab
     own, kernels = config.linear, isinstance(library, Loaded) and device.type == "cpu"
     if own is Implementation.fused:
         _available("ops.linear=fused", True, library)
-        if not kernels or AMX not in library.isa:
-            raise ConfigError(f"ops.linear=fused needs a CPU with AMX; {_lacks(device)}; use ops.linear=auto")
+        if not kernels or BF16_PRODUCTS not in library.isa:
+            raise ConfigError(f"ops.linear=fused needs a CPU with AVX512-BF16; {_lacks(device)}; use ops.linear=auto")
     elif own is Implementation.reference or config.implementation is Implementation.reference:
         chosen["linear"] = "reference (asked for)"
         return False
-    if kernels and AMX in library.isa:
+    if kernels and BF16_PRODUCTS in library.isa:
         chosen["linear"] = _fused_words(own is Implementation.fused, library)
         return True
     chosen["linear"] = f"reference ({_lacks(device)})" if isinstance(library, Loaded) else _why_not(library)
@@ -118,7 +118,7 @@ def _linear(config: OpsConfig, device: torch.device, library: Loaded | Unavailab
 
 
 def _lacks(device: torch.device) -> str:
-    return "this CPU has no AMX" if device.type == "cpu" else f"this runs on {device.type}"
+    return "this CPU has no AVX512-BF16" if device.type == "cpu" else f"this runs on {device.type}"
 
 
 def _asked(config: OpsConfig, key: str) -> str:

@@ -64,6 +64,11 @@ GPTLITE_DECLARE(attention_backward)
 GPTLITE_DECLARE(weight_gradient)
 }  // namespace amx
 #endif
+#ifndef GPTLITE_NO_AVX512_BF16
+namespace avx512_bf16 {
+GPTLITE_DECLARE(weight_gradient)
+}
+#endif
 
 namespace {
 
@@ -274,6 +279,12 @@ int gptlite_cpu_attention_backward(const GptliteHeads* dq, const GptliteHeads* d
 int gptlite_cpu_weight_gradient(void* dw, void* dbias, const void* dy, const void* x, int64_t rows, int64_t outputs,
                                 int64_t inputs, int dtype, int out_dtype, int64_t threads, void* context) {
   GPTLITE_TRY_AMX(weight_gradient, dw, dbias, dy, x, rows, outputs, inputs, dtype, out_dtype, threads, context);
+#ifndef GPTLITE_NO_AVX512_BF16
+  if (gptlite::has_avx512_bf16()) {
+    return gptlite::avx512_bf16::weight_gradient(dw, dbias, dy, x, rows, outputs, inputs, dtype, out_dtype, threads,
+                                                 context);
+  }
+#endif
   return GPTLITE_UNSUPPORTED;
 }
 

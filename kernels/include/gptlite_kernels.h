@@ -173,7 +173,7 @@ int gptlite_cpu_attention_backward(const GptliteHeads* dq, const GptliteHeads* d
                                    int64_t heads, int64_t queries, int64_t keys, int64_t width, float scale, int dtype,
                                    void* context);
 
-// The gradients of a linear layer, on CPUs with AMX alone (elsewhere GPTLITE_UNSUPPORTED): dw [outputs, inputs] = dyᵀ x
+// The gradients of a linear layer, on CPUs with AVX512-BF16 or AMX (elsewhere GPTLITE_UNSUPPORTED): dw [outputs, inputs] = dyᵀ x
 // and, if not NULL, dbias [outputs], dy's sums; of dy [rows, outputs] and x [rows, inputs], bf16. Results are rounded to
 // bf16 and written as `out_dtype`, bf16 or fp32. `threads`: how many the context has. They change no bit.
 int gptlite_cpu_weight_gradient(void* dw, void* dbias, const void* dy, const void* x, int64_t rows, int64_t outputs,

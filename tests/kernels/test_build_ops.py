@@ -69,8 +69,8 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
             lists = [[t.clone() for t in floats] for _ in range(4)]
             return *lists, [torch.tensor(2.0) for _ in floats], *ADAM, False, torch.tensor(0.5), torch.tensor([0.0])
         case "weight_gradient":
-            if "amx" not in getattr(load("cpu"), "isa", ""):
-                pytest.skip("no AMX here")
+            if "avx512_bf16" not in getattr(load("cpu"), "isa", ""):
+                pytest.skip("no AVX512-BF16 here")
             return x.bfloat16(), x.bfloat16().clone(), True, True  # of bf16 alone
         case "attention":
             return heads, heads.clone(), heads.clone(), 0.3

@@ -1,4 +1,4 @@
-"""The gradients of a linear layer's parameters by AMX, against the products in float64."""
+"""The gradients of a linear layer's parameters by products of bf16, against the products in float64."""
 
 import pytest
 import torch
@@ -10,7 +10,10 @@ from kernels.cases import BEST, BF16, FP16, FP32, each, normal, same_bits
 from kernels.library import Threads, halves, reversed_grains, uneven
 from kernels.tolerances import ARITHMETIC, check
 
+PRODUCTS = "avx512_bf16" in cpu_flags()
 AMX = {"amx_bf16", "amx_tile", "avx512_bf16"} <= cpu_flags()
+WITH_PRODUCTS = (BEST, "avx512") if AMX else (BEST,)  # by AMX, and by AVX512-BF16
+WITHOUT = ("avx2", "baseline") if PRODUCTS else ("avx512", "avx2", "baseline")
 # [rows, outputs, inputs]: around tiles of 16 and 32, panels of 256 rows, blocks of 384 columns.
 SIZES = [
     *((n, 40, 24) for n in (0, 1, 2, 31, 32, 33, 255, 256, 257, 600)),
@@ -25,9 +28,9 @@ def inputs(size: tuple[int, int, int], dtype: torch.dtype = BF16) -> tuple[Tenso
     return normal((rows, outputs), dtype, "dy"), normal((rows, width), dtype, "x")
 
 
-@pytest.mark.skipif(not AMX, reason="no AMX here")
-class TestWithAMX:
-    @each("size", SIZES, backends=(BEST,))
+@pytest.mark.skipif(not PRODUCTS, reason="no AVX512-BF16 here")
+class TestWithProducts:
+    @each("size", SIZES, backends=WITH_PRODUCTS)
     def test_sizes(self, backend: Backend, size) -> None:
         dy, x = inputs(size)
         dw, dbias = backend.weight_gradient(dy, x, BF16)
@@ -35,7 +38,7 @@ class TestWithAMX:
         check("dw", dw, dy.double().T @ x.double(), terms, ARITHMETIC["weight_gradient"])
         check("dbias", dbias, dy.double().sum(0), sums, ARITHMETIC["weight_gradient"])
 
-    @each("size", [(0, 3, 5), (70, 33, 35), (600, 385, 100)], backends=(BEST,))
+    @each("size", [(0, 3, 5), (70, 33, 35), (600, 385, 100)], backends=WITH_PRODUCTS)
     def test_fp32_has_the_values_of_bf16(self, backend: Backend, size) -> None:
         dy, x = inputs(size)
         for rounded, wide in zip(
@@ -43,7 +46,7 @@ class TestWithAMX:
         ):
             assert same_bits(rounded.float(), wide)
 
-    @each("threads", (1, 2, 3, 8), backends=(BEST,))
+    @each("threads", (1, 2, 3, 8), backends=WITH_PRODUCTS)
     def test_threads_change_no_bit(self, backend: Backend, threads) -> None:
         dy, x = inputs((300, 800, 500))
         expected = backend.weight_gradient(dy, x)
@@ -51,13 +54,13 @@ class TestWithAMX:
             others = backend.having(threads=Threads(split, at_once=True)).weight_gradient(dy, x, threads=threads)
             assert all(same_bits(a, b) for a, b in zip(expected, others, strict=True))
 
-    @each("offsets", [(1,), (3, 0, 2)], backends=(BEST,))
+    @each("offsets", [(1,), (3, 0, 2)], backends=WITH_PRODUCTS)
     def test_any_alignment_gives_the_same_bits(self, backend: Backend, offsets) -> None:
         dy, x = inputs((100, 70, 50))
         others = backend.having(offsets=offsets).weight_gradient(dy, x)
         assert all(same_bits(a, b) for a, b in zip(backend.weight_gradient(dy, x), others, strict=True))
 
-    @each("value", [float("nan"), float("inf")], backends=(BEST,))
+    @each("value", [float("nan"), float("inf")], backends=WITH_PRODUCTS)
     def test_what_is_not_finite_stays_in_its_row_and_column(self, backend: Backend, value) -> None:
         dy, x = inputs((70, 40, 40))
         dy[69, 39], x[3, 5] = value, value
@@ -74,7 +77,7 @@ def test_other_dtypes_are_left_to_torch(backend: Backend, dtype) -> None:
         backend.weight_gradient(*inputs((3, 4, 5), dtype))
 
 
-@each("size", [(3, 4, 5)], [(3, 4, 5)], backends=("avx512", "avx2", "baseline"))
-def test_so_is_everything_without_amx(backend: Backend, size) -> None:
+@each("size", [(3, 4, 5)], [(3, 4, 5)], backends=WITHOUT)
+def test_so_is_everything_without_products_of_bf16(backend: Backend, size) -> None:
     with pytest.raises(AssertionError, match="returned 10001"):
         backend.weight_gradient(*inputs(size))

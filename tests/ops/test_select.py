@@ -70,13 +70,14 @@ def test_a_kernel_asked_for_by_name_that_cannot_run_is_refused(without_kernels, 
         select_ops(replace(OpsConfig(), **{key: kind.fused}), CPU)
 
 
-def with_amx(monkeypatch):
-    found = Loaded(path=None, cuda=False, isa="avx512 avx512_bf16 amx_bf16", seconds=1.0, cached=True, why_no_cuda="")
+def with_isa(monkeypatch, isa):
+    found = Loaded(path=None, cuda=False, isa=isa, seconds=1.0, cached=True, why_no_cuda="")
     monkeypatch.setattr(select, "load", lambda device, log: replace(found, cuda=device == "cuda"))
 
 
-def test_linear_layers_are_fused_where_there_is_amx(monkeypatch):
-    with_amx(monkeypatch)
+@pytest.mark.parametrize("isa", ["avx512 avx512_bf16 amx_bf16", "avx512 avx512_bf16"])
+def test_linear_layers_are_fused_where_there_are_products_of_bf16(monkeypatch, isa):
+    with_isa(monkeypatch, isa)
     assert select_ops(OpsConfig(), CPU).linear
     assert select_ops(OpsConfig(Implementation.fused), CPU).linear
     assert not select_ops(REFERENCE, CPU).linear
@@ -86,10 +87,13 @@ def test_linear_layers_are_fused_where_there_is_amx(monkeypatch):
     assert "linear reference (this runs on cuda)" in ops.reasons
 
 
-def test_without_amx_they_are_fused_for_nobody(with_kernels):
+def test_elsewhere_they_are_fused_for_nobody(monkeypatch):
+    with_isa(monkeypatch, "avx512")
     ops = select_ops(OpsConfig(Implementation.fused), CPU)
-    assert "linear reference (this CPU has no AMX)" in ops.reasons
-    with pytest.raises(ConfigError, match=r"^ops.linear=fused needs a CPU with AMX; this CPU has no AMX; .*=auto$"):
+    assert "linear reference (this CPU has no AVX512-BF16)" in ops.reasons
+    with pytest.raises(
+        ConfigError, match=r"^ops.linear=fused needs a CPU with AVX512-BF16; this CPU has no AVX.*=auto$"
+    ):
         select_ops(OpsConfig(linear=Implementation.fused), CPU)
 
 

@@ -1,0 +1,232 @@
+// The gradient of a linear layer's weight, dyᵀ x over many rows, of bf16. A task makes a block of it: by panels of rows,
+// operands are packed into tiles that stay in the cache, dy's transposed, x's rows in pairs. `Dot` multiplies tiles, by
+// AMX or by vectors of pairs (AVX512-BF16).
+#pragma once
+
+#include <immintrin.h>
+#include <string.h>
+
+#include <atomic>
+
+#include "attention.h"
+#include "attention_transpose.h"
+#include "lanes_bf16.h"
+#include "parallel.h"
+
+namespace gptlite {
+namespace GPTLITE_ISA {
+
+constexpr int64_t kTile = 512;   // elements: 16 columns of 32 rows
+constexpr int64_t kDepth = 256;  // rows of a panel
+constexpr int64_t kSide = 384;   // columns of an operand to a task, at most: all fits a cache of 2 MB
+
+struct Block {
+  int64_t first, count, padded;
+};
+
+static inline Block block_at(int64_t index, int64_t size, int64_t total) {
+  const int64_t first = index * size, count = smaller(size, total - first);
+  return {first, count, round_up(count, 32)};
+}
+
+GPTLITE_INLINE __m512i load_row(const uint16_t* rows, int64_t stride, int64_t row, int64_t count, __mmask32 mask) {
+  return row < count ? _mm512_maskz_loadu_epi16(mask, rows + row * stride) : _mm512_setzero_si512();
+}
+
+// Two left tiles [16 columns, 32 rows] of a square of 32 rows and columns; adds its columns to `sums`, if not NULL.
+GPTLITE_INLINE void pack_left(uint16_t* upper, uint16_t* lower, const uint16_t* from, int64_t stride, int64_t count,
+                              __mmask32 mask, float* sums) {
+  alignas(64) float rows[32 * 16], pairs[2][16 * 16];
+  for (int row = 0; row < 32; ++row) _mm512_store_si512(rows + 16 * row, load_row(from, stride, row, count, mask));
+  if (sums != nullptr) {
+    const Bf16* const elements = reinterpret_cast<const Bf16*>(rows);
+    Vec low = load(sums, All{}), high = load(sums + 16, All{});
+    for (int row = 0; row < 32; ++row) {
+      low += load(elements + 32 * row, All{});
+      high += load(elements + 32 * row + 16, All{});
+    }
+    store(sums, low, All{});
+    store(sums + 16, high, All{});
+  }
+  transpose_square(pairs[0], 16, rows, 16);
+  transpose_square(pairs[1], 16, rows + 256, 16);
+  const __m512i even = numbers(0, 2), odd = numbers(1, 2);
+#pragma GCC unroll 16
+  for (int pair = 0; pair < 16; ++pair) {
+    const __m512i a = _mm512_load_si512(pairs[0] + 16 * pair), b = _mm512_load_si512(pairs[1] + 16 * pair);
+    uint16_t* const to = (pair < 8 ? upper : lower) + 64 * (pair % 8);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, even, b));
+    _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(a, odd, b));
+  }
+}
+
+// Two right tiles [16 pairs of rows, 16 columns] of such a square.
+GPTLITE_INLINE void pack_right(uint16_t* left, uint16_t* right, const uint16_t* from, int64_t stride, int64_t count,
+                               __mmask32 mask, float*) {
+  const __m512i low = interleaved(0, 32), high = interleaved(16, 48);
+#pragma GCC unroll 16
+  for (int pair = 0; pair < 16; ++pair) {
+    const __m512i a = load_row(from, stride, 2 * pair, count, mask);
+    const __m512i b = load_row(from, stride, 2 * pair + 1, count, mask);
+    _mm512_storeu_si512(left + 32 * pair, _mm512_permutex2var_epi16(a, low, b));
+    _mm512_storeu_si512(right + 32 * pair, _mm512_permutex2var_epi16(a, high, b));
+  }
+}
+
+// All columns of a block in a panel of rows; tiles of 16 columns one after the other, each over the panel's depth.
+template <class Pack>
+void pack(uint16_t* to, const uint16_t* from, int64_t stride, const Block& rows, const Block& columns, float* sums,
+          Pack square) {
+  const int64_t column_tiles = rows.padded / 32 * kTile;
+  for (int64_t row = 0; row < rows.padded; row += 32) {
+    const uint16_t* const line = from + (rows.first + row) * stride + columns.first;
+    for (int64_t column = 0; column < columns.padded; column += 32) {
+      uint16_t* const tile = to + column / 16 * column_tiles + row / 32 * kTile;
+      square(tile, tile + column_tiles, line + column, stride, rows.count - row, lanes(columns.count - column),
+             sums == nullptr ? nullptr : sums + column);
+    }
+  }
+}
+
+// Columns of a matrix in the coming panel, drawn into the cache a few lines at a time.
+class Coming {
+ public:
+  Coming(const uint16_t* from, int64_t stride, int64_t row, int64_t rows, const Block& columns, int64_t calls)
+      : at_(from + row * stride + columns.first),
+        stride_(stride),
+        lines_((columns.count + 31) / 32),
+        count_(lines_ * rows),
+        each_(calls > 0 ? (count_ + calls - 1) / calls : 0) {}
+
+  void draw() {
+    const int64_t end = smaller(drawn_ + each_, count_);
+    for (; drawn_ < end; ++drawn_) _mm_prefetch(at_ + drawn_ / lines_ * stride_ + drawn_ % lines_ * 32, _MM_HINT_T1);
+  }
+
+ private:
+  const uint16_t* at_;
+  int64_t stride_, lines_, count_, each_, drawn_ = 0;
+};
+
+// `count` sums, rounded to bf16.
+static inline void store_rounded(uint16_t* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 32) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + i + 16), _mm512_loadu_ps(from + i));
+    _mm512_mask_storeu_epi16(to + i, lanes(count - i), (__m512i)both);
+  }
+}
+static inline void store_rounded(float* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m256i half = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i));
+    _mm512_mask_storeu_ps(to + i, static_cast<__mmask16>(lanes(count - i)), from_bf16(half));
+  }
+}
+
+template <class Out>
+struct Problem {
+  Out *dw, *dbias;
+  const uint16_t *dy, *x;
+  int64_t rows, outputs, inputs;
+};
+
+struct Workspace {
+  uint16_t *left, *right;
+  float *sums, *bias_sums;
+
+  Workspace(int64_t height, int64_t width) { take(height, width); }
+  Workspace(int64_t height, int64_t width, int64_t bytes) : scratch_(bytes) { take(height, width); }
+  int64_t bytes() const { return scratch_.bytes(); }
+  bool empty() const { return scratch_.empty(); }
+
+ private:
+  void take(int64_t height, int64_t width) {
+    scratch_.take(left, height * kDepth);
+    scratch_.take(right, width * kDepth);
+    scratch_.take(sums, height * width);
+    scratch_.take(bias_sums, height);
+  }
+  Scratch scratch_;
+};
+
+template <class Dot, class Out>
+void make_block(const Problem<Out>& of, const Block& outputs, const Block& inputs, const Workspace& room) {
+  const int64_t products = outputs.padded / 32 * (inputs.padded / 32);
+  float* const bias_sums = of.dbias != nullptr && inputs.first == 0 ? room.bias_sums : nullptr;
+  if (bias_sums != nullptr) memset(bias_sums, 0, outputs.padded * sizeof *bias_sums);
+  if (of.rows == 0) memset(room.sums, 0, outputs.padded * inputs.padded * sizeof *room.sums);
+  for (int64_t row = 0; row < of.rows; row += kDepth) {
+    const int64_t count = smaller(kDepth, of.rows - row), after = row + count;
+    const Block panel{row, count, round_up(count, 32)};
+    const int64_t tiles = panel.padded / 32 * kTile;  // elements of 16 columns
+    pack(room.left, of.dy, of.outputs, panel, outputs, bias_sums, pack_left);
+    pack(room.right, of.x, of.inputs, panel, inputs, nullptr, pack_right);
+    const int64_t coming = smaller(kDepth, of.rows - after);
+    Coming next_dy(of.dy, of.outputs, after, coming, outputs, products);
+    Coming next_x(of.x, of.inputs, after, coming, inputs, products);
+    for (int64_t output = 0; output < outputs.padded; output += 32) {
+      for (int64_t input = 0; input < inputs.padded; input += 32) {
+        Dot::multiply_packed(room.sums + output * inputs.padded + input, inputs.padded, room.left + output / 16 * tiles,
+                             room.right + input / 16 * tiles, tiles, panel.padded, row > 0);
+        next_dy.draw();
+        next_x.draw();
+      }
+    }
+  }
+  for (int64_t output = 0; output < outputs.count; ++output) {
+    Out* const to = of.dw + (outputs.first + output) * of.inputs + inputs.first;
+    store_rounded(to, room.sums + output * inputs.padded, inputs.count);
+  }
+  if (bias_sums != nullptr) store_rounded(of.dbias + outputs.first, bias_sums, outputs.count);
+}
+
+// Into blocks of kSide squared at most, and as many to each thread, if the blocks stay large enough to be worth it.
+struct Cut {
+  int64_t down, across, height, width;
+};
+
+static inline Cut cut_of(int64_t outputs, int64_t inputs, int64_t threads) {
+  const int64_t least = 96;
+  int64_t down = outputs > 0 ? (outputs + kSide - 1) / kSide : 1, across = inputs > 0 ? (inputs + kSide - 1) / kSide : 1;
+  while (down * across % threads != 0 && down * across < 8 * threads) {
+    const bool taller = outputs * across >= inputs * down;
+    int64_t& pieces = taller ? down : across;
+    if ((taller ? outputs : inputs) / (pieces + 1) < least) break;
+    ++pieces;
+  }
+  return {down, across, round_up((outputs + down - 1) / down, 32), round_up((inputs + across - 1) / across, 32)};
+}
+
+template <class Dot, class Out>
+int make_blocks(const Problem<Out>& problem, int64_t threads, void* context) {
+  const Cut cut = cut_of(problem.outputs, problem.inputs, threads);
+  std::atomic<int> status{0};
+  parallel(context, cut.down * cut.across, 1, [&](int64_t first, int64_t last) {
+    Workspace sizes(cut.height, cut.width), room(cut.height, cut.width, sizes.bytes());
+    if (room.empty()) {
+      status = kOutOfMemory;
+      return;
+    }
+    [[maybe_unused]] Dot registers;
+    for (int64_t task = first; task < last; ++task) {
+      make_block<Dot>(problem, block_at(task / cut.across, cut.height, problem.outputs),
+                 block_at(task % cut.across, cut.width, problem.inputs), room);
+    }
+  });
+  return status;
+}
+
+template <class Dot>
+int weight_gradient_by_blocks(void* dw, void* dbias, const void* dy, const void* x, int64_t rows, int64_t outputs,
+                              int64_t inputs, int dtype, int out_dtype, int64_t threads, void* context) {
+  if (dtype != GPTLITE_BF16) return GPTLITE_UNSUPPORTED;
+  const auto with = [&](auto out) {
+    using Out = decltype(out);
+    return make_blocks<Dot, Out>({static_cast<Out*>(dw), static_cast<Out*>(dbias), static_cast<const uint16_t*>(dy),
+                                  static_cast<const uint16_t*>(x), rows, outputs, inputs},
+                                 threads, context);
+  };
+  return out_dtype == GPTLITE_FP32 ? with(float{}) : out_dtype == GPTLITE_BF16 ? with(uint16_t{}) : GPTLITE_UNSUPPORTED;
+}
+
+}  // namespace GPTLITE_ISA
+}  // namespace gptlite

@@ -1,0 +1,14 @@
+// The gradient of a linear layer's weight of bf16 by AVX512-BF16, for CPUs without AMX.
+#include "pair_dots.h"
+#include "weight_gradient.h"
+
+namespace gptlite {
+namespace avx512_bf16 {
+
+int weight_gradient(void* dw, void* dbias, const void* dy, const void* x, int64_t rows, int64_t outputs, int64_t inputs,
+                    int dtype, int out_dtype, int64_t threads, void* context) {
+  return weight_gradient_by_blocks<PairDots>(dw, dbias, dy, x, rows, outputs, inputs, dtype, out_dtype, threads, context);
+}
+
+}  // namespace avx512_bf16
+}  // namespace gptlite
