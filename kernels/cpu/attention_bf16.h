@@ -7,8 +7,8 @@
 #include <string.h>
 
 #include "attention.h"
-#include "attention_exp.h"
 #include "attention_transpose.h"
+#include "exp2.h"
 #include "lanes_bf16.h"
 #include "simd.h"
 

@@ -7,8 +7,8 @@
 
 #include "attention.h"
 #include "attention_blocks.h"
-#include "attention_exp.h"
 #include "attention_rows.h"
+#include "exp2.h"
 #include "parallel.h"
 
 namespace gptlite {

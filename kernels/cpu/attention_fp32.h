@@ -4,9 +4,9 @@
 #include <stdint.h>
 
 #include "attention.h"
-#include "attention_exp.h"
 #include "attention_rows.h"
 #include "attention_transpose.h"
+#include "exp2.h"
 #include "simd.h"
 
 namespace gptlite {

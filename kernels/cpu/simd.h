@@ -222,6 +222,9 @@ GPTLITE_INLINE Vec from_bf16(__m256i v) {
   const Words upper = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} << 16;
   return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, (__m512i)upper, _mm512_castsi256_si512(v)));
 }
+#if defined(__AVX512BF16__)
+GPTLITE_INLINE __m256i to_bf16(Vec v) { return (__m256i)_mm512_cvtneps_pbh(v); }  // 0 for what would be subnormal
+#else
 GPTLITE_INLINE __m256i to_bf16(Vec v) {
   const Words bits = words(v), odd_words = {0x00030001, 0x00070005, 0x000B0009, 0x000F000D, 0x00130011, 0x00170015,
                                             0x001B0019, 0x001F001D};
@@ -231,6 +234,7 @@ GPTLITE_INLINE __m256i to_bf16(Vec v) {
   const __m512i kept = _mm512_mask_or_epi32(rounded, is_nan(v), (__m512i)bits, _mm512_set1_epi32(0x400000));
   return _mm512_castsi512_si256(_mm512_permutexvar_epi16((__m512i)odd_words, kept));
 }
+#endif
 
 GPTLITE_INLINE Vec load(const float* p, All) { return _mm512_loadu_ps(p); }
 GPTLITE_INLINE Vec load(const Bf16* p, All) {

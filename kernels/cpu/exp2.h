@@ -1,4 +1,4 @@
-// 2^x, to as many digits as the probabilities it makes will keep.
+// 2^x, to as many digits as the numbers made of it will keep.
 #pragma once
 
 #include <stdint.h>

@@ -1,0 +1,18 @@
+// GELU of a sum of rows and a bias, of bf16 alone: AVX512-BF16 rounds by one instruction instead of six.
+#include "bias_gelu.h"
+
+namespace gptlite {
+namespace avx512_bf16 {
+
+int bias_gelu_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int approximate, int,
+                      void* context) {
+  return bias_gelu_forward_of<Bf16>(y, x, bias, rows, width, approximate, context);
+}
+
+int bias_gelu_backward(void* dx, void* dbias, float* workspace, const void* dy, const void* x, const void* bias,
+                       int64_t rows, int64_t width, int approximate, int, void* context) {
+  return bias_gelu_backward_of<Bf16>(dx, dbias, workspace, dy, x, bias, rows, width, approximate, context);
+}
+
+}  // namespace avx512_bf16
+}  // namespace gptlite
