@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptlite.kernels.library import Loaded, load
 from gptlite.ops import cross_entropy
 from gptlite.ops.config import CrossEntropy
 from gptlite.ops.cross_entropy import LossGradient, linear_cross_entropy
@@ -16,9 +15,7 @@ TOKENS, WIDTH, VOCAB, PADDED = 37, 16, 53, 64
 TOLERANCE = {torch.float32: {"loss": 1e-6, "grad": 2e-6}, torch.bfloat16: {"loss": 2e-3, "grad": 1e-2}}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def kernels() -> None:
-    assert isinstance(load("cpu"), Loaded)
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def draw(tokens: int = TOKENS, scale: float = 1.0):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptlite.kernels.library import Loaded, load
 from gptlite.model.config import GPTConfig
 from gptlite.model.gpt import GPT
 from gptlite.model.init import init_weights
@@ -19,9 +18,7 @@ SHAPE = GPTConfig(vocab_size=61, d_model=32, num_heads=2, num_layers=2, sequence
 OPS = Ops(cross_entropy=CrossEntropy.fused)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def kernels() -> None:
-    assert isinstance(load("cpu"), Loaded)
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def model_of(table: bool, dtype: torch.dtype, tied: bool = True) -> GPT:

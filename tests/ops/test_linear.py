@@ -4,17 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptlite.kernels.library import Loaded, load
 from gptlite.ops.linear import linear, linear_gradients
 from gptlite.precision import cpu_flags
 
 PRODUCTS = "avx512_bf16" in cpu_flags()
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(scope="module")
-def kernels() -> None:
-    assert isinstance(load("cpu"), Loaded)
 
 
 def gradients(fused: bool, dtype: torch.dtype, bias: bool, parameters: torch.dtype) -> list[torch.Tensor]:
