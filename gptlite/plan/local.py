@@ -11,11 +11,12 @@ from typing import Any
 
 from gptlite.errors import ConfigError
 from gptlite.plan.config import ClusterConfig, LinkConfig
-from gptlite.precision import cpu_name
+from gptlite.precision import cpu_flags, cpu_name
 
 CALIBRATION = Path("~/.cache/gptlite/cluster.yaml")  # what `tools/plan.py calibrate` writes and `local` reads
 # Of a CPU that nobody has measured: a core of the last years, and a copy between two processes of one machine.
 CORE_FP32_TFLOPS, CORE_GB_PER_SECOND = 0.06, 8.0
+CORE_BF16_TFLOPS = {"amx_bf16": 1.0, "avx512_bf16": 0.4}  # by instruction set, the best first
 MAY_BE_ZERO = ("reserved_gib", "matmul_half_size", "kernel_seconds", "overlap", "latency", "dollars_per_device_hour")
 LOCAL_LINK = LinkConfig(gb_per_second=2.0, latency=1e-4)
 
@@ -122,13 +123,16 @@ def assumed() -> ClusterConfig:
         return ClusterConfig(
             device="cuda", devices_per_node=gpus, memory_gib=memory, host_memory_gib=host, peak_tflops=gpu_peaks()
         )
-    cores = cpu_cores()
+    cores, flags = cpu_cores(), cpu_flags()
+    peaks = {"fp32": CORE_FP32_TFLOPS * cores}
+    if bf16 := next((rate for flag, rate in CORE_BF16_TFLOPS.items() if flag in flags), None):
+        peaks["bf16"] = bf16 * cores
     return ClusterConfig(
         device="cpu",
         devices_per_node=cores,
         memory_gib=physical_gib(),
         reserved_gib=0.5,
-        peak_tflops={"fp32": CORE_FP32_TFLOPS * cores},
+        peak_tflops=peaks,
         memory_gb_per_second=CORE_GB_PER_SECOND * cores,
         intra=LOCAL_LINK,
         inter=LOCAL_LINK,

@@ -10,11 +10,16 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+from gptlite import precision
+from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.plan import calibrate as module
+from gptlite.plan import local
 from gptlite.plan.calibrate import best, calibrate, kernel_seconds, matmul_rates, memory_bandwidth, ranks, saturation
 from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.local import LOCAL_LINK, cpu_cores, read_calibration, this_machine, write_calibration
+from gptlite.planning import planned_dtype
+from gptlite.precision import PrecisionConfig, resolve_precision
 
 CPU = torch.device("cpu")
 
@@ -50,6 +55,15 @@ def test_what_is_measured_is_of_the_right_order(monkeypatch):
     assert all(1e8 < rate < 1e14 for rate in rates.values())
     assert 1e8 < memory_bandwidth(CPU, 0.05) < 5e12
     assert 1e-7 < kernel_seconds(CPU) < 1e-3
+
+
+@pytest.mark.parametrize("flags", [set(), {"avx2"}, {"avx512_bf16"}, {"avx512_bf16", "amx_bf16"}])
+def test_a_cpu_that_nobody_has_measured_multiplies_in_what_a_run_would(monkeypatch, flags):
+    monkeypatch.setattr(local, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(precision, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    taken = resolve_precision(PrecisionConfig(), CPU).compute_dtype
+    assert getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[planned_dtype(load([]), local.assumed())]) == taken
 
 
 def test_ranks_that_do_not_answer_are_given_up(monkeypatch):
