@@ -29,11 +29,11 @@ def launch(config: Config, started: float) -> int:
     `started` is when the command began, in time.monotonic() seconds: `trainer.max_time` counts from there.
     Under torchrun or srun this process is one rank of theirs; else it starts as many as the layout asks for.
     """
+    keep_freed_memory()  # before parallelism=auto imports what makes a tensor; ranks that start here inherit the wish
     outer = starter()
     config, world = planned(config, outer)
     if world == 1:
         limit(config.trainer.host_memory_limit)
-        keep_freed_memory()
         from gptlite.parallelism.process_group import leave
         from gptlite.pretrain import pretrain
 

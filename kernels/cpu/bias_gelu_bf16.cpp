@@ -4,13 +4,15 @@
 namespace gptlite {
 namespace avx512_bf16 {
 
-int bias_gelu_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int approximate, int,
+int bias_gelu_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int approximate, int dtype,
                       void* context) {
+  if (dtype != GPTLITE_BF16) return GPTLITE_UNSUPPORTED;
   return bias_gelu_forward_of<Bf16>(y, x, bias, rows, width, approximate, context);
 }
 
 int bias_gelu_backward(void* dx, void* dbias, float* workspace, const void* dy, const void* x, const void* bias,
-                       int64_t rows, int64_t width, int approximate, int, void* context) {
+                       int64_t rows, int64_t width, int approximate, int dtype, void* context) {
+  if (dtype != GPTLITE_BF16) return GPTLITE_UNSUPPORTED;
   return bias_gelu_backward_of<Bf16>(dx, dbias, workspace, dy, x, bias, rows, width, approximate, context);
 }
 

@@ -65,9 +65,13 @@ GPTLITE_DECLARE(weight_gradient)
 }  // namespace amx
 #endif
 #ifndef GPTLITE_NO_AVX512_BF16
-namespace avx512_bf16 {
+namespace avx512_bf16 {  // the same, of bf16 alone
+GPTLITE_DECLARE(attention_forward)
+GPTLITE_DECLARE(attention_backward)
+GPTLITE_DECLARE(bias_gelu_forward)
+GPTLITE_DECLARE(bias_gelu_backward)
 GPTLITE_DECLARE(weight_gradient)
-}
+}  // namespace avx512_bf16
 #endif
 
 namespace {
@@ -158,6 +162,16 @@ bool has_avx512_bf16() { return isa() >= Isa::avx512 && cpu().avx512_bf16; }
   }
 #endif
 
+#ifdef GPTLITE_NO_AVX512_BF16
+#define GPTLITE_TRY_BF16(name, ...)
+#else
+#define GPTLITE_TRY_BF16(name, ...)                             \
+  if (gptlite::has_avx512_bf16()) {                             \
+    const int status = gptlite::avx512_bf16::name(__VA_ARGS__); \
+    if (status != GPTLITE_UNSUPPORTED) return status;           \
+  }
+#endif
+
 int gptlite_cpu_masked_softmax_forward(void* y, const void* x, const void* mask, int mask_dtype,
                                        const int64_t* mask_strides, int64_t batch, int64_t heads, int64_t queries,
                                        int64_t keys, float scale, int dtype, void* context) {
@@ -213,12 +227,14 @@ int gptlite_cpu_residual_norm_backward(void* dx, void* dresidual, void* dbias, v
 
 int gptlite_cpu_bias_gelu_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width,
                                   int approximate, int dtype, void* context) {
+  GPTLITE_TRY_BF16(bias_gelu_forward, y, x, bias, rows, width, approximate, dtype, context);
   return GPTLITE_RUN(bias_gelu_forward, y, x, bias, rows, width, approximate, dtype, context);
 }
 
 int gptlite_cpu_bias_gelu_backward(void* dx, void* dbias, float* workspace, const void* dy, const void* x,
                                    const void* bias, int64_t rows, int64_t width, int approximate, int dtype,
                                    void* context) {
+  GPTLITE_TRY_BF16(bias_gelu_backward, dx, dbias, workspace, dy, x, bias, rows, width, approximate, dtype, context);
   return GPTLITE_RUN(bias_gelu_backward, dx, dbias, workspace, dy, x, bias, rows, width, approximate, dtype, context);
 }
 
@@ -262,6 +278,7 @@ int gptlite_cpu_attention_forward(const GptliteHeads* out, float* lse, const Gpt
                                   const GptliteHeads* v, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
                                   int64_t width, float scale, int dtype, void* context) {
   GPTLITE_TRY_AMX(attention_forward, out, lse, q, k, v, batch, heads, queries, keys, width, scale, dtype, context);
+  GPTLITE_TRY_BF16(attention_forward, out, lse, q, k, v, batch, heads, queries, keys, width, scale, dtype, context);
   return GPTLITE_RUN(attention_forward, out, lse, q, k, v, batch, heads, queries, keys, width, scale, dtype, context);
 }
 
@@ -272,6 +289,8 @@ int gptlite_cpu_attention_backward(const GptliteHeads* dq, const GptliteHeads* d
                                    int dtype, void* context) {
   GPTLITE_TRY_AMX(attention_backward, dq, dk, dv, dout, out, lse, q, k, v, batch, heads, queries, keys, width, scale,
                   dtype, context);
+  GPTLITE_TRY_BF16(attention_backward, dq, dk, dv, dout, out, lse, q, k, v, batch, heads, queries, keys, width, scale,
+                   dtype, context);
   return GPTLITE_RUN(attention_backward, dq, dk, dv, dout, out, lse, q, k, v, batch, heads, queries, keys, width,
                      scale, dtype, context);
 }
@@ -279,12 +298,7 @@ int gptlite_cpu_attention_backward(const GptliteHeads* dq, const GptliteHeads* d
 int gptlite_cpu_weight_gradient(void* dw, void* dbias, const void* dy, const void* x, int64_t rows, int64_t outputs,
                                 int64_t inputs, int dtype, int out_dtype, int64_t threads, void* context) {
   GPTLITE_TRY_AMX(weight_gradient, dw, dbias, dy, x, rows, outputs, inputs, dtype, out_dtype, threads, context);
-#ifndef GPTLITE_NO_AVX512_BF16
-  if (gptlite::has_avx512_bf16()) {
-    return gptlite::avx512_bf16::weight_gradient(dw, dbias, dy, x, rows, outputs, inputs, dtype, out_dtype, threads,
-                                                 context);
-  }
-#endif
+  GPTLITE_TRY_BF16(weight_gradient, dw, dbias, dy, x, rows, outputs, inputs, dtype, out_dtype, threads, context);
   return GPTLITE_UNSUPPORTED;
 }
 
