@@ -1,4 +1,4 @@
-"""The command `train.py`: compose, check, launch. Each kind of failure has its exit code, and prints one line."""
+"""The command `gptlite train`: compose, check, launch. Each kind of failure has its exit code, and prints one line."""
 
 import os
 import re
@@ -17,6 +17,7 @@ from gptlite.config import CONF_DIR, SCHEMAS, choices, help_text, register, save
 from gptlite.config_errors import refusals
 from gptlite.errors import ConfigError
 from gptlite.starter import is_main, let_main_speak, refuse_sweep
+from gptlite.warm_start import with_model
 
 SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}  # Hydra's, which run nothing
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
@@ -66,11 +67,15 @@ def command() -> int:
             print(help_text(overrides))
             return 0
         presets = any(re.match(r"\+?sweep=", each) for each in overrides) and not SHOWING & set(flags)
+        if {"-m", "--multirun"} & set(flags) and (shown := SHOWING & set(flags)):
+            raise ConfigError(
+                f"{min(shown)} shows one configuration, and -m has many; leave out -m, give one value a key"
+            )
         if {"-m", "--multirun"} & set(flags) or presets:
             return sweep(flags, overrides)
         if given := next((each for each in overrides if each.startswith("hydra.sweep.")), None):
             raise ConfigError(f"{given} is of sweeps alone; add -m, or give run.dir=... for one run")
-        sys.argv[1:] = [*flags, *saved_overrides(overrides), *overrides]
+        sys.argv[1:] = [*flags, *with_model([*saved_overrides(overrides), *overrides], print_once)]
         return jobs()
 
 
@@ -80,8 +85,14 @@ def sweep(flags: list[str], overrides: list[str]) -> int:
 
     refuse_sweep()
     sys.argv[1:] = ["--multirun", *(each for each in flags if each not in ("-m", "--multirun"))]
-    sys.argv += sweep_overrides(overrides)
+    sys.argv += with_model(sweep_overrides(overrides), print_once)
     return jobs()
+
+
+def print_once(text: str) -> None:
+    """A line of rank 0, not where a composed configuration goes."""
+    if is_main():
+        print(text, file=sys.stderr, flush=True)
 
 
 def jobs() -> int:

@@ -1,6 +1,6 @@
 """The root configuration: one dataclass a section, each beside its owner. Only this file knows Hydra and YAML.
 
-No torch here: `python train.py --cfg job` composes and prints in a quarter of a second.
+No torch here: `gptlite train --cfg job` composes and prints in a quarter of a second.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from yaml import YAMLError
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.invocation import localized
 from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
 from gptlite.model.config import GPTConfig
 from gptlite.ops.config import OpsConfig
@@ -129,20 +130,21 @@ def prepared_folders() -> list[str]:
 def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
     """The configuration that `train.py` would run with these overrides. Raises ConfigError."""
     from gptlite.config_errors import refusals
+    from gptlite.warm_start import with_model
 
     register()
     with refusals(), initialize_config_dir(str(config_dir), version_base="1.3"):
-        return typed(compose("config", overrides=list(overrides)))
+        return typed(compose("config", overrides=with_model(list(overrides))))
 
 
 HELP = """\
 gptlite: GPT pretraining, composed by Hydra.
 
-python train.py                               train the default: GPT-lite on Shakespeare
-python train.py GROUP=PRESET KEY=VALUE ...    change anything
-python train.py run.dir=outputs/...           go on with a run
-python train.py --cfg job                     print the configuration and stop
-python train.py --hydra-help                  Hydra's own options
+gptlite train                               train the default: GPT-lite on Shakespeare
+gptlite train GROUP=PRESET KEY=VALUE ...    change anything
+gptlite train run.dir=outputs/...           go on with a run
+gptlite train --cfg job                     print the configuration and stop
+gptlite train --hydra-help                  Hydra's own options
 
 Groups and their presets (GROUP=PRESET):
 {presets}
@@ -157,7 +159,7 @@ def help_text(overrides: list[str]) -> str:
     presets = [f"  {folder.name}: {', '.join(presets_of(folder.name))}" for folder in folders]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         config = compose("config", overrides=overrides)
-    return HELP.format(presets="\n".join(presets), config=OmegaConf.to_yaml(config))
+    return localized(HELP).format(presets="\n".join(presets), config=OmegaConf.to_yaml(config))
 
 
 def typed(config: DictConfig) -> Config:
@@ -262,7 +264,7 @@ def schema_names(config: Config) -> dict[str, str]:
 def saved_overrides(arguments: list[str]) -> list[str]:
     """What a run in an existing `run.dir` was composed with, but for the keys that `arguments` give anew.
 
-    So `python train.py run.dir=outputs/mine` goes on with that run, whatever it was.
+    So `gptlite train run.dir=outputs/mine` goes on with that run, whatever it was.
     """
     given = {argument.partition("=")[0].lstrip("+~"): argument.partition("=")[2] for argument in arguments}
     saved = Path(given.get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"

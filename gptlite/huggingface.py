@@ -19,8 +19,8 @@ from gptlite.checkpoint import store
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.find import find_checkpoint
-from gptlite.checkpoint.huggingface import Stored, open_weights, read_json, write_weights
-from gptlite.checkpoint.load import load_tensors, read_config
+from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, read_json, write_weights
+from gptlite.checkpoint.load import load_tensors, not_finite, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
 from gptlite.checkpoint.safetensors import Slot
 from gptlite.config import Config, from_yaml, hydra_value, load, to_yaml
@@ -30,12 +30,16 @@ from gptlite.data.sentence_piece import SentencePieceTokenizer
 from gptlite.data.tokenizer import load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import write_synced
+from gptlite.invocation import command
 from gptlite.model.config import GPTConfig
 from gptlite.model.huggingface import Weight, from_json, to_json, view_of, weights
 from gptlite.progress import Log
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENIZER = "gptlite_tokenizer"
+KEPT = "huggingface"  # the folder of a checkpoint with what an import had no use for, and an export gives back
+KEPT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+MOST_KEPT_BYTES = 1 << 28
 NO_TOKENIZER = "none"  # as compare.py knows it: whoever goes on from these weights says what a token is
 # What a checkpoint says besides its tensors (trainer/state.py), before the first step.
 _META: dict[str, Any] = {
@@ -84,7 +88,13 @@ def export(
 
 
 def _write_json(folder: Path, step: Path, model: GPTConfig, dtype: str, log: Log) -> None:
-    """config.json, generation_config.json, and the tokenizer's files: as they are, and for AutoTokenizer if it can."""
+    """config.json, generation_config.json, and the tokenizer's files: as they are, and for AutoTokenizer if it can.
+
+    Of an imported checkpoint they are those of its source.
+    """
+    if kept := [name for name in read_manifest(step).files if name.startswith(f"{KEPT}/")]:
+        _give_back(folder, step, kept, dtype)
+        return
     files = [name for name in read_manifest(step).files if name.startswith("tokenizer/")]
     tokenizer = load_tokenizer(step / "tokenizer") if files else None
     eod = tokenizer.eod if tokenizer is not None else None
@@ -105,6 +115,19 @@ def _write_json(folder: Path, step: Path, model: GPTConfig, dtype: str, log: Log
         write_synced(path, read_file(step, name))
 
 
+def _give_back(folder: Path, step: Path, kept: list[str], dtype: str) -> None:
+    """The files that an import has kept. config.json's dtype and class are the export's."""
+    for name in kept:
+        content = read_file(step, name)
+        if (short := name.removeprefix(f"{KEPT}/")) == "config.json":
+            config = json.loads(content)
+            key = "dtype" if "dtype" in config else "torch_dtype"
+            config |= {"architectures": ["GPT2LMHeadModel"], key: str(DTYPES[dtype]).removeprefix("torch.")}
+            content = (json.dumps(config, indent=2) + "\n").encode()
+        (folder / short).parent.mkdir(exist_ok=True)
+        write_synced(folder / short, content)
+
+
 def _write_tensors(folder: Path, step: Path, model: GPTConfig, dtype: str, max_shard_bytes: int, log: Log) -> int:
     """The weights; their size in bytes."""
     stored = read_manifest(step).tensors
@@ -117,6 +140,8 @@ def _write_tensors(folder: Path, step: Path, model: GPTConfig, dtype: str, max_s
             return torch.zeros(weight.shape)  # GPT-2 has biases
         ours = torch.empty(weight.our_shape, dtype=getattr(torch, stored.get(key, {}).get("dtype", "float32")))
         load_tensors(step, {key: ours}, strict=False, verified=True, log=log)
+        if problem := not_finite(ours):
+            raise ConfigError(f"{step}: {key} {problem}; export a checkpoint from before")
         return view_of(weight, ours, model.num_heads)
 
     slots = [Slot(name, weight.shape, DTYPES[dtype]) for name, weight in by_name.items()]
@@ -128,7 +153,8 @@ def import_(source: Path, run_dir: Path, *, log: Log = print) -> Path:
     """Makes a checkpoint of step 0 in the new `run_dir` from a folder of GPT-2's; returns its folder.
 
     `source` holds config.json and model.safetensors, model.safetensors.index.json with its files, or pytorch_model.bin.
-    Only weights are stored, in fp32, and no tokenizer; the vocabulary is padded with rows of zeros. The model is in
+    Weights are stored in fp32, and the small files beside them, a tokenizer's too, for `export` to give back. Nothing
+    here reads those: the checkpoint has no tokenizer. The vocabulary is padded with rows of zeros. The model is in
     memory once (with pytorch_model.bin, twice). The last line logged is the command that goes on from it.
 
     Raises ConfigError, naming the key or tensor, for a model that is not quite a GPT-2, and where `run_dir` is not
@@ -143,13 +169,28 @@ def import_(source: Path, run_dir: Path, *, log: Log = print) -> Path:
     stored = open_weights(source)
     _refuse_another_model(source, stored, model)
     overrides, config = _composed(model, run_dir)
-    tensors = {f"model.{weight.ours}": _ours(weight, stored[weight.name], model) for weight in weights(model)}
+    beside = {f"{KEPT}/{name}": content for name, content in _other_files(source).items()}
+    tensors = {f"model.{weight.ours}": _ours(source, weight, stored[weight.name], model) for weight in weights(model)}
     with _errors_of_the_disk(f"run_dir={run_dir}"):
-        step = Checkpointer(CheckpointConfig(keep=0), run_dir).save(tensors, _META, to_yaml(config), None, log)
-    log(f"imported {source} to {step}; its tokenizer is not: token ids must mean there what they meant here")
-    start = ["python", "train.py", f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
-    log(f"go on with any data=... of at most {model.vocab_size} token ids: {shlex.join([*start, *overrides])}")
+        step = Checkpointer(CheckpointConfig(keep=0), run_dir).save(tensors, _META, to_yaml(config), None, log, beside)
+    words = ", ".join(sorted(Path(name).name for name in beside))
+    log(f"imported {source} to {step}; kept for an export: {words}")
+    log("its tokenizer is not used here: token ids must mean there what they meant here")
+    start = [f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
+    line = f"{command('train')} {shlex.join([*start, *overrides])}"
+    log(f"go on with any data=... of at most {model.vocab_size} token ids: {line}")
     return step
+
+
+def _other_files(source: Path) -> dict[str, bytes]:
+    """What lies beside the weights by name: config.json, generation_config.json, a tokenizer's files. ConfigError."""
+    indices = (INDEX, f"{PICKLE}.index.json")
+    paths = [path for path in sorted(source.iterdir()) if path.suffix in KEPT_SUFFIXES and path.name not in indices]
+    paths = [path for path in (*paths, *sorted((source / TOKENIZER).glob("*"))) if path.is_file()]
+    if (size := sum(path.stat().st_size for path in paths)) > MOST_KEPT_BYTES:
+        largest = max(paths, key=lambda path: path.stat().st_size).name
+        raise ConfigError(f"source={source}: {size:,} bytes of files beside the weights; take {largest} out of it")
+    return {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
 
 
 def _refuse_another_model(source: Path, stored: dict[str, Stored], model: GPTConfig) -> None:
@@ -173,11 +214,14 @@ def _refuse_another_model(source: Path, stored: dict[str, Stored], model: GPTCon
             )
 
 
-def _ours(weight: Weight, stored: Stored, model: GPTConfig) -> Tensor:
-    """Our form of a tensor, fp32; rows of the vocabulary that are padding stay zero."""
+def _ours(source: Path, weight: Weight, stored: Stored, model: GPTConfig) -> Tensor:
+    """Our form of a tensor, fp32; rows of the vocabulary that are padding stay zero. ConfigError for NaN in it."""
     ours = torch.zeros(weight.our_shape)
     view = view_of(weight, ours, model.num_heads)
-    view.copy_(stored.read().reshape(view.shape))
+    theirs = stored.read()
+    if problem := not_finite(theirs):
+        raise ConfigError(f"source={source}: {stored.name} {problem}; fetch it again, or import another checkpoint")
+    view.copy_(theirs.reshape(view.shape))
     return ours
 
 

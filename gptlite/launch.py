@@ -8,12 +8,15 @@ import sys
 from typing import TYPE_CHECKING
 
 from gptlite.checks import check_device, check_world
-from gptlite.config import Config
+from gptlite.config import Config, with_vocabulary
+from gptlite.data.config import SyntheticConfig, TokensConfig
+from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError
 from gptlite.host_memory import lift, limit, limit_words, out_of_memory
 from gptlite.offload_space import check_offload_space
 from gptlite.parallelism.layout import wanted_world
 from gptlite.starter import Starter, is_main, starter
+from gptlite.warm_start import refuse_larger_vocabulary
 
 if TYPE_CHECKING:
     from gptlite.elastic import Ended
@@ -67,6 +70,11 @@ def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
     import torch
 
     gpus = torch.cuda.device_count()
+    if isinstance(config.data, TokensConfig | SyntheticConfig):  # what other data holds is known once it is prepared
+        vocabulary = find_vocabulary(config.data)
+        if not vocabulary.assumed:
+            refuse_larger_vocabulary(config, vocabulary.size)
+            with_vocabulary(config, vocabulary.size)
     if config.parallelism.auto:
         from gptlite.planning import chosen
 

@@ -19,7 +19,7 @@ from gptlite.plan.local import assumed
 from gptlite.plan.memory import most
 from gptlite.plan.room import rank_memory
 from gptlite.plan.workload import RankBytes
-from gptlite.planning import workload_of
+from gptlite.planning import assumed_words, with_planned_vocabulary, workload_of
 from gptlite.precision import resolve_precision
 
 SHOWN = 3
@@ -47,6 +47,7 @@ def memory_advice(config: Config, world: int) -> list[str]:
     A rank has `trainer.host_memory_limit`, a GPU's memory, or its part of the machine's.
     """
     here = assumed()
+    config, guessed = with_planned_vocabulary(config)
     limit = config.trainer.host_memory_limit
     if limit is not None and here.device == "cpu":
         here = replace(here, memory_gib=limit * world)
@@ -54,7 +55,7 @@ def memory_advice(config: Config, world: int) -> list[str]:
     names = [item.name for item in fields(RankBytes) if item.name != "host"]
     listed = ", ".join(f"{name} {format_bytes(getattr(taken, name))}" for name in names)
     lines = [f"by the plan rank {rank} takes {format_bytes(taken.total)}: {listed}; and the process itself about "
-             f"{here.reserved_gib:g} GiB"]  # fmt: skip
+             f"{here.reserved_gib:g} GiB{assumed_words(config.model, guessed)}"]  # fmt: skip
     changes = list(_changes(config, world, here))
     if fitting := _mildest([change for change in changes if change.bytes <= room]):
         return [*lines, f"what would have fitted: {'; '.join(map(_words, fitting))}"]

@@ -1,4 +1,4 @@
-"""What tools/plan.py says and draws of a plan."""
+"""What `gptlite plan` says and draws of a plan."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from gptlite.errors import ConfigError
 from gptlite.files import write_whole
+from gptlite.invocation import arguments
+from gptlite.invocation import command as written
 from gptlite.metrics.console import banner, format_bytes, format_count, format_duration, table
 from gptlite.model.flops import num_parameters
 from gptlite.parallelism.config import Offload
@@ -31,12 +33,13 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
     ranked = distinct(plan.found, top)
     best = plan.best
     lines = [
-        ("model", f"{plan.config.model.name}: {format_count(num_parameters(best.work.model))} parameters"),
+        ("model", f"{plan.config.model.name}: {format_count(num_parameters(best.work.model))} parameters, "
+                  f"vocabulary of {best.work.model.vocab_size}{f' (assumed: {plan.assumed})' * bool(plan.assumed)}"),
         ("cluster", _cluster_words(plan)),
         ("batch", f"{best.work.global_batch_size} sequences of {best.work.sequence_length}, {best.work.dtype}"),
         ("looked at", f"{plan.found.tried:,} layouts; of the fastest {len(plan.found.ranked):,} fit"),
         *[("", f"{count:,}: {kind}, e.g. {plan.found.examples[kind]}") for kind, count in plan.found.pruned.items()],
-    ]
+    ]  # fmt: skip
     if offload := _offload_words(plan):
         lines.append(("offload", offload))
     if plan.found.slower:
@@ -49,10 +52,12 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
 
 def command(plan: Plan) -> str:
     """The command line that trains the best layout."""
-    words = train_overrides(plan.config.run.overrides, plan.best)
+    words = train_overrides(plan.config.run.overrides, plan.best.work)
     nodes, each = plan.cluster.nodes or 1, plan.cluster.devices_per_node or 1
-    start = "python" if nodes == 1 else f"torchrun --nnodes={nodes} --nproc-per-node={each} [--rdzv-...]"
-    return shlex.join(["python", "train.py", *words]).replace("python", start, 1)
+    start = written("train")
+    if nodes > 1:
+        start = f"torchrun --nnodes={nodes} --nproc-per-node={each} [--rdzv-...] {shlex.join(arguments('train'))}"
+    return f"{start} {shlex.join(words)}"
 
 
 def simulated(plan: Plan) -> str:
@@ -88,9 +93,12 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
     if plan.best.work.parallelism.pipeline > 1:
         files.append(draw_timeline(best_timeline(plan), f"{title}: {_short(plan.best)}", folder / "timeline.png"))
     rows = [
-        {"overrides": overrides(each), "layout": _words(each), "prediction": asdict(each.prediction)} for each in ranked
+        {"overrides": overrides(each.work), "layout": _words(each), "prediction": asdict(each.prediction)}
+        for each in ranked
     ]
-    text = json.dumps({"cluster": asdict(plan.cluster), "pruned": dict(plan.found.pruned), "layouts": rows}, indent=2)
+    vocabulary = {"vocabulary": plan.best.work.model.vocab_size, "vocabulary_assumed": plan.assumed or None}
+    whole = {"cluster": asdict(plan.cluster), **vocabulary, "pruned": dict(plan.found.pruned), "layouts": rows}
+    text = json.dumps(whole, indent=2)
     write_whole(folder / "plan.json", text + "\n")
     return [*files, folder / "plan.json"]
 

@@ -1,4 +1,4 @@
-"""From a configuration to a plan, and back: the layout that `parallelism=auto` and tools/plan.py choose."""
+"""From a configuration to a plan, and back: the layout that `parallelism=auto` and `gptlite plan` choose."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
 from gptlite.checks import check
-from gptlite.config import Config, hydra_value
+from gptlite.config import Config, hydra_value, with_vocabulary
 from gptlite.data.batches import batch_schedule
+from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError
+from gptlite.invocation import command
 from gptlite.model.config import GPTConfig
 from gptlite.ops.config import Attention, Implementation, OpsConfig
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.layout import Layout, divisors, largest_micro_batch
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.config import ClusterConfig
+from gptlite.plan.cost_device import ranks_on_node
 from gptlite.plan.local import this_machine
 from gptlite.plan.room import rank_memory
 from gptlite.plan.search import Candidate, Found, Space, search
@@ -24,7 +27,6 @@ from gptlite.plan.workload import Workload
 from gptlite.precision import SCALED, Precision, Reduce
 
 Log = Callable[[str], None]
-GPT2_VOCABULARY = 50257  # what a model has whose tokenizer nobody knows yet
 MOST_NODES = 4096  # looked at, when asked what would fit
 REPORT_SECONDS = 5.0
 # What a candidate's override line says, in this order; the rest of ParallelismConfig is the user's.
@@ -36,11 +38,13 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A search's result on a cluster, and the configuration it was made for."""
+    """A search's result on a cluster, and the configuration it was made for. `assumed`: why its vocabulary is a guess,
+    empty where it is known."""
 
     config: Config
     cluster: ClusterConfig
     found: Found
+    assumed: str = ""
 
     @property
     def best(self) -> Candidate:
@@ -54,22 +58,23 @@ def make_plan(config: Config, world: int | None = None, log: Log = print) -> Pla
     What `config.run.overrides` gives of `parallelism` and `data.micro_batch_size` stays. Raises ConfigError where
     nothing is legal, or nothing fits: then with how much is missing and what would fit.
     """
+    sized, assumed = with_planned_vocabulary(config, log)
     cluster = this_machine(config.cluster, log, given=given_keys(config, "cluster"))
-    worlds = [world] if world is not None else _worlds(cluster, config)
-    plans = []
+    worlds = [world] if world is not None else cluster_worlds(cluster, config)
+    results = []
     refusal: ConfigError | None = None
     for each in worlds:
         try:
-            plans.append(Plan(config, cluster, searched(config, cluster, each, log)))
+            results.append(searched(sized, cluster, each, log))
         except ConfigError as error:
             refusal = error
-    found = merged([plan.found for plan in plans])
+    found = merged(results)
     if found is None:
         assert refusal is not None
         raise refusal
     if not found.ranked:
-        raise ConfigError(too_small(config, cluster, found, max(worlds), log))
-    return Plan(config, cluster, found)
+        raise ConfigError(too_small(sized, cluster, found, max(worlds), log, assumed))
+    return Plan(config, cluster, found, assumed)
 
 
 def chosen(config: Config, world: int | None = None, log: Log = print) -> Config:
@@ -78,7 +83,8 @@ def chosen(config: Config, world: int | None = None, log: Log = print) -> Config
     best = plan.best
     log(
         f"parallelism=auto: {best.words}; {best.prediction.step_seconds:.3g} s a step predicted, the fastest of "
-        f"{plan.found.tried} layouts (python tools/plan.py shows them)"
+        f"{plan.found.tried} layouts ({command('plan')} shows them)"
+        f"{assumed_words(best.work.model, plan.assumed)}"
     )
     return apply(config, best)
 
@@ -90,9 +96,9 @@ def apply(config: Config, candidate: Candidate) -> Config:
     return replace(config, parallelism=layout, data=replace(config.data, micro_batch_size=its.micro_batch_size))
 
 
-def overrides(candidate: Candidate) -> list[str]:
-    """What a command line says to train with a candidate's layout: what is not as in a fresh ParallelismConfig."""
-    plain, its = ParallelismConfig(), candidate.work.parallelism
+def overrides(work: Workload) -> list[str]:
+    """What a command line says to train with a layout: what is not as in a fresh ParallelismConfig."""
+    plain, its = ParallelismConfig(), work.parallelism
     if its.pipeline == 1:
         its = replace(its, schedule=plain.schedule, virtual_stages=None)
     values = {key: getattr(its, key) for key in CHOSEN}
@@ -101,12 +107,12 @@ def overrides(candidate: Candidate) -> list[str]:
         for key, value in values.items()
         if value != getattr(plain, key)
     ]
-    return [*words, f"data.micro_batch_size={candidate.work.micro_batch_size}"]
+    return [*words, f"data.micro_batch_size={work.micro_batch_size}"]
 
 
-def train_overrides(given: Iterable[str], candidate: Candidate) -> list[str]:
-    """A command line with a candidate's layout in place of what it said of it; the plan's own keys are left out."""
-    decided = overrides(candidate)
+def train_overrides(given: Iterable[str], work: Workload) -> list[str]:
+    """A command line with a layout in place of what it said of it; the plan's own keys are left out."""
+    decided = overrides(work)
     keys = {each.partition("=")[0] for each in decided}
     kept = [each for each in given if each.partition("=")[0].lstrip("+") not in keys]
     return [*(each for each in kept if not each.startswith(("parallelism=", "cluster"))), *decided]
@@ -114,14 +120,23 @@ def train_overrides(given: Iterable[str], candidate: Candidate) -> list[str]:
 
 def searched(config: Config, cluster: ClusterConfig, world: int, log: Log = print) -> Found:
     """All layouts of a configuration on that many ranks. Raises ConfigError where none is legal."""
-    return search(space_of(config, cluster, fixed_keys(config)), cluster, world, _Progress(log, world))
+    here = limited(cluster, config, world)
+    return search(space_of(config, here, fixed_keys(config)), here, world, _Progress(log, world))
+
+
+def limited(cluster: ClusterConfig, config: Config, world: int) -> ClusterConfig:
+    """The cluster with no more memory than `trainer.host_memory_limit` leaves its ranks, where they are on CPUs."""
+    limit = config.trainer.host_memory_limit
+    if limit is None or cluster.device != "cpu":
+        return cluster
+    return replace(cluster, memory_gib=min(cluster.memory_gib, limit * ranks_on_node(cluster, world)))
 
 
 def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> Space:
     """What may be searched for a configuration, all but the `fixed` keys."""
-    model = config.model if config.model.vocab_size else replace(config.model, vocab_size=vocabulary(config))
+    config = with_planned_vocabulary(config)[0]
     work = Workload(
-        model=model,
+        model=config.model,
         parallelism=replace(config.parallelism, auto=False),
         layout=Layout(),
         optimizer=config.optimizer,
@@ -129,7 +144,7 @@ def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> S
         micro_batch_size=config.data.micro_batch_size or 1,
         sequence_length=config.data.sequence_length,
         dtype=planned_dtype(config, cluster),
-        attention=planned_attention(config.ops, model, cluster.device),
+        attention=planned_attention(config.ops, config.model, cluster.device),
         device=cluster.device,
         master_weights=config.precision.master_weights,
         amp=config.precision.dtype.value.partition("amp_")[2],
@@ -196,17 +211,25 @@ def planned_attention(ops: OpsConfig, model: GPTConfig, device: str) -> Attentio
     return Attention.matmul if reference or model.dropout else Attention.fused
 
 
-def vocabulary(config: Config) -> int:
-    """The vocabulary that the configured data would have; GPT-2's where that is not known before it is read."""
-    known = {"char": 256, "byte": 257}.get(getattr(config.data, "tokenizer", ""))
-    return known or getattr(config.data, "vocab_size", None) or GPT2_VOCABULARY
+def with_planned_vocabulary(config: Config, log: Log = print) -> tuple[Config, str]:
+    """The configuration with `model.vocab_size`, the data's where it is not given; and why that is a guess, or
+    nothing."""
+    if config.model.vocab_size is not None:
+        return config, ""
+    found = find_vocabulary(config.data, log)
+    return with_vocabulary(config, found.size), found.assumed
 
 
-def too_small(config: Config, cluster: ClusterConfig, found: Found, world: int, log: Log) -> str:
+def assumed_words(model: GPTConfig, assumed: str) -> str:
+    """What follows a prediction whose vocabulary is a guess."""
+    return f"; vocabulary of {model.vocab_size} assumed: {assumed}" if assumed else ""
+
+
+def too_small(config: Config, cluster: ClusterConfig, found: Found, world: int, log: Log, assumed: str = "") -> str:
     """The line for a model that no layout fits: by how much, and what would."""
     assert found.smallest is not None
     memory, work = found.smallest
-    missing = memory.total - rank_memory(cluster, world)
+    missing = memory.total - rank_memory(limited(cluster, config, world), world)
     where = f"cluster={cluster.name} cluster.nodes={cluster.nodes or 1}"
     line = (
         f"{config.model.name} does not fit {where}: of {found.tried} layouts the smallest "
@@ -214,7 +237,8 @@ def too_small(config: Config, cluster: ClusterConfig, found: Found, world: int, 
         f"{missing / 2**30:.1f} more than there are"
     )
     nodes = enough_nodes(config, cluster, world, log)
-    return f"{line}; try {f'cluster.nodes={nodes}' if nodes else 'a smaller model or data.sequence_length'}"
+    line = f"{line}; try {f'cluster.nodes={nodes}' if nodes else 'a smaller model or data.sequence_length'}"
+    return f"{line}{assumed_words(work.model, assumed)}"
 
 
 def enough_nodes(config: Config, cluster: ClusterConfig, world: int, log: Log) -> int | None:
@@ -251,7 +275,7 @@ def merged(results: Iterable[Found]) -> Found | None:
     return whole
 
 
-def _worlds(cluster: ClusterConfig, config: Config) -> list[int]:
+def cluster_worlds(cluster: ClusterConfig, config: Config) -> list[int]:
     """How many ranks to plan for: all devices; on a CPU, whose cores one rank may have alone, fewer as well."""
     devices = (cluster.nodes or 1) * (cluster.devices_per_node or 1)
     if cluster.device == "cpu" and config.cluster.devices_per_node is None:

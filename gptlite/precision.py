@@ -46,7 +46,7 @@ SCALED = (Precision.fp16, Precision.amp_o1, Precision.amp_o2)
 
 @dataclass
 class PrecisionConfig:
-    """The dtype policy and, where fp16 computes, the loss scale by the rule and the names of DeepSpeed."""
+    """The dtype policy and, where fp16 computes, the loss scale: Megatron-LM's rule under the names of DeepSpeed."""
 
     dtype: Precision = Precision.auto
     reduce: Reduce = Reduce.fp32

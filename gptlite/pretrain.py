@@ -11,8 +11,9 @@ from gptlite.config import Config, with_vocabulary
 from gptlite.data.build import build_loader, prepare
 from gptlite.model.gpt import GPT
 from gptlite.model.init import init_weights
-from gptlite.model.parallelize import build_passes, materialize, parallelize
+from gptlite.model.parallelize import build_passes, copy_weights, materialize, parallelize
 from gptlite.optimizer.build import build_optimizer
+from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.rounded import round_steps
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.streamed import offload_state
@@ -29,6 +30,7 @@ from gptlite.trainer.ops import agreed_ops
 from gptlite.trainer.signals import StopSignal
 from gptlite.trainer.spike import build_spike_watch
 from gptlite.trainer.state import TrainState
+from gptlite.warm_start import refuse_larger_vocabulary
 
 
 def pretrain(
@@ -51,6 +53,7 @@ def pretrain(
     ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
     run = RunFolder(config, mesh)
     data = prepare(config.data, config.seed, run.log, mesh)
+    refuse_larger_vocabulary(config, data.tokenizer.vocab_size)
     config = with_vocabulary(config, data.tokenizer.vocab_size)
 
     with torch.device("meta"):
@@ -64,6 +67,8 @@ def pretrain(
     if not policy.master_weights:
         optimizer = round_steps(optimizer, config.seed)
     optimizer = offload_state(optimizer, config.parallelism, mesh)
+    if ops.weight_copies and writes_copies(optimizer) and not config.trainer.compile:
+        copy_weights(parts, mesh, policy)
     loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
     schedule = Schedule(config.schedule, config.trainer.max_steps)
     chain = Chain(parts, mesh, config.parallelism)

@@ -28,6 +28,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.words import layout_words
 from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState, model_tensors
+from gptlite.warm_start import too_few_ids
 
 LOG = "train.log"
 OWNER = ".owner"
@@ -213,10 +214,12 @@ class RunFolder:
         assert self.resume_from is not None
         manifest, load = read_manifest(self.resume_from), self.config.checkpoint.load
         old, new = ({"data_identity": each} for each in (manifest.meta["data_identity"], state.data_identity))
-        if refusal := compare_configs(old, new, load).refusal():
+        if refusal := compare_configs(old, new, load).refusal(load):
             raise ConfigError(f"checkpoint {self.resume_from}: {refusal}")
         size, was = state.parts[0].config.vocab_size, from_yaml(read_config(self.resume_from)).model.vocab_size
-        if was not in (None, size):  # where nothing says of which tokenizer the checkpoint is
+        if was is not None and size is not None and was < size:
+            raise ConfigError(too_few_ids(str(self.resume_from), was, size))
+        if was not in (None, size):
             raise ConfigError(f"checkpoint {self.resume_from}: model.vocab_size={size} (was {was}); give {was}")
         step, steps = manifest.meta["step"], self.config.trainer.max_steps
         if load == "all" and step > steps:
@@ -304,7 +307,7 @@ class RunFolder:
         if new.model.vocab_size is None:  # the tokenizer's; that it is the same is seen once there is one
             new = replace(new, model=replace(new.model, vocab_size=old.model.vocab_size))
         differences = compare_configs(to_dict(old), to_dict(new), self.config.checkpoint.load)
-        if refusal := differences.refusal():
+        if refusal := differences.refusal(self.config.checkpoint.load):
             raise ConfigError(f"{where}: {refusal}")
         for notice in (differences.notice(), differences.resharding()):
             if notice and notice not in self._early:  # the folder and its checkpoint may both say it

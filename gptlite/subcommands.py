@@ -9,13 +9,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from gptlite.config import parse_arguments
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.invocation import localized
 from gptlite.tool import run_tool
-
-EXIT_FAILED = 1
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,14 @@ def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoRetur
     """Runs the command line and exits; without arguments or with --help it prints `usage`."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(usage)
+        print(localized(usage))
         sys.exit(0)
     try:
         if name not in subcommands:
             raise ConfigError(f"{name} is not one of {', '.join(subcommands)}{did_you_mean(name, subcommands)}")
         module = import_module(subcommands[name].module)
         if {"-h", "--help"} & set(rest):
-            print((module.__doc__ or "").strip())
+            print(localized(module.__doc__ or "").strip())
             sys.exit(0)
         paths, options = separate(name, subcommands[name], rest, [item.name for item in fields(module.Options)])
         parse_arguments(module.Options, options)
@@ -51,7 +50,7 @@ def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoRetur
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     sys.argv[1:] = options  # run_tool reads them
-    run_tool(lambda typed: guarded(module, paths, typed), module.Options, None)
+    run_tool(lambda typed: module.run(paths, typed), module.Options, None)
 
 
 def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str]) -> tuple[list[str], list[str]]:
@@ -69,14 +68,3 @@ def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str
         given = f"{len(paths)} path{'s' * (len(paths) != 1)} given"
         raise ConfigError(f"{name} takes {wanted.usage}; {given}{': ' * bool(paths)}{' '.join(paths)}")
     return paths, options
-
-
-def guarded(module: Any, paths: list[str], options: Any) -> int:
-    """Runs a subcommand; what the disk refuses is one line too."""
-    try:
-        return module.run(paths, options)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED

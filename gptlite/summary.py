@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gptlite.config import Config, hydra_value, to_dict
 from gptlite.data.prepared import PreparedData
 from gptlite.data.tokenizer import StreamDecoder
+from gptlite.invocation import command
 from gptlite.metrics.console import banner, format_bytes, format_count, format_duration
 from gptlite.metrics.devices import device_peak_flops
 from gptlite.metrics.memory import memory_bytes
@@ -25,6 +26,8 @@ from gptlite.metrics.plot import plot_curves
 from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
 from gptlite.model.flops import flops_per_token, head_flops, layer_flops
 from gptlite.model.generate import Sampling, generate
+from gptlite.ops.backend import sdpa_words
+from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
 from gptlite.optimizer.streamed import OffloadFailed
 from gptlite.parallelism.boxes import num_local_elements
@@ -44,9 +47,6 @@ from gptlite.trainer.spike import Spiked
 from gptlite.trainer.state import TrainState, model_tensors
 from gptlite.trainer.step import Diverged
 
-# A step in fp32 against one in bf16 where the CPU has it in hardware: docs/benchmarks.md.
-FP32_SLOWDOWN = 3
-
 
 def announce(
     config: Config, run: RunFolder, mesh: Mesh, state: TrainState, data: PreparedData, policy: Policy, ops: Ops
@@ -64,8 +64,9 @@ def announce(
         ("model", f"{model.name}: {format_count(count)} parameters, {model.num_layers} layers, "
                   f"{model.num_heads} heads, d {model.d_model}, "
                   f"vocabulary {model.vocab_size} in {model.padded_vocab_size} rows"),
-        ("precision", f"{policy.name} ({policy.reason}){_slowdown(policy, mesh.device)}"),
+        ("precision", f"{policy.name} ({policy.reason})"),
         ("ops", ", ".join(ops.reasons)),
+        *_attention(config, mesh, policy, ops),
         *predicted(state, mesh, config.parallelism, policy, ops, length),
         *offload_words(state, config.parallelism),
         ("data", f"{data.describe()}"),
@@ -97,6 +98,16 @@ def announce(
         num_devices=mesh.world_size,
     )
     return Reporter(sinks, throughput, mesh.device, steps, run.log)
+
+
+def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tuple[str, str]]:
+    """The banner's line on the kernel that SDPA takes, where attention is SDPA."""
+    if ops.attention is not Attention.sdpa:
+        return []
+    model, length = config.model, config.data.sequence_length
+    heads = model.num_heads // mesh.size("tp")
+    words = sdpa_words(mesh.device, policy.compute_dtype, heads, length, model.head_dim)
+    return [("attention", f"SDPA takes {words}{'; dropout writes the scores out' if model.dropout else ''}")]
 
 
 def _ramp(config: Config) -> str:
@@ -149,12 +160,6 @@ def device_words(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name() or platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def _slowdown(policy: Policy, device: torch.device) -> str:
-    if device.type != "cpu" or policy.name != "fp32":
-        return ""
-    return f"; expect about {FP32_SLOWDOWN:g} times the time that a CPU with bf16 takes"
 
 
 @dataclass
@@ -297,7 +302,10 @@ def _close(
         words = "" if bits is None else f", {bits:.4f} bits per byte"
         lines.append(("last validation", f"{outcome.evaluation.loss:.4f} nats per token{words}"))
     if (peak := memory_bytes(reporter.device)["memory_peak_bytes"]) is not None:
-        lines.append(("peak memory", format_bytes(peak)))
+        average = reporter.usage.memory
+        lines.append(("peak memory", format_bytes(peak) + (f", {format_bytes(average)} on average" if average else "")))
+    used, what = reporter.usage.utilization, "GPU" if reporter.device.type == "cuda" else "processor time"
+    lines.append(("utilisation", "n/a: install nvidia-ml-py" if used is None else f"{used:.0%} of the {what}"))
     lines += reporter.memory.lines()
     if config.parallelism.offload is not Offload.none:
         lines += reporter.memory.offloaded()
@@ -306,8 +314,8 @@ def _close(
     more = "" if state.step < config.trainer.max_steps else f" trainer.max_steps={2 * config.trainer.max_steps}"
     run.log(banner(lines, title="results"))
     # Not in the banner: a command that wraps cannot be copied.
-    run.log(f"resume:    python train.py {shlex.quote(f'run.dir={hydra_value(str(run.path))}')}{more}")
-    run.log(f'generate:  python tools/generate.py {shlex.quote(f"checkpoint={run.path}")} prompt="ROMEO:"')
+    run.log(f"resume:    {command('train')} {shlex.quote(f'run.dir={hydra_value(str(run.path))}')}{more}")
+    run.log(f'generate:  {command("generate")} {shlex.quote(f"checkpoint={run.path}")} prompt="ROMEO:"')
 
 
 def _sample(config: Config, run: RunFolder, state: TrainState) -> None:

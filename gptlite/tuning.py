@@ -17,6 +17,7 @@ from pathlib import Path
 from gptlite.config import hydra_value
 from gptlite.errors import ConfigError
 from gptlite.files import write_whole
+from gptlite.invocation import command
 from gptlite.metrics.console import format_count
 from gptlite.plan.search import Candidate, distinct
 from gptlite.planning import Plan, overrides, train_overrides
@@ -57,21 +58,29 @@ def tune(plan: Plan, given: Sequence[str], preset: Path, k: int, steps: int, lim
     best = max(ran, key=lambda trial: trial.tokens_per_second or 0.0) if ran else None
     candidate = best.candidate if best else plan.best
     write_whole(preset, preset_text(given, candidate, best, steps))
-    rows = [{"layout": t.candidate.words, "overrides": overrides(t.candidate), "tokens_per_second": t.tokens_per_second,
-             "predicted": t.candidate.prediction.tokens_per_second, "reason": t.reason} for t in trials]  # fmt: skip
+    rows = [
+        {
+            "layout": trial.candidate.words,
+            "overrides": overrides(trial.candidate.work),
+            "tokens_per_second": trial.tokens_per_second,
+            "predicted": trial.candidate.prediction.tokens_per_second,
+            "reason": trial.reason,
+        }
+        for trial in trials
+    ]
     write_whole(preset.with_suffix(".json"), json.dumps(rows, indent=2) + "\n")
     print(f"{'the best' if best else 'nothing ran; the plan alone says'}: {candidate.words}")
     micro = f"data.micro_batch_size={candidate.work.micro_batch_size}"
-    words = ["python", "train.py", "--config-dir", str(preset.parent.parent), f"parallelism={preset.stem}", micro]
+    words = ["--config-dir", str(preset.parent.parent), f"parallelism={preset.stem}", micro]
     kept = [each for each in given if not each.startswith(("parallelism", "cluster", "data.micro_batch_size"))]
-    print(shlex.join([*words, *kept]))
+    print(f"{command('train')} {shlex.join([*words, *kept])}")
     return 0 if best else 1
 
 
 def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: int, limit: float) -> Trial:
     """Trains one candidate in a process of its own, at most `limit` seconds."""
     last = [f"trainer.max_steps={steps}", f"run.dir={hydra_value(str(folder))}"]
-    arguments = [*BARE, *BARE_SAVING, *train_overrides(given, candidate), *last]
+    arguments = [*BARE, *BARE_SAVING, *train_overrides(given, candidate.work), *last]
     started = time.monotonic()
     start = f"from gptlite.cli import main; from gptlite.worker import die_with; die_with({os.getpid()}); main()"
     run = subprocess.Popen(
@@ -98,7 +107,7 @@ def preset_text(given: Sequence[str], candidate: Candidate, best: Trial | None, 
         f"# With data.micro_batch_size={candidate.work.micro_batch_size}, on the command line.",
         "defaults: [parallelism_schema, _self_]",
     ]
-    chosen = [each for each in train_overrides(given, candidate) if each.startswith("parallelism.")]
+    chosen = [each for each in train_overrides(given, candidate.work) if each.startswith("parallelism.")]
     return "\n".join([*lines, *(each.removeprefix("parallelism.").replace("=", ": ", 1) for each in chosen)]) + "\n"
 
 

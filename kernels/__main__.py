@@ -1,4 +1,4 @@
-"""`python -m gptlite.kernels`, which is `gptlite-kernels`."""
+"""`python -m gptlite.kernels`, which is `gptlite kernels`."""
 
 from gptlite.kernels.command import main
 

@@ -1,5 +1,6 @@
 """Compiles the kernels: units in parallel, one shared library."""
 
+import contextlib
 import os
 import subprocess
 import tempfile
@@ -14,7 +15,8 @@ from gptlite.kernels.toolchain import BuildError, Compiler, cudart, find_cxx
 from gptlite.kernels.units import Unit, binding_units, cpu_units, cuda_units
 from gptlite.progress import Log
 
-MAX_JOBS = 4  # a compiler takes up to 1 GB
+MAX_JOBS = 16
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 ERROR_LINES = 3
 # What others may see of the library; else two libraries of one process could take each other's inline functions.
 EXPORTS = "{ global: gptlite_*; local: *; };\n"
@@ -29,10 +31,10 @@ class Parts:
     why_no_cuda: str = ""
 
 
-def build(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log) -> Parts:
+def build(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log, arch: str = "") -> Parts:
     """Compiles and links torch's library to `library`, in whose folder the objects are meanwhile. Raises BuildError.
 
-    Without `nvcc`, or where it fails, it has the CPU kernels alone.
+    Without `nvcc`, or where it fails, it has the CPU kernels alone. `arch`: as in `cuda_units`.
     """
     import torch  # here, so that a plain build needs none
 
@@ -42,7 +44,7 @@ def build(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log) -> Part
         folder, why = Path(name), ""
         if nvcc:
             try:
-                kernels = compile_all(cuda_units(nvcc, cxx), folder, log, "CUDA kernels")
+                kernels = compile_all(cuda_units(nvcc, cxx, arch), folder, log, "CUDA kernels")
                 libraries += [str(cudart(nvcc)), "-ldl", "-lrt", "-lpthread"]
             except BuildError as error:
                 nvcc, why = None, str(error)
@@ -61,9 +63,17 @@ def build_plain(folder: Path, cxx: Compiler | None = None, log: Log = print) -> 
     return library
 
 
+def jobs_here() -> int:
+    """How many compilers run at once: one a core, and each has a GiB."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        memory = min(memory, int(MEMORY_LIMIT.read_text()))
+    return max(1, min(MAX_JOBS, len(os.sched_getaffinity(0)), memory // 2**30))
+
+
 def compile_all(units: list[Unit], folder: Path, log: Log, label: str) -> list[Path]:
     """The units' objects. Raises BuildError with the first errors of a unit that does not compile."""
-    jobs = max(1, min(MAX_JOBS, len(os.sched_getaffinity(0))))
+    jobs = jobs_here()
     units = sorted(units, key=lambda unit: -unit.weight)  # else a long one may be the last, and alone
     started = reported = time.monotonic()
     with ThreadPoolExecutor(jobs) as threads:

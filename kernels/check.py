@@ -1,6 +1,6 @@
 """`test`: every op on this machine against torch's own in float64.
 
-gptlite-kernels test [device=cpu]
+gptlite kernels test [device=cpu]
 
 Prints a table of the largest errors, each relative to the largest value of its tensor. device: cpu, or cuda where there
 is one. Exit codes: 0 all within the tolerance, 1 not, or no kernels.
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gptlite.errors import ConfigError
-from gptlite.kernels.cases import CASES, Case, Inputs
+from gptlite.kernels.case import Case, Inputs
+from gptlite.kernels.cases import CASES
 from gptlite.kernels.library import Unavailable, load
 from gptlite.kernels.tables import table
 

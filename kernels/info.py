@@ -1,6 +1,6 @@
 """`info`: the compilers, the library, and which path each op takes here. Compiles nothing.
 
-gptlite-kernels info
+gptlite kernels info
 """
 
 import platform
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gptlite.invocation import command
 from gptlite.kernels.cache import known_folders
 from gptlite.kernels.fakes import FAKES
 from gptlite.kernels.library import Loaded, Unavailable, compiled, load
@@ -38,7 +39,7 @@ def run(options: Options) -> int:
         kinds = "CPU and CUDA" if library.record.cuda else "CPU"
         rows.append(("library", f"{library.path.name}: {kinds} kernels, compiled in {library.record.seconds:.0f} s"))
     else:
-        rows.append(("library", "not compiled yet: `gptlite-kernels build`, or the first run that uses it"))
+        rows.append(("library", f"not compiled yet: `{command('kernels')} build`, or the first run that uses it"))
     if isinstance(loaded, Loaded):
         rows.append(("instruction sets", f"{loaded.isa} used here; compiled for baseline, avx2, avx512"))
     print(table(rows))

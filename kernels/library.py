@@ -15,8 +15,10 @@ from gptlite.kernels import fakes
 from gptlite.kernels.build import build
 from gptlite.kernels.cache import UNFINISHED, Record, forget, keep, known_folders, locked, lookup, writable_folder
 from gptlite.kernels.toolchain import BuildError, Compiler, find_cxx, find_nvcc
-from gptlite.kernels.units import ROOT, sources
+from gptlite.kernels.units import OLDEST_PORTABLE, ROOT, sources
 from gptlite.progress import Log
+
+STREAM = "aoti_torch_get_current_cuda_stream"
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,17 @@ def load(device_type: str, log: Log = print) -> Loaded | Unavailable:
     if device_type == "cuda" and not torch.cuda.is_available():
         return Unavailable("torch finds no CUDA device")
     loaded = _load_once(_Log(log))
-    if device_type == "cuda" and isinstance(loaded, Loaded) and not loaded.cuda:
-        return Unavailable(loaded.why_no_cuda)
+    if device_type == "cuda" and isinstance(loaded, Loaded):
+        if not loaded.cuda:
+            return Unavailable(loaded.why_no_cuda)
+        if not knows_stream(loaded.path):
+            return Unavailable(f"torch {torch.__version__} does not tell its stream: it lacks {STREAM}")
     return loaded
+
+
+def knows_stream(path: Path) -> bool:
+    """Whether this torch has what the CUDA kernels of a library ask for their stream."""
+    return bool(ctypes.CDLL(str(path)).gptlite_cuda_knows_stream())
 
 
 @cache
@@ -91,80 +101,117 @@ def _load_once(log: _Log) -> Loaded | Unavailable:
     return Loaded(library.path, record.cuda, isa().decode(), record.seconds, library.cached, library.why_no_cuda)
 
 
-def prepare(cuda: bool, log: Log) -> Library:
+def prepare(cuda: bool, log: Log, arch: str | None = None) -> Library:
     """The compiled library, from the cache if it is there. Raises BuildError, OSError.
 
-    `cuda`: with the CUDA kernels, if they compile. Where a compiler is missing that another machine had which shares
-    the cache, what that one compiled of the same sources will do.
+    `cuda`: with the CUDA kernels, if they compile, for the architecture `arch` ("90"; "": any from sm_80 on; None: that
+    of the GPU that is here). Where a compiler is missing that another machine had which shares the cache, what that one
+    compiled of the same sources will do.
     """
     if platform.system() != "Linux":
         raise BuildError(f"the kernels are for Linux, this is {platform.system()}")
-    tools = _tools(cuda)
+    tools = _tools(cuda, arch)
     if isinstance(tools, Library):
         return tools
-    cxx, nvcc, why_no_cuda = tools
-    path, record, cached = _cached_or_compiled(_name(cxx, nvcc), cxx, nvcc, log)
-    return Library(path, record, cached, why_no_cuda or record.why_no_cuda)
+    path, record, cached = _cached_or_compiled(tools, log)
+    return Library(path, record, cached, tools.why_no_cuda or record.why_no_cuda)
 
 
 def compiled() -> Library | None:
     """What `prepare` would return without compiling."""
     try:
-        tools = _tools(torch.cuda.is_available())
+        tools = _tools(torch.cuda.is_available(), None)
         if isinstance(tools, Library):
             return tools
-        if found := _cached(_name(tools[0], tools[1])):
-            return Library(*found, True, tools[2] or found[1].why_no_cuda)
+        if found := _cached(tools):
+            return Library(*found, True, tools.why_no_cuda or found[1].why_no_cuda)
     except (BuildError, OSError):  # what `prepare` would raise: there is none either way
         pass
     return None
 
 
-def _tools(cuda: bool) -> tuple[Compiler, Compiler | None, str] | Library:
-    """The compilers, nvcc with the reason if there is none; or a library, where one lacks that another machine had."""
-    nvcc, why_no_cuda = None, ""
+def gpu_arch() -> str:
+    """The architecture of the GPUs here, "90"; nothing where there is none, or where they differ."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = {"".join(map(str, torch.cuda.get_device_capability(index))) for index in range(count)}
+    return found.pop() if len(found) == 1 else ""
+
+
+@dataclass(frozen=True)
+class _Tools:
+    """The compilers, nvcc with the reason if there is none. `archs`: those of which a library will do, the one to
+    compile for first."""
+
+    cxx: Compiler
+    nvcc: Compiler | None
+    why_no_cuda: str
+    archs: tuple[str, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """What the library may be called."""
+        tools = repr((self.cxx.command, self.cxx.version, self.nvcc and self.nvcc.version))
+        digest = hashlib.sha256(tools.encode()).hexdigest()[:16]
+        return [f"{prefix}-{digest}.so" for prefix in _prefixes(self.nvcc is not None, self.archs)]
+
+
+def _tools(cuda: bool, arch: str | None) -> _Tools | Library:
+    """The compilers; or a library, where one lacks that another machine had."""
+    nvcc, why_no_cuda, archs = None, "", ("",)
     if cuda:
+        archs = _serving(gpu_arch()) if arch is None else (arch,)
         try:
             nvcc = find_nvcc()
         except BuildError as error:
             why_no_cuda = str(error)
-            if other := _from_elsewhere(cuda=True):
+            if other := _from_elsewhere(True, archs):
                 return other
+    if nvcc and archs[0] and not nvcc.compiles_for(archs[0]):
+        if "" not in archs:
+            raise BuildError(f"{nvcc} does not compile for sm_{archs[0]}")
+        archs = ("",)
     try:
-        return find_cxx(), nvcc, why_no_cuda
+        return _Tools(find_cxx(), nvcc, why_no_cuda, archs)
     except BuildError:
-        if other := _from_elsewhere(cuda=False):
+        if other := _from_elsewhere(False, archs):
             return other
         raise
 
 
-def _cached_or_compiled(name: str, cxx: Compiler, nvcc: Compiler | None, log: Log) -> tuple[Path, Record, bool]:
-    if found := _cached(name):
+def _serving(arch: str) -> tuple[str, ...]:
+    """The architectures whose library serves a GPU: its own, or the one for any, if the GPU is not too old."""
+    return (arch, "") if arch and int(arch) >= OLDEST_PORTABLE else (arch,)
+
+
+def _cached_or_compiled(tools: _Tools, log: Log) -> tuple[Path, Record, bool]:
+    if found := _cached(tools):
         return *found, True
     folder = writable_folder(log)
-    library = folder / name
+    library = folder / tools.names[0]
     with locked(folder, log):
         if record := lookup(library):
             return library, record, True
         if library.exists():
             log(f"kernels: {library} is damaged: compiling it again")
-        return library, _compile(library, cxx, nvcc, log), False
+        return library, _compile(library, tools, log), False
 
 
-def _cached(name: str) -> tuple[Path, Record] | None:
-    for folder in known_folders():  # one that is read-only now may have it all the same
-        if record := lookup(folder / name):
-            return folder / name, record
+def _cached(tools: _Tools) -> tuple[Path, Record] | None:
+    for name in tools.names:
+        for folder in known_folders():  # one that is read-only now may have it all the same
+            if record := lookup(folder / name):
+                return folder / name, record
     return None
 
 
-def _compile(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log) -> Record:
-    what = "CPU and CUDA kernels" if nvcc else "CPU kernels"
+def _compile(library: Path, tools: _Tools, log: Log) -> Record:
+    cxx, nvcc, arch = tools.cxx, tools.nvcc, tools.archs[0]
+    what = f"CPU and CUDA kernels{f' for sm_{arch}' if arch else ''}" if nvcc else "CPU kernels"
     log(f"kernels: compiling the {what}, once for this machine, into {library.parent}; this can take a minute")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=UNFINISHED) as folder:
         compiled = Path(folder, library.name)
-        parts = build(compiled, cxx, nvcc, log)
+        parts = build(compiled, cxx, nvcc, log, arch)
         seconds = round(time.monotonic() - start, 1)
         said = Record("", parts.cuda, parts.why_no_cuda, str(cxx), str(nvcc or ""), seconds)
         record = keep(library, said, compiled)
@@ -172,22 +219,20 @@ def _compile(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log) -> R
     return record
 
 
-def _from_elsewhere(cuda: bool) -> Library | None:
-    for path in (path for folder in known_folders() for path in sorted(folder.glob(f"{_prefix(cuda)}-*.so"))):
-        record = lookup(path)
-        if record and record.cuda >= cuda:
-            return Library(path, record, True, record.why_no_cuda)
+def _from_elsewhere(cuda: bool, archs: tuple[str, ...]) -> Library | None:
+    for prefix in _prefixes(cuda, archs):
+        for path in (path for folder in known_folders() for path in sorted(folder.glob(f"{prefix}-*.so"))):
+            record = lookup(path)
+            if record and record.cuda >= cuda:
+                return Library(path, record, True, record.why_no_cuda)
     return None
 
 
-def _name(cxx: Compiler, nvcc: Compiler | None) -> str:
-    tools = repr((cxx.command, cxx.version, nvcc and nvcc.version))
-    return f"{_prefix(nvcc is not None)}-{hashlib.sha256(tools.encode()).hexdigest()[:16]}.so"
-
-
-def _prefix(cuda: bool) -> str:
-    """What must be the same wherever a library is to run: sources, flags (in a source), processor, C library."""
+def _prefixes(cuda: bool, archs: tuple[str, ...]) -> list[str]:
+    """What must be the same wherever a library is to run: sources, flags (in a source), processor, C library, and the
+    GPU's architecture."""
     digest = hashlib.sha256(repr(platform.libc_ver()).encode())
     for path in sources(cuda):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    return f"gptlite-{platform.machine()}-{'cuda' if cuda else 'cpu'}-{digest.hexdigest()[:16]}"
+    kinds = [f"cuda-sm_{arch}" if arch else "cuda" for arch in archs] if cuda else ["cpu"]
+    return [f"gptlite-{platform.machine()}-{kind}-{digest.hexdigest()[:16]}" for kind in kinds]

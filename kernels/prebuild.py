@@ -1,12 +1,15 @@
 """`build`: compiles the kernels unless they are in the cache, and loads them.
 
-gptlite-kernels build [cuda=auto]
+gptlite kernels build [cuda=auto] [arch=auto]
 
 cuda: `auto` compiles the CUDA kernels where there is a GPU, `true` also where there is none, as on the login node of a
-cluster that shares its home, `false` never. Exit codes: 0 all that was asked for is there, 1 not.
+cluster that shares its home, `false` never. arch: `auto` compiles for the architecture of the GPU that is here, and
+without one for sm_80 and sm_90, as `any` does, with code that later GPUs compile; or a number, as 90. Exit codes: 0 all
+that was asked for is there, 1 not.
 """
 
 import ctypes
+import re
 from dataclasses import dataclass
 
 import torch
@@ -23,15 +26,19 @@ class Options:
     """The command line."""
 
     cuda: str = "auto"
+    arch: str = "auto"
 
 
 def run(options: Options) -> int:
     """Prints what was built. Raises ConfigError."""
     if options.cuda not in CHOICES:
         raise ConfigError(f"cuda={options.cuda} is not one of {', '.join(CHOICES)}")
+    if not re.fullmatch(r"auto|any|\d{2,3}[af]?", options.arch):
+        raise ConfigError(f"arch={options.arch} is not auto, any or an architecture as 80 or 90")
+    arch = {"auto": None, "any": ""}.get(options.arch, options.arch)
     cuda = torch.cuda.is_available() if options.cuda == "auto" else options.cuda == "true"
     try:
-        library = prepare(cuda, print)
+        library = prepare(cuda, print, arch)
         ctypes.CDLL(str(library.path))
     except (BuildError, OSError) as error:
         print(f"no kernels: {error}")

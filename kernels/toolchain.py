@@ -29,6 +29,11 @@ class Compiler:
         probe = [*self.command, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
         return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
+    def compiles_for(self, arch: str) -> bool:
+        """Of nvcc: whether it knows a GPU's architecture, "90"."""
+        known = subprocess.run([*self.command, "--list-gpu-code"], capture_output=True, text=True, check=False)
+        return f"sm_{arch}" in known.stdout.split()
+
 
 def find_cxx() -> Compiler:
     """$CXX, or the first of c++, g++ and clang++ on PATH. Raises BuildError."""

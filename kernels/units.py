@@ -32,10 +32,10 @@ EXTRA = {
     "_bf16": ("avx512_bf16", (*_AVX512, "-mavx512bf16"), "-DGPTLITE_NO_AVX512_BF16"),
     "_amx": ("amx", (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), "-DGPTLITE_NO_AMX"),
 }
-NVCC = (
-    *("-std=c++17", "-O3", "-Xcompiler=-fPIC", "-w"),
-    *("-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"),
-)
+NVCC = ("-std=c++17", "-O3", "-Xcompiler=-fPIC", "-w")
+# For any GPU from sm_80 on; those after sm_90 compile for themselves what is for compute_90.
+PORTABLE = ("-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]")
+OLDEST_PORTABLE = 80
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,11 @@ def binding_units(cxx: Compiler, torch_include: Path, cuda: bool) -> list[Unit]:
     return [Unit(source, f"binding-{source.stem}", command) for source in sorted((ROOT / "binding").glob("*.cpp"))]
 
 
-def cuda_units(nvcc: Compiler, cxx: Compiler) -> list[Unit]:
-    """The CUDA kernels."""
+def cuda_units(nvcc: Compiler, cxx: Compiler, arch: str = "") -> list[Unit]:
+    """The CUDA kernels, for one architecture ("90") or, without it, for any from sm_80 on."""
+    code = (f"-gencode=arch=compute_{arch},code=sm_{arch}",) if arch else PORTABLE
     host = next(part for part in reversed(cxx.command) if not part.startswith("-"))  # CXX may be "ccache g++ -m64"
-    command = (*nvcc.command, "-ccbin", host, *NVCC, f"-I{ROOT / 'include'}")
+    command = (*nvcc.command, "-ccbin", host, *NVCC, *code, f"-I{ROOT / 'include'}")
     return [Unit(source, f"cuda-{source.stem}", command) for source in sorted((ROOT / "cuda").glob("*.cu"))]
 
 

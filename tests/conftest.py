@@ -73,6 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long-sample", metavar="SEED", help="of the tests marked long, run only a tenth, chosen by this seed"
     )
+    parser.addoption("--order", metavar="SEED", help="run files, and the tests of each, in an order drawn by this seed")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -82,11 +83,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    seed = config.getoption("--long-sample")
-    return None if seed is None else f"long tests: the tenth of --long-sample={seed}"
+    said = {"--long-sample": "long tests: the tenth of", "--order": "test order:"}
+    given = {name: config.getoption(name) for name in said}
+    return "; ".join(f"{said[name]} {name}={seed}" for name, seed in given.items() if seed is not None) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (order := config.getoption("--order")) is not None:
+        # A file's tests stay together, for the fixtures that they share.
+        items.sort(key=lambda item: (_rank(order, str(item.path)), _rank(order, item.nodeid)))
     seed = config.getoption("--long-sample")
     if seed is None:
         return
@@ -98,5 +103,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def long_sample(names: list[str], seed: str) -> set[str]:
     """A tenth of the names, rounded up. A hash ranks them, so that a new test does not reshuffle the others."""
-    ranked = sorted(names, key=lambda name: hashlib.sha256(f"{seed}/{name}".encode()).digest())
+    ranked = sorted(names, key=lambda name: _rank(seed, name))
     return set(ranked[: -(-len(names) // LONG_SHARE)])
+
+
+def _rank(seed: str, name: str) -> bytes:
+    return hashlib.sha256(f"{seed}/{name}".encode()).digest()

@@ -41,9 +41,10 @@ class Room:
 
 
 # Every room may import itself, gptlite (its version) and these, which import nothing.
-LEAVES = ("apex", "errors", "files", "host_memory", "progress", "torchao")
+LEAVES = ("apex", "documents", "errors", "files", "host_memory", "invocation", "progress", "torchao")
 ROOMS = {
     **{leaf: Room() for leaf in LEAVES},
+    "documents": Room(lazy="torch"),  # data makes them, parallelism hands them on, the model reads them
     "ops": Room("kernels", packages="torch", lazy="apex"),
     "parallelism": Room(packages="torch"),
     "precision": Room(lazy="torch"),  # config.py imports it for its dataclass
@@ -60,19 +61,28 @@ ROOMS = {
         lazy="matplotlib yaml",
     ),
     # The composition, from the command line down.
-    "cli": Room("config config_errors launch starter sweep", packages="hydra omegaconf"),
+    "__main__": Room(),
+    "commands": Room(
+        "checks cli config data elastic largest model parallelism parity plan plan_report planning precision "
+        "preprocess restore starter tool trainer tuning",
+        packages="numpy",
+        lazy="torch",
+    ),
+    "cli": Room("config config_errors launch starter sweep warm_start", packages="hydra omegaconf"),
     "sweep": Room(
-        "checks config config_errors launch metrics parallelism plan planning rank_stop trainer",
+        "checkpoint checks config config_errors launch metrics parallelism plan planning rank_stop trainer",
         packages="hydra omegaconf",
         lazy="matplotlib",
     ),
     "starter": Room(),
     "launch": Room(
-        "checks config elastic memory_advice offload_space ops parallelism planning pretrain starter worker",
+        "checks config data elastic memory_advice offload_space ops parallelism planning pretrain starter warm_start "
+        "worker",
         packages="torch",
     ),
     "offload_space": Room("config ops parallelism plan"),
     "planning": Room("checks config data model ops parallelism plan precision"),
+    "largest": Room("config metrics model parallelism plan planning"),
     "plan_report": Room("metrics model parallelism plan planning"),
     "tuning": Room("config metrics parallelism plan planning"),
     "elastic": Room("checkpoint config memory_advice rank_log rank_stop", packages="torch"),
@@ -80,16 +90,18 @@ ROOMS = {
     "rank_log": Room(),
     "rank_stop": Room("trainer"),
     "pretrain": Room(
-        "config data model ops optimizer parallelism precision run_folder summary trainer", packages="torch"
+        "config data model ops optimizer parallelism precision run_folder summary trainer warm_start", packages="torch"
     ),
-    "run_folder": Room("config checkpoint data parallelism trainer"),
+    "run_folder": Room("config checkpoint data parallelism trainer warm_start"),
     "summary": Room(
         "config checkpoint data metrics model ops optimizer parallelism precision run_folder trainer", packages="torch"
     ),
     "config": Room(
-        "conf config_errors checks checkpoint data metrics model ops optimizer parallelism plan precision trainer",
+        "conf config_errors checks checkpoint data metrics model ops optimizer parallelism plan precision trainer "
+        "warm_start",
         packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
     ),
+    "warm_start": Room("checkpoint config model"),
     "restore": Room("config checkpoint data model ops parallelism precision trainer", packages="torch"),
     "huggingface": Room("checkpoint config data model", packages="torch"),
     "checkpoint_tool": Room("config checkpoint huggingface metrics subcommands", packages="torch omegaconf"),
@@ -114,14 +126,17 @@ WIDER = {
     MAPPED["kernels"] / "command.py": "tool",  # a command line; what a run imports of the kernels never imports it
 }
 CONFIG_USERS = {
+    "commands",
     "data_tool",
     *("offload_space", "memory_advice"),
     *("cli", "sweep", "launch", "elastic", "worker", "pretrain", "run_folder", "summary", "checks", "config_errors"),
     *(
         "planning",
+        "largest",
         "plan_report",
         "tuning",
         "restore",
+        "warm_start",
         "tool",
         "parity",
         "huggingface",

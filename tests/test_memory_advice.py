@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from token_folders import write_folder
 
 from gptlite.checks import check_world
 from gptlite.config import Config, load
@@ -65,3 +66,12 @@ def test_where_nothing_fits_the_least_is_said() -> None:
 
 def test_it_never_hides_what_it_explains() -> None:
     assert advice_lines(load([*RUN, "parallelism.tensor=2"]), 3) == []
+
+
+def test_the_vocabulary_is_the_data_s(tmp_path) -> None:
+    """With GPT-2's, nothing would have fitted where a sibling did."""
+    folder = write_folder(tmp_path / "a")
+    given = ["data=tokens", f"data.path={folder}", "model.num_layers=2", "model.d_model=64", "precision=fp32"]
+    lines = memory_advice(load([*given, "data.micro_batch_size=16", "trainer.host_memory_limit=0.52"]), 1)
+    assert "assumed" not in lines[0]
+    assert suggested(lines)

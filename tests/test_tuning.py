@@ -38,7 +38,7 @@ def test_the_fastest_measured_wins_over_the_fastest_predicted(plan, tmp_path, mo
     assert len(tried) == 3
     text = (tmp_path / "parallelism" / "a.yaml").read_text()
     assert "300 tokens/s over 5 steps" in text
-    config = load([*GIVEN, *tuning.overrides(tried[2])])
+    config = load([*GIVEN, *tuning.overrides(tried[2].work)])
     lines = dict(line.split(": ") for line in text.splitlines() if not line.startswith(("#", "defaults")))
     assert {key: str(getattr(config.parallelism, key)) for key in lines if key in ("tensor", "data", "zero")} == {
         key: value for key, value in lines.items() if key in ("tensor", "data", "zero")

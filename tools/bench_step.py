@@ -173,6 +173,7 @@ def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
     from gptlite.optimizer.fused import clip_and_step
     from gptlite.parallelism.config import ParallelismConfig
     from gptlite.parallelism.mesh import build_mesh
+    from gptlite.parallelism.pipeline import known_upstream
     from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 
     mesh = build_mesh(ParallelismConfig())
@@ -186,9 +187,11 @@ def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
     init_weights(part, config, seed=0)
     optimizer = build_optimizer(AdamWConfig(lr=1e-3), part.named_parameters(), ops.adamw)
     tokens, targets = batch(size, mesh.device)
+    valid = torch.tensor(targets.numel(), device=mesh.device)
+    upstream = known_upstream(valid)
 
     def step() -> None:
-        loss = part(tokens, targets, upstream=1 / targets.numel()) / targets.numel()
+        loss = part(tokens, targets, upstream=upstream) / valid
         loss.backward()
         norm = local_grad_norm(part.parameters(), ops.adamw)
         clip_and_step(optimizer, part.parameters(), 1.0, norm)

@@ -1,55 +1,6 @@
-"""Continue a text with a trained model, streaming.
+"""`gptlite generate` from a checkout; `--help` says more."""
 
-python tools/generate.py checkpoint=outputs/RUN prompt="ROMEO:" \\
-    [max_tokens=300] [temperature=0.8] [top_k=0] [top_p=0.95] [seed=0] [num_samples=1] [cache=true] [precision=fp32]
-
-checkpoint is a run folder (its newest checkpoint is taken) or a step folder in one. temperature=0 takes the likeliest
-token each time; top_k=0 and top_p=1 cut nothing. The same seed gives the same text.
-"""
-
-from dataclasses import dataclass, replace
-
-from gptlite.errors import ConfigError
-from gptlite.tool import run_tool
-
-
-@dataclass
-class Arguments:
-    """The command line."""
-
-    checkpoint: str = "???"
-    prompt: str = "\n"
-    max_tokens: int = 300
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 0.95
-    seed: int = 0
-    num_samples: int = 1
-    cache: bool = True
-    precision: str = "fp32"
-
-
-def main(arguments: Arguments) -> None:
-    """Prints each sample as it is drawn."""
-    from gptlite.data.tokenizer import StreamDecoder
-    from gptlite.model.generate import Sampling, generate
-    from gptlite.restore import restore
-
-    if arguments.max_tokens < 1 or arguments.num_samples < 1:
-        raise ConfigError(f"max_tokens={arguments.max_tokens}, num_samples={arguments.num_samples}: give at least 1")
-    try:
-        sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    model, tokenizer, *_ = restore(arguments.checkpoint, arguments.precision)
-    prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eod]
-    for index in range(arguments.num_samples):
-        decoder, drawn = StreamDecoder(tokenizer), replace(sampling, seed=arguments.seed + index)
-        print(arguments.prompt, end="", flush=True)
-        for token in generate(model, prompt, arguments.max_tokens, drawn, stop=tokenizer.eod, cache=arguments.cache):
-            print(decoder.push(token), end="", flush=True)
-        print(decoder.flush(), flush=True)
-
+from gptlite.commands.generate import main
 
 if __name__ == "__main__":
-    run_tool(main, Arguments, __doc__)
+    main()

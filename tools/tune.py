@@ -1,57 +1,6 @@
-"""The fastest layout by measuring: the plan's best few train for some steps, the best of them becomes a preset.
+"""`gptlite tune` from a checkout; `--help` says more."""
 
-python tools/tune.py [KEY=VALUE of train.py] [k=5] [steps=10] [name=tuned] [out=presets] [minutes=10] [overwrite=false]
-
-k: layouts measured, with other degrees or another ZeRO stage each; steps: of each; minutes: that one may take. The
-preset is OUT/parallelism/NAME.yaml, used as `python train.py --config-dir OUT parallelism=NAME`. What was measured is
-in OUT/parallelism/NAME.json. If none of the k runs, the plan's next ones are tried, and at last the one that takes
-least memory. Exit codes: 0 a preset was measured; 1 nothing ran, and the preset is the plan's word alone; 2 refused.
-"""
-
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-
-from gptlite.cli import guarded
-from gptlite.config import load, parse_arguments
-from gptlite.errors import ConfigError
-
-
-@dataclass
-class Arguments:
-    """The tool's own part of the command line."""
-
-    k: int = 5
-    steps: int = 10
-    name: str = "tuned"
-    out: str = "presets"
-    minutes: float = 10.0
-    overwrite: bool = False
-
-
-def main(arguments: list[str]) -> int:
-    """Plans, measures and writes; returns the exit code. Raises ConfigError before anything runs."""
-    if {"-h", "--help"} & set(arguments):
-        print((__doc__ or "").strip())
-        return 0
-    own = [each for each in arguments if each.partition("=")[0] in Arguments.__dataclass_fields__]
-    given = [each for each in arguments if each not in own]
-    settings = parse_arguments(Arguments, own)
-    for key in ("k", "steps", "minutes"):
-        if getattr(settings, key) <= 0:
-            raise ConfigError(f"{key}={getattr(settings, key)} must be above 0")
-    if not settings.name.replace("-", "").replace("_", "").isalnum():
-        raise ConfigError(f"name={settings.name}: a preset's name is letters, digits, - and _")
-    preset = Path(settings.out).expanduser() / "parallelism" / f"{settings.name}.yaml"
-    if preset.exists() and not settings.overwrite:
-        raise ConfigError(f"{preset} exists; give another name=, or overwrite=true")
-    config = load(["parallelism=auto", *given])
-    config.run.overrides = given
-    from gptlite.planning import make_plan
-    from gptlite.tuning import tune
-
-    return tune(make_plan(config), given, preset, settings.k, settings.steps, 60 * settings.minutes)
-
+from gptlite.commands.tune import main
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: main(sys.argv[1:])))
+    main()

@@ -4,13 +4,13 @@
 
 sample is a configuration of HuggingFaceFW/fineweb: sample-10BT (15M documents, 28 GB to download), sample-100BT,
 sample-350BT, one crawl such as CC-MAIN-2024-10, or default for all. Documents are streamed by the `datasets` library
-(pip install 'gptlite[hub]'), or read from the .parquet or .jsonl files in `path`; nothing but the tokens is kept.
+(pip install datasets), or read from the .parquet or .jsonl files in `path`; nothing but the tokens is kept.
 tokenizer is sentencepiece (vocab_size pieces, trained on the first 32M characters), byte, char, or whatever
-tools/preprocess.py takes. validation_fraction=0.0005 of the documents, by their hash, are held out. One process
+gptlite preprocess takes. validation_fraction=0.0005 of the documents, by their hash, are held out. One process
 tokenizes; for a whole sample, let several, and restart where it stopped:
 
     python data/fineweb/prepare.py output=- > fineweb.jsonl
-    python tools/preprocess.py input=fineweb.jsonl tokenizer=tiktoken:gpt2 output=data/fineweb workers=16
+    gptlite preprocess input=fineweb.jsonl tokenizer=tiktoken:gpt2 output=data/fineweb workers=16
 """
 
 from gptlite.data.streaming import Hub, StreamArguments, prepare_stream

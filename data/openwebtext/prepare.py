@@ -2,13 +2,13 @@
 
     python data/openwebtext/prepare.py output=FOLDER [tokenizer=tiktoken:gpt2] [max_documents=N] [path=FOLDER]
 
-Documents are streamed by the `datasets` library (pip install 'gptlite[hub]') from the hub, or from the .parquet or
+Documents are streamed by the `datasets` library (pip install datasets) from the hub, or from the .parquet or
 .jsonl files in `path`; nothing but the tokens is kept. tokenizer is sentencepiece (vocab_size pieces, trained on the
-first 32M characters), byte, char, or whatever tools/preprocess.py takes. validation_fraction=0.0005 of the documents,
+first 32M characters), byte, char, or whatever gptlite preprocess takes. validation_fraction=0.0005 of the documents,
 by their hash, are held out. One process tokenizes; for all of it, let several, and restart where it stopped:
 
     python data/openwebtext/prepare.py output=- > owt.jsonl
-    python tools/preprocess.py input=owt.jsonl tokenizer=tiktoken:gpt2 output=data/owt workers=16
+    gptlite preprocess input=owt.jsonl tokenizer=tiktoken:gpt2 output=data/owt workers=16
 """
 
 from gptlite.data.streaming import Hub, StreamArguments, prepare_stream

@@ -43,6 +43,7 @@ class Contents:
     meta: dict[str, Any]
     config_yaml: str
     tokenizer: SavesItself | None
+    beside: Mapping[str, bytes]
 
 
 class Checkpointer:
@@ -71,12 +72,13 @@ class Checkpointer:
         config_yaml: str,
         tokenizer: SavesItself | None,
         log: Log,
+        beside: Mapping[str, bytes] | None = None,
     ) -> Path:
         """Commits a checkpoint of step `meta["step"]` and returns its folder; older ones beyond `keep` go after that.
 
         `tensors` are under global names, a tied weight once; a rank gives those it has, or has a part of. `meta` is
-        JSON. An intact checkpoint of that step is left as it is. Until the last rename everything has a hidden name, so
-        a failure at any point leaves the checkpoints as they were.
+        JSON; `beside` are small files by their path in the folder. An intact checkpoint of that step is left as it is.
+        Until the last rename everything has a hidden name: a failure at any point leaves the checkpoints as they were.
 
         Rank 0 makes the folder, names it in the end, and its `meta` and all but the tensors are what is stored. What
         one rank raises, all raise: OSError (disk full, say), TypeError (`meta` is not JSON).
@@ -88,7 +90,7 @@ class Checkpointer:
         began = time.monotonic()
         parts = self._shared(tensors)
         final = self.root / store.step_name(meta["step"])
-        write = partial(self._write, final, parts, Contents(meta, config_yaml, tokenizer), log, began)
+        write = partial(self._write, final, parts, Contents(meta, config_yaml, tokenizer, beside or {}), log, began)
         if not self.config.async_save:
             write(None)
             return final
@@ -214,6 +216,9 @@ class Checkpointer:
                     if contents.tokenizer is not None:
                         (folder / "tokenizer").mkdir()
                         contents.tokenizer.save(folder / "tokenizer")
+                    for name, content in contents.beside.items():
+                        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                        (folder / name).write_bytes(content)
                     write_manifest(folder, stored, written, contents.meta, log, self.layout)
                     staging.close()
 

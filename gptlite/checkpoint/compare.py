@@ -95,11 +95,15 @@ class Differences:
     reshards: list[Difference] = field(default_factory=list)
     safe: list[Difference] = field(default_factory=list)
 
-    def refusal(self) -> str:
-        """The line for a ConfigError; empty if nothing is refused."""
+    def refusal(self, load: str = "all") -> str:
+        """The line for a ConfigError, by `checkpoint.load`; empty if nothing is refused."""
         if not self.refused:
             return ""
         fix = "set it back, or start anew with checkpoint.resume=never in another run.dir"
+        if load == "weights":
+            fix = "give data of the checkpoint's tokenizer, or leave checkpoint.resume and checkpoint.load out"
+            if any(each.key.startswith(("model", "schemas.model")) for each in self.refused):
+                fix = "leave model out: with checkpoint.load=weights it is the checkpoint's"
         return f"{_join(self.refused)}: another model or other data; {fix}"
 
     def notice(self) -> str:
@@ -135,9 +139,14 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], load: str = 
     return differences
 
 
+def effect_of(key: str) -> Effect:
+    """What another value of a key does, whatever the values are."""
+    return EFFECTS.get(next((p for p in _prefixes(key) if p in EFFECTS), ""), Effect.changes_numbers)
+
+
 def _effect(difference: Difference, before: dict[str, Any], after: dict[str, Any], load: str) -> Effect:
     key = difference.key
-    effect = EFFECTS.get(next((p for p in _prefixes(key) if p in EFFECTS), ""), Effect.changes_numbers)
+    effect = effect_of(key)
     if key.startswith("optimizer.") and _ABSENT in (difference.old, difference.new):
         effect = Effect.refused  # only another class has other fields
     if key == "schemas.optimizer" and difference.old in _SAME_STATE and difference.new in _SAME_STATE:

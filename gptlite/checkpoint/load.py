@@ -56,6 +56,14 @@ def _read(path: Path, into: dict[str, Tensor], log: Log) -> None:
         raise DamagedCheckpoint(path, str(error)) from None
 
 
+def not_finite(tensor: Tensor) -> str:
+    """`holds 3 numbers that are NaN or infinite, the first at [0, 7]`; empty where it holds none."""
+    if tensor.isfinite().all():
+        return ""
+    places = (~tensor.isfinite()).nonzero()
+    return f"holds {len(places):,} numbers that are NaN or infinite, the first at {places[0].tolist()}"
+
+
 def read_meta(path: Path) -> dict[str, Any]:
     """The `meta` given to Checkpointer.save. Raises DamagedCheckpoint."""
     return read_manifest(path).meta

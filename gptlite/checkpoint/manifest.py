@@ -136,8 +136,7 @@ def hash_files(folder: Path, paths: list[Path], log: Log) -> Entries:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a step folder, itself intact; the files are not looked at. Raises DamagedCheckpoint."""
     try:
-        text = (folder / FILE_NAME).read_text(encoding="utf-8")
-        content = json.loads(text)
+        content = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         checksum = content.pop("sha256")
     except FileNotFoundError:
         raise DamagedCheckpoint(folder, f"{FILE_NAME} is missing") from None
@@ -151,8 +150,6 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(
             folder, f"its format_version is {found}, this gptlite reads {FORMAT_VERSION}: update gptlite"
         )
-    if not text.endswith("\n"):
-        raise DamagedCheckpoint(folder, f"{FILE_NAME} is cut off")
     if not _well_formed(content):
         raise DamagedCheckpoint(folder, f"{FILE_NAME} is not a manifest")
     return Manifest(**content)

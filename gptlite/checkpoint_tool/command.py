@@ -1,4 +1,4 @@
-"""The command line `gptlite-checkpoint`: its subcommands, a module each."""
+"""The command line `gptlite checkpoint`: its subcommands, a module each."""
 
 from typing import NoReturn
 
@@ -26,7 +26,7 @@ Checkpoints of runs: what there is, whether it is whole, how two differ; tidying
   import HF_FOLDER RUN_DIR     makes a checkpoint of a Hugging Face GPT-2 folder
 
 A RUN is a run's folder or its checkpoints folder, a STEP a folder step-00000100. Options are key=value;
-`gptlite-checkpoint SUBCOMMAND --help` lists them (from a checkout: python tools/checkpoint.py SUBCOMMAND --help).
+`gptlite checkpoint SUBCOMMAND --help` lists them.
 Exit codes: 0 fine, 1 damaged or different, 2 refused."""
 
 

@@ -1,7 +1,7 @@
 """Makes a checkpoint of a Hugging Face GPT-2 folder: import HF_FOLDER RUN_DIR
 
 HF_FOLDER holds config.json and model.safetensors, whole or in shards. RUN_DIR becomes a run with one checkpoint of step
-0. Train on from its weights: python train.py checkpoint.resume=RUN_DIR checkpoint.load=weights model=... data=...
+0. Train on from its weights: gptlite train checkpoint.resume=RUN_DIR checkpoint.load=weights model=... data=...
 """
 
 from dataclasses import dataclass

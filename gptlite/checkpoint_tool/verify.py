@@ -1,8 +1,9 @@
 """Reads every byte again: verify RUN_OR_STEP ... [hashes=false]
 
 Of each checkpoint: that the files are those of its manifest, with their sizes and SHA-256, read past the page cache
-where the system allows; and that every element of every tensor lies in exactly one box of a file. All checkpoints of a
-run, or of a folder of runs, newest first. hashes=false leaves out the bytes. Exit code 1 if one is damaged.
+where the system allows; that every element of every tensor lies in exactly one box of a file; that no weight is NaN or
+infinite. All checkpoints of a run, or of a folder of runs, newest first. hashes=false reads neither bytes nor weights.
+Exit code 1 if one is damaged, or holds such a weight.
 """
 
 import time
@@ -33,13 +34,19 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def _verify(folder: Path, hashes: bool) -> bool:
-    from gptlite.checkpoint_tool.boxes import read_boxes
+    from gptlite.checkpoint.load import not_finite
+    from gptlite.checkpoint_tool.boxes import read_boxes, read_whole
 
     began = time.monotonic()
     try:
         manifest = verify_files(folder, log, hashes=hashes)
         seconds = time.monotonic() - began
         boxes = read_boxes(folder, manifest)
+        weights = [key for key in manifest.tensors if key.startswith("model.")] if hashes else []
+        for key in weights:
+            if problem := not_finite(read_whole(folder, {key: manifest.tensors[key]})[key]):
+                print(f"BAD      {folder}  its files are whole, but {key} {problem}", flush=True)
+                return False
     except DamagedCheckpoint as error:
         print(f"DAMAGED  {folder}  {error.reason}", flush=True)
         return False

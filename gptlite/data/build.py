@@ -12,7 +12,7 @@ import numpy as np
 
 import gptlite
 from gptlite.data.batches import batch_schedule
-from gptlite.data.cache import cached_folder
+from gptlite.data.cache import cached_folder, cached_path
 from gptlite.data.check import check_settings, find_recipe
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, Document, train_tokenizer, write_split
@@ -127,15 +127,27 @@ def _positions(length: int, mesh: Mesh) -> np.ndarray | None:
     return np.concatenate([start + chunk for start in chunk_starts(length, ranks, mesh.coordinate(CONTEXT))])
 
 
-def _text_folder(config: TextConfig, log: Log) -> Path:
-    files, cache = find_files(config.path), Path(config.cache_dir).expanduser()
-    key = {
+def prepared_folder(config: TextConfig | CorpusConfig, log: Log) -> Path:
+    """Where `prepare` keeps the data of a configuration, made or not. ConfigError where its source cannot be read."""
+    root = Path(config.cache_dir).expanduser()
+    if isinstance(config, TextConfig):
+        return cached_path(root, "text", _text_key(config, find_files(config.path), log))
+    return cached_path(root, config.corpus, _corpus_key(config))
+
+
+def _text_key(config: TextConfig, files: list[Path], log: Log) -> dict[str, str]:
+    return {
         "version": _VERSION,
-        "text": text_digest(files, cache, log),
+        "text": text_digest(files, Path(config.cache_dir).expanduser(), log),
         "tokenizer": config.tokenizer,
         "vocab_size": str(config.vocab_size if config.tokenizer == "sentencepiece" else None),
         "validation_fraction": str(config.validation_fraction),
     }
+
+
+def _text_folder(config: TextConfig, log: Log) -> Path:
+    files, cache = find_files(config.path), Path(config.cache_dir).expanduser()
+    key = _text_key(config, files, log)
 
     def make(folder: Path) -> None:
         log(f"preparing {config.path} once, into {config.cache_dir}")
@@ -159,10 +171,9 @@ def _documents(spans: list[Span]) -> Iterable[Document]:
     return (span.blocks() for span in spans)
 
 
-def _corpus_folder(config: CorpusConfig, log: Log) -> Path:
-    script = find_recipe(config.corpus)
-    source = Path(config.path).expanduser().resolve() if config.path else None
-    key = {
+def _corpus_key(config: CorpusConfig) -> dict[str, str]:
+    script, source = find_recipe(config.corpus), _source(config)
+    return {
         "version": _VERSION,
         "corpus": config.corpus,
         "recipe": hashlib.sha256(script.read_bytes()).hexdigest(),
@@ -172,6 +183,14 @@ def _corpus_folder(config: CorpusConfig, log: Log) -> Path:
         **{f"argument {name}": value for name, value in config.arguments.items() if value is not None},
     }
 
+
+def _source(config: CorpusConfig) -> Path | None:
+    return Path(config.path).expanduser().resolve() if config.path else None
+
+
+def _corpus_folder(config: CorpusConfig, log: Log) -> Path:
+    script, source = find_recipe(config.corpus), _source(config)
+
     def make(folder: Path) -> None:
         log(f"preparing {config.corpus} once, into {config.cache_dir}")
         arguments = [f"output={folder}", f"tokenizer={config.tokenizer}", f"vocab_size={config.vocab_size}"]
@@ -180,7 +199,7 @@ def _corpus_folder(config: CorpusConfig, log: Log) -> Path:
         _run_recipe(script, arguments, config.corpus, log)
         open_folder(folder, config.corpus, config.sequence_length)
 
-    return cached_folder(Path(config.cache_dir).expanduser(), config.corpus, key, make, log)
+    return cached_folder(Path(config.cache_dir).expanduser(), config.corpus, _corpus_key(config), make, log)
 
 
 def _run_recipe(script: Path, arguments: list[str], corpus: str, log: Log) -> None:

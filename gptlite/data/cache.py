@@ -26,14 +26,22 @@ def cached_folder(root: Path, name: str, key: dict[str, str], make: Callable[[Pa
     It gets its name when it is whole. Processes that want the same folder at once wait for the first; whatever
     `make` raises, Ctrl-C included, leaves nothing. ConfigError if `root` cannot be written, or a file cannot be.
     """
-    text = json.dumps(key, sort_keys=True, indent=2)
-    folder = root / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    folder = cached_path(root, name, key)
     if folder.is_dir():
         return folder
     with _locked(root, f".lock-{folder.name}", f"another process is preparing {folder}: waiting", log):
         if not folder.is_dir():
-            _make(folder, text, make)
+            _make(folder, _text(key), make)
     return folder
+
+
+def cached_path(root: Path, name: str, key: dict[str, str]) -> Path:
+    """Where `cached_folder` keeps it, made or not."""
+    return root / f"{name}-{hashlib.sha256(_text(key).encode()).hexdigest()[:16]}"
+
+
+def _text(key: dict[str, str]) -> str:
+    return json.dumps(key, sort_keys=True, indent=2)
 
 
 def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import gptlite
 from gptlite.data.batches import batch_schedule
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
+from gptlite.data.text import refuse_records
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.invocation import command
 
 TOKENIZERS = ("sentencepiece", "char", "byte")
 
@@ -23,6 +25,7 @@ def check_settings(config: DataConfig) -> None:
     match config:
         case TextConfig():
             check_tokenizer(config.tokenizer, config.vocab_size)
+            refuse_records(config.path)
             if not 0 < config.validation_fraction < 1:
                 value = config.validation_fraction
                 raise ConfigError(f"data.validation_fraction={value} must be above 0 and below 1, e.g. 0.1")
@@ -53,7 +56,9 @@ def check_settings(config: DataConfig) -> None:
 def check_tokens(config: TokensConfig) -> None:
     """Raise ConfigError for a blend that does not add up, and for folders that hold no tokens."""
     if config.blend is None and config.path is None:
-        raise ConfigError("data.path is not set; give a prepared folder (tools/preprocess.py), or data.blend={...}")
+        raise ConfigError(
+            f"data.path is not set; give a prepared folder ({command('preprocess')}), or data.blend={{...}}"
+        )
     if config.blend is not None and (not isinstance(config.blend, dict) or not config.blend):
         raise ConfigError(f"data.blend={config.blend} is no mix; give {{data/a: 0.7, data/b: 0.3}}")
     for folder, weight in (config.blend or {}).items():
@@ -65,7 +70,7 @@ def check_tokens(config: TokensConfig) -> None:
         if folder is not None and not (Path(folder).expanduser() / "train.idx").is_file():
             there = "holds no train.idx" if Path(folder).expanduser().is_dir() else "does not exist"
             hint = did_you_mean(folder, prepared_beside(folder))
-            raise ConfigError(f"{key}: {folder} {there}; give a prepared folder (tools/preprocess.py){hint}")
+            raise ConfigError(f"{key}: {folder} {there}; give a prepared folder ({command('preprocess')}){hint}")
 
 
 def prepared_beside(folder: str) -> Iterable[str]:

@@ -63,7 +63,7 @@ class CorpusConfig(DataConfig):
 
 @dataclass
 class TokensConfig(DataConfig):
-    """Prepared folders, as tools/preprocess.py writes them: tokenizer/, train.* and val.*.
+    """Prepared folders, as gptlite preprocess writes them: tokenizer/, train.* and val.*.
 
     `path` is one folder. `blend` maps folders to weights, which need not sum to one, and is read instead of it; all
     must have the same tokenizer.

@@ -8,6 +8,7 @@ from gptlite.data.indexed import IndexedDataset, IndexedWriter
 from gptlite.data.sentence_piece import train_sentencepiece
 from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from gptlite.errors import ConfigError
+from gptlite.invocation import command
 from gptlite.progress import Log, Progress
 
 TRAIN, VALIDATION, TOKENIZER = "train", "val", "tokenizer"
@@ -64,7 +65,7 @@ def open_split(folder: Path, split: str, tokenizer: Tokenizer) -> IndexedDataset
     if dataset.meta is None:
         raise ConfigError(
             f"{folder / split}.meta.json is not there, which says whose tokens these are; make a folder of them with "
-            "tools/data.py import"
+            f"{command('data')} import"
         )
     if dataset.meta.tokenizer != tokenizer.fingerprint:
         raise ConfigError(f"{folder / split}.bin is not of the tokenizer beside it; prepare {folder} again")
@@ -81,5 +82,5 @@ def require_length(num_train: int, num_validation: int, sequence_length: int, fo
     if num_validation < 2:
         raise ConfigError(
             f"data: the held-out text in {folder} has no two tokens; give more text, or hold more of it out: "
-            "data.validation_fraction of a text file, validation_fraction= where tools/preprocess.py prepares a folder"
+            f"data.validation_fraction of a text file, validation_fraction= of {command('preprocess')} for a folder"
         )

@@ -12,6 +12,7 @@ from gptlite.data.sentence_piece_words import SPACE
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.files import sync_folder, sync_tree, write_synced
+from gptlite.invocation import command
 
 _PROBES = 300  # texts that are compared before the folder gets its name
 
@@ -36,7 +37,9 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
     no BPE of our training, and where one text differs.
     """
     if not isinstance(tokenizer, SentencePieceTokenizer) or not tokenizer.encodes_by_words:
-        raise ConfigError(f"export is for a SentencePiece BPE of tools/train_tokenizer.py, not for {tokenizer.kind}")
+        raise ConfigError(
+            f"export is for a SentencePiece BPE of {command('train-tokenizer')}, not for {tokenizer.kind}"
+        )
     content = json.dumps(_tokenizer_json(tokenizer), ensure_ascii=False)
     _compare(tokenizer, content)
     end = tokenizer.piece_name(tokenizer.eod)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gptlite.data.tokenizer import DEFINITION, ByteTokenizer, Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError
+from gptlite.invocation import command
 
 TIKTOKEN = "tiktoken:"
 _TRAINED = ("sentencepiece", "char")
@@ -21,7 +22,7 @@ def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     if spec == "byte":
         return ByteTokenizer()
     if spec in _TRAINED and not Path(spec).exists():
-        raise ConfigError(f"tokenizer={spec} is trained first: python tools/train_tokenizer.py kind={spec} input=...")
+        raise ConfigError(f"tokenizer={spec} is trained first: {command('train-tokenizer')} kind={spec} input=...")
     if spec.startswith(TIKTOKEN):
         from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
 

@@ -11,7 +11,9 @@ from gptlite.data.batches import BatchSchedule
 from gptlite.data.dataset import TokenDataset
 from gptlite.data.eras import Era
 from gptlite.data.stream import SampleStream
+from gptlite.documents import Documents
 from gptlite.errors import ConfigError
+from gptlite.invocation import command
 
 IGNORE = -100  # targets that do not count, the default of torch's cross entropy
 
@@ -23,7 +25,7 @@ class Batch:
     tokens: torch.Tensor  # int64[B, S]
     targets: torch.Tensor  # int64[B, S], IGNORE where nothing is predicted
     sample_ids: torch.Tensor  # int64[B], the sample's number in the whole run, or the chunk's when validating
-    documents: torch.Tensor | None = None  # int64[B, S], of all positions: where the document of each one begins
+    documents: Documents | None = None  # of all positions
 
     def pin_memory(self) -> "Batch":
         """A copy in page-locked memory, from which a GPU can fetch while it computes."""
@@ -34,7 +36,7 @@ class Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        documents = None if self.documents is None else change(self.documents)
+        documents = None if self.documents is None else self.documents.each(change)
         return Batch(change(self.tokens), change(self.targets), change(self.sample_ids), documents)
 
 
@@ -191,7 +193,7 @@ class Loader:
         row, place = np.argwhere((rows < 0) | (rows >= size))[0].tolist()
         raise ConfigError(
             f"{name(row)} holds token id {rows[row, place]}, outside the vocabulary of {size}: its file is damaged; "
-            "tools/data.py verify FOLDER says where"
+            f"{command('data')} verify FOLDER says where"
         )
 
     def _collate_chunks(self, dataset: TokenDataset, chunks: np.ndarray) -> Batch:
@@ -213,7 +215,7 @@ class Loader:
         documents = None
         if self._document_end is not None:
             targets[tokens == self._document_end] = IGNORE
-            documents = torch.from_numpy(document_starts(tokens, self._document_end))
+            documents = documents_in(tokens, self._document_end)
         if self._positions is not None:
             tokens, targets = tokens[:, self._positions], targets[:, self._positions]
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(ids), documents)
@@ -231,3 +233,24 @@ def document_starts(tokens: np.ndarray, end: int) -> np.ndarray:
     begins = np.nonzero(tokens[:, :-1] == end)
     starts[begins[0], begins[1] + 1] = begins[1] + 1
     return np.maximum.accumulate(starts, axis=1)
+
+
+def documents_in(tokens: np.ndarray, end: int) -> Documents:
+    """The documents of rows of `tokens` [B, S], each ended by `end`, or by the end of its row."""
+    starts, (rows, length) = document_starts(tokens, end), tokens.shape
+    begins = starts == np.arange(length)
+    most = _power_of_two(int(begins.sum(1).max(initial=1)))
+    ends, longest = np.full((rows, min(most, length)), length), 1
+    for row in range(rows):
+        places = np.flatnonzero(begins[row])
+        ends[row, : len(places) - 1] = places[1:]
+        longest = max(longest, int(np.diff(places, append=length).max()))
+    ends += length * np.arange(rows)[:, None]
+    return Documents(
+        torch.from_numpy(starts), torch.from_numpy(ends.astype(np.int32)), min(_power_of_two(longest), length)
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The least that is not below it."""
+    return 1 << (number - 1).bit_length()

@@ -50,7 +50,7 @@ class StreamArguments:
 
 
 def prepare_stream(hub: Hub, arguments: StreamArguments) -> None:
-    """Writes the prepared folder `output`; `output=-` prints the documents as JSON lines, for tools/preprocess.py.
+    """Writes the prepared folder `output`; `output=-` prints the documents as JSON lines, for gptlite preprocess.
 
     Raises ConfigError where the corpus cannot be had, has no such column, or holds no text.
     """
@@ -83,7 +83,7 @@ def open_rows(hub: Hub, path: str | None, config: str | None) -> Iterable[dict[s
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ConfigError(f"data.corpus={hub.corpus} needs the datasets library; pip install 'gptlite[hub]'") from None
+        raise ConfigError(f"data.corpus={hub.corpus} needs the datasets library; pip install datasets") from None
     try:
         if path is None:
             return load_dataset(hub.repository, config, split="train", streaming=True)

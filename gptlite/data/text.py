@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gptlite.errors import ConfigError
+from gptlite.invocation import command
 from gptlite.progress import Log, Progress
 
 _BLOCK = 1 << 20  # bytes read at a time
 _NEWLINE_WITHIN = 1 << 16  # bytes a cut may move to fall between two lines
+_RECORDS = {".jsonl", ".ndjson", ".json", ".parquet", ".pq", ".gz", ".zst", ".xz", ".bz2"}  # what preprocess reads
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,31 @@ class Span:
 def find_files(path: str) -> list[Path]:
     """The file at `path`, or all *.txt below it in order of name. ConfigError if there is nothing to read."""
     root = Path(path).expanduser()
+    refuse_records(path)
     if not path.strip() or not root.exists():
         raise ConfigError(f"data.path={path} does not exist; give a text file or a folder of .txt files")
-    files = sorted(file for file in root.rglob("*.txt") if file.is_file()) if root.is_dir() else [root]
+    found = sorted(root.rglob("*.txt")) if root.is_dir() else [root]
+    for file in found:
+        refuse_broken_link("data.path", file)
+    files = [file for file in found if file.is_file()] if root.is_dir() else found
     if not files or not files[0].is_file():  # nothing, or a device or pipe that never ends
         raise ConfigError(f"data.path={path} holds no .txt files; give a text file or a folder of .txt files")
     return files
+
+
+def refuse_records(path: str) -> None:
+    """Raises ConfigError for a file of records or a compressed one: its braces and field names are no text."""
+    if Path(path).suffix.lower() in _RECORDS and not Path(path).expanduser().is_dir():
+        raise ConfigError(
+            f"data.path={path} is records or compressed, not plain text; tokenize it: {command('preprocess')} "
+            f"input={path} tokenizer=... output=data/mine, and train with data=mine; or name it .txt if it is text"
+        )
+
+
+def refuse_broken_link(key: str, path: Path) -> None:
+    """Raises ConfigError for a link that leads nowhere: is_file is false of it, so a folder would lose it unnoticed."""
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(f"{key}: {path} is a link to {os.readlink(path)}, which leads nowhere; repair or remove it")
 
 
 def scan(files: list[Path], log: Log = print) -> str:

@@ -1,4 +1,4 @@
-"""The command line `gptlite-data`: its subcommands, a module each."""
+"""The command line `gptlite data`: its subcommands, a module each."""
 
 from typing import NoReturn
 
@@ -20,8 +20,8 @@ Token files: what is in them and whether they are whole; those of other framewor
   import PATH         makes a prepared folder of nanoGPT's, llm.c's or Megatron's token files
 
 A PATH is a prepared folder (tokenizer/, train and val .bin/.idx) or one dataset: PREFIX, PREFIX.bin or PREFIX.idx.
-Options are key=value; `gptlite-data SUBCOMMAND --help` lists them (from a checkout: python tools/data.py SUBCOMMAND
---help). Exit codes: 0 fine, 1 damaged, 2 refused."""
+Options are key=value; `gptlite data SUBCOMMAND --help` lists them.
+Exit codes: 0 fine, 1 damaged, 2 refused."""
 
 
 def main() -> NoReturn:

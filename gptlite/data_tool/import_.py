@@ -2,10 +2,10 @@
 
 PATH is a file of tokens, a glob in quotes, or a folder with *train*.bin and *val*.bin; files are read in order of name.
 For format=megatron it is a PREFIX, or a folder with train.bin/.idx and val.bin/.idx. tokenizer is the one that made the
-tokens, as for tools/preprocess.py: a folder of ours, tokenizer.json, tiktoken:gpt2, byte.
+tokens, as for gptlite preprocess: a folder of ours, tokenizer.json, tiktoken:gpt2, byte.
 
-  python tools/data.py import nanoGPT/data/openwebtext format=nanogpt output=data/owt tokenizer=tiktoken:gpt2
-  python tools/data.py import 'fineweb10B/fineweb_*.bin' format=llmc output=data/fineweb tokenizer=tiktoken:gpt2
+  gptlite data import nanoGPT/data/openwebtext format=nanogpt output=data/owt tokenizer=tiktoken:gpt2
+  gptlite data import 'fineweb10B/fineweb_*.bin' format=llmc output=data/fineweb tokenizer=tiktoken:gpt2
 
 validation=PATH is held out; without one, and without *val* files, whole documents are, chosen by the hash of their
 tokens: validation_fraction=0.005 of them. eod names the token that ends documents where the tokenizer does not say.

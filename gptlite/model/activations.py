@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gptlite.model.config import GPTConfig
-from gptlite.ops.config import LOGIT_BYTES, QUERY_BLOCK, Attention
+from gptlite.ops.config import QUERY_BLOCK, Attention, logit_rows
 
 # Attention that writes its scores to memory.
 WRITTEN_OUT = (Attention.matmul, Attention.fused_softmax)
@@ -81,5 +81,5 @@ def head_bytes(config: GPTConfig, batch: MicroBatch) -> int:
     """What the head takes: logits of as many tokens as it takes at a time, the gradients it makes with the loss, and
     the final norm's input."""
     rows = config.padded_vocab_size // batch.tensor
-    logits = min(batch.tokens * rows * batch.itemsize, LOGIT_BYTES[batch.device])
+    logits = min(batch.tokens, logit_rows(batch.device, batch.tokens, rows, batch.itemsize)) * rows * batch.itemsize
     return logits + (rows + 3 * batch.tokens) * config.d_model * batch.itemsize

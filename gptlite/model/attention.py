@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gptlite.model.cache import LayerCache
 from gptlite.model.config import GPTConfig
 from gptlite.model.layers import Linear
-from gptlite.ops.attention import causal_attention, packed_causal_attention
+from gptlite.ops.attention import Spans, causal_attention, heads, packed_causal_attention
 from gptlite.ops.dropout import DropoutKey
 from gptlite.ops.select import Ops
 
@@ -50,7 +50,7 @@ class CausalSelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.first_head = 0  # of the whole model's, where this rank holds only some
         self.dropout = config.dropout
-        self.implementation = ops.attention
+        self.implementation, self.fused_scores = ops.attention, ops.fused_scores
         self.context: ContextCut | None = None  # set where sequences are cut over ranks
         self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.bias, fused=ops.linear)
         self.proj = Linear(config.d_model, config.d_model, bias=config.bias, fused=ops.linear)
@@ -60,9 +60,13 @@ class CausalSelfAttention(nn.Module):
         x: Tensor,
         key: DropoutKey | None = None,
         cache: LayerCache | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | Spans | None = None,
+        *,
+        bias: bool = True,
     ) -> Tensor:
-        """`mask` bool [B, 1, S, S of the whole sequence], True where a query is not to see a key before it."""
+        """`mask` bool [B, 1, S, S of the whole sequence], True where a query is not to see a key before it; or, without
+        dropout and context ranks, the spans that it is to keep to. Without `bias` the last layer's is left for an op
+        that adds it."""
         # The local number of heads follows from the tensor, so a shard of the heads needs no other code.
         qkv = self.qkv(x)
         batch, length, _ = qkv.shape  # not x's, which may be a slice of the sequence
@@ -70,14 +74,16 @@ class CausalSelfAttention(nn.Module):
         if key is not None:
             key = replace(key, first_head=self.first_head)
         if self.context is not None and not self.context.whole:
+            assert not isinstance(mask, Spans)
             out = self._over_ranks(qkv, key, mask, self.context)
         elif cache is None:
-            out = packed_causal_attention(qkv, self.implementation, self.dropout, key, mask)
+            out = packed_causal_attention(qkv, self.implementation, self.dropout, key, mask, self.fused_scores)
         else:
-            q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # [B, H, S, D] each
+            q, k, v = heads(qkv)
             k, v = cache.append(k, v)
             out = causal_attention(q, k, v, self.implementation, self.dropout, key).transpose(1, 2)
-        return self.proj(out.reshape(batch, length, -1))
+        out = out.reshape(batch, length, -1)
+        return self.proj(out) if bias else self.proj.project(out)
 
     def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, mask: Tensor | None, context: ContextCut) -> Tensor:
         """qkv [B, s, H, 3, D] of this rank's two chunks -> [B, s, H, D]. No query meets a key after its chunk."""
@@ -85,9 +91,10 @@ class CausalSelfAttention(nn.Module):
         pairs, memory = context.keys_and_values(qkv)
         queries = qkv[:, :, :, 0].transpose(1, 2).chunk(2, 2)
         masks = (None, None) if mask is None else mask.chunk(2, 2)
-        outs = []
+        outs, options = [], {"fused_scores": self.fused_scores}
         for q, (k, v), start, hidden in zip(queries, pairs, context.starts(length), masks, strict=True):
             own = None if key is None else replace(key, first_position=start)
             seen = None if hidden is None else hidden[..., : k.shape[2]]
-            outs.append(causal_attention(q, k, v, self.implementation, self.dropout, own, seen).transpose(1, 2))
+            out = causal_attention(q, k, v, self.implementation, self.dropout, own, seen, **options)
+            outs.append(out.transpose(1, 2))
         return context.give_back(torch.cat(outs, 1), qkv, memory)

@@ -4,24 +4,27 @@ Shapes: B sequences, S positions, d model width, H heads, D head width, V vocabu
 """
 
 from collections.abc import Iterator
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptlite.documents import Documents
 from gptlite.model.attention import CausalSelfAttention, ContextCut
 from gptlite.model.cache import LayerCache
 from gptlite.model.config import GPTConfig
 from gptlite.model.layers import Head, LayerNorm
 from gptlite.model.mlp import MLP
+from gptlite.ops.attention import Spans
 from gptlite.ops.cross_entropy import LossGradient
 from gptlite.ops.dropout import DropoutKey, dropout
-from gptlite.ops.embedding import TableGradient, embedding
+from gptlite.ops.embedding import TableGradient, copied_rows, embedding
 from gptlite.ops.select import Ops
 
 # Dropout sites, unique in the model: the embedding is 0, block i has 3i+1 ... 3i+3.
 EMBEDDING_SITE, SITES_PER_BLOCK = 0, 3
+FLASH_WIDTH = 256  # of a head, the most that flash attention of spans takes; a multiple of 8
 
 
 class SequenceCut(Protocol):
@@ -46,15 +49,37 @@ def _norm(config: GPTConfig, ops: Ops) -> LayerNorm:
     return LayerNorm(config.d_model, config.layer_norm_eps, **options)
 
 
+class Stream(NamedTuple):
+    """A residual stream x [B, S, d], to which added + bias, with dropout, is still to be added: the next norm reads and
+    writes both in one pass."""
+
+    x: Tensor
+    added: Tensor
+    bias: Tensor | None
+    key: DropoutKey | None
+
+    def normed(self, norm: LayerNorm, p: float) -> tuple[Tensor, Tensor]:
+        """The norm of the sum, and the sum."""
+        return norm.after_residual(self.added, self.x, p, self.key, self.bias)
+
+    def sum(self, p: float, fused: bool) -> Tensor:
+        """The stream, all added."""
+        added = self.added if self.bias is None else self.added + self.bias
+        return self.x + dropout(added, p, self.key, fused)
+
+
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); x [B, S, d]."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); x [B, S, d].
+
+    With `deferred_add` the second sum is left to what follows, and biases of both are added with the sums.
+    """
 
     def __init__(self, config: GPTConfig, ops: Ops, seed: int) -> None:
         super().__init__()
         self.seed, self.dropout = seed, config.dropout
         self.tensor_axis: SequenceCut | None = None
         self.context: ContextCut | None = None
-        self.fused_dropout = ops.dropout
+        self.fused_dropout, self.deferred_add = ops.dropout, ops.deferred_add
         self.attn_norm = _norm(config, ops)
         self.attn = CausalSelfAttention(config, ops)
         self.mlp_norm = _norm(config, ops)
@@ -62,19 +87,26 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Stream,
         sample_ids: Tensor | None = None,
         sites: Tensor | None = None,
         cache: LayerCache | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
+        mask: Tensor | Spans | None = None,
+    ) -> Tensor | Stream:
         """Dropout needs the batch's sample_ids [B] and the numbers of its sites [3]. `mask` is attention's."""
+        normed, x = x.normed(self.attn_norm, self.dropout) if isinstance(x, Stream) else (self.attn_norm(x), x)
         first, gap = positions(self.tensor_axis, self.context, x.shape[1])
         attention_key = self._key(0, sample_ids, sites, 0)  # attention sees all positions
         residual_key, mlp_key = (self._key(i, sample_ids, sites, first, gap) for i in (1, 2))
-        attended = self.attn(self.attn_norm(x), attention_key, cache, mask).to(x.dtype)
-        normed, x = self.mlp_norm.after_residual(attended, x, self.dropout, residual_key)
-        return x + dropout(self.mlp(normed).to(x.dtype), self.dropout, mlp_key, self.fused_dropout)
+        attended = self.attn(normed, attention_key, cache, mask, bias=not self.deferred_add).to(x.dtype)
+        bias = self.attn.proj.local_bias(x.dtype) if self.deferred_add else None
+        normed, x = self.mlp_norm.after_residual(attended, x, self.dropout, residual_key, bias)
+        added = self.mlp(normed, bias=not self.deferred_add).to(x.dtype)
+        if not self.deferred_add:
+            return x + dropout(added, self.dropout, mlp_key, self.fused_dropout)
+        bias = self.mlp.down.local_bias(x.dtype)
+        # A copy: ZeRO frees a block's parameters after its forward pass.
+        return Stream(x, added, None if bias is None else bias.clone(), mlp_key)
 
     def _key(
         self, i: int, sample_ids: Tensor | None, sites: Tensor | None, first: int, gap: int = 0
@@ -95,6 +127,7 @@ class GPT(nn.Module):
         super().__init__()
         ops = ops or Ops()
         self.config, self.seed, self.fused_dropout, self.fused_table = config, seed, ops.dropout, ops.table
+        self.varlen = ops.varlen and config.head_dim % 8 == 0 and config.head_dim <= FLASH_WIDTH
         self.compute_dtype = torch.float32
         self.tensor_axis: SequenceCut | None = None  # set where layers are cut over ranks
         self.context: ContextCut | None = None  # set where sequences are
@@ -151,17 +184,16 @@ class GPT(nn.Module):
         targets: Tensor | None,
         sample_ids: Tensor | None = None,
         caches: list[LayerCache] | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         upstream: float | None = None,
     ) -> Tensor:
         """The sum of the token losses, fp32, in nats; without targets, logits [B, V] of the token after the last.
 
         A part without the head gives its activations [B, S, d]. x: tokens [B, S] int64, or the activations of the
         part before. targets [B, S] int64 (-100 counts nothing); sample_ids [B], the global sample numbers that
-        dropout is drawn from while training. With caches, one a layer, `x` continues what they hold. `documents` int64
-        [B, S], of the whole sequence wherever it is cut, has for each position the first of its document: positions are
-        counted from there, and attention does not look back past it. `upstream`: the gradient that the sum will get,
-        where it is known; see LossGradient.
+        dropout is drawn from while training. With caches, one a layer, `x` continues what they hold. `documents` of the
+        whole sequence, wherever it is cut: positions are counted from the first of each, and attention does not look
+        back past it. `upstream`: the gradient that the sum will get, where it is known; see LossGradient.
         """
         shared = None if targets is None else self._table_gradient()
         hidden = self.hidden(x, sample_ids, caches, documents, shared)
@@ -181,7 +213,7 @@ class GPT(nn.Module):
         x: Tensor,
         sample_ids: Tensor | None,
         caches: list[LayerCache] | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         shared: TableGradient | None = None,
     ) -> Tensor:
         """The last layer's output [B, S, d], normed in the last part. Raises ValueError past the learned positions."""
@@ -189,7 +221,7 @@ class GPT(nn.Module):
         if self.token_embedding is not None:
             start = caches[0].length if caches else 0
             x = self._embed(x, sample_ids if dropping else None, start, documents, shared)
-        sites, mask = None, None if documents is None else self._other_documents(documents)
+        sites, mask = None, None if documents is None else self._documents_mask(documents, dropping)
         if dropping:
             # A tensor: as a Python number it would be compiled into each block, a graph a layer.
             count = SITES_PER_BLOCK * self.config.num_layers
@@ -197,10 +229,24 @@ class GPT(nn.Module):
         for i, (number, block) in enumerate(self.layers.items()):
             cache = caches[i] if caches else None
             x = block(x, sample_ids, None if sites is None else sites[int(number)], cache, mask)
+        if isinstance(x, Stream):
+            return self._ended(x)
         return x if self.final_norm is None else self.final_norm(x)
 
+    def _ended(self, x: Stream) -> Tensor:
+        if self.final_norm is None:
+            return x.sum(self.config.dropout, self.fused_dropout)
+        return x.normed(cast(LayerNorm, self.final_norm), self.config.dropout)[0]
+
+    def _documents_mask(self, documents: Documents, dropping: bool) -> Tensor | Spans:
+        """Attention's mask: bool [B, 1, positions that are here, S], True where the key is of another document; or the
+        spans of documents, where flash attention computes them apart."""
+        whole = self.context is None or self.context.whole
+        if self.varlen and documents.ends is not None and whole and not dropping:
+            return Spans(F.pad(documents.ends.flatten(), (1, 0)), documents.longest)
+        return self._other_documents(documents.starts)
+
     def _other_documents(self, documents: Tensor) -> Tensor:
-        """Attention's mask: bool [B, 1, positions that are here, S], True where the key is of another document."""
         mine = documents
         if self.context is not None and not self.context.whole:
             chunk = documents.shape[1] // (2 * self.context.size)
@@ -222,7 +268,7 @@ class GPT(nn.Module):
         tokens: Tensor,
         sample_ids: Tensor | None,
         start: int,
-        documents: Tensor | None,
+        documents: Documents | None,
         shared: TableGradient | None = None,
     ) -> Tensor:
         """tokens [B, S] from position `start` on -> [B, S, d], or this rank's slice of the sequence; of a sequence that
@@ -233,13 +279,16 @@ class GPT(nn.Module):
             raise ValueError(f"{end} positions, but model.sequence_length={self.config.sequence_length}")
         # Each cast before they are added, as FSDP2 casts parameters before they are used.
         table = self.token_embedding
-        x = table(tokens) if shared is None else embedding(tokens, cast(Tensor, table.weight), shared)
+        x = copied_rows(tokens, cast(Tensor, table.weight), self.compute_dtype) if shared is None else None
+        if x is None:
+            x = table(tokens) if shared is None else embedding(tokens, cast(Tensor, table.weight), shared)
         x = x.to(self.compute_dtype)
         first, gap = positions(self.tensor_axis, self.context, x.shape[1])
         first, half = start + first, x.shape[1] // 2
         learned = self.position_embedding.weight
         if documents is not None:
-            counted = torch.arange(documents.shape[1], device=documents.device) - documents
+            starts = documents.starts
+            counted = torch.arange(starts.shape[1], device=starts.device) - starts
             second = first + half + gap
             mine = torch.cat([counted[:, first : first + half], counted[:, second : second + x.shape[1] - half]], 1)
             x = x + F.embedding(mine, learned).to(self.compute_dtype)

@@ -14,6 +14,7 @@ from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.layer_norm import layer_norm, residual_norm
 from gptlite.ops.linear import cast, linear
+from gptlite.ops.weight_copies import as_dtype
 
 
 class Linear(nn.Linear):
@@ -36,12 +37,12 @@ class Linear(nn.Linear):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.to(self.matmul_dtype or x.dtype)
         if self.fp8:
-            return fp8_linear(x, self.weight.to(x.dtype), cast(bias, x.dtype))
+            return fp8_linear(x, as_dtype(self.weight, x.dtype), cast(bias, x.dtype))
         return linear(x, self.weight, bias, self.fused)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias in a compute dtype."""
-        return None if self.bias is None else self.bias.to(dtype)
+        return cast(self.bias, dtype)
 
 
 class Head(nn.Linear):
@@ -61,9 +62,9 @@ class Head(nn.Linear):
         hidden [B, S, d]; targets [B, S]; rows from `vocab_size` on are padding.
         """
         hidden = hidden.to(self.matmul_dtype or hidden.dtype)
-        weight = (self.weight if known.table is None else self.weight.detach()).to(hidden.dtype)
+        weight = self.weight if known.table is None else self.weight.detach()
         if targets is None:
-            return (hidden[:, 0] @ weight[:vocab_size].t()).float()
+            return (hidden[:, 0] @ as_dtype(weight, hidden.dtype)[:vocab_size].t()).float()
         rows = hidden.flatten(0, 1)
         options = {"choice": self.cross_entropy, "fused_linear": self.fused, "known": known}
         return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, **options)
@@ -86,12 +87,14 @@ class LayerNorm(nn.LayerNorm):
             return layer_norm(x.float(), self.weight, self.bias, self.eps, self.fused, self.apex).to(x.dtype)
         return layer_norm(x, *self._gain(x.dtype), self.eps, self.fused, self.apex)
 
-    def after_residual(self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None) -> tuple[Tensor, Tensor]:
-        """The norm of residual + dropout(x), and that sum; without a key nothing is dropped."""
+    def after_residual(
+        self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of residual + dropout(x + x_bias), and that sum; without a key nothing is dropped."""
         if self.fp32:
-            h = residual + dropout(x, p, key, self.fused)
+            h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
             return self(h), h
-        return residual_norm(x, residual, *self._gain(x.dtype), self.eps, p, key, self.fused, self.apex)
+        return residual_norm(x, residual, *self._gain(x.dtype), self.eps, p, key, self.fused, self.apex, x_bias)
 
     def _gain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        return as_dtype(self.weight, dtype), cast(self.bias, dtype)

@@ -19,10 +19,15 @@ class MLP(nn.Module):
         self.up = Linear(config.d_model, config.ffn_size, bias=config.bias, fused=ops.linear)
         self.down = Linear(config.ffn_size, config.d_model, bias=config.bias, fused=ops.linear)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
+        """Without `bias` the last layer's is left for an op that adds it."""
+        hidden = self._hidden(x)
+        return self.down(hidden) if bias else self.down.project(hidden)
+
+    def _hidden(self, x: Tensor) -> Tensor:
         if self.activation is Activation.relu:
-            return self.down(F.relu(self.up(x)))
+            return F.relu(self.up(x))
         approximate = "tanh" if self.activation is Activation.gelu_tanh else "none"
         # In the activations' dtype, whatever the product was computed in.
         projected, bias = self.up.project(x).to(x.dtype), self.up.local_bias(x.dtype)
-        return self.down(bias_gelu(projected, bias, approximate, self.fused_gelu))
+        return bias_gelu(projected, bias, approximate, self.fused_gelu)

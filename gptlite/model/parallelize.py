@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gptlite.model.flops import head_flops, layer_flops
-from gptlite.model.gpt import GPT
+from gptlite.model.gpt import GPT, Block
 from gptlite.model.layers import Head, LayerNorm, Linear
 from gptlite.model.vocab_parallel import VocabParallelHead
 from gptlite.ops.fp8 import fp8_linear
+from gptlite.ops.weight_copies import keep_copies
 from gptlite.parallelism.activation_offload import ActivationOffload
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
@@ -86,6 +88,9 @@ def parallelize(
 def set_dtypes(part: GPT, policy: Policy) -> None:
     """Tells a part's layers what they compute in."""
     part.compute_dtype = policy.stream_dtype
+    part.varlen &= policy.stream_dtype in (torch.bfloat16, torch.float16)  # flash attention's
+    for block in part.blocks():  # one kernel norms, adds and biases in one dtype
+        block.deferred_add &= policy.stream_dtype == policy.compute_dtype and not policy.fp32_norms
     for module in part.modules():
         if isinstance(module, MULTIPLYING):
             module.matmul_dtype = None if policy.stream_dtype == policy.compute_dtype else policy.compute_dtype
@@ -104,6 +109,29 @@ def materialize(parts: list[GPT], device: torch.device) -> None:
         part.tie()  # leaving the meta device makes every parameter anew, a shared one twice
         for parameter in part.parameters():
             parameter.grad_dtype = torch.float32  # sums over micro-batches and ranks, of bf16 parameters too
+
+
+def copy_weights(parts: list[GPT], mesh: Mesh, policy: Policy) -> None:
+    """Gives the weights that layers cast in each forward pass 16-bit copies, see ops/weight_copies.py: where one device
+    holds them whole, in fp32. To be called once they have their memory."""
+    if mesh.world_size > 1 or policy.compute_dtype.itemsize > 2:
+        return
+    for part in parts:
+        dtypes: dict[nn.Parameter, torch.dtype] = {}
+        for module in part.modules():
+            if isinstance(module, MULTIPLYING):
+                dtype = policy.compute_dtype
+            elif isinstance(module, LayerNorm) and not module.fp32:
+                dtype = policy.stream_dtype
+            else:
+                continue
+            dtypes |= dict.fromkeys(module.parameters(recurse=False), dtype)
+        keep_copies(part, {p: dtype for p, dtype in dtypes.items() if _is_cast(p, dtype, mesh)})
+
+
+def _is_cast(parameter: nn.Parameter, dtype: torch.dtype, mesh: Mesh) -> bool:
+    whole = not isinstance(parameter, DTensor) and parameter.device.type == mesh.device.type  # offloaded ones are not
+    return whole and parameter.dtype == torch.float32 and dtype != parameter.dtype
 
 
 def build_passes(
@@ -183,10 +211,11 @@ def _cut_sequences(part: GPT, context: ContextAxis) -> None:
         block.context = block.attn.context = context
 
 
-def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: bool) -> None:
+def _recompute(block: Block, mode: ActivationCheckpointing, split_backward: bool) -> None:
     """Replaces a block's forward, so that its parameters keep their names. Dropout replays from its key."""
     if not mode.recomputes:
         return
+    block.deferred_add = False  # a block's input is kept: one tensor, not the two of a sum that is left open
     forward = block.forward
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if mode is ActivationCheckpointing.selective:
@@ -195,7 +224,7 @@ def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: 
     def recomputed(*args: object) -> object:  # a function, which torch.compile looks into: a partial stays eager
         return run(forward, *args)
 
-    block.forward = recomputed
+    block.forward = recomputed  # type: ignore[method-assign]
 
 
 def _keep() -> tuple[Any, Any]:
@@ -209,5 +238,5 @@ def _keep_for_both_halves() -> tuple[Any, Any]:
 
 def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     # Ours exist once the kernels are loaded; fp8 products have another name in each torch.
-    kept = op in KEPT or str(op).startswith(("gptlite.attention", "aten._scaled_mm"))
+    kept = op in KEPT or str(op).startswith(("gptlite.attention", "aten._scaled_mm", "torch_attn._varlen_attn"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -27,9 +27,9 @@ class VocabParallelHead(nn.Module):
         """
         hidden = hidden.to(self.matmul_dtype or hidden.dtype)
         longest = rows_per_rank(self.weight, self.axis)
-        weight = local(self.weight, hidden.dtype)
+        weight = local(self.weight)
         if targets is None:
-            mine = (hidden[:, 0] @ weight.t()).float()
+            mine = (hidden[:, 0] @ weight.to(hidden.dtype).t()).float()
             return self.axis.gather_columns(mine, longest)[:, :vocab_size]
         shard = VocabShard(first_row(self.weight, self.axis), longest, self.axis.gather)
         hidden = enter(hidden, self.axis)

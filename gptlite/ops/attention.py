@@ -1,18 +1,35 @@
 """Causal self-attention, by whatever computes it fastest on a device."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
+from inspect import signature
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 from gptlite.ops.config import QUERY_BLOCK, Attention
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.softmax import causal_softmax, masked_softmax
+
+# As newer torch names the causal mask, and as 2.10 did.
+CAUSAL: dict[str, Any] = (
+    {"window_size": (-1, 0)} if "window_size" in signature(varlen_attn).parameters else {"is_causal": True}
+)
+ONE_QUERY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Spans(NamedTuple):
+    """Documents that B sequences of S positions, laid end to end, consist of: where each begins, and the last one's
+    end, int32 [N + 1]; some may be empty, and none has more than `longest` positions."""
+
+    cumulative: Tensor
+    longest: int
 
 
 def causal_attention(
@@ -23,19 +40,21 @@ def causal_attention(
     dropout_p: float = 0.0,
     key: DropoutKey | None = None,
     mask: Tensor | None = None,
+    fused_scores: bool = False,
 ) -> Tensor:
     """softmax(q kᵀ / sqrt(D) + causal mask) v.
 
     q [B, H, Sq, D]; k, v [B, H, Sk, D], Sq <= Sk: the queries are the last Sq positions. Returns [B, H, Sq, D].
     `mask`, bool and broadcast to [B, H, Sq, Sk], hides more where it is True; a query that sees nothing gets zeros.
     Dropout always writes the scores out, since SDPA's own would depend on the layout; so do masks, but for SDPA.
+    `fused_scores`: scores that are written out take our softmax and dropout kernels, as they do for the two fused ones.
     """
     dropping = dropout_p > 0.0 and key is not None
     if mask is not None and choice is Attention.sdpa and not dropping:
         hidden = mask | _future(q.shape[-2], k.shape[-2], q.device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
     if dropping or mask is not None or choice is Attention.fused_softmax:
-        fused = choice in (Attention.fused_softmax, Attention.fused)
+        fused = fused_scores or choice in (Attention.fused_softmax, Attention.fused)
         return _written_out(q, k, v, mask, dropout_p, key if dropping else None, fused)
     if q.shape[-2] == 1 or choice in (Attention.sdpa, Attention.cudnn, Attention.fa3):
         return _sdpa(q, k, v, choice)
@@ -51,13 +70,27 @@ def packed_causal_attention(
     choice: Attention,
     dropout_p: float = 0.0,
     key: DropoutKey | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | Spans | None = None,
+    fused_scores: bool = False,
 ) -> Tensor:
-    """The same of a projection's output qkv [B, S, H, 3, D]. Returns [B, S, H, D], as the next projection takes it."""
+    """The same of a projection's output qkv [B, S, H, 3, D]. Returns [B, S, H, D], as the next projection takes it.
+
+    `mask` may be the spans that attention keeps to, for flash attention without dropout.
+    """
+    if isinstance(mask, Spans):
+        spans = (mask.cumulative, mask.cumulative, mask.longest, mask.longest)
+        q, k, v = qkv.flatten(0, 1).unbind(2)
+        out = cast(Tensor, varlen_attn(q, k, v, *spans, **CAUSAL))
+        return out.view(*qkv.shape[:3], -1)
     if choice is Attention.fused and (dropout_p == 0.0 or key is None) and mask is None and qkv.shape[1] > 1:
         return _PackedAttention.apply(qkv)
-    q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
-    return causal_attention(q, k, v, choice, dropout_p, key, mask).transpose(1, 2)
+    q, k, v = heads(qkv)
+    return causal_attention(q, k, v, choice, dropout_p, key, mask, fused_scores).transpose(1, 2)
+
+
+def heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B, H, S, D], views of qkv [B, S, H, 3, D], whose gradient is written in one pass."""
+    return _Heads.apply(qkv)
 
 
 def _future(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -67,14 +100,26 @@ def _future(queries: int, keys: int, device: torch.device) -> Tensor:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, choice: Attention) -> Tensor:
     square, several = q.shape[-2] == k.shape[-2], q.shape[-2] > 1
+    if several and not square and _takes_flash(q, k, v):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     mask = ~_future(q.shape[-2], k.shape[-2], q.device) if several and not square else None
-    backend: AbstractContextManager[Any] = nullcontext()
-    if choice is Attention.cudnn and mask is None and several:
-        backend = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
-    elif choice is Attention.fa3 and mask is None and several:
-        backend = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
-    with backend:
+    backends = _backends(choice, q.device, several) if mask is None else []
+    with sdpa_kernel(backends) if backends else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square and several)
+
+
+def _backends(choice: Attention, device: torch.device, several: bool) -> list[SDPBackend]:
+    """The kernels of SDPA that may run, none for all of them; `several` queries, or one as in generation."""
+    if not several:  # cuDNN would plan anew for every number of keys
+        return ONE_QUERY if device.type == "cuda" else []
+    return {Attention.cudnn: [SDPBackend.CUDNN_ATTENTION], Attention.fa3: [SDPBackend.FLASH_ATTENTION]}.get(choice, [])
+
+
+def _takes_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether flash attention takes fewer queries than keys here, which it masks by itself: torch's causal_lower_right,
+    whose tensor subclass cannot be made while ops are watched, as in selective checkpointing."""
+    aligned = q.device.type == "cuda" and q.shape[-1] % 8 == 0
+    return aligned and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, False))
 
 
 def _written_out(
@@ -86,6 +131,19 @@ def _written_out(
     else:
         probabilities = masked_softmax(scores, mask | _future(q.shape[-2], k.shape[-2], q.device), scale, fused)
     return dropout(probabilities, p, key, fused) @ v
+
+
+class _Heads(torch.autograd.Function):
+    """Autograd's own gradient of these views is a stack of three, and then a copy into the order of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, ...]:
+        return qkv.permute(3, 0, 2, 1, 4).unbind(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor):
+        return torch.stack([grad.transpose(1, 2) for grad in grads], 3)
 
 
 class _FusedAttention(torch.autograd.Function):

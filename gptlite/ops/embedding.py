@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gptlite.ops.weight_copies import copy_of
+
 
 class TableGradient:
     """Of one forward pass: what the head adds to the gradient of the table, until the embedding takes it.
@@ -34,6 +36,29 @@ class TableGradient:
 def embedding(tokens: Tensor, table: Tensor, shared: TableGradient) -> Tensor:
     """The rows [..., D] of the table [V, D] that tokens [...] name. The head puts its gradient of it into `shared`."""
     return _Embedding.apply(tokens, table, shared)
+
+
+def copied_rows(tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Those rows in a 16-bit dtype, read from the table's copy of it, see weight_copies.py; None if there is none.
+
+    As rows of the table that are then cast, in a third of the bytes. The table's gradient is summed in its own dtype.
+    """
+    copy = copy_of(table)
+    return None if copy is None or copy.dtype != dtype else _CopiedRows.apply(tokens, table, copy)
+
+
+class _CopiedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, table: Tensor, copy: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows, ctx.dtype = len(table), table.dtype
+        return F.embedding(tokens, copy)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):
+        (tokens,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(dy.to(ctx.dtype), tokens, ctx.rows, -1, False), None
 
 
 class _Embedding(torch.autograd.Function):

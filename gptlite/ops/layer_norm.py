@@ -36,12 +36,16 @@ def residual_norm(
     key: DropoutKey | None = None,
     fused: bool = False,
     apex: bool = False,
+    x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """h = residual + dropout(x), and its layer norm: (norm, h), all [B, S, D]. `key=None` drops nothing."""
+    """h = residual + dropout(x + x_bias), and its layer norm: (norm, h), all [B, S, D]; x_bias [D]. `key=None` drops
+    nothing."""
+    if x_bias is not None and not (fused and (key is None or not key.gap)):
+        x, x_bias = x + x_bias, None
     if fused and key is not None and key.gap:  # the kernel knows one run of positions
         x, p, key = dropout(x, p, key, fused), 0.0, None
     if fused:
-        return _ResidualNorm.apply(x, residual, weight, bias, eps, p, key)
+        return _ResidualNorm.apply(x, x_bias, residual, weight, bias, eps, p, key)
     h = residual + dropout(x, p, key)
     return layer_norm(h, weight, bias, eps, apex=apex), h
 
@@ -66,6 +70,7 @@ class _ResidualNorm(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        x_bias: Tensor | None,
         residual: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -74,20 +79,23 @@ class _ResidualNorm(torch.autograd.Function):
         key: DropoutKey | None,
     ) -> tuple[Tensor, Tensor]:
         p, seed, site, sample_ids, first, _ = kernel_key(p, key)
-        ctx.key, ctx.has_bias = (p, seed, first), bias is not None
+        ctx.key, ctx.has_biases = (p, seed, first), (x_bias is not None, bias is not None)
+        ctx.set_materialize_grads(False)  # of the last sum, which nothing else reads, there is no gradient
         y, h, mean, rstd = torch.ops.gptlite.residual_norm(
-            x, None, residual, weight, bias, eps, p, seed, site, sample_ids, first
+            x, x_bias, residual, weight, bias, eps, p, seed, site, sample_ids, first
         )
         ctx.save_for_backward(h, weight, mean, rstd, site, sample_ids)
         return y, h
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dh: Tensor):
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None):
         h, weight, mean, rstd, site, sample_ids = ctx.saved_tensors
+        dy = torch.zeros_like(h) if dy is None else dy
         p, seed, first = ctx.key
-        dx, dresidual, _, dweight, dbias = torch.ops.gptlite.residual_norm_backward(
-            dy, dh, h, weight, mean, rstd, False, ctx.has_bias, p, seed, site, sample_ids, first
+        dx, dresidual, dx_bias, dweight, dbias = torch.ops.gptlite.residual_norm_backward(
+            dy, dh, h, weight, mean, rstd, *ctx.has_biases, p, seed, site, sample_ids, first
         )
         dropped = p > 0.0 and site is not None
-        return dx if dropped else dresidual, dresidual, dweight, dbias if ctx.has_bias else None, None, None, None
+        biases = [grad if has else None for grad, has in zip((dx_bias, dbias), ctx.has_biases, strict=True)]
+        return dx if dropped else dresidual, biases[0], dresidual, dweight, biases[1], None, None, None

@@ -13,6 +13,7 @@ from gptlite.ops.config import Attention, CrossEntropy, Implementation, LayerNor
 
 BF16_PRODUCTS = "avx512_bf16"  # of a CPU; one with AMX has it too
 MASKED = (Attention.sdpa, Attention.fused_softmax, Attention.matmul)  # attention that can keep to documents
+SDPA = (Attention.sdpa, Attention.cudnn, Attention.fa3)
 # The keys whose choice is between our kernel and a reference.
 PLAIN = ("layer_norm", "bias_gelu", "dropout", "adamw")
 
@@ -27,8 +28,12 @@ class Ops:
     bias_gelu: bool = False
     dropout: bool = False
     linear: bool = False
+    fused_scores: bool = False  # attention that drops or masks beside SDPA writes its scores out through the kernels
+    deferred_add: bool = False  # a block's last sum and its biases are left to the layer norm kernel that follows
+    varlen: bool = False  # documents are kept apart by flash attention of spans, where nothing is dropped
     adamw: bool = False
     table: bool = False  # a tied embedding takes the head's gradient instead of adding its own, dense one
+    weight_copies: bool = False  # weights have 16-bit copies that AdamW's kernel writes; else each forward pass casts
     apex_norm: bool = False  # layer norm by Apex; `layer_norm` is then False
     reasons: tuple[str, ...] = ()
 
@@ -42,6 +47,11 @@ def select_ops(
     Builds the kernels where they are wanted and not built yet, which takes half a minute and is told to `log`.
     """
     library = load(device.type, log) if _wants_kernels(config, device) else Unavailable("nothing asks for them")
+    return choose_ops(config, device, library, documents)
+
+
+def choose_ops(config: OpsConfig, device: torch.device, library: Loaded | Unavailable, documents: bool = False) -> Ops:
+    """The ops that run on a device with these kernels; the device itself need not be here. Raises ConfigError."""
     chosen: dict[str, str] = {}
     linear = _linear(config, device, library, chosen)
     apex_norm = _apex_norm(config, device, chosen)
@@ -50,7 +60,21 @@ def select_ops(
     attention = _attention(config, device, library, chosen, documents)
     words = tuple(_words(chosen))
     table = device.type == "cpu" and cross_entropy is CrossEntropy.fused
-    return Ops(attention, cross_entropy, linear=linear, **paths, table=table, apex_norm=apex_norm, reasons=words)
+    # A CPU asked for SDPA by name keeps the reference: it is there to compare with.
+    fused_scores = device.type != "cpu" and attention in SDPA and paths["dropout"]
+    # A CPU keeps the sums apart: its norms follow from the cache.
+    deferred_add = device.type != "cpu" and paths.get("layer_norm", False)
+    options = {"linear": linear, "fused_scores": fused_scores, "deferred_add": deferred_add, "table": table}
+    options |= {"weight_copies": device.type == "cuda" and paths["adamw"], "apex_norm": apex_norm, **paths}
+    options["varlen"] = documents and _has_flash(device, attention)
+    return Ops(attention, cross_entropy, **options, reasons=words)
+
+
+def _has_flash(device: torch.device, attention: Attention) -> bool:
+    """Whether a GPU has flash attention, as all since sm_80 have; one that is not here is taken to be new."""
+    if device.type != "cuda" or attention is not Attention.sdpa:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _words(chosen: dict[str, str]) -> Iterable[str]:
@@ -103,6 +127,10 @@ def _plain(config: OpsConfig, key: str, library: Loaded | Unavailable, chosen: d
 
 def _linear(config: OpsConfig, device: torch.device, library: Loaded | Unavailable, chosen: dict[str, str]) -> bool:
     own, kernels = config.linear, isinstance(library, Loaded) and device.type == "cpu"
+    if device.type == "cuda" and not (own is Implementation.auto and config.implementation is Implementation.reference):
+        fused = own is not Implementation.reference
+        chosen["linear"] = "fused (weight gradients in fp32 by cuBLAS)" if fused else "reference (asked for)"
+        return fused
     if own is Implementation.fused:
         _available("ops.linear=fused", True, library)
         if not kernels or BF16_PRODUCTS not in library.isa:
@@ -180,7 +208,7 @@ def _attention(
 
 def _auto_attention(config: OpsConfig, device: torch.device, library: Loaded | Unavailable) -> tuple[Attention, str]:
     if device.type != "cpu":
-        return Attention.sdpa, "torch picks flash, efficient or cuDNN attention"
+        return Attention.sdpa, "torch picks the kernel"
     asked = config.implementation is Implementation.fused
     if config.implementation is Implementation.reference:
         return Attention.matmul, "reference asked for"

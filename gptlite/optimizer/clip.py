@@ -39,7 +39,9 @@ def square_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor, loss_scale: float = 1.0) -> None:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor, loss_scale: float | Tensor = 1.0
+) -> None:
     """Scales all gradients in place as `norm`, theirs together, comes down to `max_norm`; 0 leaves them.
 
     Gradients of a loss that was multiplied by `loss_scale` are divided by that.
@@ -51,16 +53,16 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Te
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def clip_factor(max_norm: float, norm: Tensor, loss_scale: float = 1.0) -> Tensor | None:
+def clip_factor(max_norm: float, norm: Tensor, loss_scale: float | Tensor = 1.0) -> Tensor | None:
     """What gradients of that norm are multiplied by, at most 1; None for 1.
 
     Those of a scaled loss, and so their norm, are `loss_scale` times too large: the factor makes up for that as well.
     """
-    if loss_scale == 1.0:
+    if not isinstance(loss_scale, Tensor) and loss_scale == 1.0:
         return torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm > 0 else None
     if max_norm > 0:
         return torch.clamp(max_norm / (norm / loss_scale + 1e-6), max=1.0) / loss_scale
-    return torch.full_like(norm, 1 / loss_scale)
+    return 1 / loss_scale if isinstance(loss_scale, Tensor) else torch.full_like(norm, 1 / loss_scale)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

@@ -132,10 +132,17 @@ class Muon(OwnOptimizer):
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
     """[..., n, m] -> about U Vᵀ of its singular value decomposition U S Vᵀ; zeros stay."""
     a, b, c = QUINTIC
-    tall = x.shape[-2] > x.shape[-1]
+    shape, tall = x.shape, x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    if x.dtype in (torch.float32, torch.float64):
+        for _ in range(steps):
+            square = x @ x.mT
+            x = a * x + (b * square + c * square @ square) @ x
+        return x.mT if tall else x
+    x = x.reshape(-1, *x.shape[-2:])
     for _ in range(steps):
-        square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
-    return x.mT if tall else x
+        square = torch.bmm(x, x.mT)
+        # The sums inside the products, which are in fp32: rounding each to 16 bits doubles the error of a call.
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).reshape(shape)

@@ -28,6 +28,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from gptlite.documents import Documents, joined
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import num_stages, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
@@ -47,13 +48,13 @@ SCHEDULES: dict[str, Any] = {
 class MicroBatches:
     """The micro-batches of a step on this rank: int64 tokens and targets [B, S] and sample_ids [B] of each.
 
-    `documents` int64 [B, S] of whole sequences, for a model whose attention keeps to documents.
+    `documents`, of whole sequences, for a model whose attention keeps to them.
     """
 
     tokens: Sequence[Tensor]
     targets: Sequence[Tensor]
     sample_ids: Sequence[Tensor]
-    documents: Sequence[Tensor] | None = None
+    documents: Sequence[Documents] | None = None
 
 
 class OnePart:
@@ -140,7 +141,12 @@ class Pipeline:
             part.upstream = upstream
         targets, given = torch.cat(list(batches.targets)), {"sample_ids": torch.cat(list(batches.sample_ids))}
         if batches.documents is not None:
-            given["documents"] = torch.cat(list(batches.documents))
+            documents = joined(batches.documents)
+            given["starts"] = documents.starts
+            if documents.ends is not None:
+                given["ends"] = documents.ends
+            for part in self._plain:
+                part.longest = documents.longest
         inputs = (torch.cat(list(batches.tokens)),) if self.has_first else ()
         losses: list[Tensor] = []
         self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False, targets=targets, **given)
@@ -164,8 +170,18 @@ class _Plain(nn.Module):
         super().__init__()
         self.part = part
         self.upstream: float | None = None
+        self.longest = 0
 
-    def forward(self, x: Tensor, targets: Tensor, sample_ids: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        sample_ids: Tensor,
+        starts: Tensor | None = None,
+        ends: Tensor | None = None,
+    ) -> Tensor:
+        """The schedule cuts tensors by their rows, so the documents' come apart."""
+        documents = None if starts is None else Documents(starts, ends, self.longest)
         return self.part(x, targets, sample_ids, documents=documents, upstream=self.upstream)
 
 

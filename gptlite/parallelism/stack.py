@@ -9,18 +9,23 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import FrameType
 
-COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
-STORE = "gptlite/parallelism/main_rank.py"  # waits there may take any time
+import torch
+
+# Files are told by where the packages are: a checkout or a user's own folder may have the same names in its path.
+PACKAGE, TORCH = f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/distributed/"
+COLLECTIVES = (f"{TORCH}distributed_c10d.py", f"{TORCH}_functional_collectives.py")
+STORE = f"{PACKAGE}parallelism/main_rank.py"  # waits there may take any time
 # The first of these files on the stack, from the inside, says the axis; of none: all ranks.
 AXIS_FILES = {
-    "torch/distributed/fsdp/": "dp",
-    "torch/distributed/pipelining/": "pp",
-    "gptlite/parallelism/pipeline.py": "pp",
-    "gptlite/parallelism/chain.py": "pp",
-    "gptlite/parallelism/tensor.py": "tp",
-    "gptlite/parallelism/context.py": "cp",
+    f"{TORCH}fsdp/": "dp",
+    f"{TORCH}pipelining/": "pp",
+    f"{PACKAGE}parallelism/pipeline.py": "pp",
+    f"{PACKAGE}parallelism/chain.py": "pp",
+    f"{PACKAGE}parallelism/tensor.py": "tp",
+    f"{PACKAGE}parallelism/context.py": "cp",
 }
 WORLD = "world"
 # What a function on the stack says of the phase, from the outside in; after "backward" nothing more is said.
@@ -63,9 +68,9 @@ def place_of(thread: int) -> Place:
         return Place(words="ended")
     words = _words(list(_outwards(frame)))
     if _in_collective(frame):
-        own_name = _is_in(frame.f_code.co_filename, COLLECTIVES)
+        own_name = frame.f_code.co_filename in COLLECTIVES
         return Place("collective", frame.f_code.co_name if own_name else "", _axis(frame), words)
-    return Place("store" if _is_in(frame.f_code.co_filename, (STORE,)) else "", words=words)
+    return Place("store" if frame.f_code.co_filename == STORE else "", words=words)
 
 
 def _in_collective(frame: FrameType) -> bool:
@@ -74,9 +79,9 @@ def _in_collective(frame: FrameType) -> bool:
 
 @cache
 def _waits_on_line(file: str, line: int | None) -> bool:
-    if _is_in(file, COLLECTIVES):
+    if file in COLLECTIVES:
         return True
-    return _is_in(file, ("torch/distributed/", "gptlite/")) and ".wait()" in linecache.getline(file, line or 0)
+    return file.startswith((TORCH, PACKAGE)) and ".wait()" in linecache.getline(file, line or 0)
 
 
 def _axis(frame: FrameType) -> str:
@@ -88,12 +93,7 @@ def _axis(frame: FrameType) -> str:
 
 @cache
 def _axis_of_file(file: str) -> str | None:
-    return next((axis for part, axis in AXIS_FILES.items() if part in file), None)
-
-
-@cache
-def _is_in(file: str, places: tuple[str, ...]) -> bool:
-    return any(place in file for place in places)
+    return next((axis for part, axis in AXIS_FILES.items() if file.startswith(part)), None)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -111,8 +111,8 @@ def _words(frames: list[FrameType]) -> str:
             phases.append(phase)
         if phase == "backward":
             break
-    ours = [frame for frame in frames if "gptlite/" in frame.f_code.co_filename]
+    ours = [frame for frame in frames if frame.f_code.co_filename.startswith(PACKAGE)]
     here = (ours or frames)[0]
     file = here.f_code.co_filename
-    short = file[file.rfind("gptlite/") :] if ours else file
+    short = f"gptlite/{file.removeprefix(PACKAGE)}" if ours else file
     return ", ".join([*phases, f"in {here.f_code.co_qualname} ({short}:{here.f_lineno})"])

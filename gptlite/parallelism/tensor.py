@@ -134,9 +134,17 @@ class RowParallelLinear(nn.Module):
         self.bias = whole.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        out = self.project(x)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Without the bias, for an op that adds it."""
         x = x.to(self.matmul_dtype or x.dtype)
-        out = leave(self.multiply(x, local(self.weight, x.dtype)), self.axis)
-        return out if self.bias is None else out + self.bias.to(x.dtype)
+        return leave(self.multiply(x, local(self.weight, x.dtype)), self.axis)
+
+    def local_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """The bias, whole on every rank; with sequence parallelism its gradient is of a slice of the sequence."""
+        return None if self.bias is None else self.bias.to(dtype)
 
 
 class VocabParallelEmbedding(nn.Module):

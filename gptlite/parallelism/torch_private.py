@@ -162,8 +162,8 @@ def _has_gradient(param: Any) -> bool:
 def recorded_allocations() -> Iterator[list[tuple[int, int, int]]]:
     """This thread's allocations of tensors' memory on a CPU while entered, in order; the list is filled at the end.
 
-    Each is (nanoseconds since 1970, address, bytes), the bytes negative where memory is given back, which is seen only
-    of what was allocated while entered. torch.profiler's recorder, told to leave out the operators: about 10 us an
+    Each is (nanoseconds since 1970, address, bytes), the bytes negative where memory is given back: only what
+    was allocated while entered. torch.profiler's recorder, told to leave out the operators: about 10 us an
     allocation. It must not run already, see `profiler_runs`.
     """
     allocations: list[tuple[int, int, int]] = []
@@ -179,9 +179,15 @@ def recorded_allocations() -> Iterator[list[tuple[int, int, int]]]:
     finally:
         with _silent_stderr():
             events: Any = autograd._disable_profiler().experimental_event_tree()
+        begun: set[int] = set()
         for event in events:
-            if event.tag == _EventType.Allocation:
-                allocations.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            if event.tag != _EventType.Allocation:
+                continue
+            address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+            # The recorder may tell the end of an allocation from before, as that of `older`.
+            if size > 0 or address in begun:
+                (begun.add if size > 0 else begun.remove)(address)
+                allocations.append((event.start_time_ns, address, size))
 
 
 def profiler_runs() -> bool:

@@ -13,8 +13,9 @@ from gptlite.config import Config, with_vocabulary
 from gptlite.data.build import build_loader, prepare
 from gptlite.model.gpt import GPT
 from gptlite.model.init import init_weights
-from gptlite.model.parallelize import build_passes, materialize, parallelize
+from gptlite.model.parallelize import build_passes, copy_weights, materialize, parallelize
 from gptlite.optimizer.build import build_optimizer
+from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.rounded import round_steps
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.streamed import offload_state
@@ -102,6 +103,8 @@ def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
     if not policy.master_weights:
         optimizer = round_steps(optimizer, config.seed)
     optimizer = offload_state(optimizer, config.parallelism, mesh)
+    if ops.weight_copies and writes_copies(optimizer) and not config.trainer.compile:
+        copy_weights(parts, mesh, policy)
     loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
     schedule = Schedule(config.schedule, config.trainer.max_steps)
     chain = Chain(parts, mesh, config.parallelism)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from gptlite.errors import ConfigError
+from gptlite.invocation import command
 from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.precision import cpu_flags, cpu_name
 
-CALIBRATION = Path("~/.cache/gptlite/cluster.yaml")  # what `tools/plan.py calibrate` writes and `local` reads
+CALIBRATION = Path("~/.cache/gptlite/cluster.yaml")  # what `gptlite plan calibrate` writes and `local` reads
 # Of a CPU that nobody has measured: a core of the last years, and a copy between two processes of one machine.
 CORE_FP32_TFLOPS, CORE_GB_PER_SECOND = 0.06, 8.0
 CORE_BF16_TFLOPS = {"amx_bf16": 1.0, "avx512_bf16": 0.4}  # by instruction set, the best first
@@ -40,7 +41,7 @@ def this_machine(
         return replace(cluster, nodes=cluster.nodes or 1, devices_per_node=cluster.devices_per_node or cpu_cores())
     measured = read_calibration(calibration.expanduser())
     if measured is None:
-        log("cluster=local has not been measured; for better predictions: python tools/plan.py calibrate (a minute)")
+        log(f"cluster=local has not been measured; for better predictions: {command('plan')} calibrate (a minute)")
         measured = assumed()
     return replace(
         _with_given(measured, cluster, given),
@@ -91,7 +92,7 @@ def read_calibration(file: Path) -> ClusterConfig | None:
         machine = raw.pop("machine")
         found = ClusterConfig(**raw, intra=intra, inter=inter)
     except (OSError, YAMLError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: {error}; delete it, or run python tools/plan.py calibrate again") from error
+        raise ConfigError(f"{file}: {error}; delete it, or run {command('plan')} calibrate again") from error
     return found if machine == fingerprint() else None
 
 
@@ -160,5 +161,5 @@ def gpu_peaks() -> dict[str, float]:
     peaks = {key: peak_flops(name, dtype) for key, dtype in dtypes.items()}
     known = {key: peak / 1e12 for key, peak in peaks.items() if peak}
     if not known:
-        raise ConfigError(f"nothing is known of {name}; measure it once with python tools/plan.py calibrate")
+        raise ConfigError(f"nothing is known of {name}; measure it once with {command('plan')} calibrate")
     return known

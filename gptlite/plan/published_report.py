@@ -11,7 +11,7 @@ from gptlite.plan.published_fit import CONSTANTS, PRICE, SEED, Fit, cross_valida
 from gptlite.plan.published_rows import DEEPSPEED, MEGATRON, Row, deepspeed_rows, megatron_rows
 from gptlite.plan.published_unseen import UNSEEN, unseen_error
 
-COMMAND = "python tools/plan.py published out=docs/planner_published.md"
+COMMAND = "gptlite plan published out=docs/planner_published.md"
 PICTURE = "pictures/planner_published.png"
 TITLES = {
     MEGATRON: "Megatron-LM on A100s (SC'21, table 1)",

@@ -23,8 +23,7 @@ from gptlite.data.loader import Batch, Loader
 from gptlite.kernels.library import Loaded, load
 from gptlite.model.gpt import GPT, Block
 from gptlite.model.parallelize import build_passes, materialize, parallelize
-from gptlite.ops import cross_entropy
-from gptlite.ops.config import Attention, CrossEntropy
+from gptlite.ops.config import LOGIT_BYTES, PRODUCTS, SOFTMAX_BYTES, Attention, CrossEntropy
 from gptlite.ops.select import Ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import ConstantConfig
@@ -83,8 +82,9 @@ def ops_of(work: Workload) -> Ops:
     wanted = work.device == "cuda" or attention in (Attention.fused, Attention.fused_softmax)
     if not wanted or not isinstance(load("cpu", lambda _: None), Loaded):
         return Ops(attention)
-    table, plain = work.device == "cpu", dict.fromkeys(("layer_norm", "bias_gelu", "dropout", "adamw"), True)
-    return Ops(attention, CrossEntropy.fused, table=table, **plain)
+    table, gpu = work.device == "cpu", work.device == "cuda"
+    plain = dict.fromkeys(("layer_norm", "bias_gelu", "dropout", "adamw"), True)
+    return Ops(attention, CrossEntropy.fused, linear=gpu, table=table, fused_scores=gpu, deferred_add=gpu, **plain)
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def _as_on(device: str) -> Iterator[None]:
     if device == "cpu":
         yield
         return
-    limits = (cross_entropy.LOGIT_BYTES, cross_entropy.SOFTMAX_BYTES)
+    limits = cast(tuple[dict[str, Any], ...], (LOGIT_BYTES, SOFTMAX_BYTES, PRODUCTS))
     before = [limit["cpu"] for limit in limits]
     for limit in limits:
         limit["cpu"] = limit[device]
@@ -175,7 +175,7 @@ class _Loader:
         self._copies = work.device != "cpu"
         tensors = [torch.zeros(size, dtype=torch.int64) for size in (shape, shape, shape[:1])]
         watch.leave_out(*tensors)
-        self._batch = Batch(*tensors)
+        self._batch = Batch(tensors[0], tensors[1], tensors[2])
 
     def micro_batches(self, consumed_samples: int) -> int:
         """As many in every step."""
@@ -192,7 +192,7 @@ class _Loader:
 class _Step(Step):
     watch: Watch
 
-    def _settle(self, state: TrainState, total: Tensor) -> tuple[Tensor, float, float]:
+    def _settle(self, state: TrainState, total: Tensor) -> tuple[Tensor, Tensor]:
         self.watch.label("update")
         with self.watch.all_ranks():
             return super()._settle(state, total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptlite.ops.config import LOGIT_BYTES, SOFTMAX_BYTES
+from gptlite.ops.config import PRODUCTS, SOFTMAX_BYTES, logit_rows
 from gptlite.plan.parameters import table_rows
 from gptlite.plan.tape import INDEX, MASTER, Sizes, Tape, masked
 from gptlite.plan.workload import Workload
@@ -69,20 +69,33 @@ def head(s: Sizes, work: Workload, tp_rank: int, reference: bool) -> HeadTapes:
         passed = [logits, logits, -2 * logits, *([half] if half else []), s.slice, real * s.width * s.item, weight]
         passed += [-real * s.width * s.item, -half, -s.slice, *(-each for each in cast)]
         return HeadTapes(forward, [*passed, *([] if s.holds else [-weight]), *ending], weight if s.holds else 0)
-    columns = longest if s.tensor > 1 else (model.vocab_size or table)
-    chunk = max(1, min(s.tokens, LOGIT_BYTES[s.device] // (columns * s.item)))
-    logits, several = chunk * real * s.item, chunk < s.tokens
-    part = chunk * s.width * s.item
-    dtable, kept_table = real * s.width * s.item, 0
-    tape = [*norm, *cast, *gathered, logits, *_loss(s, chunk, real), part, dtable]
-    if several:  # the next logits before the last are gone, table gradients added up in fp32
-        kept_table = real * s.width * MASTER
-        again = [logits, *_loss(s, chunk, real), dtable, -dtable, -logits]
-        tape += [kept_table, -dtable, s.whole - part, *again, s.whole, -s.whole]
-    copied = several or real < table
-    tape += [weight] * copied + [-logits] + ([-(kept_table or dtable)] if copied else [])
-    if not copied:
-        weight = dtable
+    products = PRODUCTS[s.device]
+    columns = longest if s.tensor > 1 else table if products.aligned else (model.vocab_size or table)
+    chunk = min(s.tokens, logit_rows(s.device, s.tokens, columns, s.item))
+    part, several = chunk * s.width * s.item, chunk < s.tokens
+    if products.aligned:
+        # The cast writes the padded table, and a product the gradient as the master has it.
+        whole = products.up(table)
+        copy = whole * s.width * s.item if s.casts or real < whole else 0
+        logits, dtable = chunk * whole * s.item, whole * s.width * (MASTER if s.casts or several else s.item)
+        tape = [*norm, *gathered, copy, logits, *_loss(s, chunk, real), part, dtable, -logits]
+        if several:
+            tape += [s.whole - part, logits, *_loss(s, chunk, real), -logits, s.whole, -s.whole]
+        copied, cast, weight = several and not s.casts and s.item < MASTER, [], table * s.width * s.item
+        tape += [weight, -dtable] if copied else []
+        tape += [-copy]
+        weight = weight if copied else dtable
+    else:
+        logits, dtable, kept_table = chunk * real * s.item, real * s.width * s.item, 0
+        tape = [*norm, *cast, *gathered, logits, *_loss(s, chunk, real), part, dtable, -logits]
+        if several:  # table gradients are added up in fp32
+            kept_table = real * s.width * MASTER
+            again = [logits, *_loss(s, chunk, real), dtable, -dtable, -logits]
+            tape += [kept_table, -dtable, s.whole - part, *again, s.whole, -s.whole]
+        copied = several or real < table
+        tape += [weight, -(kept_table or dtable)] if copied else []
+        if not copied:
+            weight = dtable
     tape += [-s.whole] if s.sequence else []
     tape += [-s.slice]  # the norm's output
     passed = list[int](-each for each in cast)

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from gptlite.model.config import Activation
-from gptlite.ops.config import LOGIT_BYTES
+from gptlite.ops.config import logit_rows
 from gptlite.parallelism.layout import num_stages, splits_backward, stages_of_rank
 from gptlite.plan.parameters import Stage, fused, padded, stages
 from gptlite.plan.timeline import order
@@ -132,7 +132,7 @@ def _recomputed(work: Workload, stage: Stage, split: bool) -> _Again:
 def _chunks(work: Workload, tokens: int) -> list[tuple[int, int]]:
     """Tokens whose logits exist at a time, and how often there are so many."""
     longest = -(-work.model.padded_vocab_size // work.layout.size("tp"))
-    rows = max(1, LOGIT_BYTES[work.device] // (longest * work.itemsize))
+    rows = logit_rows(work.device, tokens, longest, work.itemsize)
     whole, rest = divmod(tokens, rows)
     return [(rows, whole)] * bool(whole) + [(rest, 1)] * bool(rest)
 

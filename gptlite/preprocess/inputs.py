@@ -4,6 +4,7 @@ import glob
 from dataclasses import dataclass
 from pathlib import Path
 
+from gptlite.data.text import refuse_broken_link
 from gptlite.errors import ConfigError, did_you_mean
 
 STDIN = "-"
@@ -59,7 +60,10 @@ def _expand(part: str) -> list[Path]:
         return [path]
     if part == STDIN:
         raise ConfigError("input=- stands alone; it cannot be mixed with files")
-    files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+    for file in found:
+        refuse_broken_link("input", file)
+    files = [file for file in found if file.is_file()]
     if not files:
         raise ConfigError(f"input={part} matches no file")
     return files
@@ -67,7 +71,10 @@ def _expand(part: str) -> list[Path]:
 
 def _belongs(file: Path, folder: Path) -> bool:
     hidden = any(name.startswith(".") for name in file.relative_to(folder).parts)
-    return not hidden and _stem_suffix(file) in _IN_FOLDERS and file.is_file()
+    if hidden or _stem_suffix(file) not in _IN_FOLDERS:
+        return False
+    refuse_broken_link("input", file)
+    return file.is_file()
 
 
 def _stem_suffix(path: Path) -> str:

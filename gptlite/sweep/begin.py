@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gptlite.config import hydra_value
 from gptlite.errors import ConfigError
+from gptlite.invocation import command
 from gptlite.sweep.cells import Cell, all_overrides, checked_cells, swept_keys
 from gptlite.sweep.ended import HERE
 from gptlite.sweep.folder import SweepFolder, refuse_unwritable
@@ -68,7 +69,7 @@ class Sweep:
             open_cells = [record for record in records if record.status not in FINISHED]
             if open_cells or (expected and len(records) < expected):
                 where = shlex.quote(f"hydra.sweep.dir={hydra_value(str(self.folder.path))}")
-                print(f"go on with:  python train.py -m {where}", flush=True)
+                print(f"go on with:  {command('train')} -m {where}", flush=True)
         return self._concluded
 
     def _settle(self, cells: Sequence[Cell]) -> None:

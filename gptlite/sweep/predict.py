@@ -11,16 +11,21 @@ from gptlite.parallelism.layout import Layout
 
 
 def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
-    """The fields of the plan's Prediction for a run on `cluster`; None where the plan knows too little of that."""
+    """The fields of the plan's Prediction for a run on `cluster`; None where the plan knows too little of that.
+
+    `assumed`: the vocabulary, where it is a guess, and why.
+    """
     from gptlite.plan.cost import predict
     from gptlite.plan.local import this_machine
-    from gptlite.planning import given_keys, workload_of
+    from gptlite.planning import given_keys, with_planned_vocabulary, workload_of
 
     try:
         cluster = this_machine(config.cluster, _unsaid, given=given_keys(config, "cluster"))
-        return dataclasses.asdict(predict(workload_of(config, layout, cluster), cluster))
+        sized, assumed = with_planned_vocabulary(config, _unsaid)
+        found = dataclasses.asdict(predict(workload_of(sized, layout, cluster), cluster))
     except ConfigError:
         return None
+    return found | ({"assumed": f"vocabulary of {sized.model.vocab_size}: {assumed}"} if assumed else {})
 
 
 def _unsaid(text: str) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from gptlite.metrics.console import format_bytes, format_count, format_duration
-from gptlite.sweep.report_rows import Row, fastest, run_folder
+from gptlite.sweep.judge import judge
+from gptlite.sweep.report_rows import Row, run_folder
 from gptlite.sweep.report_table import (
     best_words,
     command,
@@ -70,19 +71,23 @@ dd { margin: 0; max-width: 75em }
 """
 
 WORDS = (
-    ("cell", "One run of the sweep, in its own folder. Bold: the most tokens a second of those that are ok."),
+    ("cell", "One run of the sweep, in its own folder. Bold: the best, by validation loss where the cells "
+             "differ in what changes the numbers, else by speed."),
     ("status", "ok; out of memory (of a GPU, or over trainer.host_memory_limit); pruned: refused before the sweep "
                "began; failed; interrupted."),
     ("tokens/s, MFU", "At the run's median speed. MFU: the model's FLOPs over the peak of all devices, n/a where the "
                       "peak is not known, as on a CPU."),
+    ("utilisation", "Mean over the ranks: on a GPU NVML's share of the time in which a kernel ran, on a CPU the "
+                    "processor time of the rank over that of its threads."),
     ("peak memory", "The highest of each rank: on a GPU all that the allocator handed out, on a CPU the resident set "
-                    "of the process, libraries included."),
+                    "of the process, libraries included; and the average over the run of the rank that has most."),
     ("step", "Measured: its length, and how long ranks on average stand in collectives of each axis. Compute is the "
              "rest, the optimizer included. Along a pipeline to stand is to wait for the rank before as much as to "
              "send. Derived: the bubble is the part of that time that the schedule makes a rank idle, by its timeline "
              "with passes as long as their FLOPs; what is above it is communication."),
     ("difference", "The last step's loss less the baseline's at the same step. The baseline is the cell named single, "
                    "else the first that is ok."),
+    ("validation loss", "Nats per token over held-out data after the last step, and bits per byte of its text."),
     ("predicted", "By the plan, before the run, and how far above (+) or below (-) the measured figure. Memory is "
                   "compared with the tensors of the rank that has most, which exclude libraries."),
     ("rank correlation", "Spearman's, of the cells' planned and measured steps: 1 where the plan has them in the right "
@@ -92,10 +97,11 @@ HEADS = (
     ("cell", "layout", ""),
     ("status", "", "left"),
     ("tokens/s", "of a rank", ""),
-    ("MFU", "", ""),
-    ("peak memory", "of each rank", ""),
+    ("MFU", "utilisation", ""),
+    ("peak memory", "of each rank; average", ""),
     ("step", "compute + communication + bubble", ""),
     ("loss", "difference", ""),
+    ("validation loss", "bits per byte", ""),
     ("predicted step", "", ""),
     ("predicted memory", "measured tensors", ""),
     ("wall", "", ""),
@@ -144,10 +150,12 @@ def page(folder: Path, rows: Sequence[Row], pictures: Sequence[Picture], final: 
 
 
 def _lead(rows: Sequence[Row]) -> str:
-    best = fastest(rows)
+    by = judge(rows)
+    best = by.best(rows)
     if best is None or not (words := best_words(rows)):
-        return "<p class='lead'>No cell has a speed yet.</p>" if rows else ""
+        return "<p class='lead'>No cell has run to its end yet.</p>" if rows else ""
     line = f"<p class='lead'>Best: <strong>{escape(words)}</strong></p>"
+    line += f"<p class='faint'>By {escape(by.words)}.</p>"
     line += f"<code class='run'>{escape(command(best))}</code>" if best.overrides else ""
     plan = plan_words(rows)
     return line + (f"<p class='faint'>{escape(plan[:1].upper() + plan[1:])}.</p>" if plan else "")
@@ -158,6 +166,8 @@ def _row(folder: Path, row: Row) -> str:
         return f"<td>{escape(text or missing(row))}{_small(escape(sub or ''))}</td>"
 
     each = " · ".join(map(format_bytes, row.peaks)) if len(row.peaks) > 1 else ""
+    if row.average is not None:
+        each += f"{'; ' * bool(each)}average {format_bytes(row.average)}"
     name = f"<th scope='row'>{escape(row.name)}{_small(escape(row.layout if row.layout != row.name else ''))}</th>"
     ends = [cell(formed(row.wall, format_duration)), f"<td class='folder'>{_link(folder, row)}</td>"]
     figures = (row.speed, row.peak, row.step, row.loss, row.tensors, row.predicted_step, row.predicted_memory)
@@ -167,10 +177,11 @@ def _row(folder: Path, row: Row) -> str:
         name,
         _status(row),
         cell(formed(row.speed, format_count), formed(row.speed_per_rank, format_count)),
-        cell(formed(row.mfu, "{:.1%}".format)),
+        cell(formed(row.mfu, "{:.1%}".format), formed(row.utilization, "{:.0%}".format)),
         f"<td>{formed(row.peak, format_bytes) or missing(row)}{_wrapped(each)}</td>",
         _step(row),
         cell(formed(row.loss, "{:.4f}".format), "baseline" if row.is_baseline else formed(row.difference, difference)),
+        cell(formed(row.val_loss, "{:.4f}".format), formed(row.val_bits, "{:.4f}".format)),
         cell(planned(row.predicted_step, row.step, seconds)),
         cell(planned(row.predicted_memory, row.tensors, format_bytes), formed(row.tensors, format_bytes)),
         *ends,

@@ -16,6 +16,7 @@ from gptlite.files import write_whole
 from gptlite.metrics.console import format_bytes, format_count
 from gptlite.metrics.jsonl import read_rows
 from gptlite.metrics.plot import FAINT, INK, STYLE
+from gptlite.sweep.judge import judge
 from gptlite.sweep.report_rows import CATEGORIES, Row, number, run_folder
 from gptlite.sweep.report_table import shorten
 from gptlite.sweep.report_timeline import bubble_share, schedule_words, timeline_of
@@ -30,7 +31,7 @@ MOST_NUMBERED = 400  # passes that carry their micro-batch's number
 DPI = 150
 SAME = 1e-9  # a loss that differs by less is drawn as this
 NAME_WIDTH = 30
-BLUE, PALE, GREY = "#2460a7", "#a9c3e3", "#c3c8d0"
+ORANGE, BLUE, PALE, GREY = "#d1602a", "#2460a7", "#a9c3e3", "#c3c8d0"
 # Okabe and Ito's colours, which the colour-blind can tell apart, without their yellow.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#23272e")
 OF_CATEGORY = dict(zip(CATEGORIES, ("#2460a7", "#d1602a", "#2a9d78", "#b9c2ce"), strict=True))
@@ -92,6 +93,7 @@ def _speed(rows: Sequence[Row]) -> Picture | None:
                            fontsize=8, color=FAINT)  # fmt: skip
             continue
         words = format_count(row.speed) + ("" if row.mfu is None else f", MFU {row.mfu:.1%}")
+        words += "" if row.utilization is None else f", {row.utilization:.0%} used"
         words += "" if row.ok else f" ({row.status})"
         planned = row.speed * row.step / row.predicted_step if row.step and row.predicted_step else None
         _bar(speed, at, row.speed, BLUE if row.is_best else PALE if row.ok else GREY, words, row.is_best, planned)
@@ -101,10 +103,15 @@ def _speed(rows: Sequence[Row]) -> Picture | None:
             _bar(memory, at, most, PALE, format_bytes(most), row.is_best, row.predicted_memory)
         if tensors is not None:
             memory.barh(at, tensors, height=0.36, color=BLUE)
+        if row.average is not None:
+            memory.plot([row.average] * 2, [at - 0.36, at + 0.36], color=ORANGE, linewidth=2, solid_capstyle="butt")
     for axes in (speed, memory):
+        for line in axes.lines:
+            label = "average" if line.get_color() == ORANGE else "predicted"
+            if label not in {each.get_label() for each in axes.lines}:
+                line.set_label(label)
         if axes.lines:
-            axes.lines[0].set_label("predicted")
-            axes.legend(loc="lower right", frameon=False, fontsize=8)
+            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
     _head(speed, "tokens per second")
     _head(memory, "memory of the rank that has most")
     _names(speed, shown)
@@ -113,11 +120,14 @@ def _speed(rows: Sequence[Row]) -> Picture | None:
     more = f" {len(rows) - len(shown)} more cells are in the table." if len(rows) > len(shown) else ""
     return _picture(figure, "throughput.png", "Speed and memory by layout",
                     "Fastest first. Memory: all that the process had at its peak (on a GPU: the allocator), and dark, "
-                    f"its tensors. Diamonds: what was predicted.{more}")  # fmt: skip
+                    "its tensors; the orange line is the average over the run. Used: the devices' utilisation. "
+                    f"Diamonds: what was predicted.{more}")  # fmt: skip
 
 
 def _losses(folder: Path, rows: Sequence[Row]) -> Picture | None:
-    """The curves over each other, and how far each is from the baseline's."""
+    """The curves over each other; beside them the validation losses of cells that train different models, and of cells
+    that train the same one how far each is from the baseline's."""
+    axes_that_differ = judge(rows).axes
     curves = [(row, curve) for row in rows if (curve := _curve(run_folder(row, folder)))]
     if not curves:
         return None
@@ -137,23 +147,39 @@ def _losses(folder: Path, rows: Sequence[Row]) -> Picture | None:
             "marker": "o" if len(curve) == 1 else "",
         }
         loss.plot(*_points(curve), label=_plain(shorten(row.name, NAME_WIDTH)) if named else None, **style)
+        if axes_that_differ:
+            held_out = _curve(run_folder(row, folder), "val_loss")
+            if held_out:
+                apart.plot(*_points(held_out), **style | {"linewidth": 1.4, "marker": "o", "markersize": 4})
+            continue
         common = {step: max(abs(value - base[step]), SAME) for step, value in curve.items() if step in base}
         if curve is not base and common:
             apart.plot(*_points(common), **style | {"linewidth": 1.4})
     _head(loss, "loss", "nats per token")
-    _head(apart, "distance from the baseline", shorten(base_name, NAME_WIDTH))
+    if axes_that_differ:
+        _head(apart, "validation loss", "nats per token")
+    else:
+        _head(apart, "distance from the baseline", shorten(base_name, NAME_WIDTH))
+        apart.set_yscale("log")
     for axes in (loss, apart):
         axes.set_xlabel("step")
         axes.tick_params(length=0)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    apart.set_yscale("log")
     if not apart.lines:
         apart.set_axis_off()
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     more = f" Grey: {len(curves) - MOST_CURVES} more." if len(curves) > MOST_CURVES else ""
     return _picture(figure, "losses.png", "Losses",
-                    "Every layout trains the same model: the curves lie on each other, and differ by rounding. "
-                    f"Distances below {SAME:g} are drawn there.{more}")  # fmt: skip
+                    f"{_sameness(axes_that_differ)}{more}")  # fmt: skip
+
+
+def _sameness(axes: Sequence[str]) -> str:
+    if axes:
+        return f"Cells that differ in {' or '.join(axes)} train different models."
+    return (
+        "Every cell trains the same model: the curves lie on each other, and differ by rounding. Distances below "
+        f"{SAME:g} are drawn there."
+    )
 
 
 def _memory(rows: Sequence[Row]) -> Picture | None:
@@ -293,12 +319,12 @@ def _ticks(axes: Axes, form: Callable[[float], str], binary: bool = False) -> No
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value) if value else "0"))
 
 
-def _curve(run: Path) -> dict[int, float]:
-    """Training losses by step; empty without a file."""
+def _curve(run: Path, key: str = "loss") -> dict[int, float]:
+    """Losses by step; empty without a file."""
     path = run / "metrics.jsonl"
     if not os.path.isfile(path):
         return {}
-    return {row["step"]: loss for row in read_rows(path) if (loss := number(row.get("loss"))) is not None}
+    return {row["step"]: loss for row in read_rows(path) if (loss := number(row.get(key))) is not None}
 
 
 def _points(curve: dict[int, float]) -> tuple[list[int], list[float]]:

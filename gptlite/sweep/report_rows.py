@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gptlite.sweep.judge import judge
 from gptlite.sweep.report_timeline import bubble_share, timeline_of
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class Row:
 
     `compute` and `communication` are measured, `bubble` is the part of the measured wait for the pipeline that its
     schedule explains: see `split`. `difference` is this loss less the baseline's. `tensors`, the sum of the categories,
-    is what `predicted_memory` predicts; `peak` is all that the process had (on a GPU: the allocator).
+    is what `predicted_memory` predicts; `peak` is all that the process had (on a GPU: the allocator), `average` the
+    same over the time of the run. `utilization` is of the devices, the mean over the ranks.
     """
 
     number: int
@@ -46,6 +48,8 @@ class Row:
     speed: float | None = None
     mfu: float | None = None
     peaks: tuple[int, ...] = ()
+    average: int | None = None
+    utilization: float | None = None
     ranks: tuple[dict[str, float], ...] = ()
     step: float | None = None
     compute: float | None = None
@@ -54,8 +58,11 @@ class Row:
     loss: float | None = None
     loss_step: int | None = None
     difference: float | None = None
+    val_loss: float | None = None
+    val_bits: float | None = None
     predicted_step: float | None = None
     predicted_memory: float | None = None
+    assumed: str = ""  # what the prediction had to guess
     pipeline: dict[str, Any] | None = None
     is_baseline: bool = False
     is_best: bool = False
@@ -91,7 +98,7 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
     from dataclasses import replace
 
     rows = [_row(record) for record in records]
-    base, best = baseline(rows), fastest(rows)
+    base, best = baseline(rows), judge(rows).best(rows)
     return [
         replace(row, is_baseline=row is base, is_best=row is best, difference=_difference(row, base)) for row in rows
     ]
@@ -101,11 +108,6 @@ def baseline(rows: Sequence[Row]) -> Row | None:
     """What losses are compared with: the cell named `single` if it is ok, else the first ok one that has a loss."""
     fit = [row for row in rows if row.ok and row.loss is not None]
     return next((row for row in fit if _is_single(row)), fit[0] if fit else None)
-
-
-def fastest(rows: Sequence[Row]) -> Row | None:
-    """The ok cell with the most tokens a second; of equals the first."""
-    return max((row for row in rows if row.ok and row.speed is not None), key=lambda row: row.speed or 0, default=None)
 
 
 def agreement(rows: Sequence[Row]) -> float | None:
@@ -190,6 +192,8 @@ def _row(record: Record) -> Row:
     if not peaks and (peak := number(result.get("memory_peak_bytes"))) is not None:
         peaks = [int(peak)]
     sizes = [{name: number(rank.get(name)) for name in CATEGORIES} for rank in ranks]
+    averages = [int(value) for rank in ranks if (value := number(rank.get("average"))) is not None]
+    used = [value for rank in ranks if (value := number(rank.get("utilization"))) is not None]
     known = [{name: size for name, size in each.items() if size is not None} for each in sizes]
     comm = {axis: value for axis, each in _dict(result.get("comm_seconds")).items() if (value := number(each))}
     step, pipeline = number(result.get("step_seconds")), _dict(result.get("pipeline")) or None
@@ -210,15 +214,20 @@ def _row(record: Record) -> Row:
         speed=number(result.get("tokens_per_second")),
         mfu=number(result.get("mfu")),
         peaks=tuple(peaks),
+        average=max(averages, default=None),
+        utilization=sum(used) / len(used) if used else None,
         ranks=tuple(known) if any(known) else (),
         step=step,
         compute=compute,
         communication=communication,
         bubble=bubble,
         loss=number(result.get("loss")),
+        val_loss=number(result.get("val_loss")),
+        val_bits=number(result.get("val_bits_per_byte")),
         loss_step=int(at) if at is not None else None,
         predicted_step=number(predicted.get("step_seconds")),
         predicted_memory=_total(memory.values()) if isinstance(memory, dict) else number(memory),
+        assumed=one_line(predicted.get("assumed")),
         pipeline=pipeline,
     )
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptlite.invocation import command as written
 from gptlite.metrics.console import WIDTH, format_bytes, format_count, format_duration
-from gptlite.sweep.report_rows import Row, agreement, fastest, rows_of
+from gptlite.sweep.judge import judge
+from gptlite.sweep.report_rows import ALIKE, Row, agreement, rows_of
 
 if TYPE_CHECKING:
     from gptlite.sweep.record import Record
@@ -42,12 +44,15 @@ COLUMNS = (
     Column("a rank", 7, lambda row: formed(row.speed_per_rank, format_count)),
     Column("MFU", 6, lambda row: formed(row.mfu, "{:.1%}".format)),
     Column("peak", 8, lambda row: formed(row.peak, format_bytes)),
+    Column("average", 6, lambda row: formed(row.average, format_bytes)),
+    Column("util", 5, lambda row: formed(row.utilization, "{:.0%}".format)),
     Column("of each rank", 2, lambda row: each_rank(row.peaks)),
     Column("step", 8, lambda row: formed(row.step, seconds)),
     Column("compute", 5, lambda row: formed(row.compute, seconds)),
     Column("comm", 5, lambda row: formed(row.communication, seconds)),
     Column("bubble", 5, lambda row: formed(row.bubble, seconds)),
     Column("loss", 8, lambda row: formed(row.loss, "{:.4f}".format)),
+    Column("val loss", 8, lambda row: formed(row.val_loss, "{:.4f}".format)),
     Column("-baseline", 6, lambda row: formed(row.difference, difference)),
     Column("step, plan", 4, lambda row: planned(row.predicted_step, row.step, seconds)),
     Column("memory, plan", 4, lambda row: planned(row.predicted_memory, row.tensors, format_bytes)),
@@ -77,7 +82,7 @@ def table(records: Sequence[Record], *, width: int | None = None, bold: bool | N
     for row, line in zip(rows, lines[1:], strict=True):
         out.append(f"{BOLD}{line.rstrip()}{PLAIN}" if strong and row.is_best else line.rstrip())
     out += _reasons(rows, min(width, max(WIDTH, rule)))
-    out += _closing(rows, left_out, strong)
+    out += _closing(rows, left_out, strong, min(width, max(WIDTH, rule)))
     return "\n".join([*out, "=" * rule])
 
 
@@ -89,14 +94,17 @@ def counts(rows: Sequence[Row]) -> str:
 
 
 def best_words(rows: Sequence[Row]) -> str:
-    """`tp2: 12.3k tokens/s, 1.40 times single's`; empty where no cell has a speed."""
-    best = fastest(rows)
-    if best is None or not best.speed:
+    """`tp2: 12.3k tokens/s, 1.40 times single's`, or of the validation loss; empty where no cell has one."""
+    by = judge(rows)
+    best, base = by.best(rows), next((row for row in rows if row.is_baseline), None)
+    value, other = (by.value(row) if row else None for row in (best, base))
+    if best is None or not value:
         return ""
-    words = f"{best.name}: {format_count(best.speed)} tokens/s"
-    base = next((row for row in rows if row.is_baseline), None)
-    if base is not None and base is not best and base.speed:
-        words += f", {best.speed / base.speed:.2f} times {base.name}'s"
+    words = f"{best.name}: {f'{format_count(value)} tokens/s' if by.by_speed else f'{by.title} {value:.4f}'}"
+    if base is not None and base is not best and other:
+        faster = value / other
+        words += f", {faster:.2f} times {base.name}'s" if by.by_speed else f", {other - value:.4f} below {base.name}'s"
+        words += ", which is within the noise" if by.by_speed and abs(faster - 1) <= ALIKE else ""
     return words
 
 
@@ -109,7 +117,7 @@ def plan_words(rows: Sequence[Row]) -> str:
 
 def command(row: Row) -> str:
     """The line that runs a cell alone."""
-    return " ".join(["python train.py", *map(shlex.quote, row.overrides)])
+    return " ".join([written("train"), *map(shlex.quote, row.overrides)])
 
 
 def seconds(value: float) -> str:
@@ -185,16 +193,19 @@ def _reasons(rows: Sequence[Row], width: int) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _closing(rows: Sequence[Row], left_out: int, bold: bool) -> list[str]:
+def _closing(rows: Sequence[Row], left_out: int, bold: bool, width: int) -> list[str]:
     lines = []
     if words := best_words(rows):
         lines.append(f"best  {BOLD}{words}{PLAIN}" if bold else f"best  {words}")
-        best = fastest(rows)
+        by = judge(rows)
+        best = by.best(rows)
         assert best is not None
+        lines += textwrap.wrap(by.words, max(20, width), initial_indent="by    ", subsequent_indent="      ")
         if best.overrides:
             lines.append(f"run   {command(best)}")
     if words := plan_words(rows):
         lines.append(f"plan  {words}")
+    lines += [f"plan  assumed a {words}" for words in dict.fromkeys(row.assumed for row in rows) if words]
     above = {str(Path(row.run_dir).parent) for row in rows if row.run_dir}
     if len(above) == 1 and above != {"."}:
         lines.append(f"runs  in {above.pop()}")

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
@@ -23,6 +23,7 @@ from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.spike import Spike, Spiked
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged, Step, StepResult
+from gptlite.trainer.steps import Steps, lag_of
 
 SLOW_DISK = 200e6  # bytes a second: what the first save is taken to need, before one has been timed
 
@@ -82,11 +83,14 @@ class Saves(Protocol):
 
 
 class Clock:
-    """Whether there is time for another step before `trainer.max_time`, a save at the end of it included."""
+    """Whether there is time for another step before `trainer.max_time`, a save at the end of it included.
 
-    def __init__(self, minutes: float | None, started: float, save_seconds: float) -> None:
+    With a `lag` all ranks hear the answer a step late, and when it is given up to two more are under way.
+    """
+
+    def __init__(self, minutes: float | None, started: float, save_seconds: float, lag: int = 0) -> None:
         self.deadline = math.inf if minutes is None else started + 60 * minutes
-        self.save_seconds = save_seconds
+        self.save_seconds, self._steps = save_seconds, 1.5 + 3 * lag
         self._step_seconds = 0.0
         self._mark = time.monotonic()
 
@@ -101,7 +105,7 @@ class Clock:
 
     def over(self) -> bool:
         """Whether one more step and a save could pass the deadline."""
-        return time.monotonic() + 1.5 * self._step_seconds + 2 * self.save_seconds > self.deadline
+        return time.monotonic() + self._steps * self._step_seconds + 2 * self.save_seconds > self.deadline
 
 
 def train(
@@ -115,49 +119,60 @@ def train(
     watch: Watch,
     started: float,
     run_dir: Path,
+    lag: int | None = None,
 ) -> Outcome:
     """Trains until `trainer.max_steps`, a signal or `trainer.max_time`. Always ends with a checkpoint.
 
-    `run` keeps the state; `started` is when the process began, in time.monotonic() seconds.
+    `run` keeps the state; `started` is when the process began, in time.monotonic() seconds. With a `lag` of 1, as on a
+    GPU by default, a step's result is acted on when the next one has been enqueued, but before anything else is done
+    with the state.
     Raises Diverged where the loss or gradient is not finite, Spiked where `trainer.spike` gives up, ReplicasDiffer
     where copies of a parameter are not alike, and what a save raises, one beside the training at the next step; the
     checkpoints before it stay as they are.
     """
     config = settings.trainer
-    clock = Clock(config.max_time, started, save_seconds=state.num_bytes() / SLOW_DISK)
+    lag = lag_of(state.optimizer, mesh.device, lag)
+    clock = Clock(config.max_time, started, state.num_bytes() / SLOW_DISK, lag)
     profiler = StepProfiler(config.profile_steps, run_dir, mesh.rank)
     stopping = Stopping(mesh, stop, clock.over, lambda: run.save_failed)
-    take_step = Step(
-        mesh,
-        passes,
-        settings.optimizer.lr,
-        settings.optimizer.clip_norm,
-        stopping,
-    )
+    steps = Steps(Step(mesh, passes, settings.optimizer.lr, settings.optimizer.clip_norm, stopping), lag)
     evaluation, checkpoint, saved, to_save = None, None, -1, False
+
+    def pauses() -> bool:
+        """Whether something is done with the state before its next step."""
+        step, last = state.step, state.step + 1 == config.max_steps
+        intervals = (config.replica_check_interval, config.eval_interval, settings.checkpoint.interval)
+        due = to_save or step == config.max_steps or any(_due(step, interval) for interval in intervals)
+        return due or step == profiler.last or reporter.memory.due(last)
 
     # Due when the run stopped, and put off: a resumed run has the evaluations of an uninterrupted one.
     if _due(state.step, config.eval_interval) and state.step < config.max_steps:
         evaluation = _evaluate(state, config, reporter, stopping.poll)
     with closing(profiler):
-        while state.step < config.max_steps and not stopping.now:
+        while (begins := state.step < config.max_steps and not stopping.now) or steps.waiting:
             clock.mark()
-            profiler.before(state.step + 1)
-            with watch.step(state.step + 1):
-                size = state.loader.schedule.size(state.consumed_samples)
-                result = _take(take_step, state, reporter)
-            if isinstance(result, Spike):
-                checkpoint = _rewind(run, state, result, reporter)
+            if begins:
+                profiler.before(state.step + 1)
+            spike = None
+            for result in _results(steps, begins, pauses, state, reporter, watch):
+                if isinstance(result, Spike):
+                    spike = result
+                    break
+                reporter.throughput.step(result.samples)
+                clock.step()
+                if result.skipped:
+                    reporter.skipped(state, result)
+                if trace := profiler.after(result.step):
+                    reporter.log(f"profile: {trace}")
+                if result.step % config.log_interval == 0 or result.step in (1, config.max_steps):
+                    reporter.step(state, result, watch.communication)
+            if spike is not None:
+                steps.forget()
+                checkpoint = _rewind(run, state, spike, reporter)
                 saved, to_save = state.step, False
                 continue
-            reporter.throughput.step(size)
-            clock.step()
-            if result.skipped:
-                reporter.skipped(state, result)
-            if trace := profiler.after(state.step):
-                reporter.log(f"profile: {trace}")
-            if state.step % config.log_interval == 0 or state.step in (1, config.max_steps):
-                reporter.step(state, result, watch.communication)
+            if steps.waiting:
+                continue
             if _due(state.step, config.replica_check_interval):
                 check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
             if state.step == config.max_steps:
@@ -188,19 +203,30 @@ def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _take(step: Step, state: TrainState, reporter: Reporter) -> StepResult | Spike:
-    """Takes a step; its spike, where it is one and `trainer.spike` does something about it. Raises Diverged."""
-    begin, spikes = state.consumed_samples, state.spikes
+def _results(
+    steps: Steps, begins: bool, pauses: Callable[[], bool], state: TrainState, reporter: Reporter, watch: Watch
+) -> Iterator[StepResult | Spike]:
+    """The results that are to be acted on, after a step was begun, if one `begins`: all where the run then `pauses`, or
+    ends. A spike, where `trainer.spike` does something about it, is the last. Raises Diverged."""
+    spikes = state.spikes
     try:
-        result = reporter.take(step, state)
+        if begins:
+            with watch.step(state.step + 1):
+                reporter.take(steps.begin, state)
+        everything = not begins or pauses()
+        while steps.ready(everything):
+            with watch.step(state.step):
+                result = steps.take()
+            spike = None
+            if spikes is not None and not result.skipped:  # an overflow is the loss scale's business
+                spike = spikes.taken(result.step, result.begin, result.stop, result.loss)
+            yield spike or result
     except Diverged as error:
         if spikes is None:
             raise
         state.optimizer.zero_grad(set_to_none=True)
-        return spikes.failed(state.step + 1, begin, state.loader.schedule.after(begin), error.what)
-    if spikes is None or result.skipped:  # an overflow is the loss scale's business
-        return result
-    return spikes.taken(state.step, begin, state.consumed_samples, result.loss) or result
+        begin = state.consumed_samples
+        yield spikes.failed(state.step + 1, begin, state.loader.schedule.after(begin), error.what)
 
 
 def _rewind(run: Saves, state: TrainState, spike: Spike, reporter: Reporter) -> Path:

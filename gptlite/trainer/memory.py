@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,7 @@ from gptlite.optimizer.state import optimizer_state
 from gptlite.optimizer.streamed import StreamedStep
 from gptlite.parallelism.collectives import all_reduce, gather_objects
 from gptlite.parallelism.config import Offload, ParallelismConfig
+from gptlite.parallelism.host_copy import HostCopy
 from gptlite.parallelism.layout import CONTEXT
 from gptlite.parallelism.memory import (
     MASTER,
@@ -29,8 +31,8 @@ from gptlite.parallelism.torch_private import profiler_runs, watched_shards
 from gptlite.parallelism.zero import local_tensor
 from gptlite.precision import Policy
 from gptlite.trainer.state import TrainState
-from gptlite.trainer.step import Step, StepResult
 
+Taken = TypeVar("Taken")
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -122,7 +124,9 @@ class MemoryReport:
         self.row: dict[str, int] = {}
         self._found: list[list[int]] = []  # bytes of each category, rank by rank
         self._phases: list[int] = []  # the most of any rank in each of PHASES
-        self._peaks: list[int] = []  # of each rank
+        # Of each rank: its peak, its average, millionths of its device's time.
+        self._usage: list[list[int]] = []
+        self._coming: HostCopy | None = None  # newer ones
         self._steps = 0
         self._to_device: list[int] = []  # bytes of this rank's shards in the measured step, where it offloads
         self._to_host: list[int] = []
@@ -132,8 +136,12 @@ class MemoryReport:
         return not self.row and (self._steps > 0 or last) and not profiler_runs()
 
     def take(
-        self, step: Step, state: TrainState, last: bool, excluded: Callable[[], AbstractContextManager[None]]
-    ) -> StepResult:
+        self,
+        step: Callable[[TrainState], Taken],
+        state: TrainState,
+        last: bool,
+        excluded: Callable[[], AbstractContextManager[None]],
+    ) -> Taken:
         """Takes a step; under `excluded()`, what measuring does before and after it. Raises what the step raises."""
         due, self._steps = self.due(last), self._steps + 1
         if not due:
@@ -141,7 +149,7 @@ class MemoryReport:
         with ExitStack() as stack:
             with excluded():
                 count = state.loader.micro_batches(state.consumed_samples)
-                watch = MemoryWatch(state.parts, state.optimizer, step.mesh.device, count)
+                watch = MemoryWatch(state.parts, state.optimizer, state.chain.mesh.device, count)
                 stack.enter_context(watch)
                 stack.enter_context(watched_shards(state.parts, self._to_device.append, self._to_host.append))
             result = step(state)
@@ -149,26 +157,42 @@ class MemoryReport:
                 stack.close()
                 found = watch.found()
                 each = (found.state.parameters, found.state.gradients, found.state.optimizer, found.activations)
-                self._found = _everyone(each, step.mesh)
-                phases = _everyone([found.phases[phase] for phase in PHASES], step.mesh)
+                self._found = _everyone(each, state.chain.mesh)
+                phases = _everyone([found.phases[phase] for phase in PHASES], state.chain.mesh)
         self._phases = list(map(max, zip(*phases, strict=True)))
         most = map(max, zip(*self._found, strict=True))
         self.row = {f"memory_{name}_bytes": size for name, size in zip(CATEGORIES, most, strict=True)}
         return result
 
-    def gather_peaks(self, peak: int | None, mesh: Mesh) -> None:
-        """Every rank's highest memory so far, as metrics/memory.py has it, is told to all. Collective."""
-        self._peaks = [each for (each,) in _everyone([peak or 0], mesh)]
+    def gather(self, peak: int | None, average: int | None, utilization: float | None, mesh: Mesh) -> None:
+        """Tells all ranks each one's highest and average memory so far, as metrics/ has them, and its device's
+        utilisation. Collective; waits for no GPU."""
+        self._take_usage()
+        millionths = -1 if utilization is None else round(1e6 * utilization)
+        self._coming = HostCopy(_table([peak or 0, average or 0, millionths], mesh))
 
-    def ranks(self) -> list[dict[str, int | None]]:
-        """What is known of each rank: bytes of the categories in the measured step, and `peak`; None where unknown."""
-        count = max(len(self._found), len(self._peaks))
+    def _take_usage(self) -> None:
+        """The newest figures that are there: a run that ends because ranks hang must not wait for them."""
+        if self._coming is not None and self._coming.arrived:
+            self._usage, self._coming = self._coming.tolist(), None
+
+    def ranks(self) -> list[dict[str, float | None]]:
+        """What is known of each rank: bytes of the categories in the measured step, `peak`, `average` and
+        `utilization`; None where unknown."""
+        self._take_usage()
+        count = max(len(self._found), len(self._usage))
         found = self._found or [[None] * len(CATEGORIES)] * count
-        peaks = self._peaks or [0] * count
-        return [
-            dict(zip(CATEGORIES, sizes, strict=True)) | {"peak": peak or None}
-            for sizes, peak in zip(found, peaks, strict=True)
-        ]
+        usage = self._usage or [[0, 0, -1]] * count
+        rows: list[dict[str, float | None]] = []
+        for sizes, (peak, average, used) in zip(found, usage, strict=True):
+            row: dict[str, float | None] = dict(zip(CATEGORIES, sizes, strict=True))
+            device = {
+                "peak": peak or None,
+                "average": average or None,
+                "utilization": used / 1e6 if used >= 0 else None,
+            }
+            rows.append(row | device)
+        return rows
 
     def lines(self) -> list[tuple[str, str]]:
         """The closing table's line on memory; none if nothing was measured."""
@@ -186,9 +210,14 @@ class MemoryReport:
 
 def _everyone(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
     """Each rank's values, in the order of ranks, on all of them. Collective."""
+    return _table(values, mesh).tolist()
+
+
+def _table(values: Sequence[int], mesh: Mesh) -> torch.Tensor:
     table = torch.zeros(mesh.world_size, len(values), dtype=torch.int64, device=mesh.device)
-    table[mesh.rank] = torch.tensor(values, device=mesh.device)
-    return all_reduce(table, mesh).tolist()
+    for index, value in enumerate(values):
+        table[mesh.rank, index].fill_(value)  # a copy would wait for the device
+    return all_reduce(table, mesh)
 
 
 def _listed(state: StateBytes) -> list[str]:

@@ -10,11 +10,12 @@ from gptlite.metrics.console import eval_line, step_line
 from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.sinks import Sink
+from gptlite.metrics.usage import Usage
 from gptlite.trainer.eval import Evaluation
-from gptlite.trainer.memory import MemoryReport
+from gptlite.trainer.memory import MemoryReport, Taken
 from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState
-from gptlite.trainer.step import Step, StepResult
+from gptlite.trainer.step import StepResult
 
 COMM = "comm_seconds_"  # and the axis, in a row
 
@@ -34,23 +35,27 @@ class Reporter:
         self.max_steps, self.log = max_steps, log
         self.speeds: list[float] = []
         self.memory = MemoryReport()
+        self.usage = Usage(device)
         self._last: dict[str, Any] = {}  # the last training row
 
-    def take(self, step: Step, state: TrainState) -> StepResult:
+    def take(self, step: Callable[[TrainState], Taken], state: TrainState) -> Taken:
         """Takes a step; memory is measured in one of them."""
         return self.memory.take(step, state, state.step + 1 == self.max_steps, self.throughput.excluded)
 
     def step(
         self, state: TrainState, result: StepResult, communication: Callable[[float], dict[str, Any]] = lambda _: {}
     ) -> None:
-        """A training row: the loss of this step, the speed since the last row, the communication of a step so long."""
-        row: dict[str, Any] = {"step": state.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+        """A training row: this result, the speed since the last row, the communication of a step so long.
+
+        The state may be a step further already.
+        """
+        row: dict[str, Any] = {"step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
         if result.loss_scale is not None and state.scaler is not None:
             row |= {"loss_scale": result.loss_scale, "skipped_steps": state.scaler.skipped}
-        row["tokens"] = state.tokens
-        row |= self.throughput.read() | memory_bytes(self.device) | self.memory.row
+        row["tokens"] = result.tokens
+        row |= self.throughput.read() | memory_bytes(self.device) | self.usage.read() | self.memory.row
         row |= communication(row["step_seconds"])
-        self.memory.gather_peaks(row["memory_peak_bytes"], state.chain.mesh)
+        self.memory.gather(row["memory_peak_bytes"], self.usage.memory, self.usage.utilization, state.chain.mesh)
         if row["tokens_per_second"] is not None:
             self.speeds.append(row["tokens_per_second"])
         self._last = row
@@ -62,7 +67,7 @@ class Reporter:
         assert state.scaler is not None
         after = state.scaler.scale
         change = f"is now {after:g}" if after != result.loss_scale else "stays"
-        self.log(f"step {state.step} overflowed at a loss scale of {result.loss_scale:g} and is skipped; it {change}")
+        self.log(f"step {result.step} overflowed at a loss scale of {result.loss_scale:g} and is skipped; it {change}")
 
     def rewound(self, state: TrainState, spike: Spike, checkpoint: Path) -> None:
         """A row and a line on a spike that the run was taken back from; later rows give way."""
@@ -105,11 +110,14 @@ class Reporter:
             "step_seconds": seconds,
             "mfu": last["mfu"] / scale if seconds and last["mfu"] is not None else None,
             "comm_seconds": {axis: last[COMM + axis] * scale for axis in axes},
+            "memory_average_bytes": self.usage.memory,
+            "utilization": self.usage.utilization,
             "memory_ranks": self.memory.ranks(),
         }
 
     def close(self, failed: bool = False) -> None:
         """Closes every sink."""
+        self.usage.close()
         for sink in self.sinks:
             sink.close(failed)
 

@@ -49,6 +49,15 @@ def take_model_tensors(parts: list[GPT], tensors: dict[str, Tensor]) -> int:
     return count
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far training is: optimizer steps, and the samples and tokens they have read."""
+
+    step: int
+    consumed: int
+    tokens: int
+
+
 @dataclass
 class TrainState:
     """The model in its parts, what trains it, and how far training is.
@@ -85,6 +94,15 @@ class TrainState:
             take_optimizer_state(self.optimizer, tensors)
         self.refresh_copies()
         return [f"{count:,} weights are rounded to bf16 (precision.master_weights=false)"] if count else []
+
+    @property
+    def progress(self) -> Progress:
+        """`step`, `consumed_samples` and `tokens`."""
+        return Progress(self.step, self.consumed_samples, self.tokens)
+
+    @progress.setter
+    def progress(self, progress: Progress) -> None:
+        self.step, self.consumed_samples, self.tokens = progress.step, progress.consumed, progress.tokens
 
     @property
     def parts(self) -> list[GPT]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,12 +15,15 @@ from gptlite.optimizer.fused import FusedStep, clip_and_step
 from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.schedule import set_lr
 from gptlite.parallelism.collectives import all_reduce
+from gptlite.parallelism.host_copy import HostCopy, to_device
 from gptlite.parallelism.layout import CONTEXT
 from gptlite.parallelism.mesh import DATA_AXES, Mesh
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
 from gptlite.parallelism.tensor import is_cut
+from gptlite.trainer.decisions import Decisions
+from gptlite.trainer.loss_scale import SCALE_VALUES
 from gptlite.trainer.signals import Stopping
-from gptlite.trainer.state import TrainState
+from gptlite.trainer.state import Progress, TrainState
 
 
 class Diverged(RuntimeError):
@@ -37,7 +41,9 @@ class Diverged(RuntimeError):
 class StepResult:
     """Mean loss in nats per token, gradient norm before clipping, and the rate the step was taken at.
 
-    With a loss scale also that, which the other two are without; a step that overflowed was `skipped`.
+    With a loss scale also that, which the other two are without; a step that overflowed was `skipped`. `step` is its
+    number, from 1; its global batch has `samples` samples, from position `begin` up to `stop`; `tokens` are the run's,
+    this step's included.
     """
 
     loss: float
@@ -45,6 +51,11 @@ class StepResult:
     lr: float
     loss_scale: float | None = None
     skipped: bool = False
+    step: int = 0
+    begin: int = 0
+    stop: int = 0
+    samples: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,18 +69,31 @@ class Step:
     stopping: Stopping
 
     def __call__(self, state: TrainState, inspect: Callable[[TrainState], None] | None = None) -> StepResult:
-        """Takes the optimizer step `state.step` and advances the state. Raises Diverged before the parameters change.
+        """`begin`, and its result at once."""
+        return self.begin(state, inspect)()
+
+    def begin(
+        self,
+        state: TrainState,
+        inspect: Callable[[TrainState], None] | None = None,
+        decisions: Decisions | None = None,
+    ) -> Callable[[], StepResult]:
+        """Takes the optimizer step `state.step`, advances the state, and gives what waits for the result.
 
         The loss is a sum over tokens divided once by the number of valid tokens of the global batch, so it does not
         depend on how the batch is cut into micro-batches and over ranks. A loss scale multiplies it; where it makes
         something overflow, the step counts, but the optimizer does not take it. `inspect` is called with the gradients
         complete, before they are clipped and the loss scale is divided out.
+
+        Without `decisions` the host waits for loss and norm before the update, and Diverged is raised here, before the
+        parameters change. With them nothing is waited for: the device leaves the parameters as they are from the step
+        on that diverged, and Diverged is raised by that step's result, which also takes the state's counts back.
         """
-        loader, consumed = state.loader, state.consumed_samples
-        batches = [loader.batch(consumed, index) for index in range(loader.micro_batches(consumed))]
+        loader, before = state.loader, state.progress
+        batches = [loader.batch(before.consumed, index) for index in range(loader.micro_batches(before.consumed))]
         valid = torch.stack([(batch.targets != IGNORE).sum() for batch in batches]).sum()
         all_reduce(valid, self.mesh, DATA_AXES)
-        scale = state.scaler.scale if state.scaler else 1.0
+        scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0
         total = self.passes.run(
             MicroBatches(
                 [batch.tokens for batch in batches],
@@ -82,42 +106,98 @@ class Step:
         finish_gradients(state.parts, self.mesh)
         if inspect is not None:
             inspect(state)
-        norm, loss_value, norm_value = self._settle(state, total)
-        loss_value, norm_value = loss_value / scale, norm_value / scale
-        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-        if not finite and (state.scaler is None or state.scaler.exhausted):
-            words = f", at a loss scale of {scale:g} that goes no lower" if state.scaler else ""
-            raise Diverged(state.step + 1, f"loss {loss_value}, gradient norm {norm_value}{words}")
-        lr = self.peak_lr * state.schedule.factor(state.step)
-        if finite:
-            set_lr(state.optimizer, lr)
-            set_step(state.optimizer, state.step)
-            parameters = (p for part in state.parts for p in part.parameters())
-            clip_and_step(state.optimizer, parameters, self.clip_norm, norm, scale)
-        if state.scaler is not None:
-            state.scaler.update(overflow=not finite)
+        norm, sums = self._settle(state, total)
+        lr, size = self.peak_lr * state.schedule.factor(before.step), loader.schedule.size(before.consumed)
+        after = Progress(
+            before.step + 1,
+            loader.schedule.after(before.consumed),
+            before.tokens + size * batches[0].tokens.shape[1] * self.mesh.size(CONTEXT),
+        )
+        about = _About(before, after, size, lr)
+        if decisions is None:
+            result = self._result(state, about, sums.tolist())
+            if not result.skipped:
+                self._update(state, lr, norm, scale)
+            if state.scaler is not None:
+                state.scaler.update(overflow=result.skipped)
+            result_of = partial(_known, result)
+        else:
+            self._update(state, lr, norm, scale, decisions.decide(sums))
+            result_of = partial(self._arrived, state, about, HostCopy(decisions.with_scales(sums)))
         state.optimizer.zero_grad(set_to_none=True)
-        state.step += 1
-        state.consumed_samples = loader.schedule.after(consumed)
-        state.tokens += loader.schedule.size(consumed) * batches[0].tokens.shape[1] * self.mesh.size(CONTEXT)
-        return StepResult(loss_value, norm_value, lr, scale if state.scaler else None, not finite)
+        state.progress = after
+        return result_of
 
-    def _settle(self, state: TrainState, total: Tensor) -> tuple[Tensor, float, float]:
-        """The gradient norm on the device, then loss and norm as numbers: the step's one wait for device and ranks."""
+    def _update(
+        self, state: TrainState, lr: float, norm: Tensor, scale: float | Tensor, found_inf: Tensor | None = None
+    ) -> None:
+        set_lr(state.optimizer, lr)
+        set_step(state.optimizer, state.step)
+        parameters = (p for part in state.parts for p in part.parameters())
+        clip_and_step(state.optimizer, parameters, self.clip_norm, norm, scale, found_inf)
+
+    def _arrived(self, state: TrainState, about: "_About", copy: HostCopy) -> StepResult:
+        """The result of a step that was decided on the device. Raises Diverged."""
+        values = copy.tolist()
+        count = len(SCALE_VALUES) if state.scaler else 0
+        scales, values = values[len(values) - count :], values[: len(values) - count]
+        try:
+            result = self._result(state, about, values)  # with the scale before the step
+        except Diverged:
+            state.progress = about.before
+            raise
+        if state.scaler is not None:
+            state.scaler.take(scales)
+        return result
+
+    def _result(self, state: TrainState, about: "_About", values: list[float]) -> StepResult:
+        """The result by the sums of all ranks. Raises Diverged."""
+        scaler, (loss, norm, *words) = state.scaler, values
+        if words:
+            self.stopping.heard(words)
+            norm = math.sqrt(norm) if norm >= 0 else math.nan
+        scale = scaler.scale if scaler else 1.0
+        loss, norm = loss / scale, norm / scale
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if not finite and (scaler is None or scaler.exhausted):
+            at = f", at a loss scale of {scale:g} that goes no lower" if scaler else ""
+            raise Diverged(about.after.step, f"loss {loss}, gradient norm {norm}{at}")
+        return StepResult(
+            *(loss, norm, about.lr, scale if scaler else None, not finite),
+            step=about.after.step,
+            begin=about.before.consumed,
+            stop=about.after.consumed,
+            samples=about.samples,
+            tokens=about.after.tokens,
+        )
+
+    def _settle(self, state: TrainState, total: Tensor) -> tuple[Tensor, Tensor]:
+        """On the device: the gradient norm; loss and norm, or over several ranks the loss, the square of the norm and
+        their words about stopping."""
         fused = isinstance(state.optimizer, FusedStep)
         if self.mesh.world_size == 1:
             norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
-            loss_value, norm_value = torch.stack([total, norm.to(total.device)]).tolist()
-            return norm, loss_value, norm_value
+            return norm, torch.stack([total, norm.to(total.device)])
         mesh = self.mesh
         first_of_tensor = mesh.coordinate("tp") == 0
         # Each element of the gradient on one of the ranks that hold it.
         counted = state.weights() if mesh.coordinate("dp_replicate") == 0 else ()
         square = local_grad_norm((p for p in counted if first_of_tensor or is_cut(p)), fused).double() ** 2
         loss = total.double() if first_of_tensor else torch.zeros_like(total, dtype=torch.float64)
-        sums = torch.cat([torch.stack([loss, square.to(loss.device)]), self.stopping.words().to(loss.device)])
-        sums = all_reduce(sums, mesh)
-        norm = sums[1].sqrt().float()
-        values = sums.tolist()
-        self.stopping.heard(values[2:])
-        return norm, values[0], math.sqrt(values[1]) if values[1] >= 0 else math.nan
+        words = to_device(self.stopping.words(), loss.device)
+        sums = all_reduce(torch.cat([torch.stack([loss, square.to(loss.device)]), words]), mesh)
+        return sums[1].sqrt().float(), sums
+
+
+@dataclass(frozen=True)
+class _About:
+    """What the host knows of a step when it begins it."""
+
+    before: Progress
+    after: Progress
+    samples: int
+    lr: float
+
+
+def _known(result: StepResult) -> StepResult:
+    return result

@@ -13,7 +13,7 @@
 #include "gptlite_kernels.h"
 
 #ifdef USE_CUDA
-#pragma weak aoti_torch_get_current_cuda_stream  // torch without CUDA has it not, and loads the library all the same
+#pragma weak aoti_torch_get_current_cuda_stream  // NULL in a torch without CUDA, which loads the library all the same
 extern "C" const char* cudaGetErrorString(int error);
 #endif
 
@@ -152,17 +152,25 @@ inline void* cpu_context() {
 }
 
 #ifdef USE_CUDA
+inline bool knows_stream() { return aoti_torch_get_current_cuda_stream != nullptr; }
+
+inline void* current_stream(int32_t device) {
+  STD_TORCH_CHECK(knows_stream(), "this torch does not have aoti_torch_get_current_cuda_stream: no CUDA kernel can run");
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return stream;
+}
+
 // Makes the tensor's device the current one as long as it lives, and knows its stream.
 class CudaContext {
  public:
-  explicit CudaContext(const Tensor& tensor) : guard_(tensor.get_device_index()) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
-  }
+  explicit CudaContext(const Tensor& tensor)
+      : guard_(tensor.get_device_index()), stream_(current_stream(tensor.get_device_index())) {}
   void* stream() const { return stream_; }
 
  private:
   torch::stable::accelerator::DeviceGuard guard_;
-  void* stream_ = nullptr;
+  void* stream_;
 };
 
 inline void check_cuda(int error, const char* kernel) {

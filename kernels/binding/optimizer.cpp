@@ -57,11 +57,20 @@ void check_flag(const OptionalTensor& flag, const char* name, const Tensor& like
   STD_TORCH_CHECK(flag->numel() == 1, name, " must be one number, not ", text(sizes_of(*flag)));
 }
 
+void check_copy(const Tensor& copy, const Tensor& parameter) {
+  check_device(copy, "each of copies", parameter);
+  check_in_place(copy, "each of copies");
+  check_sizes(copy, "each of copies", sizes_of(parameter));
+  STD_TORCH_CHECK(float_dtype(copy, "each of copies") != GPTLITE_FP32, "each of copies must be bf16 or fp16");
+}
+
 void adamw_(const std::vector<Tensor>& parameters, const std::vector<Tensor>& gradients,
             const std::vector<Tensor>& exp_avg, const std::vector<Tensor>& exp_avg_sq, const std::vector<Tensor>& steps,
             double lr, double beta1, double beta2, double eps, double weight_decay, bool adam,
-            const OptionalTensor& scale, const OptionalTensor& found_inf) {
+            const OptionalTensor& scale, const OptionalTensor& found_inf,
+            const std::optional<std::vector<Tensor>>& copies) {
   const size_t count = parameters.size();
+  STD_TORCH_CHECK(!copies || copies->size() == count, "copies must be as many as parameters, or none");
   STD_TORCH_CHECK(gradients.size() == count && exp_avg.size() == count && exp_avg_sq.size() == count &&
                       steps.size() == count,
                   "parameters, gradients, exp_avg, exp_avg_sq and steps must be as many");
@@ -87,7 +96,13 @@ void adamw_(const std::vector<Tensor>& parameters, const std::vector<Tensor>& gr
     const int dtype = float_dtype(gradients[i], "each gradient");
     whole.push_back(as_contiguous(gradients[i]));
     groups[dtype].push_back({mutable_floats(parameter), data(whole.back()), mutable_floats(exp_avg[i]),
-                             mutable_floats(exp_avg_sq[i]), mutable_floats(steps[i]), parameter.numel()});
+                             mutable_floats(exp_avg_sq[i]), mutable_floats(steps[i]), parameter.numel(), nullptr,
+                             GPTLITE_BF16});
+    if (!copies || (*copies)[i].numel() == 0) continue;
+    const Tensor& copy = (*copies)[i];
+    check_copy(copy, parameter);
+    groups[dtype].back().copy = mutable_data(copy);
+    groups[dtype].back().copy_dtype = float_dtype(copy, "each of copies");
   }
   for (const int dtype : kDtypes)
     if (!groups[dtype].empty())

@@ -1,7 +1,14 @@
 // The ops as torch knows them. Functional, but for those whose name ends in an underscore.
-#include <torch/csrc/stable/library.h>
+#include "common.h"
 
 #define GPTLITE_DROPOUT "float p, int seed, Tensor? site, Tensor? sample_ids, int first_position"
+
+#ifdef USE_CUDA
+// Whether this torch tells the kernels their stream.
+extern "C" __attribute__((visibility("default"))) int gptlite_cuda_knows_stream() {
+  return gptlite::binding::knows_stream();
+}
+#endif
 
 STABLE_TORCH_LIBRARY(gptlite, m) {
   m.def("masked_softmax(Tensor x, Tensor? mask, float scale) -> Tensor");
@@ -41,7 +48,7 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
   m.def(
       "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avg, Tensor(c!)[] exp_avg_sq, "
       "Tensor(d!)[] steps, float lr, float beta1, float beta2, float eps, float weight_decay, bool adam, Tensor? scale, "
-      "Tensor? found_inf) -> ()");
+      "Tensor? found_inf, Tensor(e!)[]? copies=None) -> ()");
 
   m.def("weight_gradient(Tensor dy, Tensor x, bool bias, bool fp32) -> (Tensor dw, Tensor dbias)");
   m.def("attention(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor out, Tensor lse)");

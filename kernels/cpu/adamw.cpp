@@ -1,6 +1,8 @@
 // Adam and AdamW over many tensors. The order of operations is torch.optim's, but for a rounding or two.
 #include <math.h>
 
+#include <type_traits>
+
 #include "gptlite_kernels.h"
 #include "parallel.h"
 #include "simd.h"
@@ -50,10 +52,13 @@ Rule rule_at(const Job& job, float step) {
 }
 
 // Elements first .. last of a tensor.
-template <bool adam, class T>
+// `copy` is of C; null for none, which C = float stands for.
+template <bool adam, class T, class C>
 void update(const Rule& shared, const GptliteAdam& tensor, int64_t first, int64_t last) {
   const Rule rule = shared;  // the stores below could be to `shared`, for all the compiler knows
   const T* gradients = static_cast<const T*>(tensor.gradient) + first;
+  constexpr bool copied = !std::is_same<C, float>::value;
+  C* copies = copied ? static_cast<C*>(tensor.copy) + first : nullptr;
   float *parameters = tensor.parameter + first, *means = tensor.exp_avg + first, *squares = tensor.exp_avg_sq + first;
   for_columns<1>(last - first, [=](int64_t i, auto, auto lanes) GPTLITE_LAMBDA {
     const Vec p = load(parameters + i, lanes);
@@ -65,7 +70,9 @@ void update(const Rule& shared, const GptliteAdam& tensor, int64_t first, int64_
     store(means + i, mean, lanes);
     store(squares + i, square, lanes);
     const Vec change = rule.step_size * mean / root;
-    store(parameters + i, adam ? p - change : fma(p, rule.kept, -change), lanes);
+    const Vec written = adam ? p - change : fma(p, rule.kept, -change);
+    store(parameters + i, written, lanes);
+    if (copied) store(copies + i, written, lanes);
   });
 }
 
@@ -76,7 +83,12 @@ void update_line(const Job& job, int64_t first, int64_t last) {
   for_parts(job.num_tensors, counts_of(job), first, last, [&](int64_t i, int64_t from, int64_t to) {
     const GptliteAdam& tensor = job.tensors[i];
     if (*tensor.step != rule.step) rule = rule_at(job, *tensor.step);
-    update<adam, T>(rule, tensor, from, to);
+    if (tensor.copy == nullptr)
+      update<adam, T, float>(rule, tensor, from, to);
+    else if (tensor.copy_dtype == GPTLITE_BF16)
+      update<adam, T, Bf16>(rule, tensor, from, to);
+    else
+      update<adam, T, Half>(rule, tensor, from, to);
   });
 }
 

@@ -1,9 +1,9 @@
 // AdamW and Adam over many tensors.
 //
 // A block has 16384 elements of a tensor: parameter, moments and gradient are read once, parameter and moments written
-// once, 24 bytes and a gradient for each element, the least there is. Tensors come in lists of 64 in the kernel's
-// arguments; steps, the gradients' scale and found_inf stay on the device, so nothing waits for the host. The steps
-// advance in a second kernel, since all blocks of a tensor read them.
+// once, 24 bytes and a gradient for each element, the least there is; and 2 for a copy in 16 bits. Tensors come in lists
+// of 56 in the kernel's arguments; steps, the gradients' scale and found_inf stay on the device, so nothing waits for
+// the host. The steps advance in a second kernel, since all blocks of a tensor read them.
 #include "flat.cuh"
 
 namespace gptlite {
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kChunk = 16384;
 constexpr int kBlock = 256;
-constexpr int kListed = 64;
+constexpr int kListed = 56;  // arguments of a kernel take 4 KB at most
 
 struct Tensors {
   GptliteAdam tensor[kListed];
@@ -46,14 +46,36 @@ __device__ Step step_of(const Options& options, float steps) {
               static_cast<float>(options.lr / bias1), static_cast<float>(1.0 / sqrt(bias2))};
 }
 
-template <typename T, int V>
+// Elements of a load or store of at most 16 bytes, of V.
+template <int V, typename T>
+constexpr int kPart = V < kFullPack<T> ? V : kFullPack<T>;
+
+template <int V, typename T>
+__device__ __forceinline__ void load_all(float* out, const T* at) {
+#pragma unroll
+  for (int k = 0; k < V; k += kPart<V, T>) load_floats<kPart<V, T>>(out + k, at + k);
+}
+
+template <int V, typename T>
+__device__ __forceinline__ void store_all(T* at, const float* values) {
+#pragma unroll
+  for (int k = 0; k < V; k += kPart<V, T>) store_floats<kPart<V, T>>(at + k, values + k);
+}
+
+template <int V, typename T>
+__device__ __forceinline__ bool aligned(const void* at) {
+  return reinterpret_cast<uintptr_t>(at) % (kPart<V, T> * sizeof(T)) == 0;
+}
+
+// C: of the copy; float for none.
+template <typename T, typename C, int V>
 __device__ __forceinline__ void update(const GptliteAdam& tensor, const Options& options, const Step& step,
                                        int64_t at) {
   float p[V], m[V], v[V], g[V];
-  load_floats<V>(p, tensor.parameter + at);
-  load_floats<V>(m, tensor.exp_avg + at);
-  load_floats<V>(v, tensor.exp_avg_sq + at);
-  load_floats<V>(g, static_cast<const T*>(tensor.gradient) + at);
+  load_all<V>(p, tensor.parameter + at);
+  load_all<V>(m, tensor.exp_avg + at);
+  load_all<V>(v, tensor.exp_avg_sq + at);
+  load_all<V>(g, static_cast<const T*>(tensor.gradient) + at);
   const float beta1 = static_cast<float>(options.beta1), beta2 = static_cast<float>(options.beta2);
   const float rest1 = static_cast<float>(1.0 - options.beta1), rest2 = static_cast<float>(1.0 - options.beta2);
 #pragma unroll
@@ -64,16 +86,33 @@ __device__ __forceinline__ void update(const GptliteAdam& tensor, const Options&
     v[k] = fmaf(beta2, v[k], rest2 * g[k] * g[k]);
     p[k] -= fmaf(step.decay, p[k], step.step_size * m[k] / (sqrtf(v[k]) * step.root + options.eps));
   }
-  store_floats<V>(tensor.parameter + at, p);
-  store_floats<V>(tensor.exp_avg + at, m);
-  store_floats<V>(tensor.exp_avg_sq + at, v);
+  store_all<V>(tensor.parameter + at, p);
+  store_all<V>(tensor.exp_avg + at, m);
+  store_all<V>(tensor.exp_avg_sq + at, v);
+  if constexpr (!std::is_same<C, float>::value) store_all<V>(static_cast<C*>(tensor.copy) + at, p);
+}
+
+// Elements start .. end of a tensor.
+template <typename T, typename C>
+__device__ __forceinline__ void update_all(const GptliteAdam& tensor, const Options& options, const Step& step,
+                                           int64_t start, int64_t end) {
+  constexpr int V = kFullPack<C>;
+  const bool packs = aligned<V, float>(tensor.parameter) && aligned<V, float>(tensor.exp_avg) &&
+                     aligned<V, float>(tensor.exp_avg_sq) && aligned<V, T>(tensor.gradient) &&
+                     aligned<V, C>(tensor.copy);
+  int64_t single = start;
+  if (packs) {
+    single = start + (end - start) / V * V;
+    for (int64_t at = start + threadIdx.x * V; at < single; at += kBlock * V)
+      update<T, C, V>(tensor, options, step, at);
+  }
+  for (int64_t at = single + threadIdx.x; at < end; at += kBlock) update<T, C, 1>(tensor, options, step, at);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kBlock) adamw_kernel(Tensors tensors, Options options) {
   GPTLITE_SHARED(Step, shared);
   if (options.found_inf != nullptr && options.found_inf[0] != 0.0f) return;
-  constexpr int V = kFullPack<float>;
   const int which = find_tensor(tensors.first, tensors.listed, blockIdx.x);
   const GptliteAdam& tensor = tensors.tensor[which];
   if (threadIdx.x == 0) *shared = step_of(options, tensor.step[0]);
@@ -81,16 +120,12 @@ __global__ void __launch_bounds__(kBlock) adamw_kernel(Tensors tensors, Options 
   const Step step = *shared;
   const int64_t start = (static_cast<int>(blockIdx.x) - tensors.first[which]) * kChunk;
   const int64_t end = tensor.count - start < kChunk ? tensor.count : start + kChunk;
-  const uintptr_t moments =
-      reinterpret_cast<uintptr_t>(tensor.exp_avg) | reinterpret_cast<uintptr_t>(tensor.exp_avg_sq);
-  const bool packs = (reinterpret_cast<uintptr_t>(tensor.parameter) | moments) % kPackBytes == 0 &&
-                     reinterpret_cast<uintptr_t>(tensor.gradient) % (V * sizeof(T)) == 0;
-  int64_t single = start;
-  if (packs) {
-    single = start + (end - start) / V * V;
-    for (int64_t at = start + threadIdx.x * V; at < single; at += kBlock * V) update<T, V>(tensor, options, step, at);
-  }
-  for (int64_t at = single + threadIdx.x; at < end; at += kBlock) update<T, 1>(tensor, options, step, at);
+  if (tensor.copy == nullptr)
+    update_all<T, float>(tensor, options, step, start, end);
+  else if (tensor.copy_dtype == GPTLITE_BF16)
+    update_all<T, Bf16>(tensor, options, step, start, end);
+  else
+    update_all<T, Fp16>(tensor, options, step, start, end);
 }
 
 __global__ void __launch_bounds__(kListed) advance_steps(Tensors tensors, const float* found_inf) {

@@ -10,7 +10,7 @@ namespace gptlite {
 namespace {
 
 constexpr float kTanhFactor = 0.7978845608028654f;  // sqrt(2 / pi)
-constexpr float kTanhCube = 0.044715f;
+constexpr float kTanhSlope = 2.0f * kTanhFactor * 0.044715f;  // of the square
 constexpr float kErfFactor = 0.7071067811865476f;     // sqrt(1 / 2)
 constexpr float kNormalDensity = 0.3989422804014327f;  // 1 / sqrt(2 pi)
 
@@ -18,23 +18,23 @@ constexpr float kNormalDensity = 0.3989422804014327f;  // 1 / sqrt(2 pi)
 template <typename T>
 __device__ __forceinline__ float sigmoid(float x) {
   if constexpr (std::is_same<T, float>::value) return 1.0f / (1.0f + expf(-x));
-  return __fdividef(1.0f, 1.0f + __expf(-x));
+  return fast_inverse(1.0f + fast_exp2(-kLog2E * x));
 }
 
 // (1 + tanh u) / 2 is the sigmoid of 2 u, which keeps its relative accuracy where it is small.
-template <typename T>
-__device__ __forceinline__ float gelu(float x, bool approximate) {
-  if (approximate) return x * sigmoid<T>(2.0f * kTanhFactor * (x + kTanhCube * x * x * x));
+template <typename T, bool Approximate>
+__device__ __forceinline__ float gelu(float x) {
+  if constexpr (Approximate) return x * sigmoid<T>(x * fmaf(kTanhSlope, x * x, 2.0f * kTanhFactor));
   return 0.5f * x * (1.0f + erff(x * kErfFactor));
 }
 
-template <typename T>
-__device__ __forceinline__ float gelu_slope(float x, bool approximate) {
-  if (approximate) {
-    const float s = sigmoid<T>(2.0f * kTanhFactor * (x + kTanhCube * x * x * x));
+template <typename T, bool Approximate>
+__device__ __forceinline__ float gelu_slope(float x) {
+  if constexpr (Approximate) {
+    const float s = sigmoid<T>(x * fmaf(kTanhSlope, x * x, 2.0f * kTanhFactor));
     const float change = s * (1.0f - s);
     // Past where the cube is infinite the slope is s: not infinity times 0.
-    return change == 0.0f ? s : s + x * change * 2.0f * kTanhFactor * (1.0f + 3.0f * kTanhCube * x * x);
+    return change == 0.0f ? s : s + x * change * fmaf(3.0f * kTanhSlope, x * x, 2.0f * kTanhFactor);
   }
   const float density = kNormalDensity * exponential<T>(-0.5f * x * x);
   return 0.5f * (1.0f + erff(x * kErfFactor)) + (density == 0.0f ? 0.0f : x * density);
@@ -47,10 +47,9 @@ __device__ __forceinline__ void load_bias(float* bias, const T* from, int64_t co
   if (from != nullptr && column < width) load_floats<V>(bias, from + column);
 }
 
-template <typename T, int V>
+template <typename T, int V, bool Approximate>
 __global__ void __launch_bounds__(kColumnBlock)
-    forward_kernel(T* y, const T* x, const T* bias_row, int64_t rows, int64_t width, bool approximate,
-                   ColumnGrid grid) {
+    forward_kernel(T* y, const T* x, const T* bias_row, int64_t rows, int64_t width, ColumnGrid grid) {
   const ColumnThread at(grid, V);
   float bias[V];
   load_bias<T, V>(bias, bias_row, at.column, width);
@@ -65,16 +64,16 @@ __global__ void __launch_bounds__(kColumnBlock)
       if (row + i * at.step >= rows) continue;
       float v[V];
 #pragma unroll
-      for (int k = 0; k < V; ++k) v[k] = gelu<T>(to_float(packs[i].value[k]) + bias[k], approximate);
+      for (int k = 0; k < V; ++k) v[k] = gelu<T, Approximate>(packs[i].at(k) + bias[k]);
       store_floats<V>(y + (row + i * at.step) * width + at.column, v);
     }
   }
 }
 
-template <typename T, int V>
+template <typename T, int V, bool Approximate>
 __global__ void __launch_bounds__(kColumnBlock)
     backward_kernel(T* dx, float* parts, const T* dy, const T* x, const T* bias_row, int64_t rows, int64_t width,
-                    bool approximate, ColumnGrid grid) {
+                    ColumnGrid grid) {
   GPTLITE_SHARED(float, shared);
   const ColumnThread at(grid, V);
   float bias[V], sum[V] = {};
@@ -93,7 +92,7 @@ __global__ void __launch_bounds__(kColumnBlock)
       float v[V];
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        v[k] = to_float(dy_packs[i].value[k]) * gelu_slope<T>(to_float(x_packs[i].value[k]) + bias[k], approximate);
+        v[k] = dy_packs[i].at(k) * gelu_slope<T, Approximate>(x_packs[i].at(k) + bias[k]);
         sum[k] += v[k];
       }
       store_floats<V>(dx + (row + i * at.step) * width + at.column, v);
@@ -106,17 +105,19 @@ template <typename T, int V>
 int forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, bool approximate, void* stream) {
   const int64_t tiles = divide_up(divide_up(width, V), kColumnBlock);
   const ColumnGrid grid = column_grid(rows, width, V, divide_up(32 * processors(), tiles));
-  return launch(forward_kernel<T, V>, grid.blocks(), grid.block(), 0, stream, static_cast<T*>(y),
-                static_cast<const T*>(x), static_cast<const T*>(bias), rows, width, approximate, grid);
+  const auto kernel = approximate ? forward_kernel<T, V, true> : forward_kernel<T, V, false>;
+  return launch(kernel, grid.blocks(), grid.block(), 0, stream, static_cast<T*>(y), static_cast<const T*>(x),
+                static_cast<const T*>(bias), rows, width, grid);
 }
 
 template <typename T, int V>
 int backward(void* dx, void* dbias, float* parts, const void* dy, const void* x, const void* bias, int64_t rows,
              int64_t width, bool approximate, int dtype, void* stream) {
   const ColumnGrid grid = column_grid(rows, width, V, kMaxParts);
-  const int error = launch(backward_kernel<T, V>, grid.blocks(), grid.block(), grid.block() * V * sizeof(float), stream,
+  const auto kernel = approximate ? backward_kernel<T, V, true> : backward_kernel<T, V, false>;
+  const int error = launch(kernel, grid.blocks(), grid.block(), grid.block() * V * sizeof(float), stream,
                            static_cast<T*>(dx), dbias != nullptr ? parts : nullptr, static_cast<const T*>(dy),
-                           static_cast<const T*>(x), static_cast<const T*>(bias), rows, width, approximate, grid);
+                           static_cast<const T*>(x), static_cast<const T*>(bias), rows, width, grid);
   if (error != 0) return error;
   return add_parts(ColumnSums{{dbias, nullptr, nullptr}, parts, grid.chunks, width, dtype}, stream);
 }

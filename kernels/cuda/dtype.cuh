@@ -54,49 +54,193 @@ __device__ __forceinline__ Fp16 from_float<Fp16>(float x) {
 #endif
 }
 
+// 2^x and 1 / x by one instruction, good to 2 units in the last place, but for results below 2^-126, which are 0.
+// __expf and __fdividef spend four more instructions on those.
+__device__ __forceinline__ float fast_exp2(float x) {
+#ifdef GPTLITE_EMU
+  return exp2f(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+__device__ __forceinline__ float fast_inverse(float x) {
+#ifdef GPTLITE_EMU
+  return 1.0f / x;
+#else
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+constexpr float kLog2E = 1.4426950408889634f;
+
 // The hardware's exponential where the result is rounded to 16 bits; the exact one's 20 instructions would cost more
 // than the memory does there.
 template <typename T>
 __device__ __forceinline__ float exponential(float x) {
   if constexpr (std::is_same<T, float>::value) return expf(x);
-  return __expf(x);
+  return fast_exp2(kLog2E * x);
 }
 
 constexpr int kPackBytes = 16;
 
-// N elements in one load or store of at most 16 bytes.
+// Element k of 32-bit words: a float, or an integer of 8 bits. k is known at compile time.
+template <typename T>
+__device__ __forceinline__ auto element(const uint32_t* word, int k) {
+  if constexpr (std::is_same<T, float>::value) return __uint_as_float(word[k]);
+  else if constexpr (std::is_same<T, uint8_t>::value) return word[k / 4] >> (8 * (k % 4)) & 0xffu;
+  else if constexpr (std::is_same<T, Bf16>::value)
+    return __uint_as_float(k % 2 == 0 ? word[k / 2] << 16 : word[k / 2] & 0xffff0000u);
+#ifdef GPTLITE_EMU
+  else return fp16_to_float(static_cast<uint16_t>(word[k / 2] >> (16 * (k % 2))));
+#else
+  else {
+    const __half2 pair = reinterpret_cast<const __half2&>(word[k / 2]);
+    return k % 2 == 0 ? __low2float(pair) : __high2float(pair);
+  }
+#endif
+}
+
+// Two elements of 16 bits in a word, rounded by one instruction.
+template <typename T>
+__device__ __forceinline__ uint32_t pair_of(float low, float high) {
+#ifdef GPTLITE_EMU
+  return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
+#else
+  if constexpr (std::is_same<T, Bf16>::value) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+#endif
+}
+
+// N elements that are loaded or stored at once. Whole words, not an array of T: nvcc takes 16-bit elements apart, each
+// with its own register and, in the end, its own store.
 template <typename T, int N>
-struct alignas(N * sizeof(T) < kPackBytes ? N * sizeof(T) : kPackBytes) Pack {
-  T value[N];
+struct Pack {
+  static constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
+  static_assert(kWords * 4 == N * static_cast<int>(sizeof(T)), "packs are of whole words");
+  uint32_t word[kWords];
+
+  __device__ __forceinline__ auto at(int k) const { return element<T>(word, k); }
+
+  __device__ __forceinline__ static Pack of(const float* values) {
+    Pack pack;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (sizeof(T) == 4) pack.word[i] = __float_as_uint(values[i]);
+      else pack.word[i] = pair_of<T>(values[2 * i], values[2 * i + 1]);
+    }
+    return pack;
+  }
+};
+
+template <typename T>
+struct Pack<T, 1> {
+  T value;
+
+  __device__ __forceinline__ auto at(int) const {
+    if constexpr (std::is_same<T, uint8_t>::value) return uint32_t{value};
+    else return to_float(value);
+  }
+
+  __device__ __forceinline__ static Pack of(const float* values) { return Pack{from_float<T>(values[0])}; }
 };
 
 // Elements in a pack of 16 bytes.
 template <typename T>
 constexpr int kFullPack = kPackBytes / static_cast<int>(sizeof(T));
 
+// In accesses of 16 bytes, or of the pack's size where that is less.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> load_pack(const T* at) {
-  return *reinterpret_cast<const Pack<T, N>*>(at);
+  if constexpr (N == 1) {
+    return Pack<T, 1>{*at};
+  } else {
+    constexpr int kWords = Pack<T, N>::kWords;
+    Pack<T, N> pack;
+    if constexpr (kWords == 1) pack.word[0] = *reinterpret_cast<const uint32_t*>(at);
+    if constexpr (kWords == 2) {
+      const uint2 bits = *reinterpret_cast<const uint2*>(at);
+      pack.word[0] = bits.x, pack.word[1] = bits.y;
+    }
+#pragma unroll
+    for (int i = 0; i + 4 <= kWords; i += 4) {
+      const uint4 bits = reinterpret_cast<const uint4*>(at)[i / 4];
+      pack.word[i] = bits.x, pack.word[i + 1] = bits.y, pack.word[i + 2] = bits.z, pack.word[i + 3] = bits.w;
+    }
+    return pack;
+  }
+}
+
+// In the place of the pack, if `wanted`; without a branch, which would cost copies of registers where loops meet.
+template <int N, typename T>
+__device__ __forceinline__ void load_pack_if(bool wanted, Pack<T, N>& pack, const T* at) {
+#ifndef GPTLITE_EMU
+  if constexpr (sizeof(pack) == kPackBytes && N > 1) {
+    asm volatile(
+        "{\n .reg .pred wanted;\n setp.ne.u32 wanted, %4, 0;\n"
+        " @wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%5];\n}"
+        : "+r"(pack.word[0]), "+r"(pack.word[1]), "+r"(pack.word[2]), "+r"(pack.word[3])
+        : "r"(static_cast<uint32_t>(wanted)), "l"(__cvta_generic_to_global(at)));
+    return;
+  }
+#endif
+  if (wanted) pack = load_pack<N>(at);
+}
+
+// Four words to global memory by one instruction: an assignment to a uint4 becomes four where others are near.
+__device__ __forceinline__ void store_words(void* at, const uint32_t* word) {
+#ifdef GPTLITE_EMU
+  *static_cast<uint4*>(at) = make_uint4(word[0], word[1], word[2], word[3]);
+#else
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(at)), "r"(word[0]),
+               "r"(word[1]), "r"(word[2]), "r"(word[3])
+               : "memory");
+#endif
 }
 
 template <int N, typename T>
 __device__ __forceinline__ void store_pack(T* at, const Pack<T, N>& pack) {
-  *reinterpret_cast<Pack<T, N>*>(at) = pack;
+  if constexpr (N == 1) {
+    *at = pack.value;
+  } else {
+    static_assert(Pack<T, N>::kWords % 4 == 0, "stores are of 16 bytes");
+#pragma unroll
+    for (int i = 0; i < Pack<T, N>::kWords; i += 4) store_words(reinterpret_cast<uint4*>(at) + i / 4, pack.word + i);
+  }
+}
+
+// The same to shared memory.
+template <int N, typename T>
+__device__ __forceinline__ void keep_pack(T* at, const Pack<T, N>& pack) {
+  static_assert(Pack<T, N>::kWords == 4, "one access of 16 bytes");
+#ifdef GPTLITE_EMU
+  store_words(at, pack.word);
+#else
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(at))),
+               "r"(pack.word[0]), "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3])
+               : "memory");
+#endif
 }
 
 template <int N, typename T>
 __device__ __forceinline__ void load_floats(float* out, const T* at) {
   const Pack<T, N> pack = load_pack<N>(at);
 #pragma unroll
-  for (int k = 0; k < N; ++k) out[k] = to_float(pack.value[k]);
+  for (int k = 0; k < N; ++k) out[k] = pack.at(k);
 }
 
 template <int N, typename T>
 __device__ __forceinline__ void store_floats(T* at, const float* values) {
-  Pack<T, N> pack;
-#pragma unroll
-  for (int k = 0; k < N; ++k) pack.value[k] = from_float<T>(values[k]);
-  store_pack<N>(at, pack);
+  store_pack<N>(at, Pack<T, N>::of(values));
 }
 
 // The same for a dtype known at run time: a weight, a bias, a mask. Its branch is the same for a whole block.

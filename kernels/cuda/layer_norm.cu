@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kMostThreads<E>) forward_held(Norm norm, const
   }
 #pragma unroll
   for (int k = 0; k < E; ++k)
-    v[k] = (at.lane + k / V * threads) * V < width ? to_float(packs[k / V].value[k % V]) : 0.0f;
+    v[k] = (at.lane + k / V * threads) * V < width ? packs[k / V].at(k % V) : 0.0f;
   norm_held<T, V, E>(norm, at, width, v, slots);
 }
 
@@ -50,7 +50,8 @@ int gptlite_cuda_layer_norm_forward(void* y, float* mean, float* rstd, const voi
   using namespace gptlite;
   if (!is_float_dtype(weight_dtype)) return static_cast<int>(cudaErrorInvalidValue);
   if (width == 0) return 0;
-  const Norm norm = {y, mean, rstd, weight, bias, weight_dtype, rows, width, eps};
+  const Norm norm = {y, mean, rstd, weight, bias, weight_dtype, rows, width, eps,
+                     1.0f / static_cast<float>(width)};
   return by_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     return by_layout<T>(rows_in_packs<T>(width) && aligned(y, x, weight, bias), width, [&](auto layout) {

@@ -15,6 +15,7 @@ struct Norm {
   int64_t rows;
   int64_t width;
   float eps;
+  float inverse_width;  // a division's slow path would take registers and a stack
 };
 
 // Bytes of shared memory for the reductions below.
@@ -45,7 +46,7 @@ __device__ __forceinline__ void norm_held(const Norm& norm, const RowThread& at,
   float sum = 0.0f, squares = 0.0f;
 #pragma unroll
   for (int k = 0; k < E; ++k) sum += v[k];
-  const float mean = group_reduce<Sum>(sum, at.threads, slots) / static_cast<float>(norm.width);
+  const float mean = group_reduce<Sum>(sum, at.threads, slots) * norm.inverse_width;
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     if ((at.lane + i * at.threads) * V >= width) continue;
@@ -53,7 +54,7 @@ __device__ __forceinline__ void norm_held(const Norm& norm, const RowThread& at,
     for (int k = 0; k < V; ++k) squares = fmaf(v[i * V + k] - mean, v[i * V + k] - mean, squares);
   }
   squares = group_reduce<Sum>(squares, at.threads, slots + kMaxWarps);
-  const float rstd = 1.0f / sqrtf(squares / static_cast<float>(norm.width) + norm.eps);
+  const float rstd = rsqrtf(fmaf(squares, norm.inverse_width, norm.eps));
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     const int column = (at.lane + i * at.threads) * V;
@@ -115,7 +116,7 @@ template <typename T, int V>
 __device__ __forceinline__ void norm_long(const Norm& norm, const RowThread& at, const T* x, Moments moments,
                                           float* slots) {
   moments.merge_block(slots);
-  const float rstd = 1.0f / sqrtf(moments.squares / static_cast<float>(norm.width) + norm.eps);
+  const float rstd = rsqrtf(fmaf(moments.squares, norm.inverse_width, norm.eps));
 #pragma unroll 4
   for (int64_t column = static_cast<int64_t>(at.lane) * V; column < norm.width; column += kLongBlock * V) {
     float v[V];

@@ -31,10 +31,7 @@ __device__ __forceinline__ double block_sum(double value, double* shared) {
   return value;
 }
 
-template <typename T>
-__device__ __forceinline__ float square(T x) {
-  return to_float(x) * to_float(x);
-}
+__device__ __forceinline__ float square(float x) { return x * x; }
 
 // A double in the place of two floats, which need not be aligned for it.
 __device__ __forceinline__ void store_double(float* at, double value) {
@@ -73,11 +70,11 @@ __global__ void __launch_bounds__(kBlock) square_sums(float* parts, Tensors tens
     for (int i = 0; i < kPacksAtOnce; ++i) {
       float squares = 0.0f;
 #pragma unroll
-      for (int k = 0; k < V; ++k) squares += square(packs[i].value[k]);
+      for (int k = 0; k < V; ++k) squares += square(packs[i].at(k));
       sum += squares;
     }
   }
-  if (static_cast<int>(threadIdx.x) < run.head + run.tail) sum += square(data[run.single(threadIdx.x)]);
+  if (static_cast<int>(threadIdx.x) < run.head + run.tail) sum += square(to_float(data[run.single(threadIdx.x)]));
   sum = block_sum(sum, shared);
   if (threadIdx.x == 0) store_double(parts + 2 * static_cast<int64_t>(blockIdx.x), sum);
 }

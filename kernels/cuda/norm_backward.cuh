@@ -1,13 +1,15 @@
 // The backward pass of layer norm, alone or after a residual sum with dropout: what layer_norm.cu and residual_norm.cu
 // share.
 //
-// Rows of up to 8192: two stages. In the first, a processor's few blocks walk all rows. A group of threads (row.cuh)
-// holds a row of x and dy in registers, reduces its two sums at once and writes the row of dx; dweight and dbias of the
-// group's columns stay in registers from row to row, and the next row of x and dy is on its way while this one is
-// worked on, the registers allowing (16 bits, two sums). At the end the groups of a block are added up in shared
-// memory, and the block writes its parts, at most 256 in all; column_sums.cu adds those up. So 3 elements are moved for
-// each, the least there is, and 16 bytes a column and block for the parts. Longer rows, and three sums of rows that
-// aren't aligned: a block walks its rows one by one, reads each twice, and keeps its parts in the L2 cache.
+// Rows of up to 8192: two stages. In the first, a processor's one or two blocks walk all rows. A group of threads
+// (row.cuh) holds a row of x and dy in registers, reduces its two sums at once and writes the row of dx; dweight and
+// dbias of the group's columns stay in registers from row to row, the weights in shared memory, as floats. Each pack of
+// the next row is fetched into the registers of this row's as soon as that is used up. Rows of 513 to 1024 elements of
+// 16 bits are a warp's, 24 or 32 elements a thread, all of them used at 768 and 1024: no thread waits for another warp.
+// At the end the groups of a block are added up in shared memory, and the block writes its parts, at most 256 in all;
+// column_sums.cu adds those up. So 3 elements are moved for each, the least there is, and 16 bytes a column and block
+// for the parts. Longer rows, and three sums of rows that aren't aligned: a block walks its rows one by one, reads each
+// twice, and keeps its parts in the L2 cache.
 #pragma once
 
 #include "columns.cuh"
@@ -30,161 +32,175 @@ struct NormGradient {
   int64_t positions;
   GptliteDropout dropout;  // where dx is
   int weight_dtype;
+  float inverse_width;  // set below: a division's slow path would take registers and a stack
 };
 
-constexpr int kGradientBlock = 256;  // threads, of which a processor has room for two: 128 registers a thread
+// What there is beside the norm: nothing; a residual sum, whose gradient is added; dropout before that sum.
+enum class Before { nothing, sum, dropout };
 
-// Elements of a row for each thread.
+// Template parameters below: T, V: the elements, and how many go at once. Sums: 2, or 3 where the gradient of the bias
+// before the norm is wanted too.
+
+// E elements of a row for each thread; Warp: a warp has a row, which spares the barriers and the arithmetic of addresses.
+template <int E_, bool Warp_>
+struct GradientLayout {
+  static constexpr int E = E_;
+  static constexpr bool Warp = Warp_;
+};
+
+// Threads of the largest block, which alone fills a processor's registers: a thread has E of each sum, and its part of
+// h, dy and dh. As large as no word is spilled; rows that need more threads are walked.
+template <int E, Before B, int Sums>
+constexpr int kGradientBlock = E < 16    ? 448
+                               : E == 16 ? (B == Before::dropout && Sums == 3 ? 384 : 512)
+                               : E == 24 ? (B == Before::nothing ? 512 : 384)
+                                         : (Sums == 2 ? 384 : 256);
+
+// Where element k of a thread is among floats of which four in a row are one thread's: no bank conflicts.
 template <int V>
-constexpr int kGradientElements = V == 1 ? 8 : 16;
-
-// Template parameters below: T, V: the elements, and how many go at once. Residual: there is a residual sum, perhaps
-// with dropout. Sums: 2, or 3 where the gradient of the bias before the norm is wanted too.
-
-// A row's packs of x and dy.
-template <typename T, int V>
-struct GradientRow {
-  Pack<T, V> h[kGradientElements<V> / V];
-  Pack<T, V> dy[kGradientElements<V> / V];
-  float mean;
-  float rstd;
-
-  __device__ __forceinline__ void load(const NormGradient& g, int64_t row, int lane, int threads) {
-    const int width = row < g.rows ? static_cast<int>(g.width) : 0;
-    const int64_t start = row * g.width;
-#pragma unroll
-    for (int i = 0; i < kGradientElements<V> / V; ++i) {
-      const int column = (lane + i * threads) * V;
-      dy[i] = Pack<T, V>{};
-      h[i] = Pack<T, V>{};
-      if (column >= width) continue;
-      h[i] = load_pack<V>(static_cast<const T*>(g.h) + start + column);
-      if (g.dy != nullptr) dy[i] = load_pack<V>(static_cast<const T*>(g.dy) + start + column);
-    }
-    mean = width > 0 ? g.mean[row] : 0.0f;
-    rstd = width > 0 ? g.rstd[row] : 0.0f;
-  }
-
-  __device__ __forceinline__ float dy_at(int k) const { return to_float(dy[k / V].value[k % V]); }
-  __device__ __forceinline__ float xhat_at(int k) const { return (to_float(h[k / V].value[k % V]) - mean) * rstd; }
-};
-
-// The gradient of h for a pack, from xhat and dy * weight in its place. c: rstd, mean of dy * weight, mean of that *
-// xhat.
-template <typename T, int V, bool Residual>
-__device__ __forceinline__ void store_gradient(const NormGradient& g, int64_t row, int64_t column, float* v,
-                                               const DropoutRow& place) {
-  const int64_t at = row * g.width + column;
-  if constexpr (Residual) {
-    if (g.add != nullptr) {
-      float add[V];
-      load_floats<V>(add, static_cast<const T*>(g.add) + at);
-#pragma unroll
-      for (int k = 0; k < V; ++k) v[k] += add[k];
-    }
-  }
-  store_floats<V>(static_cast<T*>(g.dh) + at, v);
-  if constexpr (Residual) {
-    if (g.dx == nullptr) return;
-    drop<V>(v, g.dropout, place, column);
-    store_floats<V>(static_cast<T*>(g.dx) + at, v);
-  }
+__device__ __forceinline__ int held_at(int k, int lane, int threads) {
+  if constexpr (V == 1) return k * threads + lane;
+  return (k / 4 * threads + lane) * 4 + k % 4;
 }
 
-// Adds up the sums of a block's groups of threads, in order, and writes the block's part of each.
-template <int V, int Sums>
-__device__ __forceinline__ void store_parts(const NormGradient& g, float (&sum)[Sums][kGradientElements<V>],
-                                            int threads, float* shared) {
-  constexpr int E = kGradientElements<V>;
+// A row's packs of h, dy and what is added to the gradient of h. Those past the row's end stay zeros.
+template <typename T, int V, int E, bool Add>
+struct GradientRow {
+  static constexpr int kPacks = E / V;
+  Pack<T, V> h[kPacks] = {};
+  Pack<T, V> dy[kPacks] = {};
+  Pack<T, V> add[Add ? kPacks : 1] = {};
+
+  __device__ __forceinline__ void load(const NormGradient& g, int i, int64_t at, bool wanted) {
+    load_pack_if<V>(wanted, h[i], static_cast<const T*>(g.h) + at);
+    load_pack_if<V>(wanted && g.dy != nullptr, dy[i], static_cast<const T*>(g.dy) + at);
+    if (Add) load_pack_if<V>(wanted && g.add != nullptr, add[i], static_cast<const T*>(g.add) + at);
+  }
+};
+
+template <typename T, int V>
+__device__ __forceinline__ void add_pack(float* v, const NormGradient& g, int64_t at) {
+  if (g.add == nullptr) return;
+  float add[V];
+  load_floats<V>(add, static_cast<const T*>(g.add) + at);
+#pragma unroll
+  for (int k = 0; k < V; ++k) v[k] += add[k];
+}
+
+// Adds up one sum of a block's groups of threads, in order, and writes the block's part of it. `shared`: E floats for
+// each thread of the block.
+template <int V, int E>
+__device__ __forceinline__ void store_part_of_groups(float* parts, float (&sum)[E], int width, int threads,
+                                                     float* shared) {
   for (int offset = threads; offset < kWarp; offset *= 2) {
 #pragma unroll
-    for (int k = 0; k < Sums * E; ++k)
-      sum[k / E][k % E] += __shfl_xor_sync(kAllLanes, sum[k / E][k % E], offset);
+    for (int k = 0; k < E; ++k) sum[k] += __shfl_xor_sync(kAllLanes, sum[k], offset);
   }
-  const int unit_threads = threads < kWarp ? kWarp : threads, unit = threadIdx.x / unit_threads;
-  const int units = blockDim.x / unit_threads, lane = threadIdx.x % unit_threads, width = static_cast<int>(g.width);
-  for (int turn = 0; turn < units; ++turn) {
-    if (unit == turn && lane < threads) {
+  const int unit = threads < kWarp ? kWarp : threads, units = blockDim.x / unit, held = threads * E;
+  const int lane = threadIdx.x % unit;
+  __syncthreads();  // the sum before is read
 #pragma unroll
-      for (int k = 0; k < Sums * E; ++k) {
-        const int which = k / E, element = k % E;
-        const int column = (lane + element / V * threads) * V;
-        if (column >= width) continue;
-        const float total = (turn > 0 ? shared[which * width + column + element % V] : 0.0f) + sum[which][element];
-        if (turn + 1 < units)
-          shared[which * width + column + element % V] = total;
-        else
-          g.parts[(static_cast<int64_t>(which) * gridDim.x + blockIdx.x) * width + column + element % V] = total;
-      }
+  for (int k = 0; lane < threads && k < E; ++k)
+    shared[threadIdx.x / unit * held + held_at<V>(k, lane, threads)] = sum[k];
+  __syncthreads();
+  constexpr int kStore = V == 1 ? 1 : 4;
+  for (int first = threadIdx.x * kStore; first < held; first += blockDim.x * kStore) {
+    // The inverse of held_at.
+    const int at = first / kStore % threads, k = first / kStore / threads * kStore;
+    const int column = (at + k / V * threads) * V + k % V;
+    if (column >= width) continue;
+    float total[kStore] = {};
+    for (int u = 0; u < units; ++u) {
+#pragma unroll
+      for (int i = 0; i < kStore; ++i) total[i] += shared[u * held + first + i];
     }
-    __syncthreads();
+    store_floats<kStore>(parts + column, total);
   }
 }
 
-// A pack's weights; zeros past the row's end.
-template <int V>
-__device__ __forceinline__ void load_weight(float* weight, const NormGradient& g, int column) {
-#pragma unroll
-  for (int k = 0; k < V; ++k) weight[k] = 0.0f;
-  if (column < g.width) load_floats<V>(weight, g.weight, g.weight_dtype, column);
-}
-
-template <typename T, int V, bool Residual, int Sums>
-__global__ void __launch_bounds__(kLongBlock) norm_backward_held(NormGradient g, int threads) {
+template <typename T, int V, typename Layout, Before B, int Sums>
+__global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
+    norm_backward_held(NormGradient g, int row_threads) {
   GPTLITE_SHARED(float, shared);
-  constexpr int E = kGradientElements<V>;
-  constexpr bool kAhead = sizeof(T) == 2 && V > 1 && Sums == 2;
-  constexpr bool kKeepWeight = !Residual;  // registers are short: weights come from the cache every time
+  constexpr int E = Layout::E;
+  constexpr bool kHoldAdd = B == Before::sum && sizeof(T) == 2 && V > 1;  // registers
+  const int threads = Layout::Warp ? kWarp : row_threads;
   const RowThread at(threads);
   const int64_t step = static_cast<int64_t>(gridDim.x) * (blockDim.x / threads);
-  const float inverse_width = 1.0f / static_cast<float>(g.width);
-  float sum[Sums][E] = {}, weight[E];
+  const int width = static_cast<int>(g.width), across = threads * V, column = at.lane * V;
+  float* weights = shared + 4 * kMaxWarps;
+  float sum[Sums][E] = {};
+  GradientRow<T, V, E, kHoldAdd> held;
+  const bool any = at.row < g.rows;
+  float mean = any ? g.mean[at.row] : 0.0f, rstd = any ? g.rstd[at.row] : 0.0f;
 #pragma unroll
-  for (int i = 0; i < E && kKeepWeight; i += V) load_weight<V>(weight + i, g, at.lane * V + i * threads);
-  GradientRow<T, V> held, next;
-  held.load(g, at.row, at.lane, threads);
+  for (int i = 0; i < E / V; ++i)
+    held.load(g, i, at.row * width + column + i * across, any && column + i * across < width);
+  // Weights as floats, in shared memory: registers are short.
+#pragma unroll 1
+  for (int i = 0; static_cast<int>(threadIdx.x) < threads && i < E / V; ++i) {
+    float weight[V] = {};
+    if (column + i * across < width) load_floats<V>(weight, g.weight, g.weight_dtype, column + i * across);
+#pragma unroll
+    for (int k = 0; k < V; ++k) weights[held_at<V>(i * V + k, at.lane, threads)] = weight[k];
+  }
+  __syncthreads();
   int64_t row = at.row;
   int turn = 0;
-  // A block's groups take as many turns, for they meet in the reduction: as many as its first.
+  // A block's groups take as many turns, for they meet in the reduction: as many as its first. A row past the last is
+  // worked on, too: it has the group's row before, which is neither added nor written.
   for (int64_t first = row - threadIdx.x / threads; first < g.rows; first += step, row += step, turn ^= 1) {
-    if (kAhead) next.load(g, row + step, at.lane, threads);
+    const float shift = -mean * rstd;
     float c[2] = {0.0f, 0.0f};
+    if (row < g.rows) {
 #pragma unroll
-    for (int i = 0; i < E; i += V) {
-      if (!kKeepWeight) load_weight<V>(weight + i, g, at.lane * V + i * threads);
-#pragma unroll
-      for (int k = i; k < i + V; ++k) {
-        const float dy = held.dy_at(k), xhat = held.xhat_at(k);
+      for (int k = 0; k < E; ++k) {
+        const float dy = held.dy[k / V].at(k % V), xhat = fmaf(held.h[k / V].at(k % V), rstd, shift);
+        const float scaled = dy * weights[held_at<V>(k, at.lane, threads)];
         sum[0][k] = fmaf(dy, xhat, sum[0][k]);
         sum[1][k] += dy;
-        c[0] = fmaf(dy, weight[k], c[0]);
-        c[1] = fmaf(dy * weight[k], xhat, c[1]);
+        c[0] += scaled;
+        c[1] = fmaf(scaled, xhat, c[1]);
       }
     }
     group_reduce<Sum>(c, threads, shared + turn * 2 * kMaxWarps);
+    if (row >= g.rows) continue;
     DropoutRow place = {};
-    if (Residual && g.dx != nullptr && row < g.rows) place = place_of_row(g.dropout, row, 1, g.positions);
+    if (B == Before::dropout) place = place_of_row(g.dropout, row, 1, g.positions);
+    // rstd * (dy * weight - (c[0] + xhat * c[1]) / width), of h itself.
+    const float scale = rstd, slope = -rstd * rstd * c[1] * g.inverse_width;
+    const float constant = -rstd * c[0] * g.inverse_width - mean * slope;
+    const bool more = row + step < g.rows;
+    if (more) mean = g.mean[row + step], rstd = g.rstd[row + step];
 #pragma unroll
-    for (int i = 0; i < E; i += V) {
-      const int column = at.lane * V + i * threads;
-      if (row >= g.rows || column >= g.width) continue;
-      if (!kKeepWeight) load_weight<V>(weight + i, g, column);
+    for (int i = 0; i < E / V; ++i) {
+      const int64_t place_at = row * width + column + i * across;
+      if (column + i * across >= width) continue;
       float v[V];
 #pragma unroll
-      for (int k = 0; k < V; ++k)
-        v[k] = held.rstd * (held.dy_at(i + k) * weight[i + k] - (c[0] + held.xhat_at(i + k) * c[1]) * inverse_width);
-      store_gradient<T, V, Residual>(g, row, column, v, place);
+      for (int k = 0; k < V; ++k) {
+        const float scaled = held.dy[i].at(k) * weights[held_at<V>(i * V + k, at.lane, threads)];
+        v[k] = fmaf(scaled, scale, fmaf(held.h[i].at(k), slope, constant));
+        if (kHoldAdd) v[k] += held.add[i].at(k);
+      }
+      // The next row's pack takes the place of this one as soon as that is used up.
+      held.load(g, i, place_at + step * width, more);
+      if (B != Before::nothing && !kHoldAdd) add_pack<T, V>(v, g, place_at);
+      store_floats<V>(static_cast<T*>(g.dh) + place_at, v);
+      if constexpr (B == Before::dropout) {
+        drop<V>(v, g.dropout, place, column + i * across);
+        store_floats<V>(static_cast<T*>(g.dx) + place_at, v);
+      }
       if constexpr (Sums == 3) {
 #pragma unroll
-        for (int k = 0; k < V; ++k) sum[2][i + k] += v[k];
+        for (int k = 0; k < V; ++k) sum[2][i * V + k] += v[k];
       }
     }
-    if (kAhead)
-      held = next;
-    else
-      held.load(g, row + step, at.lane, threads);
   }
-  store_parts<V, Sums>(g, sum, threads, shared + 4 * kMaxWarps);
+#pragma unroll
+  for (int which = 0; which < Sums; ++which)
+    store_part_of_groups<V, E>(g.parts + (static_cast<int64_t>(which) * gridDim.x + blockIdx.x) * width, sum[which],
+                               width, threads, weights);
 }
 
 // Adds v to a part of a sum; at the block's first row, writes it. A thread keeps to its columns, so only it is
@@ -223,7 +239,6 @@ template <typename T, int V, bool Residual, int Sums>
 __global__ void __launch_bounds__(kLongBlock) norm_backward_long(NormGradient g) {
   GPTLITE_SHARED(float, slots);
   const int64_t start = static_cast<int64_t>(threadIdx.x) * V, step = kLongBlock * V;
-  const float inverse_width = 1.0f / static_cast<float>(g.width);
   int turn = 0;
   for (int64_t row = blockIdx.x; row < g.rows; row += gridDim.x, turn ^= 1) {
     const float mean = g.mean[row], rstd = g.rstd[row];
@@ -250,29 +265,23 @@ __global__ void __launch_bounds__(kLongBlock) norm_backward_long(NormGradient g)
       add_to_part<V>(g, 1, column, pack.dy, first);
 #pragma unroll
       for (int k = 0; k < V; ++k)
-        v[k] = rstd * (pack.dy[k] * pack.weight[k] - (c[0] + pack.xhat[k] * c[1]) * inverse_width);
-      store_gradient<T, V, Residual>(g, row, column, v, place);
+        v[k] = rstd * (pack.dy[k] * pack.weight[k] - (c[0] + pack.xhat[k] * c[1]) * g.inverse_width);
+      if (Residual) add_pack<T, V>(v, g, row * g.width + column);
+      store_floats<V>(static_cast<T*>(g.dh) + row * g.width + column, v);
+      if (Residual && g.dx != nullptr) {
+        drop<V>(v, g.dropout, place, column);
+        store_floats<V>(static_cast<T*>(g.dx) + row * g.width + column, v);
+      }
       if constexpr (Sums == 3) add_to_part<V>(g, 2, column, v, first);
     }
   }
 }
 
-// Threads of a block: 256, or 512 where more rows fit into those, or the row is longer.
-inline int gradient_block(int threads) {
-  const int two = 2 * (kGradientBlock / threads), one = kLongBlock / threads;
-  return two >= one ? kGradientBlock / threads * threads : one * threads;
-}
-
-template <typename T, int V, bool Residual, int Sums>
-int launch_held(const NormGradient& g, int64_t* count, void* stream) {
-  const int threads = row_threads(g.width, kGradientElements<V>), block = gradient_block(threads);
-  const int groups = block / threads;
-  const int64_t most = processors() * (block > kGradientBlock ? 1 : 2), needed = divide_up(g.rows, groups);
-  int64_t blocks = needed < most ? needed : most;
-  *count = blocks < kMaxParts ? blocks : kMaxParts;
-  const bool together = block > (threads < kWarp ? kWarp : threads);
-  const int64_t shared = 4 * kMaxWarps + (together ? Sums * g.width : 0);
-  return launch(norm_backward_held<T, V, Residual, Sums>, *count, block, shared * sizeof(float), stream, g, threads);
+// Threads of a block: as many whole groups as fit. Where a group is of several warps, which wait for each other and in
+// the end for the block, two blocks of half the size, unless those have room for fewer rows.
+inline int gradient_block(int threads, int most) {
+  const int one = most / threads, half = most / 2 / threads;
+  return (threads > kWarp && 2 * half >= one ? half : one) * threads;
 }
 
 template <typename T, int V, bool Residual, int Sums>
@@ -282,10 +291,53 @@ int launch_long(const NormGradient& g, int64_t* count, void* stream) {
   return launch(norm_backward_long<T, V, Residual, Sums>, *count, kLongBlock, kShared, stream, g);
 }
 
+template <typename T, int V, typename Layout, Before B, int Sums>
+int launch_layout(const NormGradient& g, int64_t* count, void* stream) {
+  constexpr int E = Layout::E, kMost = kGradientBlock<E, B, Sums>;
+  const auto kernel = norm_backward_held<T, V, Layout, B, Sums>;
+  const int threads = row_threads(g.width, E);
+  if (threads > kMost) return launch_long<T, V, B != Before::nothing, Sums>(g, count, stream);
+  const int block = gradient_block(threads, kMost);
+  const int64_t most = processors() * (2 * block > kMost ? 1 : 2), needed = divide_up(g.rows, block / threads);
+  const int64_t blocks = needed < most ? needed : most;
+  *count = blocks < kMaxParts ? blocks : kMaxParts;
+  const int64_t shared = (4 * kMaxWarps + static_cast<int64_t>(block) * E) * static_cast<int64_t>(sizeof(float));
+  if (!allow_shared(kernel, shared)) return static_cast<int>(cudaErrorInvalidValue);
+  return launch(kernel, *count, block, shared, stream, g, threads);
+}
+
+// A warp has rows of 513 to 1024 elements; wider ones have 32 elements a thread unless 16 leave fewer without work.
+// Only elements of 16 bits have the registers for more than 16; dropout's own work leaves little to gain.
+template <typename T, int V, Before B, int Sums>
+int launch_held(const NormGradient& g, int64_t* count, void* stream) {
+  if constexpr (V == 1) {
+    return launch_layout<T, V, GradientLayout<8, false>, B, Sums>(g, count, stream);
+  } else {
+    if constexpr (sizeof(T) == 2 && B != Before::dropout) {
+      const auto held = [&](int elements) { return elements * row_threads(g.width, elements); };
+      if (g.width > 16 * kWarp && g.width <= 24 * kWarp)
+        return launch_layout<T, V, GradientLayout<24, true>, B, Sums>(g, count, stream);
+      if (g.width > 24 * kWarp && g.width <= 32 * kWarp)
+        return launch_layout<T, V, GradientLayout<32, true>, B, Sums>(g, count, stream);
+      if (g.width > 32 * kWarp && held(32) <= held(16))
+        return launch_layout<T, V, GradientLayout<32, false>, B, Sums>(g, count, stream);
+    }
+    return launch_layout<T, V, GradientLayout<16, false>, B, Sums>(g, count, stream);
+  }
+}
+
+template <typename T, int V, bool Residual, int Sums>
+int launch_held(const NormGradient& g, int64_t* count, void* stream) {
+  if constexpr (!Residual) return launch_held<T, V, Before::nothing, Sums>(g, count, stream);
+  else if (g.dx == nullptr) return launch_held<T, V, Before::sum, Sums>(g, count, stream);
+  else return launch_held<T, V, Before::dropout, Sums>(g, count, stream);
+}
+
 template <bool Residual, int Sums>
-int norm_backward(const NormGradient& g, void* dweight, void* dbias, void* dbefore, int dtype, void* stream) {
+int norm_backward(NormGradient g, void* dweight, void* dbias, void* dbefore, int dtype, void* stream) {
   if (!is_float_dtype(g.weight_dtype)) return static_cast<int>(cudaErrorInvalidValue);
   if (g.width == 0) return 0;
+  g.inverse_width = 1.0f / static_cast<float>(g.width);
   ColumnSums sums = {{dweight, dbias, dbefore}, g.parts, 0, g.width, g.weight_dtype};
   const int error = by_dtype(dtype, [&](auto element) {
     using T = decltype(element);

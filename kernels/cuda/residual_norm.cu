@@ -26,7 +26,7 @@ __device__ __forceinline__ void branch_sum(float* v, const Branch& branch, const
                                            const Pack<T, V>& residual, const DropoutRow& place, int64_t row,
                                            int64_t column) {
 #pragma unroll
-  for (int k = 0; k < V; ++k) v[k] = to_float(x.value[k]);
+  for (int k = 0; k < V; ++k) v[k] = x.at(k);
   if (branch.bias != nullptr) {
     float bias[V];
     load_floats<V>(bias, branch.bias, norm.weight_dtype, column);
@@ -34,12 +34,11 @@ __device__ __forceinline__ void branch_sum(float* v, const Branch& branch, const
     for (int k = 0; k < V; ++k) v[k] += bias[k];
   }
   if (branch.dropped) drop<V>(v, branch.dropout, place, column);
-  Pack<T, V> h;
 #pragma unroll
-  for (int k = 0; k < V; ++k) {
-    h.value[k] = from_float<T>(v[k] + to_float(residual.value[k]));
-    v[k] = to_float(h.value[k]);
-  }
+  for (int k = 0; k < V; ++k) v[k] += residual.at(k);
+  const Pack<T, V> h = Pack<T, V>::of(v);
+#pragma unroll
+  for (int k = 0; k < V; ++k) v[k] = h.at(k);
   store_pack<V>(static_cast<T*>(branch.h) + row * norm.width + column, h);
 }
 
@@ -103,7 +102,8 @@ int gptlite_cuda_residual_norm_forward(void* y, void* h, float* mean, float* rst
   if (!is_float_dtype(weight_dtype)) return static_cast<int>(cudaErrorInvalidValue);
   if (width == 0) return 0;
   const int64_t rows = batch * positions;
-  const Norm norm = {y, mean, rstd, weight, beta, weight_dtype, rows, width, eps};
+  const Norm norm = {y, mean, rstd, weight, beta, weight_dtype, rows, width, eps,
+                     1.0f / static_cast<float>(width)};
   Branch branch = {h, x, bias, residual, positions, dropout != nullptr, {}};
   if (dropout != nullptr) branch.dropout = *dropout;
   return by_dtype(dtype, [&](auto element) {

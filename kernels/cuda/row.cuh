@@ -20,7 +20,7 @@ constexpr int kMaxWarps = kLongBlock / kWarp;
 
 // Threads of a kernel's largest block, for __launch_bounds__.
 template <int E>
-constexpr int kMostThreads = E == 32 ? kRowBlock : kLongBlock;
+constexpr int kMostThreads = E > 16 ? kRowBlock : kLongBlock;
 
 // V elements a pack; E elements a thread, 0 where rows are walked.
 template <int V_, int E_>
@@ -35,7 +35,8 @@ int by_layout(bool packs, int64_t width, F f) {
   constexpr int V = kFullPack<T>;
   if (!packs) return width > kHeldSingly ? f(Layout<1, 0>{}) : f(Layout<1, 8>{});
   if (width > kHeldWidth) return f(Layout<V, 0>{});
-  if (width > 16 * kWarp && width <= 32 * kWarp) return f(Layout<V, 32>{});
+  if (width > 16 * kWarp && width <= 24 * kWarp) return f(Layout<V, 24>{});
+  if (width > 24 * kWarp && width <= 32 * kWarp) return f(Layout<V, 32>{});
   return f(Layout<V, 16>{});
 }
 

@@ -50,7 +50,7 @@ __device__ __forceinline__ void add_mask(float* v, const Scores& s, int64_t mask
   if (s.mask_dtype == GPTLITE_BOOL) {
     const Pack<uint8_t, V> hidden = load_pack<V>(static_cast<const uint8_t*>(s.mask) + at);
 #pragma unroll
-    for (int k = 0; k < V; ++k) v[k] = hidden.value[k] ? -INFINITY : v[k];
+    for (int k = 0; k < V; ++k) v[k] = hidden.at(k) != 0 ? -INFINITY : v[k];
     return;
   }
   float added[V];
@@ -64,7 +64,7 @@ template <typename T, int V>
 __device__ __forceinline__ void score(float* v, const Pack<T, V>& x, const Scores& s, int64_t mask_at, int64_t column,
                                       int64_t seen) {
 #pragma unroll
-  for (int k = 0; k < V; ++k) v[k] = to_float(x.value[k]) * s.scale;
+  for (int k = 0; k < V; ++k) v[k] = x.at(k) * s.scale;
   add_mask<V>(v, s, mask_at, column);
 #pragma unroll
   for (int k = 0; k < V; ++k) v[k] = column + k < seen ? v[k] : -INFINITY;
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kMostThreads<E>)
     const int column = (at.lane + i * threads) * V;
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-      if (column + k < seen) dot = fmaf(to_float(dy_packs[i].value[k]), to_float(y_packs[i].value[k]), dot);
+      if (column + k < seen) dot = fmaf(dy_packs[i].at(k), y_packs[i].at(k), dot);
     }
   }
   dot = group_reduce<Sum>(dot, threads, slots);
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kMostThreads<E>)
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       v[k] = 0.0f;
-      if (column + k < seen) v[k] = s.scale * to_float(y_packs[i].value[k]) * (to_float(dy_packs[i].value[k]) - dot);
+      if (column + k < seen) v[k] = s.scale * y_packs[i].at(k) * (dy_packs[i].at(k) - dot);
     }
     store_floats<V>(dx + start + column, v);
   }

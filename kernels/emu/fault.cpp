@@ -45,9 +45,10 @@ std::string lines(const void* code) {
   std::string found;
   for (size_t at = 0, end; (end = text.find('\n', at)) != std::string::npos; at = end + 1) {
     std::string line = text.substr(at, end - at);
-    line = line.substr(0, line.find(' '));  // "(discriminator 2)"
-    if (line.find("/emu/cuda.h") == std::string::npos)
-      found += (found.empty() ? "" : " < ") + line.substr(line.rfind('/') + 1);
+    if (line.find("/emu/cuda.h") == std::string::npos) {
+      line = line.substr(line.rfind('/') + 1);  // first: a folder may have a space in its name
+      found += (found.empty() ? "" : " < ") + line.substr(0, line.find(' '));  // less "(discriminator 2)"
+    }
   }
   return found.empty() ? "an unknown line" : found;
 }

@@ -60,7 +60,8 @@ typedef struct GptliteHeads {
   int64_t position;
 } GptliteHeads;
 
-// One tensor of an optimizer, all contiguous; parameter and moments are fp32.
+// One tensor of an optimizer, all contiguous; parameter and moments are fp32. `copy`, of `copy_dtype`, bf16 or fp16, is
+// what the parameter is rounded to as it is written; NULL for none.
 typedef struct GptliteAdam {
   float* parameter;
   const void* gradient;
@@ -68,6 +69,8 @@ typedef struct GptliteAdam {
   float* exp_avg_sq;
   float* step;  // one number: steps taken before
   int64_t count;
+  void* copy;
+  int copy_dtype;
 } GptliteAdam;
 
 // Declares a kernel in its three forms. `context`: a cudaStream_t; on a CPU a const GptliteThreads*.

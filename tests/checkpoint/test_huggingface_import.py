@@ -1,5 +1,6 @@
 """What transformers writes trains on here, and what was exported comes back."""
 
+import json
 import shlex
 import shutil
 from dataclasses import replace
@@ -29,6 +30,7 @@ from gptlite.config import from_yaml, load
 from gptlite.data.build import build_loader, prepare
 from gptlite.errors import ConfigError
 from gptlite.huggingface import export, import_
+from gptlite.invocation import command
 from gptlite.parallelism.main_rank import ALONE
 from gptlite.pretrain import pretrain
 from gptlite.restore import restore
@@ -61,6 +63,25 @@ def test_what_was_exported_comes_back_bit_for_bit(save, tmp_path, overrides):
     assert (tmp_path / "twice" / "model.safetensors").read_bytes() == (
         tmp_path / "out" / "model.safetensors"
     ).read_bytes()
+
+
+def test_what_an_import_does_not_need_comes_back(folder, tmp_path):
+    """The ids that end a text, generation_config.json, a tokenizer's files: without them generate() does not stop."""
+    model, prompt = GPT2LMHeadModel.from_pretrained(folder), torch.tensor([[1, 2, 3]])
+    first = int(model.generate(prompt, max_new_tokens=1, do_sample=False, pad_token_id=0)[0, -1])
+    model.config.bos_token_id = model.config.eos_token_id = model.generation_config.eos_token_id = first
+    model.config.task_specific_params = {"mine": {"length": 3}}
+    model.generation_config.max_new_tokens = 9
+    model.save_pretrained(folder)
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    export(import_(folder, tmp_path / "run"), tmp_path / "out", dtype="bf16")
+    again = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    assert [len(each.generate(prompt, do_sample=False, pad_token_id=0)[0]) for each in (model, again)] == [4, 4]
+    for name in ("generation_config.json", "merges.txt"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    before, after = (json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "out"))
+    differing = {key: after[key] for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    assert list(differing.values()) == ["bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +133,7 @@ def test_it_trains_on_from_their_loss(text, tmp_path):
     data = [*("data=text", f"data.path={text}", "data.tokenizer=byte", f"data.cache_dir={tmp_path / 'cache'}")]
     data += ["data.global_batch_size=4", "data.micro_batch_size=2", "precision=fp32", f"run.dir={tmp_path / 'run'}"]
     steps = ["trainer.max_steps=4", "trainer.log_interval=1", "trainer.eval_interval=0", "trainer.sample_tokens=0"]
-    config = load([*command_of(said)[2:], *data, *steps, "optimizer.lr=1e-2", "schedule.warmup_steps=1"])
+    config = load([*command_of(said), *data, *steps, "optimizer.lr=1e-2", "schedule.warmup_steps=1"])
     assert pretrain(config) == 0
     losses = [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row]
 
@@ -128,7 +149,7 @@ def test_it_trains_on_from_their_loss(text, tmp_path):
     assert "data.tokenizer=byte (was none)" in log
 
     # The run that went on is one like any other: it resumes, and it exports.
-    assert pretrain(load([*command_of(said)[2:], *data, *steps, "trainer.max_steps=5", *AUTO])) == 0
+    assert pretrain(load([*command_of(said), *data, *steps, "trainer.max_steps=5", *AUTO])) == 0
     export(tmp_path / "run", tmp_path / "out")
     model = restored(tmp_path / "run" / "checkpoints" / "step-00000005")
     torch.testing.assert_close(our_logits(model, tokens), their_logits(tmp_path / "out", tokens), rtol=0, atol=1e-5)
@@ -138,8 +159,8 @@ def test_data_of_more_token_ids_is_refused(folder, text, tmp_path):
     said: list[str] = []
     import_(folder, tmp_path / "imported", log=said.append)
     data = ["data=text", f"data.path={text}", "data.tokenizer=byte", f"data.cache_dir={tmp_path / 'cache'}"]
-    with pytest.raises(ConfigError, match=r"model\.vocab_size=53 is below the tokenizer's 257"):
-        pretrain(load([*command_of(said)[2:], *data, f"run.dir={tmp_path / 'run'}"]))
+    with pytest.raises(ConfigError, match=r"has a vocabulary of 53 ids and the data's tokenizer 257"):
+        pretrain(load([*command_of(said), *data, f"run.dir={tmp_path / 'run'}"]))
 
 
 def test_the_command_that_goes_on_composes_to_the_imported_model(tmp_path):
@@ -147,7 +168,7 @@ def test_the_command_that_goes_on_composes_to_the_imported_model(tmp_path):
     folder = saved(GPT2LMHeadModel(config), tmp_path / "it's a (model)")
     said: list[str] = []
     step = import_(folder, tmp_path / "a run", log=said.append)
-    composed = load(command_of(said)[2:])
+    composed = load(command_of(said))
     assert composed.model == from_yaml(read_config(step)).model
     assert composed.checkpoint.resume == str(tmp_path / "a run")
     assert composed.checkpoint.load == "weights"
@@ -158,9 +179,8 @@ def test_the_command_that_goes_on_composes_to_the_imported_model(tmp_path):
 
 
 def command_of(said: list[str]) -> list[str]:
-    words = shlex.split(said[-1][said[-1].index("python train.py") :])
-    assert words[:2] == ["python", "train.py"]
-    return words
+    start = command("train")
+    return shlex.split(said[-1][said[-1].index(start) + len(start) :])
 
 
 def test_a_vocabulary_of_another_size_is_refused_where_the_padded_rows_are_the_same(text, tmp_path):
@@ -168,8 +188,9 @@ def test_a_vocabulary_of_another_size_is_refused_where_the_padded_rows_are_the_s
     folder = saved(GPT2LMHeadModel(GPT2Config(**SIZES | {"vocab_size": 300})), tmp_path / "theirs")  # 384 rows, as 257
     said: list[str] = []
     import_(folder, tmp_path / "imported", log=said.append)
-    words = [word for word in command_of(said)[2:] if not word.startswith("model.vocab_size=")]
+    words = [word for word in command_of(said) if not word.startswith("model.vocab_size=")]
     data = ["data=text", f"data.path={text}", "data.tokenizer=byte", f"data.cache_dir={tmp_path / 'cache'}"]
+    words.append("model.vocab_size=null")
     with pytest.raises(ConfigError, match=r"model\.vocab_size=257 \(was 300\); give 300"):
         pretrain(load([*words, *data, f"run.dir={tmp_path / 'run'}"]))
 

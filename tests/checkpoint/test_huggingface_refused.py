@@ -62,6 +62,7 @@ def refused(folder: Path, run: Path, words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         import_(folder, run)
     assert words in str(refusal.value)
+    assert "weights_only" not in str(refusal.value)  # torch's advice, which would run what is in a file
     assert "\n" not in str(refusal.value)
     assert snapshot(folder.parent) == before
 
@@ -87,6 +88,18 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]]
         "h.0.mlp.c_fc.weight is [96, 24]",
     ),
     "twice": (lambda t: t | {"wte.weight": t[W].clone()}, "is stored twice"),
+    "NaN": (
+        lambda t: (
+            t
+            | {
+                "transformer.h.1.ln_1.weight": t["transformer.h.1.ln_1.weight"].index_fill(
+                    0, torch.tensor(3), torch.nan
+                )
+            }
+        ),
+        "h.1.ln_1.weight holds 1 numbers that are NaN or infinite, the first at [3]",
+    ),
+    "infinite": (lambda t: t | {W: t[W].index_fill(0, torch.tensor(5), torch.inf)}, "wte.weight holds 24 numbers"),
     "another head": (lambda t: t | {"lm_head.weight": t[W] + 1}, "lm_head.weight is not wte.weight"),
     "integers": (lambda t: t | {W: t[W].to(torch.int8)}, "wte.weight is torch.int8; save it in float32 first"),
     "doubles": (lambda t: t | {W: t[W].double()}, "wte.weight is torch.float64; save it in float32 first"),

@@ -218,8 +218,8 @@ def test_batches_say_where_documents_begin_and_predict_nothing_from_an_end():
     reader = loader(micro=12, end=20, tokens=97)
     rows = {int(row[0]): n for n, row in enumerate(reader.batch(0, 0).tokens)}
     batch, plain = reader.batch(0, 0), loader(micro=12, tokens=97).batch(0, 0)
-    assert batch.documents[rows[16]].tolist() == [0, 0, 0, 0, 0, 5, 5, 5]
-    assert batch.documents[[n for first, n in rows.items() if first != 16]].abs().sum() == 0
+    assert batch.documents.starts[rows[16]].tolist() == [0, 0, 0, 0, 0, 5, 5, 5]
+    assert batch.documents.starts[[n for first, n in rows.items() if first != 16]].abs().sum() == 0
     assert torch.equal(batch.tokens, plain.tokens)
     assert (batch.targets != plain.targets).nonzero().tolist() == [[rows[16], 4]]
     assert batch.targets[rows[16], 4] == IGNORE
@@ -230,7 +230,7 @@ def test_a_rank_of_a_cut_sequence_knows_all_documents():
     reader = loader(micro=12, end=20, tokens=97)
     reader._positions = np.array([0, 1, 6, 7])
     batch, whole = reader.batch(0, 0), loader(micro=12, end=20, tokens=97).batch(0, 0)
-    assert torch.equal(batch.documents, whole.documents)
+    assert torch.equal(batch.documents.starts, whole.documents.starts)
     assert torch.equal(batch.targets, whole.targets[:, [0, 1, 6, 7]])
 
 

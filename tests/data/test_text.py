@@ -2,6 +2,7 @@
 
 import pytest
 
+from gptlite.config import load
 from gptlite.data.text import Span, find_files, scan, split
 from gptlite.errors import ConfigError
 
@@ -53,6 +54,22 @@ def test_hash_is_of_the_contents_and_of_where_files_end(tmp_path):
         path.write_text(text)
     assert scan([a, b]) == scan([a, b])
     assert len({scan([a, b]), scan([b, a]), scan([a]), scan([c, d])}) == 4
+
+
+@pytest.mark.parametrize("target", ["gone.txt", "a.txt"], ids=["dangling", "looping"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path, target):
+    (tmp_path / "b.txt").write_text("x")
+    (tmp_path / "a.txt").symlink_to(target)
+    with pytest.raises(ConfigError, match=f"a.txt is a link to {target}, which leads nowhere; repair or remove it"):
+        find_files(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "x.txt.gz"])
+def test_records_are_not_trained_on_as_text(tmp_path, name):
+    (tmp_path / name).write_text('{"text": "a"}\n' * 99)
+    for refuse in (lambda path: find_files(path), lambda path: load(["data=text", f"data.path={path}"])):
+        with pytest.raises(ConfigError, match=r"not plain text; tokenize it: .*preprocess.* input=.*, and train"):
+            refuse(str(tmp_path / name))
 
 
 def test_a_folder_is_its_text_files_in_order(tmp_path):

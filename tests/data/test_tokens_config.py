@@ -14,6 +14,7 @@ from gptlite.data.build import prepare
 from gptlite.data.config import TokensConfig
 from gptlite.data.tokenizer import CharTokenizer
 from gptlite.errors import ConfigError
+from gptlite.invocation import command
 
 MIX = "data.blend={data/web: 0.7, data/code: 0.3}"
 LETTERS = set("".join(documents(0, 99)))
@@ -96,20 +97,19 @@ def test_a_weight_that_is_none_is_refused(weight: str, named: str):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ([], "data.path is not set; give a prepared folder (tools/preprocess.py), or data.blend={...}"),
+        ([], "data.path is not set; give a prepared folder (PREPROCESS), or data.blend={...}"),
         (["data.blend={}"], "data.blend={} is no mix; give {data/a: 0.7, data/b: 0.3}"),
         (["data.blend={}", "data.path=data/web"], "data.blend={} is no mix; give {data/a: 0.7, data/b: 0.3}"),
         (["data.blend=[data/web]"], "data.blend=['data/web'] is no mix; give {data/a: 0.7, data/b: 0.3}"),
         (
             ["data.path=data/wbe"],
-            "data.path: data/wbe does not exist; give a prepared folder (tools/preprocess.py); did you mean data/web?",
+            "data.path: data/wbe does not exist; give a prepared folder (PREPROCESS); did you mean data/web?",
         ),
         (
             ["data.blend={data/web: 1, data/coed: 1}"],
-            "data.blend: data/coed does not exist; give a prepared folder (tools/preprocess.py); "
-            "did you mean data/code?",
+            "data.blend: data/coed does not exist; give a prepared folder (PREPROCESS); did you mean data/code?",
         ),
-        (["data.path=data"], "data.path: data holds no train.idx; give a prepared folder (tools/preprocess.py)"),
+        (["data.path=data"], "data.path: data holds no train.idx; give a prepared folder (PREPROCESS)"),
         (
             [f"data.blend={{data/web: 1{308 * '0'}, data/code: 1{308 * '0'}}}"],
             "data.blend: the weights are too large to be added; divide them all by the same number",
@@ -118,7 +118,7 @@ def test_a_weight_that_is_none_is_refused(weight: str, named: str):
     ids=["nothing", "empty", "empty_beside_path", "list", "path", "folder", "not_prepared", "sum"],
 )
 def test_what_is_no_data_is_refused(overrides: list[str], line: str):
-    assert refusal(lambda: tokens(*overrides)) == line
+    assert refusal(lambda: tokens(*overrides)) == line.replace("PREPROCESS", command("preprocess"))
 
 
 def test_a_name_with_a_slip_is_guessed():

@@ -113,14 +113,16 @@ class Pool:
         self.references, self.collective_timeout = references, collective_timeout
         self._ranks: Ranks | None = None
 
-    def run(self, cell: Cell, bug: str = "", timeout: float = 120) -> Result:
+    def run(
+        self, cell: Cell, bug: str = "", timeout: float = 120, runner: str = "distributed.parity_cells:run_cell"
+    ) -> Result:
         """The result of a cell. Raises what Ranks.run raises; the next cell then starts new ranks."""
         if self._ranks is None or self._ranks.world != cell.world:
             self.close()
             self._ranks = Ranks(cell.world, collective_timeout=self.collective_timeout)
         reference, apart = self.references.of(cell)
         arguments = (load(cell.overrides()), reference, apart, bug, cell.has_twin)
-        return self._ranks.run("distributed.parity_cells:run_cell", *arguments, timeout=timeout)[0]
+        return self._ranks.run(runner, *arguments, timeout=timeout)[0]
 
     def close(self) -> None:
         """Ends the ranks."""

@@ -47,6 +47,9 @@ def test_a_pipeline_tells_of_every_rank(tiny: list[str], tmp_path: Path):
     assert ranks[0]["parameters"] != ranks[1]["parameters"]  # two layers and the embedding, one layer and the head
     assert all(rank["peak"] > 100e6 for rank in ranks)
     assert ranks[0]["peak"] == rows[-1]["memory_peak_bytes"]
+    assert all(50e6 < rank["average"] <= rank["peak"] for rank in ranks)
+    assert all(0 < rank["utilization"] <= 1 for rank in ranks)
+    assert result["memory_average_bytes"] == ranks[0]["average"]
     told = result["pipeline"]
     assert (told["schedule"], told["ranks"], told["stages_per_rank"], told["micro_batches"]) == ("1f1b", 2, 1, 4)
     assert told["layers"] == [2, 1]
@@ -66,7 +69,9 @@ def test_figures_are_at_the_median_speed(monkeypatch: pytest.MonkeyPatch):
     state: Any = SimpleNamespace(step=1, tokens=100, chain=SimpleNamespace(mesh=ONE), remaining_batches=float)
     for loss in (3.0, 2.0, 1.0):  # in 4, 1 and 2 seconds
         throughput.step()
-        reporter.step(state, StepResult(loss, 1.0, 0.1), lambda seconds: {"comm_seconds_tp": seconds / 4})
+        reporter.step(
+            state, StepResult(loss, 1.0, 0.1, step=1, tokens=100), lambda seconds: {"comm_seconds_tp": seconds / 4}
+        )
     found = reporter.figures()
     assert (found["loss"], found["tokens_per_second"], found["step_seconds"]) == (1.0, 50.0, 2.0)
     assert found["mfu"] == pytest.approx(50 * 6 / 3000)
@@ -86,7 +91,9 @@ def test_figures_of_the_last_row_are_brought_to_the_median_speed(monkeypatch: py
     state: Any = SimpleNamespace(step=1, tokens=100, chain=SimpleNamespace(mesh=ONE), remaining_batches=float)
     for _ in range(3):  # in 1, 2 and 8 seconds, a quarter of each in tp
         throughput.step()
-        reporter.step(state, StepResult(1.0, 1.0, 0.1), lambda seconds: {"comm_seconds_tp": seconds / 4})
+        reporter.step(
+            state, StepResult(1.0, 1.0, 0.1, step=1, tokens=100), lambda seconds: {"comm_seconds_tp": seconds / 4}
+        )
     found = reporter.figures()
     assert (found["step_seconds"], found["comm_seconds"]) == (2.0, {"tp": 0.5})
     assert found["mfu"] == pytest.approx(50 * 6 / 3000)
@@ -95,10 +102,10 @@ def test_figures_of_the_last_row_are_brought_to_the_median_speed(monkeypatch: py
 def test_what_is_not_known_of_a_rank_is_none():
     report = MemoryReport()
     assert report.ranks() == []
-    report.gather_peaks(None, ONE)
-    assert report.ranks() == [dict.fromkeys((*CATEGORIES, "peak"))]
-    report.gather_peaks(7, ONE)
-    assert report.ranks()[0]["peak"] == 7
+    report.gather(None, None, None, ONE)
+    assert report.ranks() == [dict.fromkeys((*CATEGORIES, "peak", "average", "utilization"))]
+    report.gather(7, 5, 0.25, ONE)
+    assert [report.ranks()[0][name] for name in ("peak", "average", "utilization")] == [7, 5, 0.25]
 
 
 def test_the_first_row_of_shares_does_not_outlive_itself():

@@ -205,11 +205,18 @@ def test_words_survive_the_store():
     assert Word.read(str(WAITING)) == WAITING
 
 
-def test_a_place_says_the_phase_and_the_line():
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (f"{stack.PACKAGE}model/trunk.py", "gptlite/model/trunk.py"),
+        ("/home/someone/gptlite/train/loop.py", None),  # a folder of the same name is not the package
+    ],
+)
+def test_a_place_says_the_phase_and_the_line(file, said):
     source = "def forward(event):\n    standing.set()\n    hold(event)\ndef evaluate(event):\n    forward(event)\n"
     standing, done = threading.Event(), threading.Event()
     scope = {"standing": standing, "hold": lambda event: event.wait(30)}
-    exec(compile(source, "/somewhere/gptlite/model/trunk.py", "exec"), scope)
+    exec(compile(source, file, "exec"), scope)
     thread = threading.Thread(target=scope["evaluate"], args=(done,))
     thread.start()
     standing.wait(30)
@@ -218,5 +225,9 @@ def test_a_place_says_the_phase_and_the_line():
     done.set()
     thread.join()
     assert place == stack.Place(words=place.words)  # waits for no other rank
-    assert place.words in [f"evaluation, forward, in forward (gptlite/model/trunk.py:{line})" for line in (2, 3)]
+    if said is None:  # nothing of the package is on this stack: the innermost frame is named
+        assert "gptlite/train/loop.py" not in place.words
+        assert place.words.startswith("evaluation, forward, in ")
+    else:
+        assert place.words in [f"evaluation, forward, in forward ({said}:{line})" for line in (2, 3)]
     assert stack.place_of(0) == stack.Place(words="ended")  # no such thread

@@ -1,14 +1,21 @@
-"""The kernels' tests (tests/kernels) on a GPU, through torch.ops.gptlite. Skipped without one."""
+"""The kernels' tests (tests/kernels) on the device, through torch.ops.gptlite.
 
+Attention and the weight's gradient are kernels for CPUs alone, and are not among them. Two cases are skipped that torch
+cannot express: dropout of p=0 and the norm of no tensors.
+"""
+
+import inspect
 import types
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from kernels.backends import Backend
 from kernels.options import Adam, Dropout, Loss, State
 from torch import Tensor
 
 from gptlite.kernels.library import Loaded, load
+from gpu.device import DEVICE
 from kernels import (
     test_adamw,
     test_bias_gelu,
@@ -21,10 +28,6 @@ from kernels import (
 )
 from kernels.cases import BEST
 
-if not torch.cuda.is_available():
-    pytest.skip("no GPU here", allow_module_level=True)  # once, not two thousand times
-
-DEVICE = torch.device("cuda")
 OPS = torch.ops.gptlite
 
 
@@ -33,7 +36,9 @@ class TorchOps:
     """kernels.backends.Backend's methods by torch's ops, from CPU tensors to CPU tensors."""
 
     offsets: tuple[int, ...] = (0,)
+    # A CPU in a GPU's place is asked what a GPU is.
     is_cpu = False
+    is_emulated = False
 
     def having(self, **changes: object) -> "TorchOps":
         return replace(self, **changes)
@@ -83,24 +88,24 @@ class TorchOps:
 
     def dropout(self, x: Tensor, dropout: Dropout, in_place: bool = False) -> Tensor:
         if dropout.p == 0:
-            pytest.skip("x itself, to torch")
+            pytest.skip("dropout of p=0 is x itself: no op")
         return OPS.dropout(*self._there(x), *_dropout(dropout), dropout.first_head).cpu()
 
     def cross_entropy(self, logits, targets, loss: Loss, want_gradient=True, padding=0) -> tuple[Tensor, Tensor]:
-        data = self._padded(logits, padding)
-        options = loss.label_smoothing, loss.z_loss, loss.ignore_index, want_gradient
+        whole, data = self._padded(logits, padding)
+        options = loss.label_smoothing, loss.z_loss, loss.ignore_index, want_gradient, loss.scale
         losses = OPS.cross_entropy_(data, targets.to(DEVICE), *options)
-        return losses.cpu(), data.cpu()
+        return losses.cpu(), _unpadded(whole, data)
 
     def cross_entropy_stats(self, logits, targets, loss: Loss, padding=0) -> Tensor:
-        data, size = self._padded(logits, padding), loss.vocab_size or logits.shape[1]
+        (_, data), size = self._padded(logits, padding), loss.vocab_size or logits.shape[1]
         return OPS.cross_entropy_stats(data, targets.to(DEVICE), loss.first, size, loss.ignore_index).cpu()
 
     def cross_entropy_gradient(self, logits, targets, log_sum, loss: Loss, padding=0) -> Tensor:
-        data, size = self._padded(logits, padding), loss.vocab_size or logits.shape[1]
-        options = loss.first, size, loss.label_smoothing, loss.z_loss, loss.ignore_index
+        (whole, data), size = self._padded(logits, padding), loss.vocab_size or logits.shape[1]
+        options = loss.first, size, loss.label_smoothing, loss.z_loss, loss.ignore_index, loss.scale
         OPS.cross_entropy_gradient_(data, targets.to(DEVICE), log_sum.to(DEVICE), *options)
-        return data.cpu()
+        return _unpadded(whole, data)
 
     def norm(self, tensors, dtype=torch.float32) -> Tensor:
         if not tensors:
@@ -114,8 +119,14 @@ class TorchOps:
         parameters, means, squares, steps = (self._there(*(getattr(state, name) for state in states)) for name in names)
         o, numbers = options, [None if each is None else torch.tensor([each]).to(DEVICE) for each in (scale, found_inf)]
         rates = o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.adam
-        OPS.adamw_(parameters, self._there(*gradients), means, squares, steps, *rates, *numbers)
-        return [State(*_here(each)) for each in zip(parameters, means, squares, steps, strict=True)]
+        copies = self._there(*(torch.empty(0) if state.copy is None else state.copy for state in states))
+        given = copies if any(state.copy is not None for state in states) else None
+        OPS.adamw_(parameters, self._there(*gradients), means, squares, steps, *rates, *numbers, given)
+        found = [State(*_here(each)) for each in zip(parameters, means, squares, steps, copies, strict=True)]
+        return [
+            replace(each, copy=each.copy if state.copy is not None else None)
+            for each, state in zip(found, states, strict=True)
+        ]
 
     def _there(self, *tensors: Tensor | None) -> list[Tensor | None]:
         """Copies on the device, `offsets` elements from where they would be aligned."""
@@ -128,11 +139,12 @@ class TorchOps:
         op_(x, *arguments)
         return x.cpu()
 
-    def _padded(self, logits: Tensor, padding: int) -> Tensor:
+    def _padded(self, logits: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+        """Rows followed by padding of NaN, and their view without it."""
         rows, columns = logits.shape
         data = _shifted(torch.full((rows, columns + padding), torch.nan, dtype=logits.dtype), self.offsets[0])
         data[:, :columns] = logits
-        return data[:, :columns]
+        return data, data[:, :columns]
 
 
 def _shifted(tensor: Tensor, offset: int) -> Tensor:
@@ -142,6 +154,12 @@ def _shifted(tensor: Tensor, offset: int) -> Tensor:
     memory = torch.empty(offset + tensor.numel(), dtype=tensor.dtype, device=DEVICE)
     copy = memory[offset:].view(dense.shape).copy_(dense)
     return copy.permute([order.index(dim) for dim in range(tensor.dim())])
+
+
+def _unpadded(whole: Tensor, data: Tensor) -> Tensor:
+    """The rows, whose padding still is as it was."""
+    assert whole[:, data.shape[1] :].isnan().all(), "written past a row's columns"
+    return data.cpu()
 
 
 def _here(tensors: tuple[Tensor, ...]) -> list[Tensor]:
@@ -160,6 +178,15 @@ def backend() -> TorchOps:
     loaded = load(DEVICE.type)
     assert isinstance(loaded, Loaded), loaded.reason
     return TorchOps()
+
+
+def test_every_method_takes_what_the_other_backend_takes() -> None:
+    """An argument that the adapter does not know would be one that no GPU is tested with."""
+    methods = {name: method for name, method in vars(Backend).items() if isinstance(method, types.FunctionType)}
+    for name, method in methods.items():
+        if not name.startswith(("_", "attention", "weight_gradient")):
+            ours = inspect.signature(getattr(TorchOps, name)).parameters
+            assert list(ours) == list(inspect.signature(method).parameters), name
 
 
 def on_gpu(test: types.FunctionType) -> types.FunctionType:

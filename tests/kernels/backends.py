@@ -47,6 +47,11 @@ class Backend:
     def is_cpu(self) -> bool:
         return self.prefix == "gptlite_cpu_"
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether it takes seconds where others take milliseconds."""
+        return not self.is_cpu
+
     def masked_softmax_forward(self, x: Tensor, mask: Tensor | None, scale: float, in_place: bool = False) -> Tensor:
         """`mask` broadcasts to x [batch, heads, queries, keys], and keeps the order of its strides."""
         memory = self._memory()
@@ -233,8 +238,11 @@ class Backend:
             parts = state.parameter, state.exp_avg, state.exp_avg_sq, state.step
             parameter, exp_avg, exp_avg_sq, step = (memory.copy(each, written=True) for each in parts)
             pointers = parameter, memory.copy(gradient), exp_avg, exp_avg_sq, step
-            structs[i] = GptliteAdam(*(each.pointer for each in pointers), gradient.numel())
-            after.append(State(parameter.tensor, exp_avg.tensor, exp_avg_sq.tensor, step.tensor))
+            copy = None if state.copy is None else memory.copy(state.copy, written=True)
+            held = (None, CODES[torch.bfloat16]) if copy is None else (copy.pointer, CODES[copy.tensor.dtype])
+            structs[i] = GptliteAdam(*(each.pointer for each in pointers), gradient.numel(), *held)
+            copied = None if copy is None else copy.tensor
+            after.append(State(parameter.tensor, exp_avg.tensor, exp_avg_sq.tensor, step.tensor, copied))
         o = options
         numbers = [None if each is None else memory.copy(torch.tensor([each])) for each in (scale, found_inf)]
         rates = o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, o.adam

@@ -62,6 +62,8 @@ def layer_norm(backend: Emulated) -> None:
     test_layer_norm.test_values_of_all_kinds(backend, "big_mean", FP32, 5000)
     test_layer_norm.test_eps(backend, 0.1)
     test_layer_norm.test_sizes(backend, (300, 4), FP32)
+    for rows, width in ((200, 768), (40, 2048)):  # a warp, and several, with a row after another
+        test_layer_norm.test_sizes(backend, (rows, width), BF16)
     test_layer_norm.test_sizes(backend.having(offsets=(1,)), (3, 64), FP32)
 
 
@@ -70,6 +72,7 @@ def residual_norm(backend: Emulated) -> None:
     for width, dtype in ((33, FP32), (64, BF16), (1024, BF16), (8208, BF16), (8193, FP32)):
         test_residual_norm.test_sizes(backend, (2, 2 if width > 100 else 9, width), dtype, drop)
     test_residual_norm.test_sizes(backend, (3, 100, 5), FP32, drop)  # more rows than blocks
+    test_residual_norm.test_sizes(backend, (2, 40, 768), BF16, None)
     test_residual_norm.test_parameters_of_another_dtype_and_null_arguments(backend, BF16, FP32, drop, 96)
     test_residual_norm.test_parameters_of_another_dtype_and_null_arguments(backend, FP32, BF16, None, 3)
 
@@ -151,6 +154,7 @@ def adamw(backend: Emulated) -> None:
     test_adamw.check_step(before, after, gradient, test_adamw.OPTIONS[3], 0.5)
     test_adamw.test_nothing_changes_where_an_infinity_was_found(backend, 1.0)
     test_adamw.test_hundreds_of_tiny_tensors(backend, BF16)
+    test_adamw.test_copies_are_what_the_parameters_are_rounded_to(backend, 33, BF16, False)
     test_adamw.test_one_step(replace(backend, offsets=(1, 0)), 64, FP32, False)
 
 

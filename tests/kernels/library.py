@@ -63,6 +63,8 @@ class GptliteAdam(ctypes.Structure):
         ("exp_avg_sq", ctypes.c_void_p),
         ("step", ctypes.c_void_p),
         ("count", ctypes.c_int64),
+        ("copy", ctypes.c_void_p),
+        ("copy_dtype", ctypes.c_int),
     )
 
 

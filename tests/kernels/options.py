@@ -68,3 +68,4 @@ class State:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     step: Tensor
+    copy: Tensor | None = None  # of the parameter, in 16 bits

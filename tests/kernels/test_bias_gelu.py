@@ -61,7 +61,7 @@ def test_sizes(backend: Backend, size, dtype, approximate) -> None:
 def test_all_arguments(backend: Backend, dtype, approximate) -> None:
     """Where tanh and erf turn, saturate and underflow."""
     largest = 11 if backend.is_cpu else 6
-    x = torch.linspace(-largest, largest, 40_001 if backend.is_cpu else 2001).to(dtype)
+    x = torch.linspace(-largest, largest, 2001 if backend.is_emulated else 40_001).to(dtype)
     small = torch.logspace(-30, 0, 500).to(dtype)
     check_both(backend, torch.cat([x, small, -small]).view(1, -1), None, approximate)
 

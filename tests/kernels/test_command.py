@@ -1,4 +1,4 @@
-"""`gptlite-kernels`."""
+"""`gptlite kernels`."""
 
 import contextlib
 import io
@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from gptlite.invocation import command
 from gptlite.kernels.command import HELP, SUBCOMMANDS, main
 
 
@@ -33,7 +34,7 @@ def test_help_names_every_subcommand():
     for name in SUBCOMMANDS:
         result = tool(name, "--help")
         assert result.returncode == 0
-        assert f"gptlite-kernels {name}" in result.stdout
+        assert f"{command('kernels')} {name}" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,7 @@ def test_help_names_every_subcommand():
     [
         (["biuld"], "biuld is not one of build, info, test, bench; did you mean build?"),
         (["build", "cuda=maybe"], "cuda=maybe is not one of auto, true, false"),
+        (["build", "arch=hopper"], "arch=hopper is not auto, any or an architecture as 80 or 90"),
         (["build", "gpu=true"], "gpu is not a key of this tool"),
         (["bench", "dtype=float64"], "dtype=float64 is not one of float32, bfloat16, float16"),
         (["bench", "ops=layernorm"], "ops=layernorm is not there; did you mean layer_norm?"),

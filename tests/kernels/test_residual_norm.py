@@ -7,10 +7,26 @@ import torch
 from torch import Tensor
 
 from kernels.backends import Backend
-from kernels.cases import BF16, DTYPES, FP16, FP32, KINDS, WIDE, WIDTHS, each, normal, on, rows_of, same_bits
+from kernels.cases import (
+    BEST,
+    BF16,
+    DTYPES,
+    EMULATED,
+    FP16,
+    FP32,
+    KINDS,
+    WIDE,
+    WIDTHS,
+    each,
+    normal,
+    on,
+    rows_of,
+    same_bits,
+)
 from kernels.options import Dropout
 from kernels.test_layer_norm import (
     EPS,
+    MODEL_WIDTHS,
     affine,
     check_normed,
     check_statistics,
@@ -94,6 +110,17 @@ CORE_SIZES = [(1, 1, 1), (2, 2, 33), (1, 2, 768), (3, 20, 17), (2, 1, 777), (1, 
 )
 def test_sizes(backend: Backend, size, dtype, dropout) -> None:
     check_both(backend, size, dtype, dtype, dropout)
+
+
+@each(
+    "width,dtype,dropout",
+    [(w, d, p) for w in MODEL_WIDTHS for d in DTYPES for p in (None, DROP) if d is BF16 or w in (768, 2048)],
+    [(w, BF16, None) for w in (768, 1024, 1280, 2048)] + [(768, FP16, DROP), (768, FP32, None)],
+    backends=(BEST, EMULATED),
+)
+@pytest.mark.parametrize("rest", [True, False])
+def test_more_rows_than_a_gpu_holds_at_once(backend: Backend, width, dtype, dropout, rest) -> None:
+    check_both(backend, (2, 35 if width < 1030 else 7, width), dtype, FP32, dropout, rest)
 
 
 @each(

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptlite.ops import cross_entropy
+from gptlite.ops import config, cross_entropy
 from gptlite.ops.config import CrossEntropy
 from gptlite.ops.cross_entropy import LossGradient, linear_cross_entropy
 
@@ -14,8 +14,9 @@ TOKENS, WIDTH, VOCAB, PADDED = 37, 16, 53, 64
 # Largest error over the largest value of the fp64 result. In bf16 the logits and their gradient are each rounded once.
 TOLERANCE = {torch.float32: {"loss": 1e-6, "grad": 2e-6}, torch.bfloat16: {"loss": 2e-3, "grad": 1e-2}}
 
+BF16 = 2.0**-7  # a unit in the last place, relative
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("kernels", "products")
 
 
 def draw(tokens: int = TOKENS, scale: float = 1.0):
@@ -81,20 +82,68 @@ def test_whatever_was_known_of_the_upstream_gradient(dtype, upstream, known, cho
 @pytest.mark.parametrize("logit_rows", [1, 7, TOKENS, 1000])
 @pytest.mark.parametrize("softmax_rows", [1, 3, 1000])
 def test_any_number_of_chunks(monkeypatch, dtype, logit_rows, softmax_rows):
-    monkeypatch.setitem(cross_entropy.LOGIT_BYTES, "cpu", logit_rows * VOCAB * dtype.itemsize)
-    monkeypatch.setitem(cross_entropy.SOFTMAX_BYTES, "cpu", softmax_rows * VOCAB * 4)
+    monkeypatch.setitem(config.LOGIT_BYTES, "cpu", logit_rows * VOCAB * dtype.itemsize)
+    monkeypatch.setattr(config, "CHUNK_ROWS", 1)
+    monkeypatch.setitem(config.SOFTMAX_BYTES, "cpu", softmax_rows * VOCAB * 4)
     check(*draw(), dtype)
 
 
-def test_no_more_logits_than_a_chunk_exist_at_once(monkeypatch):
+def test_no_more_logits_than_a_chunk_exist_at_once(monkeypatch, products):
     sizes = []
     of = cross_entropy._Loss.of
-    monkeypatch.setitem(cross_entropy.LOGIT_BYTES, "cpu", 10 * VOCAB * 4)
+    columns = PADDED if products == "aligned" else VOCAB
+    monkeypatch.setattr(config, "CHUNK_ROWS", 2)
+    monkeypatch.setitem(config.LOGIT_BYTES, "cpu", 11 * columns * 4)
     monkeypatch.setattr(
         cross_entropy._Loss, "of", lambda self, x, *rest, **more: (sizes.append(len(x)), of(self, x, *rest, **more))[1]
     )
     run(fused, *draw(), torch.float32)
-    assert sizes == [10, 10, 10, 7]
+    assert sizes == ([10, 10, 10, 7] if products == "aligned" else [11, 11, 11, 4])
+
+
+def test_the_logits_of_a_gpus_micro_batch_are_one_chunk():
+    rows = config.logit_rows("cuda", 16 * 2048, 50304, 2)
+    assert rows == 16 * 2048
+    for tokens, chunks in ((42_624, 1), (42_752, 2), (100_000, 3)):
+        rows = config.logit_rows("cuda", tokens, 50304, 2)
+        assert -(-tokens // rows) == chunks
+        assert rows % 128 == 0
+        assert (chunks - 1) * rows < tokens <= chunks * rows
+        assert tokens - (chunks - 1) * rows > 0.99 * rows, "a small chunk at the end"
+        assert rows * 50304 * 2 <= 4 * 2**30 + 128 * 50304 * 2
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rows", [VOCAB, 56, 61, PADDED])
+@pytest.mark.parametrize("choice", [CrossEntropy.chunked, CrossEntropy.fused], ids=lambda choice: choice.value)
+def test_padded_products_give_what_sliced_ones_do(monkeypatch, choice, rows, dtype):
+    """With a table of any number of rows, whatever is in its padding; without gradients, too."""
+    hidden, weight, targets = draw()
+    weight = weight[:rows].clone()
+    loss_of = partial(linear_cross_entropy, vocab_size=VOCAB, choice=choice)
+    monkeypatch.setitem(config.PRODUCTS, "cpu", config.Products())
+    want = run(loss_of, hidden, weight, targets, dtype)
+    monkeypatch.setitem(config.PRODUCTS, "cpu", config.ON_GPU)
+    weight[VOCAB:] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30]).repeat(4).unsqueeze(1)[: rows - VOCAB]
+    got = run(loss_of, hidden, weight, targets, dtype)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=1e-6 if dtype == torch.float32 else BF16, atol=1e-6)
+    assert torch.count_nonzero(got[2][VOCAB:]) == 0
+    without = loss_of(hidden.to(dtype), weight.to(dtype), targets)
+    torch.testing.assert_close(without, got[0], rtol=0, atol=0)
+
+
+def test_a_table_in_fp32_gets_its_gradient_in_fp32(products):
+    hidden, weight, targets = draw()
+    leaves = [hidden.bfloat16().requires_grad_(), weight.clone().requires_grad_()]
+    fused(*leaves, targets).backward()
+    want = run(fused, hidden, weight, targets, torch.bfloat16)
+    assert leaves[1].grad.dtype == torch.float32
+    assert torch.equal(leaves[0].grad, want[1])
+    torch.testing.assert_close(leaves[1].grad, want[2].float(), rtol=BF16 / 2, atol=0)
+    rounded = torch.equal(leaves[1].grad, leaves[1].grad.bfloat16().float())
+    assert rounded == (products == "sliced"), "a GPU's product is not to be rounded to bf16"
 
 
 def test_padding_rows_get_no_probability_and_no_gradient():

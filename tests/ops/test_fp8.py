@@ -75,6 +75,36 @@ def test_a_tensor_of_zeros_gives_zeros():
     assert x.grad.abs().sum() == 0
 
 
+def test_evaluation_writes_one_layout(monkeypatch):
+    def none(*_):
+        raise AssertionError("a layout for a backward pass that does not come")
+
+    x, weight = torch.ones(2, 16, 16, dtype=torch.bfloat16), torch.ones(32, 16, dtype=torch.bfloat16)
+    want = fp8_linear(x, weight.requires_grad_())
+    monkeypatch.setattr(fp8, "both_layouts", none)
+    with torch.no_grad():
+        assert torch.equal(fp8_linear(x, weight), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("quantize", "loops"), [(fp8.quantized, 3), (fp8.both_layouts, 4)])
+@pytest.mark.parametrize("dtype", [fp8.INPUT, fp8.GRADIENT], ids=str)
+def test_compiled_it_reads_a_tensor_twice(quantize, loops, dtype):
+    """The largest element, the scale of it, the quotients, and them transposed: for all shapes at once, to the bit."""
+    from torch._inductor import metrics
+
+    torch._dynamo.reset()
+    fp8.compiled.cache_clear()
+    metrics.reset()
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((64, 48), (48, 48), (96, 160)):
+        x = torch.randn(*shape, generator=generator).bfloat16()
+        for got, want in zip(fp8.compiled(quantize)(x, dtype), quantize(x, dtype), strict=True):
+            assert got.stride() == want.stride()
+            assert torch.equal(got.float(), want.float())
+        assert metrics.generated_kernel_count == loops
+
+
 def test_the_linear_layers_of_blocks_multiply_in_fp8_and_the_head_does_not(monkeypatch):
     shapes, multiply = [], fp8._product
 

@@ -54,6 +54,18 @@ OPS: dict[str, tuple[Op, list[Tensor]]] = {
         lambda f, x, r, w: residual_norm(x, r, w, None, 1e-5, 0.3, APART, f),
         draw((B, S + 1, D), (B, S + 1, D), (D,)),
     ),
+    "residual_norm with a bias": (
+        lambda f, x, r, w, b, c: residual_norm(x, r, w, b, 1e-5, 0.3, KEY, f, x_bias=c),
+        draw((B, S, D), (B, S, D), (D,), (D,), (D,)),
+    ),
+    "residual_norm with a bias and dropout of two runs of positions": (
+        lambda f, x, r, w, b, c: residual_norm(x, r, w, b, 1e-5, 0.3, APART, f, x_bias=c),
+        draw((B, S + 1, D), (B, S + 1, D), (D,), (D,), (D,)),
+    ),
+    "residual_norm whose sum nothing reads": (
+        lambda f, x, r, w, b: residual_norm(x, r, w, None, 1e-5, 0.0, None, f, x_bias=b)[0],
+        draw((B, S, D), (B, S, D), (D,), (D,)),
+    ),
     "dropout of two runs of positions": (lambda f, x: dropout(x, 0.3, APART, f), draw((B, S + 1, D))),
     "bias_gelu tanh": (lambda f, x, b: bias_gelu(x, b, "tanh", f), draw((B, S, D), (D,))),
     "bias_gelu erf": (lambda f, x: bias_gelu(x, None, "none", f), draw((B, S, D))),
@@ -155,7 +167,7 @@ def loss_and_gradients(choice, terms, hidden, weight, targets, dtype, cuts=()):
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 @pytest.mark.parametrize("cuts", [(), ((0, 20), (20, 40), (40, 64), (64, 64))], ids=["whole", "cut"])
 @pytest.mark.parametrize("choice", [CrossEntropy.fused, CrossEntropy.chunked], ids=lambda choice: choice.value)
-def test_the_loss_with_all_terms(choice, cuts, terms, dtype) -> None:
+def test_the_loss_with_all_terms(choice, cuts, terms, dtype, products) -> None:
     hidden, weight = draw((37, 16), (64, 16))
     targets = torch.arange(37) % 53
     targets[::5] = IGNORE

@@ -13,6 +13,7 @@ from gptlite.ops.select import PLAIN, Ops, select_ops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 REFERENCE = OpsConfig(Implementation.reference)
+OF_A_GPU = ("fused_scores", "deferred_add", "varlen", "weight_copies")
 
 
 @pytest.fixture
@@ -32,16 +33,16 @@ def paths(ops: Ops) -> dict:
 
 def test_auto_takes_the_kernels_where_they_load(with_kernels):
     ops = select_ops(OpsConfig(), CPU)
-    plain = dict.fromkeys((*PLAIN, "table"), True) | {"linear": False}
+    plain = dict.fromkeys((*PLAIN, "table"), True) | dict.fromkeys(("linear", *OF_A_GPU), False)
     assert paths(ops) == {"attention": Attention.fused, "cross_entropy": CrossEntropy.fused, **plain}
     assert "avx512 kernels" in ", ".join(ops.reasons)
     cuda = select_ops(OpsConfig(), CUDA)
-    assert (cuda.attention, cuda.table) == (Attention.sdpa, False)
+    assert (cuda.attention, cuda.table, cuda.weight_copies) == (Attention.sdpa, False, True)
 
 
 def test_auto_without_kernels_is_the_reference_and_says_why(without_kernels):
     ops = select_ops(OpsConfig(), CPU)
-    plain = dict.fromkeys((*PLAIN, "linear", "table"), False)
+    plain = dict.fromkeys((*PLAIN, "linear", "table", *OF_A_GPU), False)
     assert paths(ops) == {"attention": Attention.matmul, "cross_entropy": CrossEntropy.chunked, **plain}
     assert sum("no C++ compiler on PATH" in reason for reason in ops.reasons) == 2  # the loss's path has its own name
 
@@ -82,9 +83,17 @@ def test_linear_layers_are_fused_where_there_are_products_of_bf16(monkeypatch, i
     assert select_ops(OpsConfig(Implementation.fused), CPU).linear
     assert not select_ops(REFERENCE, CPU).linear
     assert not select_ops(OpsConfig(linear=Implementation.reference), CPU).linear
-    ops = select_ops(OpsConfig(Implementation.fused), CUDA)
-    assert not ops.linear
-    assert "linear reference (this runs on cuda)" in ops.reasons
+
+
+@pytest.mark.parametrize("there", ["with_kernels", "without_kernels"])
+def test_a_gpus_linear_layers_need_no_kernel(request, there):
+    request.getfixturevalue(there)
+    ops = select_ops(OpsConfig(), CUDA)
+    assert ops.linear
+    assert "linear fused (weight gradients in fp32 by cuBLAS)" in ops.reasons
+    assert select_ops(OpsConfig(linear=Implementation.fused), CUDA).linear
+    assert not select_ops(REFERENCE, CUDA).linear
+    assert not select_ops(OpsConfig(linear=Implementation.reference), CUDA).linear
 
 
 def test_elsewhere_they_are_fused_for_nobody(monkeypatch):
@@ -121,11 +130,28 @@ def test_attention_of_a_cpu_is_refused_on_a_gpu(with_kernels):
         select_ops(OpsConfig(attention=Attention.fused), CUDA)
 
 
+def test_dropout_of_attention_takes_the_kernels_on_a_gpu(with_kernels):
+    assert select_ops(OpsConfig(), CUDA).fused_scores
+    assert not select_ops(OpsConfig(dropout=Implementation.reference), CUDA).fused_scores
+    assert not select_ops(OpsConfig(attention=Attention.matmul), CUDA).fused_scores
+    assert not select_ops(OpsConfig(attention=Attention.sdpa), CPU).fused_scores
+
+
+def test_a_gpus_layer_norm_adds_what_is_left_to_it(with_kernels):
+    assert select_ops(OpsConfig(), CUDA).deferred_add
+    assert not select_ops(OpsConfig(layer_norm=LayerNorm.reference), CUDA).deferred_add
+    assert not select_ops(OpsConfig(), CPU).deferred_add
+
+
 def test_documents_need_an_attention_with_a_mask(with_kernels):
     ops = select_ops(OpsConfig(), CPU, documents=True)
     assert ops.attention is Attention.fused_softmax
     assert "fused_softmax (avx512 kernels; data.packing=documents needs a mask)" in ", ".join(ops.reasons)
     assert select_ops(OpsConfig(), CUDA, documents=True).attention is Attention.sdpa
     assert select_ops(REFERENCE, CPU, documents=True).attention is Attention.matmul
+    assert select_ops(OpsConfig(), CUDA, documents=True).varlen
+    assert not select_ops(OpsConfig(), CUDA).varlen
+    assert not select_ops(OpsConfig(attention=Attention.sdpa), CPU, documents=True).varlen
+    assert not select_ops(OpsConfig(attention=Attention.fused_softmax), CUDA, documents=True).varlen
     with pytest.raises(ConfigError, match=r"ops\.attention=fused has no mask, which data\.packing"):
         select_ops(OpsConfig(attention=Attention.fused), CPU, documents=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import (
@@ -17,7 +18,7 @@ from gptlite.optimizer.config import (
     MuonScale,
     OptimizerConfig,
 )
-from gptlite.optimizer.muon import Stack, newton_schulz
+from gptlite.optimizer.muon import EPS, QUINTIC, Stack, newton_schulz
 
 STEPS = 6
 SHAPES = [(6, 5), (5, 7), (5,)]
@@ -174,6 +175,20 @@ def test_torchs_adafactor_takes_the_same_steps():
         theirs = nn.Parameter(start.clone())
         expected = stepped(torch.optim.Adafactor([theirs], lr=0.01), theirs, gradients)
         torch.testing.assert_close(optimized(AdafactorConfig(lr=0.01), start, gradients), expected, **EXACT)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (96, 256), (256, 96)])
+def test_newton_schulz_in_bf16_is_as_near_to_float64_as_torchs(shape):
+    """Sums rounded outside of the products are twice as far from it."""
+    ours, theirs = [], []
+    for seed in range(3):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        expected = newton_schulz(x.double(), 5)
+        torchs = _zeropower_via_newtonschulz(x.float(), QUINTIC, 5, EPS)
+        for found, errors in ((newton_schulz(x, 5), ours), (torchs, theirs)):
+            errors.append(((found.double() - expected).norm() / expected.norm()).item())
+    assert max(ours) < 0.02
+    assert sum(ours) < 1.1 * sum(theirs)
 
 
 @pytest.mark.parametrize("scale", MuonScale)

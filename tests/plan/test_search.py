@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_pruned_with_the_figures():
 def test_the_override_line_composes_to_the_candidate(plan):
     """Else the command that a plan prints would train another layout."""
     for each in plan.found.ranked[:: max(1, len(plan.found.ranked) // 8)]:
-        config = load([*MODEL, *BATCH, *overrides(each)])
+        config = load([*MODEL, *BATCH, *overrides(each.work)])
         its = each.work.parallelism
         if its.pipeline == 1:
             its.schedule, its.virtual_stages = "1f1b", None

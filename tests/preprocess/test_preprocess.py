@@ -1,16 +1,21 @@
 """Corpora become the same prepared folder whatever they are packed in, and whoever does the work."""
 
 import bz2
+import errno
 import gzip
 import hashlib
 import io
 import json
 import lzma
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 import zstandard
 
+from gptlite.commands.preprocess import main
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.tokenizer import ByteTokenizer
 from gptlite.errors import ConfigError
@@ -34,6 +39,43 @@ def expected(tmp_path_factory) -> Path:
     (folder / "a.jsonl").write_bytes(as_jsonl(TEXTS))
     prepare(folder / "a.jsonl", folder / "out")
     return folder / "out"
+
+
+@pytest.mark.parametrize("target", ["gone.jsonl", "b.jsonl"], ids=["dangling", "looping"])
+@pytest.mark.parametrize("given", ["", "/*.jsonl", "/b.jsonl"], ids=["folder", "glob", "file"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, target: str, given: str) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(as_jsonl(TEXTS))
+    (tmp_path / "in" / "b.jsonl").symlink_to(target)
+    with pytest.raises(ConfigError, match=rf"input: .*b.jsonl is a link to {target}, which leads nowhere"):
+        prepare(f"{tmp_path}/in{given}", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (errno.EROFS, 2, "out cannot be written ({path}: read-only file system); give another output="),
+        (errno.ENOSPC, 1, "{path}: no space left on device; the same command goes on from here once that is mended"),
+    ],
+    ids=["read-only", "full"],
+)
+def test_what_the_disk_refuses_is_named_with_what_helps(monkeypatch, tmp_path, capsys, number, code, words) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS))
+    partial = tmp_path / "out.partial"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), str(partial) if number == errno.EROFS else None)
+
+    monkeypatch.setattr("gptlite.preprocess.run.Shards" if number == errno.ENOSPC else "pathlib.Path.mkdir", refuse)
+    monkeypatch.setattr("sys.argv", ["preprocess", f"input={tmp_path / 'a.jsonl'}", "tokenizer=byte", "workers=0"])
+    sys.argv.append(f"output={tmp_path / 'out'}")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == code
+    assert words.format(path=partial) in capsys.readouterr().err
 
 
 def test_documents_are_there_in_order_each_in_one_split(expected: Path) -> None:

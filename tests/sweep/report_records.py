@@ -24,7 +24,7 @@ def result(**changes: Any) -> dict[str, Any]:
     """A result.json of a run on two ranks."""
     ranks = [
         {"parameters": 4 * MIB, "gradients": 4 * MIB, "optimizer": 8 * MIB, "activations": (9 - rank) * MIB,
-         "peak": (300 + rank) * MIB}
+         "peak": (300 + rank) * MIB, "average": (200 + rank) * MIB, "utilization": 0.75 + 0.25 * rank}
         for rank in range(2)
     ]  # fmt: skip
     return {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gptlite.invocation import command
 from gptlite.sweep import report, report_html, report_pictures
 from gptlite.sweep.record import FAILED, PRUNED, Record
 from gptlite.sweep.report import csv_text, table, write_reports
@@ -67,20 +68,44 @@ def test_the_table():
     assert lines[0].startswith("== sweep: 6 cells: 3 ok, 1 out of memory, 1 pruned, 1 failed ===")
     assert lines[1].split()[:4] == ["cell", "status", "layout", "ranks"]
     assert re.split(r"\s{2,}", lines[2].strip()) == [
-        *("single", "ok", "one rank", "1", "2.50k", "2.50k", "31.2%", "301 MiB", "300 MiB, 301 MiB"),
-        *("100 ms", "100 ms", "0", "0", "5.0000", "0", "n/a", "n/a", "12s", "0-single"),
+        *("single", "ok", "one rank", "1", "2.50k", "2.50k", "31.2%", "301 MiB", "201 MiB", "88%", "300 MiB, 301 MiB"),
+        *("100 ms", "100 ms", "0", "0", "5.0000", "n/a", "0", "n/a", "n/a", "12s", "0-single"),
     ]
     assert re.split(r"\s{2,}", lines[3].strip()) == [
-        *("*ddp", "ok", "data 2 (zero 0)", "2", "4.00k", "2.00k", "n/a", "301 MiB", "300 MiB, 301 MiB"),
-        *("100 ms", "70.0 ms", "30.0 ms", "0", "5.0000", "+2.0e-07", "110 ms +10%", "27.0 MiB +8%", "12s", "1-ddp"),
+        *(
+            "*ddp",
+            "ok",
+            "data 2 (zero 0)",
+            "2",
+            "4.00k",
+            "2.00k",
+            "n/a",
+            "301 MiB",
+            "201 MiB",
+            "88%",
+            "300 MiB, 301 MiB",
+        ),
+        *(
+            "100 ms",
+            "70.0 ms",
+            "30.0 ms",
+            "0",
+            "5.0000",
+            "n/a",
+            "+2.0e-07",
+            "110 ms +10%",
+            "27.0 MiB +8%",
+            "12s",
+            "1-ddp",
+        ),
     ]
-    assert re.split(r"\s{2,}", lines[4].strip())[9:13] == ["100 ms", "50.0 ms", "43.8 ms", "6.25 ms"]
+    assert re.split(r"\s{2,}", lines[4].strip())[11:15] == ["100 ms", "50.0 ms", "43.8 ms", "6.25 ms"]
     assert set(lines[6].split()[2:-1]) == {"-"}
     text = "\n".join(lines)
     assert "zero3: out of memory: rank 1: cannot allocate 134217728 bytes" in text
     assert "tp3: pruned: model.num_heads=4 is not divisible by 3" in text
     assert "best  ddp: 4.00k tokens/s, 1.60 times single's" in text
-    assert "run   python train.py parallelism=ddp" in text
+    assert f"run   {command('train')} parallelism=ddp" in text
     assert text.isascii()
     assert "\033" not in text
 
@@ -129,7 +154,7 @@ def test_the_page_has_every_cell_and_needs_no_network(tmp_path: Path):
     page = page_of(tmp_path)
     head, *cells = page.rows
     assert [words[0].split()[0] for words in cells] == ["single", "ddp", "pp2", "zero3", "tp3", "tp2"]
-    assert len(head) == len(cells[0]) == 11
+    assert len(head) == len(cells[0]) == 12
     ddp = " ".join(cells[1])
     for words in ("4.00k", "2.00k", "301 MiB", "300 MiB · 301 MiB", "70.0 + 30.0 + 0 ms", "110 ms +10%", "1-ddp"):
         assert words in ddp
@@ -222,4 +247,4 @@ def test_words_for_figures():
 def test_a_cell_that_ran_out_of_memory_shows_what_was_predicted(tmp_path: Path):
     short = Record(0, "a", [], "out of memory", "too much", "0-a", 1, 2, predicted=predicted())
     written(tmp_path, [short])
-    assert "27.0 MiB" in page_of(tmp_path).rows[1][8]
+    assert "27.0 MiB" in page_of(tmp_path).rows[1][9]

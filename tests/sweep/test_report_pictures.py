@@ -179,3 +179,15 @@ def test_a_picture_that_fails_is_a_line_and_the_others_are_drawn(tmp_path: Path,
     monkeypatch.setattr(report_pictures, "_speed", fail)
     assert drawn(tmp_path, sweep()[:2]) == ["warning: sweep report: no picture of speed and memory: ValueError: no ink"]
     assert [path.name for path in tmp_path.glob("*.png")] == ["memory.png"]
+
+
+def test_the_losses_of_cells_that_train_different_models_are_not_called_the_same(tmp_path):
+    records = []
+    for number, rate in enumerate((1e-3, 1e-2)):
+        (run := tmp_path / f"{number}-lr").mkdir()
+        losses = [{"step": step, "loss": 5 - rate * step} for step in (1, 2, 3)]
+        rows = [*losses, {"step": 3, "val_loss": 5 - rate}]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        records.append(record(number, f"lr={rate}", overrides=[f"optimizer.lr={rate}"], run_dir=str(run)))
+    (picture,) = [each for each in draw_all(tmp_path, rows_of(records), pytest.fail) if each.file == "losses.png"]
+    assert picture.caption == "Cells that differ in optimizer.lr train different models."

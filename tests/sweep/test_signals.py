@@ -25,7 +25,7 @@ def test_a_signal_stops_the_sweep_and_it_goes_on(start: Start, tmp_path: Path, n
     code, output, errors = run.end(60)
     assert code == 128 + number, errors
     assert statuses(folder) == ["ok", "interrupted"]
-    assert f"go on with:  python train.py -m hydra.sweep.dir={folder}" in output
+    assert f"{TRAIN} -m hydra.sweep.dir={folder}" in output
     step = records(folder)[1].result["step"]
     assert (folder / "1-max_steps1000" / "checkpoints" / f"step-{step:08d}" / "MANIFEST.json").exists()
     code, output, errors = start(TRAIN, *LONG_SECOND, f"hydra.sweep.dir={folder}").end(250)

@@ -185,6 +185,26 @@ def test_verify_names_each_damage(tool, steps):
     assert tool("verify", steps / "step-00000002", "hashes=false").code == 0
 
 
+def test_verify_and_export_name_weights_that_are_not_finite(tool, tmp_path):
+    from gptlite.checkpoint.checkpointer import Checkpointer
+    from gptlite.checkpoint.config import CheckpointConfig
+    from gptlite.config import load, to_yaml
+    from gptlite.model.gpt import GPT
+    from gptlite.trainer.state import model_tensors
+
+    sizes = ("model.num_layers=1", "model.num_heads=1", "model.d_model=8", "model.sequence_length=8")
+    config = load(["data=synthetic", "data.vocab_size=9", "data.sequence_length=8", "model.vocab_size=9", *sizes])
+    tensors = {key: torch.zeros_like(each) for key, each in model_tensors([GPT(config.model)]).items()}
+    tensors["model.final_norm.weight"][5] = torch.nan
+    run = Checkpointer(CheckpointConfig(), tmp_path / "run")
+    step = run.save(tensors, {"step": 1}, to_yaml(config), None, print)
+    problem = "model.final_norm.weight holds 1 numbers that are NaN or infinite, the first at [5]"
+    code, out, _ = tool("verify", step)
+    assert (code, problem in out) == (1, True), out
+    code, _, errors = tool("export", step, tmp_path / "out")
+    assert (code, problem in errors, (tmp_path / "out").exists()) == (2, True, False)
+
+
 def test_diff_of_the_same_is_nothing(tool, steps):
     for arguments in (
         [steps, steps],

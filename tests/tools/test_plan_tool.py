@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from token_folders import write_folder
 from yaml import safe_load
 
 from gptlite.config import CONF_DIR, load
+from gptlite.invocation import command
 
 TOOLS = CONF_DIR.parent / "tools"
 SMALL = ("model.num_layers=4", "model.d_model=128", "data=synthetic", "data.vocab_size=300")
@@ -28,8 +30,9 @@ def test_a_plan_has_its_table_its_command_and_its_files(tmp_path):
     best = plan["layouts"][0]
     assert best["layout"] in done.stdout
     line = done.stdout.strip().split("train the best with\n")[1].splitlines()[0]
-    assert line.startswith("python train.py ")
-    config = load(line.split()[2:])
+    start = command("train")
+    assert line.startswith(f"{start} ")
+    config = load(line.removeprefix(start).split())
     assert config.data.micro_batch_size == int(best["overrides"][-1].partition("=")[2])
     assert (tmp_path / "out" / "plan.png").read_bytes()[:4] == b"\x89PNG"
     assert "26.0B tokens in" in done.stdout
@@ -96,3 +99,12 @@ def test_tuning_writes_the_fastest_of_what_ran(tmp_path):
             assert str(kept[key]).lower() == value
     command = done.stdout.strip().splitlines()[-1]
     assert f"--config-dir {tmp_path} parallelism=tuned" in command
+
+
+def test_a_plan_names_the_vocabulary_and_whether_it_is_assumed(tmp_path):
+    given = ("model.num_layers=2", "model.d_model=64", "cluster=dgx-h100", "data.global_batch_size=16", "top=1")
+    known = call("plan", *given, "data=tokens", f"data.path={write_folder(tmp_path / 'mine')}")
+    assert "vocabulary of 257\n" in known.stdout
+    guessed = call("plan", *given, "data=text", f"data.path={tmp_path / 'nowhere.txt'}", f"out={tmp_path / 'out'}")
+    assert "vocabulary of 4096 (assumed: data.vocab_size, until the tokenizer" in " ".join(guessed.stdout.split())
+    assert "data.vocab_size" in json.loads((tmp_path / "out" / "plan.json").read_text())["vocabulary_assumed"]

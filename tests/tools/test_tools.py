@@ -12,9 +12,9 @@ from gptlite.config import CONF_DIR
 TOOLS = CONF_DIR.parent / "tools"
 
 
-def call(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def call(tool: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TOOLS / f"{tool}.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
 
 
 @pytest.fixture
@@ -44,6 +44,22 @@ def test_eval_agrees_with_the_run_and_reads_any_text(trained: Path, text: Path) 
     assert row["bits_per_byte"] == pytest.approx(result["val_bits_per_byte"], rel=1e-6)
     whole = call("eval", f"checkpoint={trained}", f"data={text}")
     assert json.loads(whole.stdout.splitlines()[-1])["tokens"] == len(text.read_bytes())
+
+
+def test_eval_takes_a_prepared_folder_and_its_name(trained: Path, text: Path, tmp_path: Path) -> None:
+    """As train does: data=mine is ./data/mine, of which the held-out part is read."""
+    output = tmp_path / "data" / "mine"
+    made = call("preprocess", f"input={text}", "separator=.\\n", "tokenizer=byte", f"output={output}")
+    assert made.returncode == 0, made.stderr
+    rows = []
+    for source in ("mine", "data/mine", str(output)):
+        read = call("eval", f"checkpoint={trained}", f"data={source}", "precision=fp32", cwd=tmp_path)
+        assert read.returncode == 0, read.stderr
+        rows.append(read.stdout.splitlines()[-1])
+    assert len(set(rows)) == 1
+    assert 0 < json.loads(rows[0])["tokens"] < len(text.read_bytes()) / 5
+    nothing = call("eval", f"checkpoint={trained}", "data=mime", cwd=tmp_path)
+    assert (nothing.returncode, "data=mime is neither a path nor a preset" in nothing.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,10 @@ import json
 import math
 import random
 from contextlib import closing
+from functools import partial
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -47,6 +51,26 @@ def test_the_rule_by_hand(events, expected):
     assert scales(LossScaler(8.0, window=3, hysteresis=2, minimum=1.0, factor=2.0), events) == expected
 
 
+def megatron(events: str, scale: float, window: int, hysteresis: int, minimum: float) -> list[float]:
+    """What the DynamicGradScaler of megatron-core gives, which keeps its numbers on a GPU: here, on the CPU."""
+    package = find_spec("megatron.core")
+    assert package is not None
+    assert package.origin is not None
+    spec = spec_from_file_location("grad_scaler", Path(package.origin).parent / "optimizer" / "grad_scaler.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    on_cpu = partial(torch.tensor, device="cpu")
+    with mock.patch.object(torch, "tensor", lambda *values, device, **options: on_cpu(*values, **options)):
+        theirs = module.DynamicGradScaler(scale, minimum, 2.0, 0.5, window, hysteresis)
+    result = []
+    for event in events:
+        theirs.update(event == "x")
+        result.append(theirs.scale.item())
+    return result
+
+
 def deepspeed(events: str, scale: float, window: int, hysteresis: int, minimum: float) -> list[float]:
     """DeepSpeed's rule as it is stated there, by the numbers of iterations and of the last that overflowed."""
     last_overflow, left, result = -1, hysteresis, []
@@ -57,7 +81,7 @@ def deepspeed(events: str, scale: float, window: int, hysteresis: int, minimum: 
             else:
                 left -= 1
             last_overflow = iteration
-        elif (iteration - last_overflow) % window == 0:
+        elif (stable := iteration - last_overflow - 1) > 0 and stable % window == 0:
             left = hysteresis
             scale *= 2
         result.append(scale)
@@ -66,11 +90,20 @@ def deepspeed(events: str, scale: float, window: int, hysteresis: int, minimum: 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 @pytest.mark.parametrize("window", [1, 2, 5])
-def test_the_rule_is_deepspeeds(window, hysteresis):
+def test_the_rule_is_megatrons(window, hysteresis):
     rng = random.Random(0)
-    events = "".join(rng.choices(".x", weights=(3, 1), k=300))
+    events = "".join(rng.choices(".x", weights=(3, 1), k=90))  # theirs is a float32
     scaler = LossScaler(1024.0, window, hysteresis, minimum=2.0, factor=2.0)
-    assert scales(scaler, events) == deepspeed(events, 1024.0, window, hysteresis, 2.0)
+    assert scales(scaler, events) == megatron(events, 1024.0, window, hysteresis, 2.0)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_deepspeed_grows_one_step_later_and_shrinks_when_we_do(window):
+    scaler = LossScaler(1024.0, window, 1, minimum=2.0, factor=2.0)
+    assert scales(scaler, 20 * ".") == deepspeed(21 * ".", 1024.0, window, 1, 2.0)[1:]
+    events = (window * "." + "x") * 9  # too few good steps for theirs, enough for ours
+    assert set(deepspeed(events, 1024.0, window, 1, 2.0)) == {1024.0 / 2**n for n in range(10)}
+    assert set(scales(LossScaler(1024.0, window, 1, 2.0, 2.0), events)) == {1024.0, 2048.0}
 
 
 def test_without_hysteresis_the_rule_is_torchs():

@@ -36,6 +36,14 @@ def test_fifty_steps_are_the_same_to_rounding(run, tmp_path: Path, fused, refere
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def test_the_banner_names_the_kernel_that_sdpa_takes(run, tmp_path: Path) -> None:
+    options = ("trainer.max_steps=2", "ops.attention=sdpa", "model.dropout=0.1", "precision=fp32")
+    assert run("a", *options)[0] == 0
+    words = " ".join((tmp_path / "a" / "train.log").read_text().split())  # the banner wraps
+    assert "SDPA takes flash for float32 heads of" in words
+    assert "; dropout writes the scores out" in words
+
+
 @pytest.fixture
 def without_compiler(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PATH": str(tmp_path / "nothing"), "XDG_CACHE_HOME": str(tmp_path / "home"), "CXX": ""}

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from gptlite.errors import ConfigError
 TRAIN = str(CONF_DIR.parent / "train.py")
 CONTRACT = {
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "samples_per_second", "step_seconds", "mfu",
-    "memory_allocated_bytes", "memory_peak_bytes",
+    "memory_allocated_bytes", "memory_peak_bytes", "memory_average_bytes", "utilization",
 }  # fmt: skip
 
 
@@ -223,7 +224,7 @@ def test_a_signal_saves_and_exits_with_its_code(tiny: list[str], run, tmp_path: 
     assert result["status"] == "stopped: signal"
     step = result["step"]
     assert (folder / "checkpoints" / f"step-{step:08d}" / "MANIFEST.json").exists()
-    assert f"python train.py run.dir={folder}" in output
+    assert f"{shlex.quote(str(TRAIN))} run.dir={folder}" in output  # from outside the checkout
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:
@@ -364,10 +365,10 @@ def test_old_configurations_are_kept(run, tmp_path: Path) -> None:
 def test_what_fails_is_in_the_log_and_the_result(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gptlite.trainer import loop
 
-    def fail(*arguments: object) -> None:
+    def fail(*_args: object, **_kwargs: object) -> None:
         raise RuntimeError("the disk is on fire")
 
-    monkeypatch.setattr(loop.Step, "__call__", fail)
+    monkeypatch.setattr(loop.Step, "begin", fail)
     with pytest.raises(RuntimeError):
         run("a")
     assert json.loads((tmp_path / "a" / "result.json").read_text())["status"].endswith("the disk is on fire")
@@ -379,7 +380,7 @@ def test_what_follows_from_a_rank_that_ended_all_is_put_down_to_it(run, tmp_path
     def fail(*_args: object, **_kwargs: object) -> None:
         raise RuntimeError("the connection was closed")
 
-    monkeypatch.setattr("gptlite.trainer.step.Step.__call__", fail)
+    monkeypatch.setattr("gptlite.trainer.step.Step.begin", fail)
     monkeypatch.setattr("gptlite.parallelism.watchdog.Watch.verdict", lambda self: "rank 2 has said nothing for 9 s")
     with pytest.raises(RuntimeError, match="closed"):
         run("a")

@@ -61,12 +61,8 @@ def remove(path: str) -> None:
 
 
 def generate(checkpoint: str) -> int:
-    """tools/generate.py, with a prompt of a number."""
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
-    import generate as tool  # pyright: ignore[reportMissingImports]
-
+    """`gptlite generate`, with a prompt of a number."""
     from gptlite.cli import guarded
+    from gptlite.commands.generate import Arguments, write_samples
 
-    return guarded(lambda: tool.main(tool.Arguments(checkpoint=checkpoint, prompt="7", max_tokens=3)))
+    return guarded(lambda: write_samples(Arguments(checkpoint=checkpoint, prompt="7", max_tokens=3)))

@@ -104,7 +104,7 @@ class Journal:
         from gptlite.run_folder import RunFolder
         from gptlite.trainer.step import Step
 
-        save, take = RunFolder.save, Step.__call__
+        save, begin = RunFolder.save, Step.begin
 
         def saving(folder: RunFolder, state: Any) -> Path:
             self.write(f"begin {state.step}")
@@ -112,14 +112,14 @@ class Journal:
             self.write(f"saved {state.step}")
             return path
 
-        def stepping(step: Step, state: Any, *args: Any) -> Any:
-            result = take(step, state, *args)
+        def stepping(step: Step, state: Any, *args: Any, **options: Any) -> Any:
+            result = begin(step, state, *args, **options)
             self.write(f"step {state.step}")
             points.reach("step")
             return result
 
         RunFolder.save = saving  # type: ignore[method-assign]
-        Step.__call__ = stepping  # type: ignore[method-assign]
+        Step.begin = stepping  # type: ignore[method-assign]
 
 
 def read_journal(path: Path) -> list[tuple[str, str, float]]:

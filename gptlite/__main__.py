@@ -1,0 +1,45 @@
+"""The command `gptlite COMMAND ...`, also `python -m gptlite`. No module is loaded but the command's."""
+
+import sys
+from importlib import import_module
+from typing import NoReturn
+
+from gptlite import __version__
+from gptlite.errors import did_you_mean
+from gptlite.invocation import COMMANDS
+
+HELP = """\
+gptlite: GPT pretraining, composed by Hydra.
+
+{commands}
+
+`gptlite COMMAND --help` says more. Without a command, KEY=VALUE and Hydra's flags are those of train.
+--version prints the version."""
+
+
+def main() -> NoReturn:
+    """Runs the command that the first word names. KEY=VALUE or a flag there is train's."""
+    word = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if word in ("-h", "--help", "help"):
+        lines = [f"  {name:<16} {summary}" for name, (_, summary) in COMMANDS.items()]
+        print(HELP.format(commands="\n".join(lines)))
+        sys.exit(0)
+    if word in ("-V", "--version", "version"):
+        print(f"gptlite {__version__}")
+        sys.exit(0)
+    if word in COMMANDS:
+        del sys.argv[1]
+    elif "=" in word or word.startswith(("-", "~")):
+        word = "train"
+    else:
+        hint = did_you_mean(word, COMMANDS)
+        print(f"error: {word} is no command of gptlite and no KEY=VALUE{hint}; --help lists them", file=sys.stderr)
+        sys.exit(2)
+    if word == "sweep":
+        sys.argv.insert(1, "--multirun")
+    import_module(COMMANDS[word][0]).main()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

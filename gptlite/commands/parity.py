@@ -1,0 +1,98 @@
+"""Whether a layout trains as one process does: the same steps on both, and every tensor compared.
+
+gptlite parity parallelism=tp2_pp2 parallelism.zero=3 [steps=5] [any KEY=VALUE of train]
+
+It takes the first steps of the configured run on one process, then on the layout, whose ranks it starts: GPUs, or gloo
+processes on a CPU. A row a step says how far apart losses, gradient norms, gradients and updated values are; the last
+line is the verdict, and names the first tensor that differs. Nothing is written to the run folder.
+
+Unless told otherwise it reads random tokens (data=synthetic) and computes in fp32. In bf16, fp16, amp_o1 and amp_o2 the
+layout may be as far from one process as twice that is from fp32. Exit codes: 0 the same, 1 different, 2 refused.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from gptlite.checks import check_world
+from gptlite.cli import guarded
+from gptlite.config import Config, load
+from gptlite.errors import ConfigError
+from gptlite.invocation import localized
+from gptlite.parallelism.layout import wanted_world
+from gptlite.parallelism.words import layout_words
+from gptlite.precision import Precision, PrecisionConfig
+from gptlite.starter import starter
+
+if TYPE_CHECKING:
+    from gptlite.parity.record import StepRecord
+
+CHEAP = ("data=synthetic", "data.vocab_size=500", "data.num_tokens=100000")  # a vocabulary costs the most time
+
+
+def main() -> NoReturn:
+    """Runs the command line and exits."""
+    sys.exit(guarded(lambda: run(sys.argv[1:])))
+
+
+def run(arguments: list[str]) -> int:
+    """Compares, and returns the exit code. Raises ConfigError for what training would refuse, and for one rank."""
+    if {"-h", "--help"} & set(arguments):
+        print(localized(__doc__ or "").strip())
+        return 0
+    steps, config = composed(arguments)
+    if outer := starter():
+        raise ConfigError(f"this tool starts its own ranks: call it once, without {outer.name}")
+    import torch
+
+    world = wanted_world(config.parallelism, gpus := torch.cuda.device_count())
+    layout = check_world(config, world)
+    if world == 1:
+        raise ConfigError("the layout is one process, too: give one with several ranks, e.g. parallelism=tp2")
+    if gpus and world > gpus:
+        raise ConfigError(
+            f"the layout has {world} ranks, and there are {gpus} GPUs; set CUDA_VISIBLE_DEVICES= for a CPU"
+        )
+    from gptlite.elastic import run_ranks
+    from gptlite.parity.worker import save_reference
+
+    with tempfile.TemporaryDirectory(prefix="gptlite-parity-") as folder:
+        print(f"one process: {steps} steps of {config.model.name}", flush=True)
+        reference, exact = one_process(config, steps)
+        save_reference(Path(folder), reference, exact)
+        if gpus:
+            torch.cuda.empty_cache()
+        print(f"{layout_words(config.parallelism, layout)}: {world} ranks", flush=True)
+        return run_ranks(config, world, time.monotonic(), ("-m", "gptlite.parity.worker", folder))
+
+
+def composed(arguments: list[str]) -> tuple[int, Config]:
+    """The number of steps, and train's configuration of the other arguments, cheap where they leave it open."""
+    own = {key: value for key, _, value in (each.partition("=") for each in arguments) if key == "steps"}
+    if not (steps := own.get("steps", "5")).isdigit() or steps == "0":
+        raise ConfigError(f"steps={steps}: give a number, at least 1")
+    given = {each.partition("=")[0].lstrip("+"): each for each in arguments if not each.startswith("steps=")}
+    cheap = [] if {"data", "experiment"} & given.keys() else [each for each in CHEAP if each.split("=")[0] not in given]
+    cheap += [] if {"precision", "precision.dtype", "experiment"} & given.keys() else ["precision=fp32"]
+    config = load([*cheap, *given.values()])
+    # Ranks that start again would take steps that rank 0 has compared already.
+    return int(steps), replace(config, trainer=replace(config.trainer, max_restarts=0))
+
+
+def one_process(config: Config, steps: int) -> "tuple[Iterator[StepRecord], Iterator[StepRecord] | None]":
+    """The reference's steps and, where 16 bits compute, those of the same run in fp32."""
+    from gptlite.parallelism.config import ParallelismConfig
+    from gptlite.parallelism.mesh import build_mesh
+    from gptlite.parity.record import recorded
+    from gptlite.precision import resolve_precision
+
+    alone = replace(config, parallelism=ParallelismConfig())
+    runs = [alone]
+    if resolve_precision(config.precision, build_mesh(alone.parallelism).device).name != "fp32":
+        runs.append(replace(alone, precision=PrecisionConfig(Precision.fp32)))
+    first, *exact = ((step for step in recorded(run, steps) if step is not None) for run in runs)
+    return first, exact[0] if exact else None

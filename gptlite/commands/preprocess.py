@@ -1,0 +1,107 @@
+"""Tokenize a corpus into a folder that training reads.
+
+gptlite preprocess input='corpus/*.jsonl.zst' tokenizer=FOLDER output=data/mine [workers=8]
+    [format=auto] [field=text] [separator=] [validation_fraction=0.005] [on_error=error] [overwrite=false]
+    [eod=TOKEN] [max_record_bytes=134217728]
+
+input      files, folders, globs (several between commas), or - with format=jsonl|text. JSON lines, Parquet, or text,
+           plain or compressed (gz, zst, xz, bz2)
+tokenizer  byte, a folder of gptlite train-tokenizer, a SentencePiece .model, a tokenizer.json or a folder with it,
+           a .tiktoken file, or tiktoken:gpt2
+field      the JSON field or Parquet column with the text
+separator  of text: nothing (a file is a document), blank (empty lines), or a string, e.g. '<|endoftext|>' or '\\n'
+
+Documents are ended with the tokenizer's end of document; `validation_fraction` of them, by a hash of their text, are
+held out. A bad record is reported with its file and line and stops the work, or with on_error=skip is left out and
+noted in skipped.jsonl. Stopped or killed, the same command goes on where it was. The bytes do not depend on workers.
+Exit codes: 0 done, 1 failed, 2 refused, 130/143 stopped.
+"""
+
+import errno
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from gptlite.errors import ConfigError
+from gptlite.progress import log
+from gptlite.tool import run_tool
+
+# What only another output, or a change of its folder's rights, helps against.
+CANNOT_GO_ON = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT}
+
+
+@dataclass
+class Arguments:
+    """The command line."""
+
+    input: str = "???"
+    tokenizer: str = "???"
+    output: str = "???"
+    workers: int | None = None  # null: one a core
+    format: str = "auto"
+    field: str = "text"
+    separator: str = ""
+    validation_fraction: float = 0.005
+    on_error: str = "error"
+    overwrite: bool = False
+    eod: str | None = None
+    max_record_bytes: int = 128 << 20
+
+
+def main() -> NoReturn:
+    """Runs the command line and exits."""
+    run_tool(prepare, Arguments, __doc__)
+
+
+def prepare(arguments: Arguments) -> int:
+    """Prepares the folder; returns the exit code."""
+    from gptlite.data.find_tokenizer import find_tokenizer
+    from gptlite.preprocess.pool import WorkerDied
+    from gptlite.preprocess.run import preprocess
+    from gptlite.preprocess.settings import make_settings, with_tokenizer
+
+    signal.signal(signal.SIGTERM, stop)
+    settings = make_settings(
+        arguments.input,
+        arguments.format,
+        arguments.field,
+        arguments.separator,
+        arguments.max_record_bytes,
+        arguments.validation_fraction,
+    )
+    tokenizer = find_tokenizer(arguments.tokenizer, arguments.eod)
+    output, workers = Path(arguments.output).expanduser(), arguments.workers
+    try:
+        done = preprocess(
+            with_tokenizer(settings, tokenizer.fingerprint),
+            tokenizer,
+            output,
+            workers=len(os.sched_getaffinity(0)) if workers is None else workers,
+            on_error=arguments.on_error,
+            overwrite=arguments.overwrite,
+            log=log,
+        )
+    except OSError as error:
+        where = str(error.filename or output.with_name(f"{output.name}.partial"))
+        reason = f"{where}: {(error.strerror or str(error)).lower()}"
+        if error.errno in CANNOT_GO_ON and where.startswith(str(output)):
+            raise ConfigError(f"output={arguments.output} cannot be written ({reason}); give another output=") from None
+        print(f"error: {reason}; the same command goes on from here once that is mended", file=sys.stderr)
+        return 1
+    except WorkerDied as error:
+        print(f"error: {error}; the same command goes on from here", file=sys.stderr)
+        return 1
+    counts, rate = done.counts, done.new.tokens / max(done.seconds, 1e-9)
+    print(f"{output}: {counts.documents:,} documents, {counts.tokens:,} tokens of {counts.text_bytes:,} bytes of text")
+    print(f"left out: {counts.skipped:,} bad records, {counts.empty:,} empty documents")
+    print(f"{done.new.tokens:,} tokens in {done.seconds:.1f} s: {rate / 1e6:.2f}M tokens/s")
+    return 0
+
+
+def stop(signum: int, _: FrameType | None) -> None:
+    """Leaves with the code of the signal."""
+    raise SystemExit(128 + signum)

@@ -1,0 +1,105 @@
+"""Train a tokenizer on a corpus, or write one as a folder that transformers reads.
+
+gptlite train-tokenizer input='corpus/*.jsonl.zst' output=FOLDER [vocab_size=32000] [kind=sentencepiece]
+    [sample_mb=64] [validation_fraction=0.005] [format=auto] [field=text] [separator=] [overwrite=false] [export=FOLDER]
+gptlite train-tokenizer tokenizer=FOLDER export=FOLDER
+
+input, format, field and separator are those of gptlite preprocess; give both the same validation_fraction, and
+nothing is learned from what is held out. A corpus above sample_mb megabytes is sampled. kind is sentencepiece (a
+byte-fallback BPE) or char. `output` is what tokenizer= takes there. `export` gets tokenizer.json and
+tokenizer_config.json, which transformers.AutoTokenizer.from_pretrained reads, with the same ids for every text.
+Exit codes: 0 done, 2 refused, 130 stopped.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from gptlite.errors import ConfigError
+from gptlite.progress import log
+from gptlite.tool import run_tool
+
+
+@dataclass
+class Arguments:
+    """The command line."""
+
+    input: str | None = None
+    output: str | None = None
+    tokenizer: str | None = None  # instead of input: one that is there, to be exported
+    export: str | None = None
+    kind: str = "sentencepiece"
+    vocab_size: int = 32000
+    sample_mb: int = 64
+    validation_fraction: float = 0.005
+    format: str = "auto"
+    field: str = "text"
+    separator: str = ""
+    max_record_bytes: int = 128 << 20
+    overwrite: bool = False
+
+
+def main() -> NoReturn:
+    """Runs the command line and exits."""
+    run_tool(train_or_export, Arguments, __doc__)
+
+
+def train_or_export(arguments: Arguments) -> None:
+    """Trains, exports, or both."""
+    from gptlite.data.export_tokenizer import export_tokenizer
+    from gptlite.data.find_tokenizer import find_tokenizer
+
+    output, export = (Path(path).expanduser() if path else None for path in (arguments.output, arguments.export))
+    if (arguments.input is None) == (arguments.tokenizer is None):
+        raise ConfigError("give either input=... to train on, or tokenizer=... to export")
+    if export is not None and export.exists():
+        raise ConfigError(f"export={export} exists; nothing is overwritten, give a new folder")
+    if arguments.tokenizer is not None:
+        if export is None:
+            raise ConfigError("tokenizer=... is for export=FOLDER, which is not set")
+        tokenizer = find_tokenizer(arguments.tokenizer)
+    else:
+        if output is None:
+            raise ConfigError("output is not set; give it as output=FOLDER")
+        tokenizer = train(arguments, output)
+        print(f"{output}: {tokenizer.kind}, {tokenizer.vocab_size} ids, fingerprint {tokenizer.fingerprint[:16]}")
+    if export is not None:
+        export_tokenizer(tokenizer, export)
+        print(f"{export}: for transformers.AutoTokenizer.from_pretrained")
+
+
+def train(arguments: Arguments, output: Path):
+    """The trained tokenizer, saved as `output`."""
+    from gptlite.data.tokenizer import DEFINITION
+    from gptlite.files import sync_folder, sync_tree
+    from gptlite.preprocess.settings import make_settings
+    from gptlite.preprocess.train import train_tokenizer
+
+    if output.exists():
+        if not (output / DEFINITION).is_file():
+            raise ConfigError(f"output={output} exists and is no tokenizer of gptlite's; give another folder")
+        if not arguments.overwrite:
+            raise ConfigError(f"output={output} exists; give another folder, or overwrite=true")
+    assert arguments.input is not None
+    settings = make_settings(
+        arguments.input,
+        arguments.format,
+        arguments.field,
+        arguments.separator,
+        arguments.max_record_bytes,
+        arguments.validation_fraction,
+    )
+    tokenizer = train_tokenizer(settings, arguments.kind, arguments.vocab_size, arguments.sample_mb, log)
+    temporary = output.with_name(f".tmp-{output.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    tokenizer.save(temporary)
+    sync_tree(temporary)
+    replaced = output.with_name(f".trash-{output.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if output.exists():
+        output.rename(replaced)  # whole until the new one has its name
+    temporary.rename(output)
+    sync_folder(output.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return tokenizer

@@ -1,0 +1,41 @@
+"""Where documents are in the sequences that they share: made by the loader, on the host, for the model's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """`starts` int64 [B, S]: the first position of each position's document.
+
+    `ends` int32 [B, K]: where each document ends, rows laid end to end; a row of fewer than K repeats its own end, as
+    documents of no length. `longest`: no document has more positions. K and `longest` are powers of two, or S, so that
+    few shapes are met and attention takes both without a word from the device.
+    """
+
+    starts: Tensor
+    ends: Tensor | None = None
+    longest: int = 0
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Documents:
+        """The same with both tensors changed."""
+        return Documents(change(self.starts), None if self.ends is None else change(self.ends), self.longest)
+
+
+def joined(batches: Sequence[Documents]) -> Documents:
+    """The rows of several micro-batches, one below the other; `ends` count from the start of each micro-batch."""
+    import torch
+
+    starts = torch.cat([each.starts for each in batches])
+    given = [each.ends for each in batches if each.ends is not None]
+    if len(given) < len(batches):
+        return Documents(starts)
+    most = max(ends.shape[1] for ends in given)
+    ends = torch.cat([torch.cat([e, e[:, -1:].expand(-1, most - e.shape[1])], 1) for e in given])
+    return Documents(starts, ends, max(each.longest for each in batches))

@@ -1,0 +1,91 @@
+"""Average memory and utilisation of this process's device."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Thread
+
+import torch
+
+SAMPLE_SECONDS = 0.1
+
+
+class Usage:
+    """Samples ten times a second, beside the training, until `close`.
+
+    Memory: on a GPU bytes of live tensors, by the caching allocator; on a CPU the resident set. Utilisation,
+    0 to 1: on a GPU NVML's share of the time in which a kernel ran; on a CPU the processor time of this process over
+    that of its threads. None where the system, or a missing nvidia-ml-py, does not say it.
+    """
+
+    def __init__(self, device: torch.device, seconds: float = SAMPLE_SECONDS) -> None:
+        self._device, self._seconds = device, seconds
+        self._samples: list[tuple[int | None, float | None]] = []
+        self._rows: list[tuple[float, int | None, float | None]] = []  # seconds, memory, utilisation
+        self._since = time.perf_counter(), time.process_time()
+        self._ended = Event()
+        Thread(target=self._watch, daemon=True, name="usage").start()
+
+    def read(self) -> dict[str, float | None]:
+        """The row keys `memory_average_bytes` and `utilization`, the means since the `read` before."""
+        samples, self._samples = self._samples or [self._sample()], []
+        memory, used = (_mean([each[index] for each in samples]) for index in (0, 1))
+        (wall, busy), self._since = self._since, (time.perf_counter(), time.process_time())
+        wall, busy = self._since[0] - wall, self._since[1] - busy
+        if self._device.type != "cuda" and wall > 0:
+            used = min(1.0, busy / (wall * torch.get_num_threads()))
+        average = None if memory is None else round(memory)
+        self._rows.append((wall, average, used))
+        return {"memory_average_bytes": average, "utilization": used}
+
+    @property
+    def memory(self) -> int | None:
+        """The average of the rows so far, without the first, whose steps connect, compile and allocate."""
+        found = self._over_rows(1)
+        return None if found is None else round(found)
+
+    @property
+    def utilization(self) -> float | None:
+        """The same of the utilisation."""
+        return self._over_rows(2)
+
+    def close(self) -> None:
+        """Ends the sampling; what was read stays."""
+        self._ended.set()
+
+    def _over_rows(self, column: int) -> float | None:
+        rows = self._rows[1:] or self._rows
+        known = [(row[0], value) for row in rows if (value := row[column]) is not None]
+        total = sum(seconds for seconds, _ in known)
+        return sum(seconds * value for seconds, value in known) / total if total else None
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._seconds):
+            self._samples.append(self._sample())
+
+    def _sample(self) -> tuple[int | None, float | None]:
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device), gpu_utilization(self._device)
+        return _resident(), None
+
+
+def gpu_utilization(device: torch.device) -> float | None:
+    """NVML's, 0 to 1; None without nvidia-ml-py, and where the driver does not say it."""
+    with suppress(Exception):  # ModuleNotFoundError, and NVML's own kinds
+        return torch.cuda.utilization(device) / 100
+    return None
+
+
+def _resident(statm: Path = Path("/proc/self/statm")) -> int | None:
+    try:
+        return int(statm.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
+def _mean(values: list[float | None] | list[int | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,45 @@
+"""Which of its attention kernels torch's SDPA takes on a device, and why not another."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend
+
+NAMES = {
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.MATH: "math",
+}
+CHECKS: dict[str, Callable[..., bool]] = {
+    "flash": cuda.can_use_flash_attention,
+    "efficient": cuda.can_use_efficient_attention,
+    "cuDNN": cuda.can_use_cudnn_attention,
+}
+
+
+def sdpa_words(device: torch.device, dtype: torch.dtype, heads: int, length: int, width: int) -> str:
+    """`cuDNN for bfloat16 heads of 64; flash can run; efficient cannot: ...`, of causal attention while training."""
+    qkv = torch.empty(1, length, heads, 3, width, device=device, dtype=dtype, requires_grad=True)
+    q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
+    # torch has no public name for its choice.
+    choice: Any = torch._fused_sdp_choice  # type: ignore[attr-defined]
+    taken = NAMES.get(SDPBackend(choice(q, k, v, is_causal=True)), "another")
+    words = [f"{taken} for {str(dtype).removeprefix('torch.')} heads of {width}"]
+    if device.type != "cuda":
+        return words[0]
+    parameters = cuda.SDPAParams(q, k, v, None, 0.0, True, False)
+    return "; ".join(words + [_whether(name, parameters) for name in CHECKS if name != taken])
+
+
+def _whether(name: str, parameters: cuda.SDPAParams) -> str:
+    """Whether a kernel could run; torch warns of the reasons why it cannot."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if CHECKS[name](parameters, True):
+            return f"{name} can run"
+    reasons = [str(warning.message).split(" (Triggered internally")[0].strip().rstrip(".") for warning in caught]
+    return f"{name} cannot: {', '.join(reasons) or 'torch gives no reason'}"

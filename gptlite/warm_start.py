@@ -1,0 +1,64 @@
+"""A run from a checkpoint's weights: its model is the checkpoint's, but for what is given. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from enum import Enum
+from typing import Any
+
+from gptlite.config import Config, from_yaml, hydra_value
+from gptlite.errors import ConfigError
+from gptlite.model.config import GPTConfig
+from gptlite.progress import Log
+
+
+def with_model(overrides: list[str], log: Log | None = None) -> list[str]:
+    """The overrides, after those that take the model from the checkpoint whose weights a run starts from."""
+    found = model_overrides(overrides)
+    if found and log:
+        log("model: the checkpoint's, since checkpoint.load=weights")
+    return [*found, *overrides]
+
+
+def model_overrides(overrides: list[str]) -> list[str]:
+    """`model.KEY=VALUE` of the checkpoint that checkpoint.resume names, for each key that `overrides` leave open.
+
+    None without checkpoint.load=weights, and where a preset is given with model=: the checkpoint is then compared with
+    that. None either where there is no such checkpoint, which the run itself will refuse.
+    """
+    given = {key.lstrip("+~"): value for key, _, value in (each.partition("=") for each in overrides)}
+    resume = given.get("checkpoint.resume", "auto").strip("'\"")
+    if given.get("checkpoint.load") != "weights" or resume in ("auto", "never") or "model" in given:
+        return []
+    from gptlite.checkpoint.find import candidates
+
+    try:
+        model = from_yaml((candidates(resume, "checkpoint.resume")[0] / "config.yaml").read_text("utf-8")).model
+    except (ConfigError, OSError, UnicodeDecodeError):
+        return []
+    names = [item.name for item in dataclasses.fields(GPTConfig)]
+    return [f"model.{name}={_word(getattr(model, name))}" for name in names if f"model.{name}" not in given]
+
+
+def refuse_larger_vocabulary(config: Config, vocab_size: int) -> None:
+    """Raises ConfigError where a run's data has more token ids than the weights that it starts from."""
+    size = config.model.vocab_size
+    if config.checkpoint.load == "weights" and size is not None and size < vocab_size:
+        raise ConfigError(too_few_ids(config.checkpoint.resume, size, vocab_size))
+
+
+def too_few_ids(checkpoint: str, size: int, vocab_size: int) -> str:
+    """The line for weights whose embedding has no rows for some of the data's ids: no value of a key mends that."""
+    return (
+        f"checkpoint.resume={checkpoint} has a vocabulary of {size} ids and the data's tokenizer {vocab_size}: its "
+        f"weights cannot read this data; give data of the checkpoint's tokenizer, or leave checkpoint.resume and "
+        "checkpoint.load out to train new weights"
+    )
+
+
+def _word(value: Any) -> str:
+    """A value as an override has it."""
+    if isinstance(value, Enum):
+        return value.name
+    return hydra_value(value) if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,36 @@
+"""Layouts whose blocks leave their last sum to the next norm, as on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from distributed.parity_bugs import CONTEXT, PIPELINE, SEQUENCE, SHARDED, SPLIT, TENSOR, ZERO
+from distributed.parity_cells import Result, run_cell
+from gptlite.model.gpt import Stream
+from gptlite.ops import select
+from gptlite.ops.select import Ops
+
+DEEP = replace(SPLIT, shared=("model.num_layers=8",))  # two blocks to each of four parts
+CELLS = [
+    *(SEQUENCE, ZERO, DEEP, CONTEXT, PIPELINE),
+    *(replace(DEEP, sequence=True, schedule="zbv"), replace(SHARDED, precision="bf16"), replace(TENSOR, tied=False)),
+]
+
+
+def run_deferred(*arguments: Any) -> Result | None:
+    """run_cell, on every rank, with that choice made for the CPU."""
+    choose, normed, seen = select.choose_ops, Stream.normed, []
+
+    def chosen(*args: Any, **options: Any) -> Ops:
+        return replace(choose(*args, **options), deferred_add=True)
+
+    def noted(stream: Stream, *args: Any) -> Any:
+        seen.append(stream.bias)
+        return normed(stream, *args)
+
+    with patch.object(select, "choose_ops", chosen), patch.object(Stream, "normed", noted):
+        result = run_cell(*arguments)
+    assert seen, "no block has left a sum"
+    return result

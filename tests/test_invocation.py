@@ -1,0 +1,156 @@
+"""Every command that is printed exists where it is printed: in a checkout, beside one, and from an installed wheel."""
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import gptlite
+from gptlite import invocation
+from gptlite.invocation import COMMANDS, command, localized, recipe
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("gptlite", "kernels", "data")
+# What no text may have: a command of a checkout alone, or one that there no longer is.
+FIXED = re.compile(
+    r"python (train|tools)|\btools/\w+\.py|(?<!`)\btrain\.py (\w+\.|--|-m)|gptlite-(data|checkpoint|kernels) "
+)
+HINT = re.compile(r"(?:^ *|`)gptlite ([a-z][\w-]*)", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a wheel holds."""
+    site = tmp_path_factory.mktemp("site")
+    for source, target in (("gptlite", "."), ("conf", "conf"), ("kernels", "kernels"), ("data", "recipes")):
+        ignored = shutil.ignore_patterns("__pycache__", "*.bin", "*.idx", "*.txt")
+        shutil.copytree(ROOT / source, site / "gptlite" / target, dirs_exist_ok=True, ignore=ignored)
+    return site
+
+
+def run(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command in a folder; every word is as a person types it."""
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = clean | {"PYTHONPATH": str(site), "PATH": tools}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Every string of the code and where it is; of an f-string, the parts that are fixed."""
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
+
+
+def test_no_text_has_a_command_of_a_checkout():
+    assert [(place, text) for place, text in texts() if FIXED.search(text)] == []
+
+
+def test_a_text_names_only_commands_that_there_are():
+    named = [(place, match[1]) for place, text in texts() for match in HINT.finditer(text)]
+    assert {name for _, name in named} >= {"train", "plan", "data", "generate"}  # else the filter has a hole
+    assert [each for each in named if each[1] not in COMMANDS] == []
+
+
+def test_the_hints_ask_for_commands_that_there_are():
+    """`command("plan")`, wherever it is called: a wrong name would only fail when it is printed."""
+    asked = set()
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1:
+                name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+                if node.func.id in ("command", "written", "arguments") and isinstance(name, str):
+                    asked.add(name)
+    assert asked
+    assert asked <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_a_module_with_a_main(name: str):
+    assert find_spec(COMMANDS[name][0])
+    script = ROOT / "tools" / f"{name.replace('-', '_')}.py"
+    if script.is_file():  # what is in tools/ is the same command
+        assert f"from {COMMANDS[name][0]} import main" in script.read_text()
+
+
+def test_in_a_checkout_a_command_is_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    python = invocation._python()
+    monkeypatch.chdir(ROOT)
+    assert command("train") == f"{python} train.py"
+    assert command("train-tokenizer") == f"{python} tools/train_tokenizer.py"
+    assert recipe("kjv") == f"{python} data/kjv/prepare.py"
+    monkeypatch.chdir(ROOT / "tools")
+    assert command("plan") == f"{python} plan.py"
+    monkeypatch.chdir(tmp_path)
+    assert command("train") == f"{python} {shlex.quote(str(ROOT / 'train.py'))}"
+
+
+def test_elsewhere_it_is_the_installed_command_or_pythons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(gptlite, "__file__", str(tmp_path / "site" / "gptlite" / "__init__.py"))
+    scripts = tmp_path / "bin"
+    scripts.mkdir()
+    for name in ("python", "gptlite"):
+        (scripts / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(scripts / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))  # an environment that nobody has activated
+    assert command("plan") == f"{scripts / 'python'} -m gptlite plan"
+    monkeypatch.setenv("PATH", str(scripts))
+    assert command("plan") == "gptlite plan"
+    assert localized("`gptlite train-tokenizer`, python data/kjv/prepare.py output=F") == (
+        "`gptlite train-tokenizer`, python -m gptlite.recipes.kjv.prepare output=F"
+    )
+    (scripts / "gptlite").unlink()
+    assert command("plan") == "python -m gptlite plan"
+
+
+@pytest.mark.parametrize("where", ["installed", "checkout"])
+def test_every_command_of_the_help_has_a_help_with_its_own_name(where: str, installed: Path, tmp_path: Path):
+    site, folder = (installed, tmp_path) if where == "installed" else (ROOT, ROOT)
+    shown = run(site, folder, sys.executable, "-m", "gptlite", "--help")
+    assert shown.returncode == 0, shown.stderr
+    names = re.findall(r"^  ([a-z-]+) ", shown.stdout, re.MULTILINE)
+    assert names == list(COMMANDS)
+    for name in {"train", "plan", "train-tokenizer", "data"} & set(names):
+        given = run(site, folder, sys.executable, "-m", "gptlite", name, "--help")
+        assert given.returncode == 0, given.stderr
+        if where == "installed":
+            assert ".py" not in given.stdout.replace("inspect", "")
+        for start in re.findall(r"python (?:-m gptlite \S+|\S+\.py)", given.stdout):
+            again = run(site, folder, *start.split(), "--help")
+            assert again.returncode == 0, (start, again.stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--version"], 0, f"gptlite {gptlite.__version__}\n"),
+        (["model=gpt2", "--cfg", "job"], 0, "seed: 1234\n"),
+        (["--cfg", "job"], 0, "seed: 1234\n"),
+        (["train", "--cfg", "job"], 0, "seed: 1234\n"),
+        ([], 0, "gptlite: GPT pretraining"),
+        (["trian"], 2, "error: trian is no command of gptlite and no KEY=VALUE; did you mean train?; --help"),
+        (["sweep", "optimizer.lr=1,2", "--cfg", "job"], 2, "error: --cfg shows one configuration, and -m has many"),
+        (["optimizer.lrr=1"], 2, "error: optimizer.lrr is not a key"),
+    ],
+    ids=["version", "override", "flag", "train", "nothing", "slip", "shown", "refused"],
+)
+def test_the_first_word(words: list[str], code: int, said: str, installed: Path, tmp_path: Path):
+    done = run(installed, tmp_path, sys.executable, "-m", "gptlite", *words)
+    assert done.returncode == code, done.stderr
+    assert (done.stderr if code else done.stdout).startswith(said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_dispatcher_loads_nothing_heavy():
+    code = "import sys, gptlite.__main__; print(*{'torch', 'hydra', 'numpy', 'omegaconf'} & set(sys.modules))"
+    assert run(ROOT, ROOT, sys.executable, "-c", code).stdout.strip() == ""

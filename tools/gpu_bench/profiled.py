@@ -1,0 +1,160 @@
+"""part=profile: the kernels of a step by torch's profiler: the longest, and each class beside its floor."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import DeviceType, ProfilerActivity, profile
+
+from gptlite.ops.config import OpsConfig
+from gptlite.ops.select import select_ops
+from gptlite.precision import Precision, PrecisionConfig, resolve_precision
+
+from .byte_model import CLASSES, Model, class_of, model_of_trace
+from .pictures import beside_floor
+from .real_step import build_step, model_of
+from .report import Part
+from .step_trace import Op, Operand, Trace, trace_step
+
+BATCH = {"small": 16, "tiny": 2}
+STEPS, WARM_UP, TOP = 3, 3, 20
+NAME = 70  # characters of a kernel's name
+# Where no op is known that launched a kernel, by what its name holds.
+BY_NAME = (
+    *(("flash", "attention"), ("fmha", "attention"), ("cross_entropy", "loss"), ("whole_kernel", "loss")),
+    *(("adamw", "optimizer"), ("square_sums", "optimizer"), ("gelu", "GELU"), ("norm", "norm + residual")),
+    *(("gemm", "GEMM block"), ("nvjet", "GEMM block"), ("cutlass", "GEMM block")),
+    *(("Memcpy", "copy/cast"), ("Memset", "copy/cast"), ("copy", "copy/cast")),
+)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Time on the device: a kernel, and the op that launched it with the shapes of what it was given."""
+
+    kernel: str
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    seconds: float
+
+
+def run(part: Part, device: torch.device, tiny: bool) -> None:
+    """Profiles the step of GPT-3 Small, bf16, eager."""
+    size = "tiny" if tiny else "small"
+    model = model_of_trace(trace_step(size, BATCH[size]))
+    policy = resolve_precision(PrecisionConfig(Precision.bf16), device)
+    taken = build_step(model_of(size), select_ops(OpsConfig(), device), policy, device, BATCH[size])
+    slices = slices_of(taken.step, device)
+    if not slices:
+        part.failed("the profiler recorded nothing on the device")
+        return
+    total = sum(each.seconds for each in slices) / STEPS
+    part.text(
+        f"{size}, {BATCH[size]} x {taken.config.sequence_length} tokens, bf16, eager: {total * 1e3:.2f} ms of kernels "
+        f"a step, {len(slices) / STEPS:.0f} of them, {total * 1e9 / taken.tokens:.0f} ns a token."
+    )
+    _top(part, slices, model.trace, total)
+    _classes(part, slices, model, taken.tokens)
+
+
+def slices_of(step: Callable[[], Any], device: torch.device) -> list[Slice]:
+    """What STEPS steps do on the device; on a CPU an op's own time stands for a kernel."""
+    for _ in range(WARM_UP):
+        step()
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities, record_shapes=True) as recorded:
+        for _ in range(STEPS):
+            step()
+        if cuda:
+            torch.cuda.synchronize(device)
+    events = list(recorded.events() or ())
+    return list(_kernels(events) if cuda else _ops(events))
+
+
+def _ops(events: Iterable[Any]) -> Iterable[Slice]:
+    for event in events:
+        if event.self_cpu_time_total > 0 and "::" in event.name:
+            yield Slice(event.name, event.name, _shapes(event), event.self_cpu_time_total / 1e6)
+
+
+def _kernels(events: list[Any]) -> Iterable[Slice]:
+    """Of each op the kernels it launched, and kernels that no op is known of."""
+    attributed: Counter[str] = Counter()
+    for event in events:
+        if event.device_type == DeviceType.CPU:
+            for kernel in event.kernels:
+                attributed[kernel.name] += 1
+                yield Slice(kernel.name, event.name, _shapes(event), kernel.duration / 1e6)
+    for event in events:
+        if event.device_type == DeviceType.CUDA:
+            if attributed[event.name]:
+                attributed[event.name] -= 1
+            else:
+                yield Slice(event.name, "", (), event.time_range.elapsed_us() / 1e6)
+
+
+def _shapes(event: Any) -> tuple[tuple[int, ...], ...]:
+    shapes = (each for each in event.input_shapes or () if each and all(isinstance(size, int) for size in each))
+    return tuple(tuple(each) for each in shapes)
+
+
+def group_of(each: Slice, trace: Trace) -> str:
+    """Which of CLASSES it belongs to."""
+    if each.op:
+        operands = [Operand(list(shape), [1] * len(shape), 2) for shape in each.shapes]
+        return class_of(Op(each.op.replace("::", ".", 1), "", operands, [], False), trace)
+    return next((group for part, group in BY_NAME if part in each.kernel), "other")
+
+
+def _top(part: Part, slices: list[Slice], trace: Trace, total: float) -> None:
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    calls: Counter[tuple[str, str]] = Counter()
+    for each in slices:
+        key = each.kernel, group_of(each, trace)
+        seconds[key] += each.seconds / STEPS
+        calls[key] += 1
+    longest = sorted(seconds, key=lambda key: -seconds[key])[:TOP]
+    part.table(
+        ("kernel", "class", "calls a step", "us a call", "ms a step", "share"),
+        [
+            (
+                *(kernel[:NAME], group, f"{calls[kernel, group] / STEPS:.0f}"),
+                f"{seconds[kernel, group] * STEPS * 1e6 / calls[kernel, group]:.1f}",
+                *(f"{seconds[kernel, group] * 1e3:.3f}", f"{seconds[kernel, group] / total:.1%}"),
+            )
+            for kernel, group in longest
+        ],
+    )
+    every = [{"kernel": kernel, "class": group, "seconds": seconds[kernel, group]} for kernel, group in seconds]
+    part.put("kernels", sorted(every, key=lambda row: -row["seconds"]))
+
+
+def _classes(part: Part, slices: list[Slice], model: Model, tokens: int) -> None:
+    measured = dict.fromkeys(CLASSES, 0.0)
+    for each in slices:
+        measured[group_of(each, model.trace)] += each.seconds * 1e9 / STEPS / tokens
+    floor = model.by_class()
+    rows = [
+        (name, f"{measured[name]:.1f}", f"{floor[name]:.1f}", _ratio(measured[name], floor[name])) for name in CLASSES
+    ]
+    whole = sum(measured.values()), sum(floor.values())
+    part.table(
+        ("class", "ns a token", "floor", "times the floor"),
+        [*rows, ("sum", f"{whole[0]:.1f}", f"{whole[1]:.1f}", _ratio(*whole))],
+    )
+    part.put("classes", {name: {"ns_a_token": measured[name], "floor": floor[name]} for name in CLASSES})
+    file = part.folder / "profile.png"
+    title = f"{model.trace.model}: kernels of a step by class"
+    beside_floor(file, title, CLASSES, [measured[name] for name in CLASSES], [floor[name] for name in CLASSES])
+    part.picture(file, "Kernels of a step by class, beside their floor")
+
+
+def _ratio(measured: float, floor: float) -> str:
+    return f"{measured / floor:.2f}" if floor > 0 else ""

@@ -1,0 +1,33 @@
+"""Every op of ours once, on small shapes with edges in all dims: what compute-sanitizer watches."""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+
+import torch
+
+from gptlite.kernels.cases import CASES
+from gptlite.kernels.library import Unavailable, load
+
+SHAPES = ((3, 5), (17, 72), (9, 1030))  # a single element beyond packs, whole packs, a row of several warps
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def main(device: str = "cuda") -> int:
+    """Returns the exit code."""
+    loaded = load(device)
+    if isinstance(loaded, Unavailable):
+        print(f"no kernels: {loaded.reason}", file=sys.stderr)
+        return 1
+    cases = [case for case in CASES if not case.cpu_only]
+    for case, shape, dtype in product(cases, SHAPES, DTYPES):
+        case.ours(case.make(*shape, dtype, torch.device(device)))
+        if device == "cuda":
+            torch.cuda.synchronize()
+    print(f"{len(cases)} ops, {len(SHAPES)} shapes, {len(DTYPES)} dtypes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
