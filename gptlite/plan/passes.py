@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import splits_backward
@@ -156,9 +156,10 @@ def _forward(
     if groups.frees or not groups.gathered:
         return Taken(later.most, later.now), Taken(later.most, later.now)
     # Parameters that stay are gathered in the first pass, whose gradients are the first, and so model state.
+    if ends is not None and not s.holds:
+        ends = replace(ends, forward=ends.first)
     first = _forward_level(work, stage, s, groups, ends, groups.gathered)
-    owned = ends.gradient if ends is not None and not s.holds else 0
-    return Taken(first.most - owned, later.now), Taken(later.most, later.now)
+    return Taken(first.most, later.now), Taken(later.most, later.now)
 
 
 def _forward_level(

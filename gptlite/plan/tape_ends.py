@@ -45,11 +45,18 @@ def embed_backward(s: Sizes, rows: int, positions: int, tied: bool) -> Tape:
 
 @dataclass(frozen=True)
 class HeadTapes:
-    """The final norm and the head with its loss. `gradient`: bytes of the table's, from the forward pass on."""
+    """The final norm and the head with its loss. `gradient`: bytes of the table's, from the forward pass on, where it
+    is the tape's entry `at`."""
 
     forward: Tape
     backward: Tape
     gradient: int
+    at: int = -1
+
+    @property
+    def first(self) -> Tape:
+        """The forward pass where its gradient is model state as soon as it is there."""
+        return [0 if index == self.at else size for index, size in enumerate(self.forward)]
 
 
 def head(s: Sizes, work: Workload, tp_rank: int, reference: bool) -> HeadTapes:
@@ -79,20 +86,24 @@ def head(s: Sizes, work: Workload, tp_rank: int, reference: bool) -> HeadTapes:
         copy = whole * s.width * s.item if s.casts or real < whole else 0
         logits, dtable = chunk * whole * s.item, whole * s.width * (MASTER if s.casts or several else s.item)
         tape = [*norm, *gathered, copy, logits, *_loss(s, chunk, real), part, dtable, -logits]
+        at = len(tape) - 2
         if several:
             tape += [s.whole - part, logits, *_loss(s, chunk, real), -logits, s.whole, -s.whole]
         copied, cast, weight = several and not s.casts and s.item < MASTER, [], table * s.width * s.item
+        at = len(tape) if copied else at
         tape += [weight, -dtable] if copied else []
         tape += [-copy]
         weight = weight if copied else dtable
     else:
         logits, dtable, kept_table = chunk * real * s.item, real * s.width * s.item, 0
         tape = [*norm, *cast, *gathered, logits, *_loss(s, chunk, real), part, dtable, -logits]
+        at = len(tape) - 2
         if several:  # table gradients are added up in fp32
             kept_table = real * s.width * MASTER
             again = [logits, *_loss(s, chunk, real), dtable, -dtable, -logits]
             tape += [kept_table, -dtable, s.whole - part, *again, s.whole, -s.whole]
         copied = several or real < table
+        at = len(tape) if copied else at
         tape += [weight, -(kept_table or dtable)] if copied else []
         if not copied:
             weight = dtable
@@ -101,7 +112,7 @@ def head(s: Sizes, work: Workload, tp_rank: int, reference: bool) -> HeadTapes:
     passed = list[int](-each for each in cast)
     if s.tensor > 1:
         passed += [s.whole, s.slice, -2 * s.whole] if s.sequence else [s.whole, -s.whole]
-    return HeadTapes(tape, [*passed, *ending], weight)
+    return HeadTapes(tape, [*passed, *ending], weight, at)
 
 
 def _loss(s: Sizes, rows: int, columns: int) -> Tape:

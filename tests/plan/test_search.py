@@ -215,7 +215,7 @@ def test_offload_is_looked_for_where_nothing_fits_without():
     ranked = found(between).ranked
     assert {each.work.parallelism.offload for each in ranked} == {Offload.cpu}
     assert all(most(each.work)[1].total <= between * 2**30 for each in ranked)
-    assert "parallelism.offload=cpu" in overrides(ranked[0])
+    assert "parallelism.offload=cpu" in overrides(ranked[0].work)
     assert {each.work.parallelism.offload for each in found(80).ranked} == {Offload.none}
     host = ranked[0].prediction.memory.host
     no_disk = "cluster.disk_path=null"
@@ -224,7 +224,7 @@ def test_offload_is_looked_for_where_nothing_fits_without():
     assert found(between, no_disk, short).ranked == []
     ranked = found(between, "cluster.disk_path=/nvme", short).ranked  # parameters and gradients there, moments on disks
     assert {each.work.parallelism.offload for each in ranked} == {Offload.nvme}
-    assert {"parallelism.offload=nvme", "parallelism.offload_path=/nvme"} <= set(overrides(ranked[0]))
+    assert {"parallelism.offload=nvme", "parallelism.offload_path=/nvme"} <= set(overrides(ranked[0].work))
     files = max(4 * file_bytes(each.work, rank) for each in ranked for rank in range(each.work.layout.size("pp")))
     assert found(between, "cluster.disk_path=/nvme", short, f"cluster.disk_gib={1.01 * files / 2**30}").ranked
     assert found(between, "cluster.disk_path=/nvme", short, "cluster.disk_gib=0.001").ranked == []

@@ -1,6 +1,7 @@
 """Whole sweeps: every way a cell can end, its own ranks, its place among the others."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_every_way_a_cell_can_end(start: Start, tmp_path: Path) -> None:
     for name in ("sweep.csv", "sweep.html"):
         assert (folder / name).stat().st_size > 0
     assert all(record.reason in output for record in found if record.reason)
-    assert f"{TRAIN} -m hydra.sweep.dir={folder}" in output
+    assert f"{shlex.quote(TRAIN)} -m hydra.sweep.dir={folder}" in output
     # What goes on runs the failed one alone.
     code, output, errors = start(TRAIN, "-m", f"hydra.sweep.dir={folder}").end(120)
     assert (code, begun(output)) == (1, ["d_model=32 lr=1e+30"]), errors

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM stop a sweep: the running cell saves, no other starts."""
 
+import shlex
 import signal
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def test_a_signal_stops_the_sweep_and_it_goes_on(start: Start, tmp_path: Path, n
     code, output, errors = run.end(60)
     assert code == 128 + number, errors
     assert statuses(folder) == ["ok", "interrupted"]
-    assert f"{TRAIN} -m hydra.sweep.dir={folder}" in output
+    assert f"{shlex.quote(TRAIN)} -m hydra.sweep.dir={folder}" in output
     step = records(folder)[1].result["step"]
     assert (folder / "1-max_steps1000" / "checkpoints" / f"step-{step:08d}" / "MANIFEST.json").exists()
     code, output, errors = start(TRAIN, *LONG_SECOND, f"hydra.sweep.dir={folder}").end(250)
