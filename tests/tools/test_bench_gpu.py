@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_all_parts_run_on_a_cpu_into_one_report(tmp_path: Path) -> None:
     peer = tmp_path / "peer"
     peer.mkdir()
     (peer / "model.py").write_text(PEER)
-    tests = str(ROOT / "tests" / "test_files.py")
+    tests = shlex.quote(str(ROOT / "tests" / "test_files.py"))
     done = call("device=cpu", "size=tiny", f"output={tmp_path / 'out'}", f"tests={tests}", f"peer={peer}")
     report = (tmp_path / "out" / "report.md").read_text()
     assert done.returncode == 0, done.stdout + done.stderr

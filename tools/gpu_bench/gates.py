@@ -49,7 +49,7 @@ def pytest_command(tests: str) -> list[str]:
     """Without the project's own options, which ask for plug-ins that may be missing."""
     options = ["-o", "addopts=", "-o", "timeout=600", "--import-mode=importlib", "-m", "not slow and not long", "-q"]
     workers = ["-n", "4"] if find_spec("xdist") and tests == FOLDER else []
-    return [sys.executable, "-m", "pytest", *options, *workers, "-p", "no:cacheprovider", *tests.split()]
+    return [sys.executable, "-m", "pytest", *options, *workers, "-p", "no:cacheprovider", *shlex.split(tests)]
 
 
 def sanitizers(part: Part) -> list[Gate]:
