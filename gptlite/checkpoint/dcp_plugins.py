@@ -4,6 +4,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,16 @@ class MetadataUnpickler(pickle.Unpickler):
     """Knows the classes of DCP's metadata and no others, so that a foreign checkpoint cannot run code here."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # Python 3.11.0 to 3.11.3 pickles a member of an Enum as an attribute of its class
         allowed = (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype))
         if not allowed:
             raise pickle.UnpicklingError(f"data/.metadata asks for {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """A member of an Enum by its name. Raises pickle.UnpicklingError for an attribute of anything else."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"data/.metadata asks for {name} of {kind}, which no checkpoint needs")
+    return kind[name]

@@ -1,11 +1,13 @@
 """What is loaded is what was saved, bit for bit, and a checkpoint of something else is refused."""
 
 import pickle
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from gptlite.checkpoint import dcp, manifest
 from gptlite.checkpoint.load import load_tensors, read_config, read_meta
@@ -127,6 +129,32 @@ def test_hostile_metadata_runs_nothing(save, tensors, tmp_path):
     with pytest.raises(pickle.UnpicklingError, match="which no checkpoint needs"):
         dcp.read(data, tensors, print)
     assert not (tmp_path / "owned").exists()
+
+
+def test_metadata_of_python_3_11_2_is_read(save, tensors, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickles a member of an Enum as getattr of its class: Debian 12 has one of these."""
+    kind = type(TensorProperties().__getstate__()[3])
+    assert issubclass(kind, Enum)
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda member, protocol: (getattr, (type(member), member.name)))
+    data = save(100) / "data"
+    assert b"getattr" in (data / ".metadata").read_bytes()
+    into = fresh(tensors)
+    dcp.read(data, into, print)
+    assert all(bits(into[key]) == bits(tensor) for key, tensor in tensors.items())
+
+
+class _Attribute:
+    """Pickles to an attribute of a class that the metadata may name."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "__subclasses__")
+
+
+def test_metadata_gets_no_attribute_but_a_member_of_an_enum(save, tensors):
+    data = save(100) / "data"
+    (data / ".metadata").write_bytes(pickle.dumps(_Attribute()))
+    with pytest.raises(pickle.UnpicklingError, match="which no checkpoint needs"):
+        dcp.read(data, tensors, print)
 
 
 def test_a_gap_in_a_tensor_is_not_loaded(save, tensors):
