@@ -3,27 +3,27 @@
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from gptlite.config import Config, with_vocabulary
 from gptlite.data.build import build_loader, prepare
-from gptlite.model.gpt import GPT
+from gptlite.data.prepared import PreparedData
 from gptlite.model.init import init_weights
-from gptlite.model.parallelize import build_passes, copy_weights, materialize, parallelize
-from gptlite.optimizer.build import build_optimizer
+from gptlite.model.parallelize import build_passes, copy_weights, materialize
+from gptlite.ops.select import Ops
 from gptlite.optimizer.fused import writes_copies
-from gptlite.optimizer.rounded import round_steps
 from gptlite.optimizer.schedule import Schedule
-from gptlite.optimizer.streamed import offload_state
 from gptlite.parallelism.chain import Chain
-from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.parallelism.watchdog import Watch
 from gptlite.parallelism.zero import home
-from gptlite.precision import resolve_precision
+from gptlite.precision import Policy, resolve_precision
+from gptlite.progress import Log
 from gptlite.run_folder import RunFolder
 from gptlite.summary import announce, conclude
+from gptlite.trainer.build import build_parts, build_updates
 from gptlite.trainer.loop import Settings, train
 from gptlite.trainer.loss_scale import build_scaler
 from gptlite.trainer.ops import agreed_ops
@@ -31,6 +31,58 @@ from gptlite.trainer.signals import StopSignal
 from gptlite.trainer.spike import build_spike_watch
 from gptlite.trainer.state import TrainState
 from gptlite.warm_start import refuse_larger_vocabulary
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that takes a step. `config` has the vocabulary's size."""
+
+    config: Config
+    mesh: Mesh
+    policy: Policy
+    ops: Ops
+    data: PreparedData
+    state: TrainState
+    passes: OnePart | Pipeline
+
+
+def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
+    """The run of a configuration, before its first step, with initial weights.
+
+    Collective. Raises ConfigError, on all ranks, for what cannot run here.
+    """
+    policy = resolve_precision(config.precision, mesh.device)
+    ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
+    data = prepare(config.data, config.seed, log, mesh)
+    refuse_larger_vocabulary(config, data.tokenizer.vocab_size)
+    config = with_vocabulary(config, data.tokenizer.vocab_size)
+
+    layout, compiles = config.parallelism, config.trainer.compile
+    parts = build_parts(config.model, layout, mesh, policy, ops, config.seed, compile=compiles)
+    materialize(parts, home(mesh, layout))
+    for part in parts:
+        init_weights(part, config.model, config.seed)
+    optimizer = build_updates(config.optimizer, parts, layout, mesh, policy, ops, config.seed)
+    if ops.weight_copies and writes_copies(optimizer) and not compiles:
+        copy_weights(parts, mesh, policy)
+    loader = build_loader(config.data, data, mesh, config.seed, layout)
+    state = TrainState(
+        Chain(parts, mesh, layout),
+        optimizer,
+        Schedule(config.schedule, config.trainer.max_steps),
+        loader,
+        data.identity,
+        scaler=build_scaler(config.precision, policy),
+        spikes=build_spike_watch(config.trainer.spike),
+    )
+    passes = build_passes(
+        state.chain,
+        layout,
+        micro_batches=loader.num_micro_batches,
+        micro_batch_size=loader.micro_batch_size,
+        sequence_length=config.data.sequence_length,
+    )
+    return Run(config, mesh, policy, ops, data, state, passes)
 
 
 def pretrain(
@@ -49,47 +101,22 @@ def pretrain(
     started = time.monotonic() if started is None else started
     mesh = build_mesh(config.parallelism)
     watch = Watch(mesh, config.parallelism.timeout_seconds)
-    policy = resolve_precision(config.precision, mesh.device)
-    ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
-    run = RunFolder(config, mesh)
-    data = prepare(config.data, config.seed, run.log, mesh)
-    refuse_larger_vocabulary(config, data.tokenizer.vocab_size)
-    config = with_vocabulary(config, data.tokenizer.vocab_size)
+    folder = RunFolder(config, mesh)
+    run = build_run(config, mesh, folder.log)
+    config, state = run.config, run.state
+    folder.restore(state)
+    folder.check_space(state)
 
-    with torch.device("meta"):
-        model = GPT(config.model, ops, config.seed)
-    parts = parallelize(model, mesh, config.parallelism, policy, compile=config.trainer.compile)
-    materialize(parts, home(mesh, config.parallelism))
-    for part in parts:
-        init_weights(part, config.model, config.seed)
-    weights = [named for part in parts for named in part.named_weights()]
-    optimizer = build_optimizer(config.optimizer, weights, ops.adamw, config.model.num_heads)
-    if not policy.master_weights:
-        optimizer = round_steps(optimizer, config.seed)
-    optimizer = offload_state(optimizer, config.parallelism, mesh)
-    if ops.weight_copies and writes_copies(optimizer) and not config.trainer.compile:
-        copy_weights(parts, mesh, policy)
-    loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
-    schedule = Schedule(config.schedule, config.trainer.max_steps)
-    chain = Chain(parts, mesh, config.parallelism)
-    scaler = build_scaler(config.precision, policy)
-    spikes = build_spike_watch(config.trainer.spike)
-    state = TrainState(chain, optimizer, schedule, loader, data.identity, scaler=scaler, spikes=spikes)
-    passes = build_passes(
-        chain,
-        config.parallelism,
-        micro_batches=loader.num_micro_batches,
-        micro_batch_size=loader.micro_batch_size,
-        sequence_length=config.data.sequence_length,
-    )
-    run.restore(state)
-    run.check_space(state)
-
-    with run.opened(config, data.tokenizer), closing(loader), closing(watch):
+    with folder.opened(config, run.data.tokenizer), closing(state.loader), closing(watch):
         if opened is not None:
-            opened(run.path)
-        reporter = announce(config, run, mesh, state, data, policy, ops)
+            opened(folder.path)
+        reporter = announce(config, folder, mesh, state, run.data, run.policy, run.ops)
         settings = Settings(config.trainer, config.optimizer, config.checkpoint)
-        with conclude(config, run, state, reporter, started, watch) as conclusion, stop_signal or StopSignal() as stop:
-            conclusion.outcome = train(state, passes, mesh, settings, reporter, run, stop, watch, started, run.path)
+        with (
+            conclude(config, folder, state, reporter, started, watch) as conclusion,
+            stop_signal or StopSignal() as stop,
+        ):
+            conclusion.outcome = train(
+                state, run.passes, mesh, settings, reporter, folder, stop, watch, started, folder.path
+            )
         return conclusion.exit_code

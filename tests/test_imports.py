@@ -108,7 +108,7 @@ ROOMS = {
     "data_tool": Room("config data metrics subcommands", packages="numpy", lazy="matplotlib"),
     "subcommands": Room("config tool"),
     "tool": Room("config"),
-    "parity": Room("config data model ops optimizer parallelism precision trainer worker", packages="torch"),
+    "parity": Room("config parallelism precision pretrain trainer worker", packages="torch"),
     "config_errors": Room("config", packages="hydra omegaconf"),
     "memory_advice": Room("checks config metrics parallelism plan planning precision", packages="torch"),
     "checks": Room("config checkpoint data metrics model ops optimizer parallelism precision trainer"),

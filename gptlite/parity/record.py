@@ -9,25 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gptlite.config import Config, with_vocabulary
-from gptlite.data.build import build_loader, prepare
-from gptlite.model.gpt import GPT
-from gptlite.model.init import init_weights
-from gptlite.model.parallelize import build_passes, copy_weights, materialize, parallelize
-from gptlite.optimizer.build import build_optimizer
-from gptlite.optimizer.fused import writes_copies
-from gptlite.optimizer.rounded import round_steps
-from gptlite.optimizer.schedule import Schedule
-from gptlite.optimizer.streamed import offload_state
-from gptlite.parallelism.chain import Chain
+from gptlite.config import Config
 from gptlite.parallelism.collectives import gather_objects
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parallelism.zero import home
 from gptlite.parity.gather import Whole, gather
-from gptlite.precision import resolve_precision
-from gptlite.trainer.loss_scale import build_scaler
-from gptlite.trainer.ops import agreed_ops
+from gptlite.pretrain import build_run
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
@@ -88,37 +75,9 @@ def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[S
 
 def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
     """A run's state before its first step, and how it takes steps."""
-    policy = resolve_precision(config.precision, mesh.device)
-    ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
-    data = prepare(config.data, config.seed, lambda _: None, mesh)
-    config = with_vocabulary(config, data.tokenizer.vocab_size)
-    with torch.device("meta"):
-        model = GPT(config.model, ops, config.seed)
-    parts = parallelize(model, mesh, config.parallelism, policy, compile=config.trainer.compile)
-    materialize(parts, home(mesh, config.parallelism))
-    for part in parts:
-        init_weights(part, config.model, config.seed)
-    weights = [named for part in parts for named in part.named_weights()]
-    optimizer = build_optimizer(config.optimizer, weights, ops.adamw, config.model.num_heads)
-    if not policy.master_weights:
-        optimizer = round_steps(optimizer, config.seed)
-    optimizer = offload_state(optimizer, config.parallelism, mesh)
-    if ops.weight_copies and writes_copies(optimizer) and not config.trainer.compile:
-        copy_weights(parts, mesh, policy)
-    loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
-    schedule = Schedule(config.schedule, config.trainer.max_steps)
-    chain = Chain(parts, mesh, config.parallelism)
-    scaler = build_scaler(config.precision, policy)
-    state = TrainState(chain, optimizer, schedule, loader, data.identity, scaler=scaler)
-    passes = build_passes(
-        chain,
-        config.parallelism,
-        micro_batches=loader.num_micro_batches,
-        micro_batch_size=loader.micro_batch_size,
-        sequence_length=config.data.sequence_length,
-    )
+    run = build_run(config, mesh, lambda _: None)
     stopping, optimizing = Stopping(mesh, StopSignal()), config.optimizer
-    return state, Step(mesh, passes, optimizing.lr, optimizing.clip_norm, stopping)
+    return run.state, Step(mesh, run.passes, optimizing.lr, optimizing.clip_norm, stopping)
 
 
 def _gradients(state: TrainState) -> Iterator[tuple[str, Tensor]]:

@@ -22,15 +22,14 @@ from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
 from gptlite.kernels.library import Loaded, load
 from gptlite.model.gpt import GPT, Block
-from gptlite.model.parallelize import build_passes, materialize, parallelize
+from gptlite.model.parallelize import build_passes, materialize
 from gptlite.ops.config import LOGIT_BYTES, PRODUCTS, SOFTMAX_BYTES, Attention, CrossEntropy
 from gptlite.ops.select import Ops
-from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import ConstantConfig
-from gptlite.optimizer.rounded import round_steps
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.chain import Chain
+from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.memory_watch import state_tensors, where_backward_begins
 from gptlite.parallelism.mesh import Mesh, mesh_over_world
@@ -41,6 +40,7 @@ from gptlite.parallelism.zero import sharded_modules
 from gptlite.plan.simulate_watch import Watch
 from gptlite.plan.workload import Workload
 from gptlite.precision import Policy, Precision, Reduce
+from gptlite.trainer.build import build_parts, build_updates
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
@@ -126,12 +126,10 @@ def _eager() -> Iterator[None]:
 
 def _parts(work: Workload, mesh: Mesh, ops: Ops, compile: bool) -> list[GPT]:
     """This rank's parts of the model, on the meta device: what is not there yet takes no memory."""
-    with torch.device("meta"):
-        model = GPT(work.model, ops)
     with _eager():
         # With the device of the workload: it decides by what ZeRO gathers.
         there = replace(mesh, device=torch.device(work.device))
-        return parallelize(model, there, work.parallelism, _policy(work), compile=compile)
+        return build_parts(work.model, work.parallelism, there, _policy(work), ops, compile=compile)
 
 
 def _policy(work: Workload) -> Policy:
@@ -150,11 +148,9 @@ def _build(
 ) -> tuple[TrainState, OnePart | Pipeline]:
     """What `pretrain` builds of them, but for the data and the initial weights."""
     materialize(parts, CPU)
-    weights = [named for part in parts for named in part.named_weights()]
-    optimizer = build_optimizer(work.optimizer, weights, ops.adamw, work.model.num_heads)
+    on_device = replace(work.parallelism, offload=Offload.none)
+    optimizer = build_updates(work.optimizer, parts, on_device, mesh, _policy(work), ops)
     optimizer_state(optimizer)  # creates it
-    if not work.master_weights:
-        optimizer = round_steps(optimizer, seed=0)
     chain = Chain(parts, mesh, work.parallelism)
     passes = build_passes(
         chain,
