@@ -24,7 +24,7 @@ from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextC
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.invocation import localized
 from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
-from gptlite.model.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig
 from gptlite.ops.config import OpsConfig
 from gptlite.optimizer import config as optimizers
 from gptlite.optimizer.config import OptimizerConfig, ScheduleConfig

@@ -31,8 +31,8 @@ from gptlite.data.tokenizer import load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import write_synced
 from gptlite.invocation import command
-from gptlite.model.config import GPTConfig
-from gptlite.model.huggingface import Weight, from_json, to_json, view_of, weights
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.huggingface import Weight, from_json, to_json, view_of, weights
 from gptlite.progress import Log
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

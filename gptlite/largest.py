@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from gptlite.config import Config
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import banner, format_bytes, format_count, table
-from gptlite.model.flops import num_parameters
+from gptlite.models.gpt.flops import num_parameters
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.parallelism.layout import Layout, resolve
 from gptlite.parallelism.words import layout_words

@@ -12,7 +12,7 @@ from gptlite.files import write_whole
 from gptlite.invocation import arguments
 from gptlite.invocation import command as written
 from gptlite.metrics.console import banner, format_bytes, format_count, format_duration, table
-from gptlite.model.flops import num_parameters
+from gptlite.models.gpt.flops import num_parameters
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages
 from gptlite.parallelism.words import layout_words

@@ -9,8 +9,8 @@ from pathlib import Path
 from gptlite.config import Config, with_vocabulary
 from gptlite.data.build import build_loader, prepare
 from gptlite.data.prepared import PreparedData
-from gptlite.model.init import init_weights
-from gptlite.model.parallelize import build_passes, copy_weights, materialize
+from gptlite.models.init import init_weights
+from gptlite.models.parallelize import build_passes, copy_weights, materialize
 from gptlite.ops.select import Ops
 from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.schedule import Schedule

@@ -7,8 +7,8 @@ from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.config import Config, from_yaml
 from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.model.gpt import GPT
-from gptlite.model.parallelize import materialize, set_dtypes
+from gptlite.models.gpt.model import GPT
+from gptlite.models.parallelize import materialize, set_dtypes
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import select_ops
 from gptlite.parallelism.config import ParallelismConfig

@@ -24,8 +24,8 @@ from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.plot import plot_curves
 from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
-from gptlite.model.flops import flops_per_token, head_flops, layer_flops
-from gptlite.model.generate import Sampling, generate
+from gptlite.models.gpt.flops import flops_per_token, head_flops, layer_flops
+from gptlite.models.gpt.generate import Sampling, generate
 from gptlite.ops.backend import sdpa_words
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops

@@ -9,7 +9,7 @@ from typing import Any
 
 from gptlite.config import Config, from_yaml, hydra_value
 from gptlite.errors import ConfigError
-from gptlite.model.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig
 from gptlite.progress import Log
 
 

@@ -240,8 +240,8 @@ def test_on_a_gpu_it_is_the_models_layer_norm(install: Install, monkeypatch: pyt
     assert (ops.apex_norm, ops.layer_norm) == (True, False)
     assert "layer_norm apex (asked for)" in ops.reasons
 
-    from gptlite.model.config import GPTConfig
-    from gptlite.model.gpt import GPT
+    from gptlite.models.gpt.config import GPTConfig
+    from gptlite.models.gpt.model import GPT
     from gptlite.ops.select import Ops
 
     torch.manual_seed(0)

@@ -51,19 +51,19 @@ ROOMS = {
     "metrics": Room(packages="torch", lazy="matplotlib numpy tensorboard wandb"),
     "data": Room("parallelism", packages="torch numpy", lazy="datasets sentencepiece tiktoken tiktoken_ext tokenizers"),
     "preprocess": Room("data", packages="numpy", lazy="pyarrow zstandard"),
-    "model": Room("ops", packages="torch"),
+    "models": Room("ops", packages="torch"),
     "optimizer": Room("ops parallelism", packages="torch", lazy="torchao"),
     "checkpoint": Room("parallelism", packages="torch"),
-    "trainer": Room("ops parallelism precision metrics data model optimizer checkpoint", packages="torch"),
+    "trainer": Room("ops parallelism precision metrics data models optimizer checkpoint", packages="torch"),
     "plan": Room(
-        "data kernels metrics model ops optimizer parallelism precision trainer",
+        "data kernels metrics models ops optimizer parallelism precision trainer",
         packages="torch",
         lazy="matplotlib yaml",
     ),
     # The composition, from the command line down.
     "__main__": Room(),
     "commands": Room(
-        "checks cli config data elastic largest model parallelism parity plan plan_report planning precision "
+        "checks cli config data elastic largest models parallelism parity plan plan_report planning precision "
         "preprocess restore starter tool trainer tuning",
         packages="numpy",
         lazy="torch",
@@ -81,29 +81,29 @@ ROOMS = {
         packages="torch",
     ),
     "offload_space": Room("config ops parallelism plan"),
-    "planning": Room("checks config data model ops parallelism plan precision"),
-    "largest": Room("config metrics model parallelism plan planning"),
-    "plan_report": Room("metrics model parallelism plan planning"),
+    "planning": Room("checks config data models ops parallelism plan precision"),
+    "largest": Room("config metrics models parallelism plan planning"),
+    "plan_report": Room("metrics models parallelism plan planning"),
     "tuning": Room("config metrics parallelism plan planning"),
     "elastic": Room("checkpoint config memory_advice rank_log rank_stop", packages="torch"),
     "worker": Room("config launch parallelism pretrain rank_log rank_stop starter trainer", packages="torch"),
     "rank_log": Room(),
     "rank_stop": Room("trainer"),
     "pretrain": Room(
-        "config data model ops optimizer parallelism precision run_folder summary trainer warm_start", packages="torch"
+        "config data models ops optimizer parallelism precision run_folder summary trainer warm_start", packages="torch"
     ),
     "run_folder": Room("config checkpoint data parallelism trainer warm_start"),
     "summary": Room(
-        "config checkpoint data metrics model ops optimizer parallelism precision run_folder trainer", packages="torch"
+        "config checkpoint data metrics models ops optimizer parallelism precision run_folder trainer", packages="torch"
     ),
     "config": Room(
-        "conf config_errors checks checkpoint data metrics model ops optimizer parallelism plan precision trainer "
+        "conf config_errors checks checkpoint data metrics models ops optimizer parallelism plan precision trainer "
         "warm_start",
         packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
     ),
-    "warm_start": Room("checkpoint config model"),
-    "restore": Room("config checkpoint data model ops parallelism precision trainer", packages="torch"),
-    "huggingface": Room("checkpoint config data model", packages="torch"),
+    "warm_start": Room("checkpoint config models"),
+    "restore": Room("config checkpoint data models ops parallelism precision trainer", packages="torch"),
+    "huggingface": Room("checkpoint config data models", packages="torch"),
     "checkpoint_tool": Room("config checkpoint huggingface metrics subcommands", packages="torch omegaconf"),
     "data_tool": Room("config data metrics subcommands", packages="numpy", lazy="matplotlib"),
     "subcommands": Room("config tool"),
@@ -111,7 +111,7 @@ ROOMS = {
     "parity": Room("config parallelism precision pretrain trainer worker", packages="torch"),
     "config_errors": Room("config", packages="hydra omegaconf"),
     "memory_advice": Room("checks config metrics parallelism plan planning precision", packages="torch"),
-    "checks": Room("config checkpoint data metrics model ops optimizer parallelism precision trainer"),
+    "checks": Room("config checkpoint data metrics models ops optimizer parallelism precision trainer"),
     # Folders of their own, installed as gptlite.<name>.
     "conf": Room(),
     "kernels": Room(packages="torch"),
@@ -119,10 +119,10 @@ ROOMS = {
 }
 # A submodule that may import more than its room.
 WIDER = {
-    PACKAGE / "model" / "parallelize.py": "parallelism precision",
-    PACKAGE / "model" / "vocab_parallel.py": "parallelism",
-    PACKAGE / "model" / "init.py": "parallelism",  # which box of a weight is this rank's
-    PACKAGE / "model" / "generate.py": "parallelism",  # through the parts of a pipeline
+    PACKAGE / "models" / "parallelize.py": "parallelism precision",
+    PACKAGE / "models" / "vocab_parallel.py": "parallelism",
+    PACKAGE / "models" / "init.py": "parallelism",  # which box of a weight is this rank's
+    PACKAGE / "models" / "gpt" / "generate.py": "parallelism",  # through the parts of a pipeline
     MAPPED["kernels"] / "command.py": "tool",  # a command line; what a run imports of the kernels never imports it
 }
 CONFIG_USERS = {
@@ -171,7 +171,7 @@ def test_a_room_imports_only_what_it_may(name):
     assert refused == []
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*/config.py")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*/**/config.py")), ids=lambda path: path.parent.name)
 def test_a_config_is_dataclasses_and_nothing_else(path):
     modules = {found.module for found in imports_of(path)}
     assert {m for m in modules if m.partition(".")[0] not in sys.stdlib_module_names} <= {"gptlite.errors.ConfigError"}
@@ -179,7 +179,8 @@ def test_a_config_is_dataclasses_and_nothing_else(path):
 
 def test_the_root_configuration_takes_only_config_classes_from_rooms():
     found = [f for f in imports_of(PACKAGE / "config.py") if f.module.startswith("gptlite.")]
-    rooms = {f"gptlite.{path.parent.name}." for path in PACKAGE.glob("*/__init__.py")}
+    folders = [path.parent.relative_to(ROOT) for path in PACKAGE.glob("*/**/__init__.py")]
+    rooms = {".".join(folder.parts) + "." for folder in folders}
     taken = [f for f in found if f.module.startswith((*rooms, "gptlite.precision."))]
     assert taken  # else the filter has a hole
     inside = [f for f in taken if not (f.module + ".").startswith(tuple(f"{room}config." for room in rooms))]

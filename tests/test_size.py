@@ -21,7 +21,7 @@ def checkout(tmp_path: Path) -> Path:
         "kernels/norm.cpp": 10,
         "kernels/.build/norm.cpp": 5000,
         "conf/config.yaml": 5,
-        "tests/model/test_gpt.py": 402,
+        "tests/models/test_gpt.py": 402,
         "outputs/run/config.yaml": 5000,
     }
     for name, count in files.items():
@@ -42,7 +42,7 @@ def test_rooms_and_languages_are_told_apart(checkout):
 
 def test_only_files_over_the_limit_are_flagged(checkout):
     flagged = [line.split()[1] for line in SIZE["report"](checkout).splitlines() if "split it" in line]
-    assert flagged == ["gptlite/model/gpt.py", "tests/model/test_gpt.py"]
+    assert flagged == ["gptlite/model/gpt.py", "tests/models/test_gpt.py"]
 
 
 @pytest.mark.parametrize(("name", "limit"), [("train.py", 80), ("gptlite/trainer/loop.py", 300)])

@@ -108,7 +108,7 @@ def picotron_step(layout: str, size: Size, micro_batches: int, fused: bool, clon
 
 
 def llama_flops(size: Size) -> int:
-    """FLOPs a token of picotron's model, counted as gptlite/model/flops.py counts ours."""
+    """FLOPs a token of picotron's model, counted as gptlite/models/gpt/flops.py counts ours."""
     config = _llama_config(size)
     layer = 4 * size.d_model**2 + 3 * size.d_model * config.intermediate_size
     matrices = size.num_layers * layer + size.d_model * size.vocab_size

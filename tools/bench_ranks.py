@@ -24,7 +24,7 @@ from gptlite.errors import ConfigError
 from gptlite.tool import run_tool
 
 if TYPE_CHECKING:
-    from gptlite.model.config import GPTConfig
+    from gptlite.models.gpt.config import GPTConfig
     from gptlite.parallelism.config import ParallelismConfig
 
 PEERS = {"deepspeed": ("zero1", "zero3"), "picotron": ("tp2", "pp2")}
@@ -69,7 +69,7 @@ def main(arguments: Arguments) -> None:
     import torch.distributed as dist
     from bench_peers import deepspeed_step, llama_flops, picotron_step
 
-    from gptlite.model.flops import flops_per_token
+    from gptlite.models.gpt.flops import flops_per_token
     from gptlite.parallelism.process_group import join, leave
 
     warnings.simplefilter("ignore", FutureWarning)  # of collectives' new names, once a call
@@ -143,9 +143,9 @@ def our_step(layout: str, size: Size, arguments: Arguments) -> Callable[[], None
     """A step of this project's as `pretrain` builds and takes it, with the same batch every time."""
     import torch
 
-    from gptlite.model.gpt import GPT
-    from gptlite.model.init import init_weights
-    from gptlite.model.parallelize import build_passes, materialize, parallelize
+    from gptlite.models.gpt.model import GPT
+    from gptlite.models.init import init_weights
+    from gptlite.models.parallelize import build_passes, materialize, parallelize
     from gptlite.ops.config import OpsConfig
     from gptlite.ops.select import select_ops
     from gptlite.optimizer.build import build_optimizer
@@ -212,7 +212,7 @@ class _Loader:
 
 
 def _model_config(size: Size, tied: bool) -> "GPTConfig":
-    from gptlite.model.config import Activation, GPTConfig
+    from gptlite.models.gpt.config import Activation, GPTConfig
 
     shape = {key: getattr(size, key) for key in ("vocab_size", "d_model", "num_heads", "num_layers", "sequence_length")}
     return GPTConfig(**shape, bias=False, tied_embeddings=tied, activation=Activation.gelu_erf)  # as nanoGPT's

@@ -161,10 +161,10 @@ def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
         keep_freed_memory()  # before torch makes a tensor, which some imports do: it asks only once for huge pages
     import torch
 
-    from gptlite.model.config import GPTConfig
-    from gptlite.model.gpt import GPT
-    from gptlite.model.init import init_weights
-    from gptlite.model.parallelize import parallelize
+    from gptlite.models.gpt.config import GPTConfig
+    from gptlite.models.gpt.model import GPT
+    from gptlite.models.init import init_weights
+    from gptlite.models.parallelize import parallelize
     from gptlite.ops.config import Implementation, OpsConfig
     from gptlite.ops.select import select_ops
     from gptlite.optimizer.build import build_optimizer

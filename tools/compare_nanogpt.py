@@ -35,8 +35,8 @@ def main(arguments: Arguments) -> int:
     """Returns the exit code."""
     import torch
 
-    from gptlite.model.config import Activation, GPTConfig
-    from gptlite.model.gpt import GPT
+    from gptlite.models.gpt.config import Activation, GPTConfig
+    from gptlite.models.gpt.model import GPT
     from gptlite.optimizer.build import build_optimizer
     from gptlite.optimizer.clip import clip_grad_norm
     from gptlite.optimizer.config import AdamWConfig

@@ -38,7 +38,7 @@ def main() -> NoReturn:
 def write_samples(arguments: Arguments) -> None:
     """Prints each sample as it is drawn."""
     from gptlite.data.tokenizer import StreamDecoder
-    from gptlite.model.generate import Sampling, generate
+    from gptlite.models.gpt.generate import Sampling, generate
     from gptlite.restore import restore
 
     if arguments.max_tokens < 1 or arguments.num_samples < 1:

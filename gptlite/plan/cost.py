@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptlite.model.flops import flops_per_token, head_flops, layer_flops
+from gptlite.models.gpt.flops import flops_per_token, head_flops, layer_flops
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdafactorConfig, AdamW8bitConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
 from gptlite.parallelism.config import ParallelismConfig

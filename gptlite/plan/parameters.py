@@ -1,6 +1,6 @@
 """The parameters that a pipeline rank holds, by what FSDP2 gathers and reduces together. No torch here.
 
-They are those of gptlite.model.gpt, cut over the tensor axis as gptlite.model.parallelize cuts them.
+They are those of gptlite.models.gpt.model, cut over the tensor axis as gptlite.models.parallelize cuts them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gptlite.model.config import GPTConfig
-from gptlite.model.flops import head_flops, layer_flops
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.flops import head_flops, layer_flops
 from gptlite.ops.config import Attention
 from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank
 from gptlite.plan.workload import Workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptlite.model.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig
 from gptlite.parallelism.layout import Layout
 
 MEGATRON, DEEPSPEED = "megatron", "deepspeed"

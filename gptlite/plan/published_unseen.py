@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gptlite.model.config import GPTConfig
-from gptlite.model.flops import flops_per_token
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.flops import flops_per_token
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig

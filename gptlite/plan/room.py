@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gptlite.model.flops import num_parameters
+from gptlite.models.gpt.flops import num_parameters
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig
 from gptlite.parallelism.config import Offload
 from gptlite.plan.config import ClusterConfig

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
 from gptlite.kernels.library import Loaded, load
-from gptlite.model.gpt import GPT, Block
-from gptlite.model.parallelize import build_passes, materialize
+from gptlite.models.gpt.model import GPT, Block
+from gptlite.models.parallelize import build_passes, materialize
 from gptlite.ops.config import LOGIT_BYTES, PRODUCTS, SOFTMAX_BYTES, Attention, CrossEntropy
 from gptlite.ops.select import Ops
 from gptlite.optimizer.config import ConstantConfig

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from gptlite.model.config import Activation
+from gptlite.models.gpt.config import Activation
 from gptlite.ops.config import QUERY_BLOCK, Attention
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.parallelism.layout import splits_backward

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gptlite.model.config import Activation
+from gptlite.models.gpt.config import Activation
 from gptlite.ops.config import logit_rows
 from gptlite.parallelism.layout import num_stages, splits_backward, stages_of_rank
 from gptlite.plan.parameters import Stage, fused, padded, stages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptlite.model.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.config import Offload, ParallelismConfig

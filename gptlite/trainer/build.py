@@ -6,9 +6,9 @@ Training, parity and the planner's simulation all build with these.
 import torch
 from torch.optim import Optimizer
 
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
-from gptlite.model.parallelize import parallelize
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
+from gptlite.models.parallelize import parallelize
 from gptlite.ops.select import Ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import OptimizerConfig

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from gptlite.data.loader import IGNORE, Batch, Loader
-from gptlite.model.gpt import GPT
+from gptlite.models.gpt.model import GPT
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.collectives import all_reduce
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from gptlite.metrics.console import format_bytes
-from gptlite.model.activations import MicroBatch, block_bytes, head_bytes, scores_bytes
+from gptlite.models.gpt.activations import MicroBatch, block_bytes, head_bytes, scores_bytes
 from gptlite.ops.select import Ops
 from gptlite.optimizer.state import optimizer_state
 from gptlite.optimizer.streamed import StreamedStep

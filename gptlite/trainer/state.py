@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gptlite.data.eras import Era
 from gptlite.data.loader import Loader
-from gptlite.model.gpt import GPT
+from gptlite.models.gpt.model import GPT
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.parallelism.boxes import local_part, num_local_elements

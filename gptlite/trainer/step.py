@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gptlite.data.loader import IGNORE
-from gptlite.model.parallelize import finish_gradients
+from gptlite.models.parallelize import finish_gradients
 from gptlite.optimizer.clip import local_grad_norm
 from gptlite.optimizer.fused import FusedStep, clip_and_step
 from gptlite.optimizer.rounded import set_step

@@ -15,7 +15,7 @@ from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.config import from_yaml, load, to_yaml
 from gptlite.data.tokenizer import NumberTokenizer, Tokenizer
-from gptlite.model.gpt import GPT
+from gptlite.models.gpt.model import GPT
 from gptlite.trainer.state import model_tensors
 
 AUTO = ("checkpoint.resume=auto", "checkpoint.load=all")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gptlite.checkpoint.compare import Effect, compare_configs
-from gptlite.model.config import Activation
+from gptlite.models.gpt.config import Activation
 
 CONFIG: dict[str, Any] = {
     "seed": 1,

@@ -7,7 +7,7 @@ from gptlite.config import load
 from gptlite.data.build import prepare
 from gptlite.data.tokenizer import CharTokenizer
 from gptlite.data.vocabulary import Vocabulary, find_vocabulary
-from gptlite.model.flops import num_parameters
+from gptlite.models.gpt.flops import num_parameters
 from gptlite.planning import make_plan
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptlite.model.attention import CausalSelfAttention
-from gptlite.model.config import GPTConfig
+from gptlite.models.gpt.attention import CausalSelfAttention
+from gptlite.models.gpt.config import GPTConfig
 from gptlite.ops.config import Attention
 from gptlite.ops.dropout import DropoutKey
 from gptlite.ops.select import Ops, load

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from distributed.parity_bugs import CONTEXT, PIPELINE, SEQUENCE, SHARDED, SPLIT, TENSOR, ZERO
 from distributed.parity_cells import Result, run_cell
-from gptlite.model.gpt import Stream
+from gptlite.models.gpt.model import Stream
 from gptlite.ops import select
 from gptlite.ops.select import Ops
 

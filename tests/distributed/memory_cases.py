@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gptlite.config import Config, load
-from gptlite.model.parallelize import finish_gradients
+from gptlite.models.parallelize import finish_gradients
 from gptlite.ops.select import select_ops
 from gptlite.parallelism import pipeline
 from gptlite.parallelism.config import ParallelismConfig

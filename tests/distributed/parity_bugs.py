@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 
 from distributed.cell import Cell
+from gptlite import pretrain
 from gptlite.data import build
 from gptlite.data.loader import Loader
-from gptlite.model import attention, gpt, init, parallelize
+from gptlite.models import init, parallelize
+from gptlite.models.gpt import attention
+from gptlite.models.gpt import model as gpt
 from gptlite.parallelism import boxes, collectives, context, pipeline, tensor, zero
-from gptlite.parity import record
+from gptlite.trainer import build as trainer_build
 from gptlite.trainer import step
 from gptlite.trainer.state import TrainState
 
@@ -160,7 +163,7 @@ def _no_decay_on_later_ranks(config: Any, *others: Any) -> Any:
 
 _sum_sliced_gradients, _key, _batch = tensor.sum_sliced_gradients, gpt.Block._key, Loader.batch
 _set_requires_all_reduce = zero.FSDPModule.set_requires_all_reduce
-_build_loader, _build_optimizer = record.build_loader, record.build_optimizer
+_build_loader, _build_optimizer = pretrain.build_loader, trainer_build.build_optimizer
 
 BUGS: dict[str, Bug] = {
     "tensor: a row-parallel layer's outputs are not summed": Bug(TENSOR, ((tensor, "leave", lambda x, axis: x),)),
@@ -213,7 +216,7 @@ BUGS: dict[str, Bug] = {
     ),
     "context: the valid tokens are those of one chunk": Bug(CONTEXT, ((step, "all_reduce", _of_one_data_rank),)),
     "data: the valid tokens are those of one rank": Bug(DATA, ((step, "all_reduce", _counted_here),)),
-    "data: every rank reads the samples of rank 0": Bug(DATA, ((record, "build_loader", _loader_of_rank_0),)),
+    "data: every rank reads the samples of rank 0": Bug(DATA, ((pretrain, "build_loader", _loader_of_rank_0),)),
     "data: samples are numbered within the rank": Bug(DATA, ((Loader, "batch", _numbered_in_the_rank),)),
     "data: gradients are averaged over ranks": Bug(DATA, ((zero.FSDPModule, "set_gradient_divide_factor", _nothing),)),
     "zero: gradients are not reduced": Bug(ZERO, ((pipeline, "before_backward", _never_last),)),
@@ -225,6 +228,6 @@ BUGS: dict[str, Bug] = {
         ZERO, ((step, "all_reduce", _own_norm),), "gradient norm"
     ),
     "zero: weight decay is left out on all ranks but the first": Bug(
-        ZERO, ((record, "build_optimizer", _no_decay_on_later_ranks),), "value of token_embedding.weight"
+        ZERO, ((trainer_build, "build_optimizer", _no_decay_on_later_ranks),), "value of token_embedding.weight"
     ),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distributed.reshard_cases import joined
 from gptlite.config import Config
-from gptlite.model.gpt import GPT
+from gptlite.models.gpt.model import GPT
 from gptlite.pretrain import pretrain
 
 BAD = 50  # its loss is not finite

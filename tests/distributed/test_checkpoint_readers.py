@@ -20,7 +20,7 @@ from gptlite.config import Config, from_yaml
 from gptlite.data.build import build_loader, prepare
 from gptlite.data.loader import IGNORE
 from gptlite.huggingface import export
-from gptlite.model.gpt import GPT
+from gptlite.models.gpt.model import GPT
 from gptlite.parallelism.main_rank import ALONE
 from gptlite.trainer.state import model_tensors
 

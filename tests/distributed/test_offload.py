@@ -9,7 +9,7 @@ from marking import marked
 
 from distributed.offload_cases import Case
 from distributed.ranks import Ranks
-from gptlite.model.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig
 from gptlite.parallelism.config import Offload, ParallelismConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 from run_files import read_metrics
 
-from gptlite.model.init import draw_normal_
+from gptlite.models.init import draw_normal_
 from gpu.device import DEVICE, ON_A_CPU_SLOW
 
 

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptlite.kernels.library import Loaded, load
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
-from gptlite.model.init import init_weights
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
+from gptlite.models.init import init_weights
 from gptlite.ops.config import Attention, CrossEntropy
 from gptlite.ops.cross_entropy import IGNORE
 from gptlite.ops.select import Ops

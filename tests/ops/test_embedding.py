@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
-from gptlite.model.init import init_weights
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
+from gptlite.models.init import init_weights
 from gptlite.ops.config import CrossEntropy
 from gptlite.ops.embedding import TableGradient
 from gptlite.ops.select import Ops

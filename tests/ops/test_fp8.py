@@ -7,9 +7,9 @@ import torch
 
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
-from gptlite.model.parallelize import parallelize
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
+from gptlite.models.parallelize import parallelize
 from gptlite.ops import fp8
 from gptlite.ops.fp8 import fp8_linear
 from gptlite.parallelism.config import ParallelismConfig

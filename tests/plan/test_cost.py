@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from gptlite.errors import ConfigError
-from gptlite.model.config import GPTConfig
-from gptlite.model.flops import flops_per_token
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.flops import flops_per_token
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig, SGDConfig
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig

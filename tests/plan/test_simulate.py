@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distributed.ranks import Ranks
 
 from gptlite.config import Config, load
-from gptlite.model.flops import matmul_parameters
+from gptlite.models.gpt.flops import matmul_parameters
 from gptlite.ops.config import Attention
 from gptlite.parallelism.layout import resolve
 from gptlite.parallelism.torch_private import imagined_world

@@ -143,7 +143,7 @@ def test_the_step_is_traced_whole() -> None:
     from gpu_bench.real_step import model_of
     from gpu_bench.step_trace import trace_step
 
-    from gptlite.model.flops import flops_per_token
+    from gptlite.models.gpt.flops import flops_per_token
 
     found = trace_step("tiny", 2)
     config, model = model_of("tiny"), model_of_trace(found)

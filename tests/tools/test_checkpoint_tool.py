@@ -189,7 +189,7 @@ def test_verify_and_export_name_weights_that_are_not_finite(tool, tmp_path):
     from gptlite.checkpoint.checkpointer import Checkpointer
     from gptlite.checkpoint.config import CheckpointConfig
     from gptlite.config import load, to_yaml
-    from gptlite.model.gpt import GPT
+    from gptlite.models.gpt.model import GPT
     from gptlite.trainer.state import model_tensors
 
     sizes = ("model.num_layers=1", "model.num_heads=1", "model.d_model=8", "model.sequence_length=8")

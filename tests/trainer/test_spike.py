@@ -136,7 +136,7 @@ def test_checkpoints_from_within_the_spike_are_renamed(run: Callable, tmp_path: 
 def test_a_gradient_that_is_not_finite_is_a_spike_at_once(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gptlite.model.gpt import GPT
+    from gptlite.models.gpt.model import GPT
 
     real = GPT.forward
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptlite.config import load
 from gptlite.data.loader import Batch, Loader
-from gptlite.model.gpt import GPT
-from gptlite.model.parallelize import copy_weights
+from gptlite.models.gpt.model import GPT
+from gptlite.models.parallelize import copy_weights
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
 from gptlite.optimizer.fused import clip_and_step, decides_on_device

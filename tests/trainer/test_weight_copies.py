@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptlite.config import Config, load
 from gptlite.kernels.library import Loaded
-from gptlite.model.parallelize import copy_weights
+from gptlite.models.parallelize import copy_weights
 from gptlite.ops.config import Implementation, OpsConfig
 from gptlite.ops.select import choose_ops
 from gptlite.ops.weight_copies import as_dtype, copy_of, keep_copies

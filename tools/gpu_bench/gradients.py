@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
-from gptlite.model.init import init_weights
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
+from gptlite.models.init import init_weights
 from gptlite.ops.config import Attention, CrossEntropy, OpsConfig
 from gptlite.ops.select import Ops, select_ops
 

@@ -10,8 +10,8 @@ import bench_step
 import torch
 
 from gptlite.metrics.devices import device_peak_flops
-from gptlite.model.config import GPTConfig
-from gptlite.model.flops import flops_per_token
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.flops import flops_per_token
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import select_ops
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision

@@ -10,10 +10,10 @@ import torch
 
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
-from gptlite.model.init import init_weights
-from gptlite.model.parallelize import build_passes, materialize, parallelize
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
+from gptlite.models.init import init_weights
+from gptlite.models.parallelize import build_passes, materialize, parallelize
 from gptlite.ops.select import Ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig, ConstantConfig
@@ -76,7 +76,7 @@ def build_step(
     optimizer = build_optimizer(AdamWConfig(), weights, ops.adamw, config.num_heads)
     optimizer_state(optimizer)  # creates it: the first step is like the others
     if getattr(ops, "weight_copies", False) and not compile:  # an older tree has none
-        from gptlite.model.parallelize import copy_weights
+        from gptlite.models.parallelize import copy_weights
 
         copy_weights(parts, mesh, policy)
     loader = SameBatch(config, micro_batch, device)

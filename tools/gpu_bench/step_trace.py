@@ -94,7 +94,7 @@ def _operands(rows: list[dict[str, Any]]) -> list[Operand]:
 
 def trace_step(size: str, micro_batch: int) -> Trace:
     """Traces the second step of a model, bf16, with the ops that a GPU takes. Loads the kernels for their shapes."""
-    from gptlite.model.flops import num_parameters
+    from gptlite.models.gpt.flops import num_parameters
     from gptlite.precision import Policy, Precision
 
     from .real_step import build_step, model_of

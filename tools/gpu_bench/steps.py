@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gptlite.metrics.devices import device_peak_flops
-from gptlite.model.flops import flops_per_token
+from gptlite.models.gpt.flops import flops_per_token
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import Ops, select_ops
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision

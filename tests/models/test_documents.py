@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from model.conftest import TINY
+from models.conftest import TINY
 from torch import nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from gptlite.data.loader import document_starts, documents_in
 from gptlite.documents import Documents, joined
 from gptlite.kernels.library import Loaded, load
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
-from gptlite.model.parallelize import parallelize, set_dtypes
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
+from gptlite.models.parallelize import parallelize, set_dtypes
 from gptlite.ops import attention
 from gptlite.ops.attention import Spans
 from gptlite.ops.config import Attention

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gptlite.model.cache import LayerCache
-from gptlite.model.generate import Sampling, _draw, generate
+from gptlite.models.gpt.cache import LayerCache
+from gptlite.models.gpt.generate import Sampling, _draw, generate
 
 GREEDY = Sampling(temperature=0.0)
 SAMPLED = Sampling(temperature=1.0, top_p=0.9, top_k=20, seed=4)

@@ -7,10 +7,10 @@ import torch
 from marking import combinations, marked
 from torch.utils.flop_counter import FlopCounterMode
 
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
-from gptlite.model.init import init_weights, parameter_count
-from gptlite.model.parallelize import materialize, parallelize
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
+from gptlite.models.init import init_weights, parameter_count
+from gptlite.models.parallelize import materialize, parallelize
 from gptlite.ops.config import Attention
 from gptlite.parallelism import activation_offload
 from gptlite.parallelism.activation_offload import ActivationOffload

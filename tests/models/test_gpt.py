@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptlite.model.attention import CausalSelfAttention
-from gptlite.model.config import Activation
-from gptlite.model.gpt import GPT
+from gptlite.models.gpt.attention import CausalSelfAttention
+from gptlite.models.gpt.config import Activation
+from gptlite.models.gpt.model import GPT
 from gptlite.ops import attention as attention_op
 from gptlite.ops.config import Attention
 from gptlite.ops.dropout import DropoutKey, keep_mask

@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlite.model.config import Activation, GPTConfig
-from gptlite.model.layers import Linear
+from gptlite.models.gpt.config import Activation, GPTConfig
+from gptlite.models.layers import Linear
 from gptlite.ops.bias_gelu import bias_gelu
 from gptlite.ops.select import Ops
 

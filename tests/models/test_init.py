@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
-from gptlite.model.init import BLOCK, draw_normal_, init_weights, parameter_count
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
+from gptlite.models.init import BLOCK, draw_normal_, init_weights, parameter_count
 from gptlite.ops.philox import philox
 
 SHAPE = {"num_heads": 2, "d_model": 64, "vocab_size": 1000, "sequence_length": 128}

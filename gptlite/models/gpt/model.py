@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlite.documents import Documents
-from gptlite.model.attention import CausalSelfAttention, ContextCut
-from gptlite.model.cache import LayerCache
-from gptlite.model.config import GPTConfig
-from gptlite.model.layers import Head, LayerNorm
-from gptlite.model.mlp import MLP
+from gptlite.models.gpt.attention import CausalSelfAttention, ContextCut
+from gptlite.models.gpt.cache import LayerCache
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.mlp import MLP
+from gptlite.models.layers import Head, LayerNorm
 from gptlite.ops.attention import Spans
 from gptlite.ops.cross_entropy import LossGradient
 from gptlite.ops.dropout import DropoutKey, dropout

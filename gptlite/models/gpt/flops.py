@@ -1,6 +1,6 @@
 """The arithmetic of a training step, for MFU and for a pipeline's balance."""
 
-from gptlite.model.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig
 
 
 def matmul_parameters(config: GPTConfig) -> int:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from gptlite.model.layers import Head
+from gptlite.models.layers import Head
 from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, VocabShard, linear_cross_entropy
 from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, local, rows_per_rank
 

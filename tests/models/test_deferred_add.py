@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from dispatched import Dispatched
-from model.conftest import TINY
+from models.conftest import TINY
 from torch import Tensor
 
 from gptlite.kernels.library import Loaded, load
-from gptlite.model.cache import LayerCache
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
-from gptlite.model.parallelize import parallelize, set_dtypes
+from gptlite.models.gpt.cache import LayerCache
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
+from gptlite.models.parallelize import parallelize, set_dtypes
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gptlite.model.cache import LayerCache
-from gptlite.model.gpt import GPT
+from gptlite.models.gpt.cache import LayerCache
+from gptlite.models.gpt.model import GPT
 from gptlite.parallelism.chain import Chain
 
 

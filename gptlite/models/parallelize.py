@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from gptlite.model.flops import head_flops, layer_flops
-from gptlite.model.gpt import GPT, Block
-from gptlite.model.layers import Head, LayerNorm, Linear
-from gptlite.model.vocab_parallel import VocabParallelHead
+from gptlite.models.gpt.flops import head_flops, layer_flops
+from gptlite.models.gpt.model import GPT, Block
+from gptlite.models.layers import Head, LayerNorm, Linear
+from gptlite.models.vocab_parallel import VocabParallelHead
 from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.weight_copies import keep_copies
 from gptlite.parallelism.activation_offload import ActivationOffload

@@ -6,9 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gptlite.model.cache import LayerCache
-from gptlite.model.config import GPTConfig
-from gptlite.model.layers import Linear
+from gptlite.models.gpt.cache import LayerCache
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.layers import Linear
 from gptlite.ops.attention import Spans, causal_attention, heads, packed_causal_attention
 from gptlite.ops.dropout import DropoutKey
 from gptlite.ops.select import Ops

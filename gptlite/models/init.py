@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
 from gptlite.ops.philox import WORD, philox
 from gptlite.parallelism.boxes import local_box
 

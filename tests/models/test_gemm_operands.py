@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptlite.kernels.library import Loaded, load
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
-from gptlite.model.parallelize import parallelize
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
+from gptlite.models.parallelize import parallelize
 from gptlite.ops.config import PRODUCTS, Attention, CrossEntropy, Products
 from gptlite.ops.cross_entropy import VocabShard, linear_cross_entropy
 from gptlite.ops.select import Ops

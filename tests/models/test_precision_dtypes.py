@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gptlite.model.parallelize import parallelize
+from gptlite.models.parallelize import parallelize
 from gptlite.ops.config import Attention
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gptlite.model.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig
 from gptlite.ops.config import QUERY_BLOCK, Attention, logit_rows
 
 # Attention that writes its scores to memory.

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gptlite.model.config import GPTConfig
-from gptlite.model.flops import flops_per_token, matmul_parameters, num_parameters
-from gptlite.model.gpt import GPT
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.flops import flops_per_token, matmul_parameters, num_parameters
+from gptlite.models.gpt.model import GPT
 from gptlite.ops.config import Attention
 
 LENGTH = 12

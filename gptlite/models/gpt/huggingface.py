@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.model.config import Activation, GPTConfig
+from gptlite.models.gpt.config import Activation, GPTConfig
 
 # The first of each of ours is what is written.
 ACTIVATIONS = {

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from gptlite.model.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig
 
 ROOT = Path(__file__).parents[2]
 UNITS = {"M": 1e6, "B": 1e9}

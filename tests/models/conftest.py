@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from gptlite.model.config import GPTConfig
-from gptlite.model.gpt import GPT
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.model import GPT
 from gptlite.ops.config import Attention
 from gptlite.ops.cross_entropy import IGNORE
 from gptlite.ops.select import Ops

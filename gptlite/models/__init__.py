@@ -1,0 +1,1 @@
+"""Models, a folder each, and what makes any of them a part of a run."""
