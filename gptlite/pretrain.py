@@ -10,6 +10,7 @@ from gptlite.config import Config, with_vocabulary
 from gptlite.data.build import build_loader, prepare
 from gptlite.data.prepared import PreparedData
 from gptlite.models.init import init_weights
+from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, copy_weights, materialize
 from gptlite.ops.select import Ops
 from gptlite.optimizer.fused import writes_copies
@@ -58,15 +59,18 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
     config = with_vocabulary(config, data.tokenizer.vocab_size)
 
     layout, compiles = config.parallelism, config.trainer.compile
-    parts = build_parts(config.model, layout, mesh, policy, ops, config.seed, compile=compiles)
-    materialize(parts, home(mesh, layout))
+    model = Model.of(config.model, policy)
+    parts = build_parts(model, layout, mesh, policy, ops, config.seed, compile=compiles)
+    materialize(model, parts, home(mesh, layout))
     for part in parts:
-        init_weights(part, config.model, config.seed)
-    optimizer = build_updates(config.optimizer, parts, layout, mesh, policy, ops, config.seed)
+        init_weights(model, part, config.seed)
+        model.fill_buffers(part, ops, config.seed)
+    optimizer = build_updates(config.optimizer, model, parts, layout, mesh, policy, ops, config.seed)
     if ops.weight_copies and writes_copies(optimizer) and not compiles:
         copy_weights(parts, mesh, policy)
     loader = build_loader(config.data, data, mesh, config.seed, layout)
     state = TrainState(
+        model,
         Chain(parts, mesh, layout),
         optimizer,
         Schedule(config.schedule, config.trainer.max_steps),
@@ -76,6 +80,7 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
         spikes=build_spike_watch(config.trainer.spike),
     )
     passes = build_passes(
+        model,
         state.chain,
         layout,
         micro_batches=loader.num_micro_batches,

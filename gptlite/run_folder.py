@@ -23,6 +23,7 @@ from gptlite.data.order_log import OrderRow, note_order, note_spike
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.files import existing, unwritable, write_whole
+from gptlite.models.spec import spec_of
 from gptlite.parallelism.main_rank import from_all, from_main
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.words import layout_words
@@ -69,7 +70,7 @@ class RunFolder:
             return
         meta, changes = from_main(self.mesh, lambda: self._accepted(state))
         weights_only = self.config.checkpoint.load == "weights"
-        tensors = model_tensors(state.parts) if weights_only else state.tensors()
+        tensors = model_tensors(state.model, state.parts) if weights_only else state.tensors()
         load_tensors(self.resume_from, tensors, strict=not weights_only, verified=True, log=self.log, mesh=self.mesh)
         for line in state.take(tensors):
             self.log(line)
@@ -216,7 +217,8 @@ class RunFolder:
         old, new = ({"data_identity": each} for each in (manifest.meta["data_identity"], state.data_identity))
         if refusal := compare_configs(old, new, load).refusal(load):
             raise ConfigError(f"checkpoint {self.resume_from}: {refusal}")
-        size, was = state.parts[0].config.vocab_size, from_yaml(read_config(self.resume_from)).model.vocab_size
+        saved = from_yaml(read_config(self.resume_from))
+        size, was = (spec_of(each).vocab_size(each) for each in (state.model.config, saved.model))
         if was is not None and size is not None and was < size:
             raise ConfigError(too_few_ids(str(self.resume_from), was, size))
         if was not in (None, size):

@@ -24,8 +24,8 @@ from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.plot import plot_curves
 from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
-from gptlite.models.gpt.flops import flops_per_token, head_flops, layer_flops
-from gptlite.models.gpt.generate import Sampling, generate
+from gptlite.models.sampling import Sampling
+from gptlite.models.spec import spec_of
 from gptlite.ops.backend import sdpa_words
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
@@ -33,7 +33,7 @@ from gptlite.optimizer.streamed import OffloadFailed
 from gptlite.parallelism.boxes import num_local_elements
 from gptlite.parallelism.collectives import gather_objects
 from gptlite.parallelism.config import Offload
-from gptlite.parallelism.layout import num_stages, split_layers, stages_per_rank
+from gptlite.parallelism.layout import num_stages, stages_per_rank
 from gptlite.parallelism.main_rank import from_main
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.replicas import ReplicasDiffer
@@ -44,7 +44,7 @@ from gptlite.trainer.loop import Ending, Outcome
 from gptlite.trainer.memory import offload_words, predicted
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.spike import Spiked
-from gptlite.trainer.state import TrainState, model_tensors
+from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged
 
 
@@ -53,17 +53,17 @@ def announce(
 ) -> Reporter:
     """Prints the banner and opens the trackers: on rank 0, with what all ranks know."""
     batch, model, length = config.data, config.model, config.data.sequence_length
-    accumulation, per_token = state.loader.num_micro_batches, flops_per_token(model, length)
+    spec, accumulation = state.model.spec, state.loader.num_micro_batches
+    per_token = state.model.flops_per_token(length)
     per_step, steps = batch.global_batch_size * length, config.trainer.max_steps
     schedule, shares = state.loader.schedule, gather_objects(mesh, Share.of(state))
     total = schedule.trained(schedule.after(0, steps)) * length
+    arithmetic = f"{format_count(total * per_token)} FLOP" if per_token else "FLOP n/a"
     count = sum({name: size for share in shares for name, size in share.sizes.items()}.values())
     lines = [
         ("device", f"{device_words(mesh.device)}, torch {torch.__version__}"),
         *_layout(run.layout, mesh, accumulation, shares),
-        ("model", f"{model.name}: {format_count(count)} parameters, {model.num_layers} layers, "
-                  f"{model.num_heads} heads, d {model.d_model}, "
-                  f"vocabulary {model.vocab_size} in {model.padded_vocab_size} rows"),
+        ("model", f"{spec.label(model)}: {format_count(count)} parameters, {spec.words(model)}".removesuffix(", ")),
         ("precision", f"{policy.name} ({policy.reason})"),
         ("ops", ", ".join(ops.reasons)),
         *_attention(config, mesh, policy, ops),
@@ -74,7 +74,7 @@ def announce(
                   f"{batch.global_batch_size} = micro-batch {state.loader.micro_batch_size} x "
                   f"{accumulation} accumulation x {mesh.data_size} data-parallel{_ramp(config)}"),
         ("length", f"{steps} steps = {format_count(total)} tokens, {total / count:.1f} a parameter, "
-                   f"{total / max(1, data.num_train_tokens):.1f} epochs, {format_count(total * per_token)} FLOP"),
+                   f"{total / max(1, data.num_train_tokens):.1f} epochs, {arithmetic}"),
         ("run folder", str(run.path)),
     ]  # fmt: skip
     if mesh.is_main:
@@ -102,12 +102,13 @@ def announce(
 
 def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tuple[str, str]]:
     """The banner's line on the kernel that SDPA takes, where attention is SDPA."""
-    if ops.attention is not Attention.sdpa:
+    found = spec_of(config.model).attention(config.model)
+    if found is None or ops.attention is not Attention.sdpa:
         return []
-    model, length = config.model, config.data.sequence_length
-    heads = model.num_heads // mesh.size("tp")
-    words = sdpa_words(mesh.device, policy.compute_dtype, heads, length, model.head_dim)
-    return [("attention", f"SDPA takes {words}{'; dropout writes the scores out' if model.dropout else ''}")]
+    heads, width, drops = found
+    length = config.data.sequence_length
+    words = sdpa_words(mesh.device, policy.compute_dtype, heads // mesh.size("tp"), length, width)
+    return [("attention", f"SDPA takes {words}{'; dropout writes the scores out' if drops else ''}")]
 
 
 def _ramp(config: Config) -> str:
@@ -129,11 +130,10 @@ class Share:
     @classmethod
     def of(cls, state: TrainState) -> Share:
         """This rank's."""
-        tensors = model_tensors(state.parts)
         return cls(
-            sizes={name: tensor.numel() for name, tensor in tensors.items()},
+            sizes={name: parameter.numel() for name, parameter in state.named_parameters()},
             elements=sum(num_local_elements(p) for part in state.parts for p in part.parameters()),
-            layers=[[int(number) for number in part.layers] for part in state.parts],
+            layers=[list(state.model.blocks(part)) for part in state.parts],
         )
 
 
@@ -260,27 +260,28 @@ def _result(
         "memory_peak_bytes": memory_bytes(reporter.device)["memory_peak_bytes"],
         "world_size": run.mesh.world_size,
         "layout": run.layout,
-        "pipeline": _pipeline(config, state.loader.num_micro_batches),
+        "pipeline": _pipeline(config, state),
         "wall_seconds": time.monotonic() - started,
         "checkpoint": str(outcome.checkpoint) if outcome and outcome.checkpoint else None,
     }
 
 
-def _pipeline(config: Config, micro_batches: int) -> dict[str, Any] | None:
+def _pipeline(config: Config, state: TrainState) -> dict[str, Any] | None:
     """What a timeline of the pipeline is drawn from; None without one. `stage_flops`: a token's, forward and backward,
     of each stage's layers and of the head in the last."""
-    parallelism, model = config.parallelism, config.model
+    parallelism, model = config.parallelism, state.model
     if parallelism.pipeline == 1:
         return None
-    layers = split_layers(model.num_layers, num_stages(parallelism), layer_flops(model), head_flops(model))
-    flops = [len(each) * layer_flops(model, config.data.sequence_length) for each in layers]
+    layers = model.stage_blocks(num_stages(parallelism))
+    block, end = model.spec.flops(model.config, config.data.sequence_length) or (1, 0)
+    flops = [len(each) * block for each in layers]
     return {
         "ranks": parallelism.pipeline,
         "schedule": parallelism.schedule,
         "stages_per_rank": stages_per_rank(parallelism),
-        "micro_batches": micro_batches,
+        "micro_batches": state.loader.num_micro_batches,
         "layers": [len(each) for each in layers],
-        "stage_flops": [*flops[:-1], flops[-1] + head_flops(model)],
+        "stage_flops": [*flops[:-1], flops[-1] + end],
         "activation_checkpointing": parallelism.activation_checkpointing.value,
     }
 
@@ -327,7 +328,10 @@ def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
     sampling = Sampling(seed=config.seed)
     # Compiled blocks would be compiled again for every length of the cache.
     with torch.compiler.set_stance("force_eager"):
-        tokens = generate(state.chain, prompt, trainer.sample_tokens, sampling, stop=tokenizer.eod)
+        spec, count = state.model.spec, trainer.sample_tokens
+        tokens = spec.generate(state.chain, prompt, count, sampling, stop=tokenizer.eod, cache=True)
+        if tokens is None:
+            return
         text = "".join([decoder.push(token) for token in tokens]) + decoder.flush()
     if not run.mesh.is_main:
         return

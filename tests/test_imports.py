@@ -41,9 +41,10 @@ class Room:
 
 
 # Every room may import itself, gptlite (its version) and these, which import nothing.
-LEAVES = ("apex", "documents", "errors", "files", "host_memory", "invocation", "progress", "torchao")
+LEAVES = ("apex", "documents", "errors", "files", "host_memory", "inputs", "invocation", "progress", "torchao")
 ROOMS = {
     **{leaf: Room() for leaf in LEAVES},
+    "inputs": Room("documents", lazy="torch"),
     "documents": Room(lazy="torch"),  # data makes them, parallelism hands them on, the model reads them
     "ops": Room("kernels", packages="torch", lazy="apex"),
     "parallelism": Room(packages="torch"),
@@ -92,7 +93,7 @@ ROOMS = {
     "pretrain": Room(
         "config data models ops optimizer parallelism precision run_folder summary trainer warm_start", packages="torch"
     ),
-    "run_folder": Room("config checkpoint data parallelism trainer warm_start"),
+    "run_folder": Room("config checkpoint data models parallelism trainer warm_start"),
     "summary": Room(
         "config checkpoint data metrics models ops optimizer parallelism precision run_folder trainer", packages="torch"
     ),
@@ -121,6 +122,10 @@ ROOMS = {
 WIDER = {
     PACKAGE / "models" / "parallelize.py": "parallelism precision",
     PACKAGE / "models" / "vocab_parallel.py": "parallelism",
+    PACKAGE / "models" / "spec.py": "parallelism precision",  # for types alone
+    PACKAGE / "models" / "model.py": "parallelism precision",
+    PACKAGE / "models" / "gpt" / "spec.py": "parallelism precision",  # for types alone
+    PACKAGE / "models" / "gpt" / "model.py": "precision",  # for types alone
     PACKAGE / "models" / "init.py": "parallelism",  # which box of a weight is this rank's
     PACKAGE / "models" / "gpt" / "generate.py": "parallelism",  # through the parts of a pipeline
     MAPPED["kernels"] / "command.py": "tool",  # a command line; what a run imports of the kernels never imports it

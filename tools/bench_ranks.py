@@ -141,19 +141,18 @@ def report(title: str, size: Size, times: dict[str, list[Time]], peer_flops: flo
 
 def our_step(layout: str, size: Size, arguments: Arguments) -> Callable[[], None]:
     """A step of this project's as `pretrain` builds and takes it, with the same batch every time."""
-    import torch
 
-    from gptlite.models.gpt.model import GPT
     from gptlite.models.init import init_weights
-    from gptlite.models.parallelize import build_passes, materialize, parallelize
+    from gptlite.models.model import Model
+    from gptlite.models.parallelize import build_passes, materialize
     from gptlite.ops.config import OpsConfig
     from gptlite.ops.select import select_ops
-    from gptlite.optimizer.build import build_optimizer
     from gptlite.optimizer.config import AdamWConfig, ConstantConfig
     from gptlite.optimizer.schedule import Schedule
     from gptlite.parallelism.chain import Chain
     from gptlite.parallelism.mesh import build_mesh
     from gptlite.precision import Precision, PrecisionConfig, resolve_precision
+    from gptlite.trainer.build import build_parts, build_updates
     from gptlite.trainer.signals import Stopping, StopSignal
     from gptlite.trainer.state import TrainState
     from gptlite.trainer.step import Step
@@ -163,19 +162,18 @@ def our_step(layout: str, size: Size, arguments: Arguments) -> Callable[[], None
     policy = resolve_precision(PrecisionConfig(Precision[arguments.precision]), mesh.device)
     config = _model_config(size, tied=arguments.peer == "deepspeed")
     ops = select_ops(OpsConfig(), mesh.device)
-    with torch.device("meta"):
-        model = GPT(config, ops)
-    parts = parallelize(model, mesh, parallelism, policy)
-    materialize(parts, mesh.device)
+    model = Model.of(config, policy)
+    parts = build_parts(model, parallelism, mesh, policy, ops)
+    materialize(model, parts, mesh.device)
     for part in parts:
-        init_weights(part, config, seed=0)
-    weights = [named for part in parts for named in part.named_weights()]
-    optimizer = build_optimizer(AdamWConfig(lr=1e-3), weights, ops.adamw)
+        init_weights(model, part, seed=0)
+    optimizer = build_updates(AdamWConfig(lr=1e-3), model, parts, parallelism, mesh, policy, ops)
     count = arguments.micro_batches if parallelism.pipeline > 1 else 1
     loader: Any = _Loader(size, count, mesh.data_size, mesh.device)
     chain = Chain(parts, mesh, parallelism)
-    state = TrainState(chain, optimizer, Schedule(ConstantConfig(warmup_steps=0), 10**6), loader, {})
+    state = TrainState(model, chain, optimizer, Schedule(ConstantConfig(warmup_steps=0), 10**6), loader, {})
     passes = build_passes(
+        model,
         chain,
         parallelism,
         micro_batches=count,

@@ -164,6 +164,7 @@ def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
     from gptlite.models.gpt.config import GPTConfig
     from gptlite.models.gpt.model import GPT
     from gptlite.models.init import init_weights
+    from gptlite.models.model import Model
     from gptlite.models.parallelize import parallelize
     from gptlite.ops.config import Implementation, OpsConfig
     from gptlite.ops.select import select_ops
@@ -183,8 +184,8 @@ def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
     ops = select_ops(OpsConfig(Implementation[arguments.ops]), mesh.device)
     with mesh.device:
         model = GPT(config, ops)
-    (part,) = parallelize(model, mesh, ParallelismConfig(), policy, compile=arguments.compile)
-    init_weights(part, config, seed=0)
+    (part,) = parallelize(Model.of(config, policy), model, mesh, ParallelismConfig(), policy, compile=arguments.compile)
+    init_weights(Model.of(config), part, seed=0)
     optimizer = build_optimizer(AdamWConfig(lr=1e-3), part.named_parameters(), ops.adamw)
     tokens, targets = batch(size, mesh.device)
     valid = torch.tensor(targets.numel(), device=mesh.device)

@@ -38,7 +38,7 @@ def main() -> NoReturn:
 def write_samples(arguments: Arguments) -> None:
     """Prints each sample as it is drawn."""
     from gptlite.data.tokenizer import StreamDecoder
-    from gptlite.models.gpt.generate import Sampling, generate
+    from gptlite.models.sampling import Sampling
     from gptlite.restore import restore
 
     if arguments.max_tokens < 1 or arguments.num_samples < 1:
@@ -47,11 +47,15 @@ def write_samples(arguments: Arguments) -> None:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    model, tokenizer, *_ = restore(arguments.checkpoint, arguments.precision)
+    model, chain, tokenizer, _ = restore(arguments.checkpoint, arguments.precision)
     prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eod]
     for index in range(arguments.num_samples):
         decoder, drawn = StreamDecoder(tokenizer), replace(sampling, seed=arguments.seed + index)
         print(arguments.prompt, end="", flush=True)
-        for token in generate(model, prompt, arguments.max_tokens, drawn, stop=tokenizer.eod, cache=arguments.cache):
+        given = (chain, prompt, arguments.max_tokens, drawn)
+        tokens = model.spec.generate(*given, stop=tokenizer.eod, cache=arguments.cache)
+        if tokens is None:
+            raise ConfigError(f"checkpoint={arguments.checkpoint}: a {model.spec.name} model writes no text")
+        for token in tokens:
             print(decoder.push(token), end="", flush=True)
         print(decoder.flush(), flush=True)

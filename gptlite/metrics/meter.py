@@ -15,7 +15,7 @@ class Throughput:
     Args:
         tokens_per_step, samples_per_step: of the global batch at its full size.
         flops_per_token: FLOPs of forward and backward; activation recomputation not counted (PaLM, arXiv:2204.02311,
-            appendix B).
+            appendix B); None: MFU is None.
         peak_flops: dense peak of one device in FLOP/s; None: MFU is None.
         num_devices: devices that share the global batch.
         clock: seconds, monotonic.
@@ -26,7 +26,7 @@ class Throughput:
         *,
         tokens_per_step: int,
         samples_per_step: int,
-        flops_per_token: float,
+        flops_per_token: float | None,
         peak_flops: float | None,
         num_devices: int = 1,
         clock: Callable[[], float] = time.perf_counter,
@@ -72,7 +72,7 @@ class Throughput:
         batch_seconds = window / self._window_batches
         tokens_per_second = self.tokens_per_step / batch_seconds
         mfu = None
-        if self.peak_flops is not None:
+        if self.peak_flops is not None and self.flops_per_token is not None:
             mfu = tokens_per_second * self.flops_per_token / (self.peak_flops * self.num_devices)
         if not self._warm:
             # The first window compiles, allocates and fills caches: a pace that includes it promises too long an ETA.

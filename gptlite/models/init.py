@@ -9,37 +9,43 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gptlite.models.gpt.config import GPTConfig
-from gptlite.models.gpt.model import GPT
+from gptlite.models.model import Model
+from gptlite.models.spec import Constant, Normal
 from gptlite.ops.philox import WORD, philox
 from gptlite.parallelism.boxes import local_box
 
 BLOCK = 2**20  # elements drawn at a time: bounds the memory of drawing
-RESIDUAL_PROJECTIONS = ("attn.proj.weight", "mlp.down.weight")
 
 
-def init_weights(model: GPT, config: GPTConfig, seed: int) -> None:
-    """GPT-2's initialisation: N(0, init_std), residual projections by 1/sqrt(2 * layers) less, biases 0, norms 1."""
+def init_weights(model: Model, part: nn.Module, seed: int) -> None:
+    """The model's own initial values, or by shape where it has none: see ModelSpec.initial."""
     with torch.no_grad():
-        for name, parameter in model.named_weights():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else 1.0
-                draw_box_(parameter, config.init_std * scale, seed, name)
+        for name, parameter in model.named_weights(part):
+            match model.spec.initial(model.config, name, tuple(parameter.shape)):
+                case Constant(value):
+                    parameter.fill_(value)
+                case Normal(std):
+                    draw_box_(parameter, std, seed, name)
 
 
 def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:
-    """Fills this rank's part of a parameter, a box of rows and columns of the whole, with what the whole has there."""
+    """Fills this rank's part of a parameter, a box of the whole, with what the whole has there.
+
+    Of more than two dims only the first may be cut. Raises ValueError where another is.
+    """
     if not isinstance(parameter, DTensor):
         draw_normal_(parameter, std, seed, name)
         return
-    (rows, columns), (row, column) = local_box(parameter)
+    shape, offset = local_box(parameter)
+    if parameter.ndim != 2:
+        if shape[1:] != tuple(parameter.shape[1:]):
+            raise ValueError(f"{name} of {parameter.ndim} dims is cut along another than the first")
+        draw_normal_(parameter.to_local(), std, seed, name, offset=offset[0] * math.prod(shape[1:]))
+        return
+    (rows, columns), (row, column) = shape, offset
     width, target = parameter.shape[1], parameter.to_local()
     if columns == width:
         draw_normal_(target, std, seed, name, offset=row * width)

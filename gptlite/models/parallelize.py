@@ -1,6 +1,7 @@
-"""The GPT's plan: which submodule is cut along which axis, recomputed, compiled, and in what dtype it computes."""
+"""A model's parts on a mesh: what is cut along which axis, recomputed, compiled, and in what dtype it computes."""
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from gptlite.models.gpt.flops import head_flops, layer_flops
-from gptlite.models.gpt.model import GPT, Block
 from gptlite.models.layers import Head, LayerNorm, Linear
+from gptlite.models.model import Model
+from gptlite.models.spec import Cut
 from gptlite.models.vocab_parallel import VocabParallelHead
 from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.weight_copies import keep_copies
@@ -19,7 +20,7 @@ from gptlite.parallelism.activation_offload import ActivationOffload
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.context import ContextAxis, context_axis
-from gptlite.parallelism.layout import CONTEXT, num_stages, split_layers, splits_backward, stages_of_rank
+from gptlite.parallelism.layout import CONTEXT, num_stages, splits_backward, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, add_across_ends
 from gptlite.parallelism.tensor import (
@@ -50,47 +51,47 @@ KEPT = (
 
 
 def parallelize(
-    model: GPT, mesh: Mesh, config: ParallelismConfig, policy: Policy, *, compile: bool = False
-) -> list[GPT]:
-    """This rank's parts of the pipeline, ready to be materialized; on one device the only part is the model itself.
+    model: Model, whole: nn.Module, mesh: Mesh, config: ParallelismConfig, policy: Policy, *, compile: bool = False
+) -> list[nn.Module]:
+    """This rank's parts of the pipeline, ready to be materialized; on one device the only part is the `whole` itself.
 
     Order: pipeline, tensor, context, recomputation, compilation, ZeRO, as each wraps what the one before has made.
     """
-    model.to(policy.parameter_dtype)
-    parts = _cut_layers(model, mesh, config)
+    whole.to(policy.parameter_dtype)
+    parts = _cut_blocks(model, whole, mesh, config)
     split_backward = splits_backward(config)
     # A backward pass in two halves would run an overlapping layer's communication in both; compiled code is reordered
     # by the compiler.
     axis = tensor_axis(mesh, config.sequence, overlap=not (split_backward or compile))
     # What is computed again is gathered again with it, and compiled code knows no memory that comes and goes.
     context = context_axis(mesh, config.activation_checkpointing is ActivationCheckpointing.none and not compile)
+    mode = config.activation_checkpointing
     for part in parts:
         if axis is not None:
-            _cut_tensors(part, axis)
+            _cut_tensors(model, part, axis)
         if split_backward:
             _plain_products(part)
         if context is not None:
-            _cut_sequences(part, context)
-        offload = ActivationOffload()
-        for block in part.blocks():
-            if config.activation_checkpointing is ActivationCheckpointing.offload:
-                offload.wrap(block, first=block is part.blocks()[0])
-            _recompute(block, config.activation_checkpointing, split_backward)
+            _tell(part, "context", context)
+        offload, blocks = ActivationOffload(), list(model.blocks(part).values())
+        for block in blocks:
+            if mode is ActivationCheckpointing.offload:
+                offload.wrap(block, first=block is blocks[0])
+            _recompute(block, mode, split_backward)
             if compile:
                 block.compile()
-        set_dtypes(part, policy)
-        shard(part, part.blocks(), mesh, config, policy.gather_dtype, policy.reduce_dtype)
+        set_dtypes(model, part, policy, recomputes=mode.recomputes)
+        # Under autocast the products cast, and parameters are gathered as they are.
+        gathered = policy.gather_dtype if model.autocast is None else policy.parameter_dtype
+        shard(part, blocks, mesh, config, gathered, policy.reduce_dtype)
         if not policy.master_weights:
             keep_fp32_gradients(part)
     return parts
 
 
-def set_dtypes(part: GPT, policy: Policy) -> None:
-    """Tells a part's layers what they compute in."""
-    part.compute_dtype = policy.stream_dtype
-    part.varlen &= policy.stream_dtype in (torch.bfloat16, torch.float16)  # flash attention's
-    for block in part.blocks():  # one kernel norms, adds and biases in one dtype
-        block.deferred_add &= policy.stream_dtype == policy.compute_dtype and not policy.fp32_norms
+def set_dtypes(model: Model, part: nn.Module, policy: Policy, *, recomputes: bool = False) -> None:
+    """Tells a part's layers what they compute in. `recomputes`: blocks are computed again in the backward pass."""
+    model.spec.prepare(part, policy, recomputes)
     for module in part.modules():
         if isinstance(module, MULTIPLYING):
             module.matmul_dtype = None if policy.stream_dtype == policy.compute_dtype else policy.compute_dtype
@@ -102,16 +103,16 @@ def set_dtypes(part: GPT, policy: Policy) -> None:
             module.multiply = fp8_linear  # type: ignore[method-assign]
 
 
-def materialize(parts: list[GPT], device: torch.device) -> None:
+def materialize(model: Model, parts: Sequence[nn.Module], device: torch.device) -> None:
     """Gives parameters built on the meta device their memory, uninitialised."""
     for part in parts:
         part.to_empty(device=device)
-        part.tie()  # leaving the meta device makes every parameter anew, a shared one twice
+        model.tie(part)  # leaving the meta device makes every parameter anew, a shared one twice
         for parameter in part.parameters():
             parameter.grad_dtype = torch.float32  # sums over micro-batches and ranks, of bf16 parameters too
 
 
-def copy_weights(parts: list[GPT], mesh: Mesh, policy: Policy) -> None:
+def copy_weights(parts: Sequence[nn.Module], mesh: Mesh, policy: Policy) -> None:
     """Gives the weights that layers cast in each forward pass 16-bit copies, see ops/weight_copies.py: where one device
     holds them whole, in fp32. To be called once they have their memory."""
     if mesh.world_size > 1 or policy.compute_dtype.itemsize > 2:
@@ -135,28 +136,26 @@ def _is_cast(parameter: nn.Parameter, dtype: torch.dtype, mesh: Mesh) -> bool:
 
 
 def build_passes(
-    chain: Chain, config: ParallelismConfig, *, micro_batches: int, micro_batch_size: int, sequence_length: int
+    model: Model,
+    chain: Chain,
+    config: ParallelismConfig,
+    *,
+    micro_batches: int,
+    micro_batch_size: int,
+    sequence_length: int,
 ) -> OnePart | Pipeline:
     """How a step runs forward and backward through this rank's parts, over that many micro-batches."""
-    part = chain.parts[0]
-    assert isinstance(part, GPT)
     if chain.mesh.size("pp") == 1:
-        return OnePart(part, config.zero)
+        return OnePart(model.forward, chain.parts[0], config.zero)
     length = sequence_length // chain.mesh.size(CONTEXT)
     tokens = (micro_batch_size, length)
-    activations = (micro_batch_size, chain.slice_length(length), part.config.d_model)
-    return Pipeline(chain.parts, chain.mesh, config, micro_batches, tokens, activations, part.compute_dtype)
-
-
-def stage_layers(model: GPT, config: ParallelismConfig) -> list[range]:
-    """The layers of each pipeline stage, balanced by FLOPs with the head on the last."""
-    shape = model.config
-    return split_layers(shape.num_layers, num_stages(config), layer_flops(shape), head_flops(shape))
+    activations = model.activations(micro_batch_size, chain.slice_length(length))
+    return Pipeline(model.forward, chain.parts, chain.mesh, config, micro_batches, tokens, activations, model.dtype)
 
 
 @torch.no_grad()
-def finish_gradients(parts: list[GPT], mesh: Mesh) -> None:
-    """What no layer sums: gradients of slices of the sequence, over the tensor axis; a tied embedding's, over the ends.
+def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+    """What no layer sums: gradients of slices of the sequence, over the tensor axis; a tied parameter's, over the ends.
 
     To be called once a step, after ZeRO's reduction and before clipping.
     """
@@ -164,58 +163,67 @@ def finish_gradients(parts: list[GPT], mesh: Mesh) -> None:
         axis = axis_of(part)
         if axis is not None and axis.sequence:
             sum_sliced_gradients(part.parameters(), axis)
-    if mesh.size("pp") > 1 and parts[0].config.tied_embeddings:
-        first = next((part.token_embedding.weight for part in parts if part.token_embedding is not None), None)
-        last = next((part.head.weight for part in parts if part.head is not None), None)
-        add_across_ends(first, last, mesh)  # type: ignore[arg-type]
+    if mesh.size("pp") > 1:
+        for first, last in model.tied_copies(parts):
+            add_across_ends(first, last, mesh)
 
 
-def _cut_layers(model: GPT, mesh: Mesh, config: ParallelismConfig) -> list[GPT]:
+def _cut_blocks(model: Model, whole: nn.Module, mesh: Mesh, config: ParallelismConfig) -> list[nn.Module]:
     if mesh.size("pp") == 1:
-        return [model]
-    layers = stage_layers(model, config)
+        return [whole]
+    blocks = model.stage_blocks(num_stages(config))
     parts = []
     for stage in stages_of_rank(config, mesh.coordinate("pp")):
-        part = copy.deepcopy(model)
-        part.keep(layers[stage])
+        part = copy.deepcopy(whole)
+        model.spec.keep(part, model.config, blocks[stage])
         parts.append(part)
     return parts
 
 
-def _cut_tensors(part: GPT, axis: TensorAxis) -> None:
-    part.tensor_axis = axis
-    if part.token_embedding is not None:
-        part.token_embedding = VocabParallelEmbedding(part.token_embedding, axis)  # type: ignore[arg-type]
-    if part.head is not None:
-        part.head = VocabParallelHead(part.head, axis)  # type: ignore[arg-type]
-    part.tie()
-    for block in part.blocks():
-        block.tensor_axis = axis
-        block.attn.qkv = ColumnParallelLinear(block.attn.qkv, axis)  # type: ignore[assignment]
-        block.attn.proj = RowParallelLinear(block.attn.proj, axis)  # type: ignore[assignment]
-        block.attn.first_head = axis.rank * (part.config.num_heads // axis.size)
-        block.mlp.up = ColumnParallelLinear(block.mlp.up, axis)  # type: ignore[assignment]
-        block.mlp.down = RowParallelLinear(block.mlp.down, axis)  # type: ignore[assignment]
+def _cut_tensors(model: Model, part: nn.Module, axis: TensorAxis) -> None:
+    """Swaps the layers that the model's sharding plan names for those that share their work over the axis."""
+    plan = [(pattern.split("."), cut) for pattern, cut in model.spec.cuts(model.config).items()]
+    for name, layer in list(part.named_modules()):
+        names = name.split(".")
+        for pattern, cut in plan:
+            if len(names) == len(pattern) and all(
+                each in ("*", mine) for each, mine in zip(pattern, names, strict=True)
+            ):
+                setattr(part.get_submodule(".".join(names[:-1])), names[-1], _shared(layer, cut, axis))
+    model.tie(part)
+    _tell(part, "tensor_axis", axis)
 
 
-def _plain_products(part: GPT) -> None:
+def _shared(layer: Any, cut: Cut, axis: TensorAxis) -> nn.Module:
+    match cut:
+        case Cut.column:
+            return ColumnParallelLinear(layer, axis)
+        case Cut.row:
+            return RowParallelLinear(layer, axis)
+        case Cut.vocabulary if isinstance(layer, Head):
+            return VocabParallelHead(layer, axis)
+        case Cut.vocabulary:
+            return VocabParallelEmbedding(layer, axis)
+
+
+def _tell(part: nn.Module, name: str, axis: TensorAxis | ContextAxis) -> None:
+    """Sets an axis on the modules that ask for it by having an attribute of that name."""
+    for module in part.modules():
+        if hasattr(module, name):
+            setattr(module, name, axis)
+
+
+def _plain_products(part: nn.Module) -> None:
     """Torch's own, where the input's gradient and the weight's are computed apart: a function of ours computes both."""
     for module in part.modules():
         if isinstance(module, Linear):
             module.fused = False
 
 
-def _cut_sequences(part: GPT, context: ContextAxis) -> None:
-    part.context = context
-    for block in part.blocks():
-        block.context = block.attn.context = context
-
-
-def _recompute(block: Block, mode: ActivationCheckpointing, split_backward: bool) -> None:
+def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: bool) -> None:
     """Replaces a block's forward, so that its parameters keep their names. Dropout replays from its key."""
     if not mode.recomputes:
         return
-    block.deferred_add = False  # a block's input is kept: one tensor, not the two of a sum that is left open
     forward = block.forward
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if mode is ActivationCheckpointing.selective:

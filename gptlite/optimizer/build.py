@@ -1,7 +1,8 @@
 """From a configuration and named parameters to a torch optimizer."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -34,27 +35,28 @@ from gptlite.optimizer.muon import Muon, Stack
 
 # Where torch has one kernel for the whole update (a single pass over each parameter, its gradient and state).
 FUSED_DEVICES = ("cpu", "cuda")
-# Matrices that are no linear map between hidden activations: Muon leaves them to AdamW.
-EDGES = ("token_embedding.weight", "position_embedding.weight", "head.weight")
-QKV = "attn.qkv.weight"  # three matrices in one, dealt out by head
 
 
 def build_optimizer(
     config: OptimizerConfig,
     parameters: Iterable[tuple[str, nn.Parameter]],
     fused_adam: bool = False,
-    num_heads: int | None = None,
+    edges: Sequence[str] = (),
+    stacked: Mapping[str, tuple[int, int]] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of `config` over named parameters (`model.named_parameters()`); frozen ones are left out.
 
     Matrices, embeddings among them, decay by `config.weight_decay`, and vectors (biases and norms) do not. Each group
     carries `names`, in the order of its `params`, and holds tensors of one mesh: a kernel over many takes no mixture.
 
-    `fused_adam`: by our kernel, which must be loaded, where it is Adam or AdamW. `num_heads` is the model's, which Muon
-    must know to take a fused QKV projection apart. Raises TypeError for a configuration class without a builder,
-    ValueError if nothing is trainable, or Muon is not told.
+    `fused_adam`: by our kernel, which must be loaded, where it is Adam or AdamW. Muon leaves matrices whose
+    names end in one of `edges` to AdamW, as they are no linear map between hidden activations, and takes those apart
+    whose names end in a key of `stacked`: so many groups of so many matrices in one. Raises TypeError for a
+    configuration class without a builder, ValueError if nothing is trainable.
     """
-    groups = _parameter_groups(parameters, config.weight_decay, _muon if isinstance(config, MuonConfig) else None)
+    groups = _parameter_groups(
+        parameters, config.weight_decay, partial(_muon, tuple(edges)) if isinstance(config, MuonConfig) else None
+    )
     fused = all(parameter.device.type in FUSED_DEVICES for group in groups for parameter in group["params"])
     kernels: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     match config:
@@ -85,7 +87,7 @@ def build_optimizer(
             return Adafactor(groups, lr=lr, decay=decay, clip_threshold=clip, eps=(config.eps1, config.eps2))
         case MuonConfig():
             adamw = {"betas": (config.beta1, config.beta2), "eps": config.eps, **kernels}
-            return _build_muon(config, groups, FusedAdamW if fused_adam else torch.optim.AdamW, adamw, num_heads)
+            return _build_muon(config, groups, FusedAdamW if fused_adam else torch.optim.AdamW, adamw, stacked or {})
     raise TypeError(f"no builder for {type(config).__name__}: add a case to build_optimizer")
 
 
@@ -99,11 +101,9 @@ def _build_muon(
     groups: list[dict[str, Any]],
     adamw: type[torch.optim.AdamW],
     adamw_options: dict[str, Any],
-    num_heads: int | None,
+    stacked: Mapping[str, tuple[int, int]],
 ) -> Muon:
-    fused = [name for group in groups for name in group["names"] if name.endswith(QKV)]
-    if fused and num_heads is None:
-        raise ValueError(f"{fused[0]} is dealt out by head, so Muon needs num_heads")
+    names = [name for group in groups for name in group["names"]]
     return Muon(
         groups,
         adamw,
@@ -115,13 +115,13 @@ def _build_muon(
         steps=config.newton_schulz_steps,
         dtype=torch.bfloat16 if config.newton_schulz_dtype is MuonDtype.bf16 else torch.float32,
         match_rms_adamw=config.scale is MuonScale.match_rms_adamw,
-        stacks={name: Stack(num_heads or 1, 3) for name in fused},
+        stacks={name: Stack(*sizes) for name in names for end, sizes in stacked.items() if name.endswith(end)},
     )
 
 
-def _muon(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+def _muon(edges: tuple[str, ...], name: str, parameter: nn.Parameter) -> dict[str, Any]:
     """Whether Muon steps a parameter itself."""
-    return {"muon": parameter.ndim == 2 and not name.endswith(EDGES)}
+    return {"muon": parameter.ndim == 2 and not name.endswith(edges)}
 
 
 def _parameter_groups(

@@ -4,13 +4,13 @@ The schedules are torch.distributed.pipelining's: GPipe (Huang et al. 2019, arXi
 2019, arXiv:1806.03377), interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), and the zero-bubble schedules,
 which compute input gradients first and weight gradients later (Qi et al. 2023, arXiv:2401.10241).
 
-A part is a module called with (tokens or activations, targets, sample_ids, documents=..., upstream=...). It returns
-activations [B, S, d]; the last part returns the sum of the token losses, whose gradient will be `upstream`.
+A `Forward` runs a part on tokens or activations. It returns activations; of the last part it returns the sum of the
+token losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +29,14 @@ from torch.distributed.pipelining import (
 )
 
 from gptlite.documents import Documents, joined
+from gptlite.inputs import Inputs
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import num_stages, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import accumulate_gradients_now, reduce_gradients_now
 from gptlite.parallelism.zero import before_backward, gather, local_tensor, reshard
+
+Forward = Callable[[nn.Module, Tensor, Inputs], Tensor]
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -60,8 +63,8 @@ class MicroBatches:
 class OnePart:
     """A model that is not cut into a pipeline: one micro-batch after the other."""
 
-    def __init__(self, part: nn.Module, zero: int) -> None:
-        self.part, self.zero = part, zero
+    def __init__(self, forward: Forward, part: nn.Module, zero: int) -> None:
+        self.forward, self.part, self.zero = forward, part, zero
 
     def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
         """Adds gradients of the loss, the sum over tokens divided by `valid`, and returns this rank's share of it."""
@@ -70,8 +73,8 @@ class OnePart:
         for index in range(count):
             before_backward(self.part, self.zero, last=index == count - 1)
             documents = None if batches.documents is None else batches.documents[index]
-            given = (batches.tokens[index], batches.targets[index], batches.sample_ids[index])
-            out = self.part(*given, documents=documents, upstream=upstream)
+            inputs = Inputs(batches.targets[index], batches.sample_ids[index], documents, upstream)
+            out = self.forward(self.part, batches.tokens[index], inputs)
             loss = out / valid
             loss.backward()
             total += loss.detach()
@@ -93,16 +96,17 @@ class Pipeline:
 
     def __init__(
         self,
+        forward: Forward,
         parts: Sequence[nn.Module],
         mesh: Mesh,
         config: ParallelismConfig,
         micro_batches: int,
         tokens: tuple[int, int],
-        activations: tuple[int, int, int],
+        activations: tuple[int, ...],
         dtype: torch.dtype,
     ) -> None:
         self.valid = torch.ones(())
-        self.parts, self.mesh, self.config = parts, mesh, config
+        self.forward, self.parts, self.mesh, self.config = forward, parts, mesh, config
         self._numbers = stages_of_rank(config, mesh.coordinate("pp"))
         self.has_first, self.has_last = 0 in self._numbers, num_stages(config) - 1 in self._numbers
         self._tokens = torch.empty(tokens, dtype=torch.int64, device="meta")
@@ -112,7 +116,7 @@ class Pipeline:
     def _build(self, micro_batches: int) -> None:
         """Sets the schedule of so many micro-batches. Stages are its own: they hold buffers for each."""
         config, mesh, total = self.config, self.mesh, num_stages(self.config)
-        self._plain = [_Plain(part) for part in self.parts]
+        self._plain = [_Plain(self.forward, part) for part in self.parts]
         stages = [
             _Stage(
                 plain,
@@ -166,9 +170,9 @@ class _Plain(nn.Module):
     ZeRO 2 and 3 cost what ZeRO 1 does), and gather a whole part where ZeRO 3 gathers block by block.
     """
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, forward: Forward, part: nn.Module) -> None:
         super().__init__()
-        self.part = part
+        self.run, self.part = forward, part
         self.upstream: float | None = None
         self.longest = 0
 
@@ -182,7 +186,7 @@ class _Plain(nn.Module):
     ) -> Tensor:
         """The schedule cuts tensors by their rows, so the documents' come apart."""
         documents = None if starts is None else Documents(starts, ends, self.longest)
-        return self.part(x, targets, sample_ids, documents=documents, upstream=self.upstream)
+        return self.run(self.part, x, Inputs(targets, sample_ids, documents, self.upstream))
 
 
 class _Stage(PipelineStage):

@@ -88,4 +88,4 @@ def _gradients(state: TrainState) -> Iterator[tuple[str, Tensor]]:
 
 
 def _named(state: TrainState) -> list[tuple[str, Tensor]]:
-    return [named for part in state.parts for named in part.named_weights()]
+    return list(state.named_parameters())

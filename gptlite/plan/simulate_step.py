@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
 from gptlite.kernels.library import Loaded, load
-from gptlite.models.gpt.model import GPT, Block
+from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, materialize
 from gptlite.ops.config import LOGIT_BYTES, PRODUCTS, SOFTMAX_BYTES, Attention, CrossEntropy
 from gptlite.ops.select import Ops
@@ -116,20 +116,22 @@ def _as_on(device: str) -> Iterator[None]:
 @contextmanager
 def _eager() -> Iterator[None]:
     """Compiling a block does nothing while entered: there is nothing to run it on."""
-    compiled = Block.compile
-    Block.compile = lambda self, *args, **options: None  # type: ignore[method-assign]
+    compiled = nn.Module.compile
+    nn.Module.compile = lambda self, *args, **options: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Block.compile = compiled  # type: ignore[method-assign]
+        nn.Module.compile = compiled  # type: ignore[method-assign]
 
 
-def _parts(work: Workload, mesh: Mesh, ops: Ops, compile: bool) -> list[GPT]:
+def _parts(work: Workload, mesh: Mesh, ops: Ops, compile: bool) -> list[nn.Module]:
     """This rank's parts of the model, on the meta device: what is not there yet takes no memory."""
     with _eager():
         # With the device of the workload: it decides by what ZeRO gathers.
         there = replace(mesh, device=torch.device(work.device))
-        return build_parts(work.model, work.parallelism, there, _policy(work), ops, compile=compile)
+        return build_parts(
+            Model.of(work.model, _policy(work)), work.parallelism, there, _policy(work), ops, compile=compile
+        )
 
 
 def _policy(work: Workload) -> Policy:
@@ -144,22 +146,24 @@ def _policy(work: Workload) -> Policy:
 
 
 def _build(
-    work: Workload, mesh: Mesh, parts: list[GPT], loader: _Loader, ops: Ops
+    work: Workload, mesh: Mesh, parts: list[nn.Module], loader: _Loader, ops: Ops
 ) -> tuple[TrainState, OnePart | Pipeline]:
     """What `pretrain` builds of them, but for the data and the initial weights."""
-    materialize(parts, CPU)
+    model = Model.of(work.model, _policy(work))
+    materialize(model, parts, CPU)
     on_device = replace(work.parallelism, offload=Offload.none)
-    optimizer = build_updates(work.optimizer, parts, on_device, mesh, _policy(work), ops)
+    optimizer = build_updates(work.optimizer, model, parts, on_device, mesh, _policy(work), ops)
     optimizer_state(optimizer)  # creates it
     chain = Chain(parts, mesh, work.parallelism)
     passes = build_passes(
+        model,
         chain,
         work.parallelism,
         micro_batches=loader.num_micro_batches,
         micro_batch_size=work.micro_batch_size,
         sequence_length=work.sequence_length,
     )
-    return TrainState(chain, optimizer, Schedule(ConstantConfig(), 1), cast(Loader, loader), {}), passes
+    return TrainState(model, chain, optimizer, Schedule(ConstantConfig(), 1), cast(Loader, loader), {}), passes
 
 
 class _Loader:

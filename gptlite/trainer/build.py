@@ -3,11 +3,12 @@
 Training, parity and the planner's simulation all build with these.
 """
 
-import torch
+from collections.abc import Sequence
+
+from torch import nn
 from torch.optim import Optimizer
 
-from gptlite.models.gpt.config import GPTConfig
-from gptlite.models.gpt.model import GPT
+from gptlite.models.model import Model
 from gptlite.models.parallelize import parallelize
 from gptlite.ops.select import Ops
 from gptlite.optimizer.build import build_optimizer
@@ -20,7 +21,7 @@ from gptlite.precision import Policy
 
 
 def build_parts(
-    model: GPTConfig,
+    model: Model,
     parallelism: ParallelismConfig,
     mesh: Mesh,
     policy: Policy,
@@ -28,16 +29,15 @@ def build_parts(
     seed: int = 0,
     *,
     compile: bool = False,
-) -> list[GPT]:
+) -> list[nn.Module]:
     """This rank's parts of the model, on the meta device."""
-    with torch.device("meta"):
-        whole = GPT(model, ops, seed)
-    return parallelize(whole, mesh, parallelism, policy, compile=compile)
+    return parallelize(model, model.build(ops, seed), mesh, parallelism, policy, compile=compile)
 
 
 def build_updates(
     config: OptimizerConfig,
-    parts: list[GPT],
+    model: Model,
+    parts: Sequence[nn.Module],
     parallelism: ParallelismConfig,
     mesh: Mesh,
     policy: Policy,
@@ -45,8 +45,9 @@ def build_updates(
     seed: int = 0,
 ) -> Optimizer:
     """The optimizer of parts that have their memory, with what rounds, offloads or copies what it updates."""
-    weights = [named for part in parts for named in part.named_weights()]
-    optimizer = build_optimizer(config, weights, ops.adamw, parts[0].config.num_heads)
+    weights = [named for part in parts for named in model.named_weights(part)]
+    matrices = model.spec.matrices(model.config)
+    optimizer = build_optimizer(config, weights, ops.adamw, matrices.edges, matrices.fused)
     if not policy.master_weights:
         optimizer = round_steps(optimizer, seed)
     return offload_state(optimizer, parallelism, mesh)

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from gptlite.data.loader import IGNORE, Batch, Loader
-from gptlite.models.gpt.model import GPT
+from gptlite.inputs import Inputs
+from gptlite.models.model import Model
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.collectives import all_reduce
 
@@ -42,13 +43,13 @@ class Evaluation:
 
 
 def evaluate_sets(
-    model: GPT | Chain, loader: Loader, limit: int | None, interrupted: Callable[[], bool] = lambda: False
+    model: Model, chain: Chain, loader: Loader, limit: int | None, interrupted: Callable[[], bool] = lambda: False
 ) -> Evaluation | None:
     """The loss on the held-out text of all data sets, `limit` sequences of each; None if `interrupted` came true."""
     parts = {}
     for name in loader.validation_sets:
         batches, text_bytes = loader.validation_batches(limit, name), loader.validation_bytes(limit, name)
-        if (result := evaluate(model, batches, text_bytes, interrupted)) is None:
+        if (result := evaluate(model, chain, batches, text_bytes, interrupted)) is None:
             return None
         parts[name] = result
     if len(parts) == 1:
@@ -59,29 +60,28 @@ def evaluate_sets(
 
 
 def evaluate(
-    model: GPT | Chain,
+    model: Model,
+    chain: Chain,
     batches: Iterable[Batch],
     text_bytes: int | None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
     """The loss over all batches of all ranks, dropout off; None if `interrupted` came true meanwhile."""
-    chain = model if isinstance(model, Chain) else Chain([model])
-    part, mesh = chain.parts[0], chain.mesh
-    assert isinstance(part, GPT)
+    mesh = chain.mesh
     counts = mesh.coordinate("tp") == 0  # all ranks of the tensor axis know the same loss
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with chain.reading():
         for batch in batches:
             if interrupted():
                 return None
-            shape = (len(batch.tokens), chain.slice_length(batch.tokens.shape[1]), part.config.d_model)
-            call = partial(_forward, batch)
-            loss = chain.run(batch.tokens, call, shape, part.compute_dtype)
+            cut = mesh.size("pp") > 1
+            shape = model.activations(len(batch.tokens), chain.slice_length(batch.tokens.shape[1])) if cut else ()
+            loss = chain.run(batch.tokens, partial(_forward, model, batch), shape, model.dtype)
             if loss is not None and counts:
                 sums += torch.stack([loss.double(), (batch.targets != IGNORE).sum().double()])
     nats, tokens = all_reduce(sums, mesh).tolist()
     return Evaluation(nats, int(tokens), text_bytes)
 
 
-def _forward(batch: Batch, index: int, part: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return part(x, batch.targets, documents=batch.documents)
+def _forward(model: Model, batch: Batch, index: int, part: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model.forward(part, x, Inputs(batch.targets, documents=batch.documents))

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from gptlite.metrics.console import format_bytes
-from gptlite.models.gpt.activations import MicroBatch, block_bytes, head_bytes, scores_bytes
+from gptlite.models.micro_batch import MicroBatch
 from gptlite.ops.select import Ops
 from gptlite.optimizer.state import optimizer_state
 from gptlite.optimizer.streamed import StreamedStep
@@ -70,15 +70,16 @@ class RankMemory:
             sequence=config.sequence,
             context=mesh.size(CONTEXT),
         )
-        kept = _kept(state, batch, config)
+        blocks = sum(len(state.model.blocks(part)) for part in state.parts)
+        recompute, spec = config.activation_checkpointing.value, state.model.spec
+        found = spec.activation_bytes(state.model.config, batch, recompute, blocks, state.chain.has_last)
+        kept, passing = found or (0, 0)
         sharded = mesh.fsdp_size > 1 or config.offload is not Offload.none
         if itemsize < (gathered if sharded else policy.parameter_dtype.itemsize):
             kept += whole * itemsize  # the weights, which layers have cast
-        model = state.parts[0].config
-        passing = [scores_bytes(model, batch)] + [head_bytes(model, batch) for part in state.parts if part.is_last]
-        activations = kept * micro_batches_in_flight(config, mesh.coordinate("pp"), micro_batches) + max(passing)
+        activations = kept * micro_batches_in_flight(config, mesh.coordinate("pp"), micro_batches) + passing
         paper = paper_bytes_a_parameter(config.zero, mesh.size("dp_shard"), gathered)
-        return cls(model_state, round(activations), model_state.total / whole, paper)
+        return cls(model_state, round(activations) if found else 0, model_state.total / whole, paper)
 
 
 def predicted(
@@ -87,7 +88,8 @@ def predicted(
     """The banner's line on memory: rank 0's, and the most of any rank. Collective."""
     ranks = gather_objects(mesh, RankMemory.of(state, mesh, config, policy, ops, length))
     mine, most = ranks[0], max(range(len(ranks)), key=lambda rank: ranks[rank].total)
-    text = ", ".join([*_listed(mine.state), f"activations about {format_bytes(mine.activations)}"])
+    kept = f"activations about {format_bytes(mine.activations)}" if mine.activations else "activations n/a"
+    text = ", ".join([*_listed(mine.state), kept])
     if mesh.fsdp_size > 1:
         text += f"; {mine.a_parameter:.4g} bytes of model state a parameter ({mine.paper:.4g} in the ZeRO paper)"
     if mesh.world_size > 1:
@@ -222,10 +224,3 @@ def _table(values: Sequence[int], mesh: Mesh) -> torch.Tensor:
 
 def _listed(state: StateBytes) -> list[str]:
     return [f"{name} {format_bytes(getattr(state, name))}" for name in CATEGORIES[:3]]
-
-
-def _kept(state: TrainState, batch: MicroBatch, config: ParallelismConfig) -> int:
-    """What autograd keeps of a micro-batch in this rank's blocks, with the block that is computed again."""
-    model, recompute = state.parts[0].config, config.activation_checkpointing.value
-    kept = sum(len(part.layers) for part in state.parts) * block_bytes(model, batch, recompute)
-    return kept + (block_bytes(model, batch) if recompute != "none" else 0)

@@ -1,7 +1,7 @@
 """Everything a checkpoint holds."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gptlite.data.eras import Era
 from gptlite.data.loader import Loader
-from gptlite.models.gpt.model import GPT
+from gptlite.models.model import Model
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.parallelism.boxes import local_part, num_local_elements
@@ -20,28 +20,29 @@ from gptlite.trainer.loss_scale import LossScaler
 from gptlite.trainer.spike import SpikeWatch
 
 
-def model_tensors(parts: list[GPT]) -> dict[str, Tensor]:
-    """The parameters by their global names, as a checkpoint has them: fp32, so bf16 ones are copied.
+def model_tensors(model: Model, parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers by their global names, as a checkpoint has them: bf16 parameters are copied to fp32.
 
-    A tied embedding is one key, whichever of its copies a rank holds.
+    A tied parameter is one key, whichever of its copies a rank holds.
     """
     tensors: dict[str, Tensor] = {}
     for part in parts:
-        for name, parameter in part.named_weights():
+        for name, parameter in model.named_weights(part):
             if f"model.{name}" not in tensors:
                 tensors[f"model.{name}"] = parameter.detach().float()
+        tensors |= {f"model.{name}": buffer for name, buffer in model.named_buffers(part)}
     return tensors
 
 
 @torch.no_grad()
-def take_model_tensors(parts: list[GPT], tensors: dict[str, Tensor]) -> int:
+def take_model_tensors(model: Model, parts: Sequence[nn.Module], tensors: dict[str, Tensor]) -> int:
     """To be called after writing into what `model_tensors` gave: brings into the model what was a copy.
 
     Returns how many of this rank's elements bf16 rounds.
     """
     count = 0
     for part in parts:
-        for name, parameter in part.named_weights():
+        for name, parameter in model.named_weights(part):
             if parameter.dtype != torch.float32:
                 mine, given = local_part(parameter), local_part(tensors[f"model.{name}"])
                 mine.copy_(given)
@@ -65,6 +66,7 @@ class TrainState:
     Dropout and the data's order are functions of (seed, consumed_samples), so there is no RNG state.
     """
 
+    model: Model
     chain: Chain
     optimizer: Optimizer
     schedule: Schedule
@@ -84,12 +86,12 @@ class TrainState:
 
         After writing into them, call `take`.
         """
-        return model_tensors(self.parts) | optimizer_state(self.optimizer)
+        return model_tensors(self.model, self.parts) | optimizer_state(self.optimizer)
 
     def take(self, tensors: dict[str, Tensor]) -> list[str]:
         """To be called after writing into what `tensors`, or `model_tensors`, gave: what was a copy, and second copies
         on this rank, are written, too. Returns what is to be said of it."""
-        count = take_model_tensors(self.parts, tensors)
+        count = take_model_tensors(self.model, self.parts, tensors)
         if any(key.startswith("optim.") for key in tensors):
             take_optimizer_state(self.optimizer, tensors)
         self.refresh_copies()
@@ -105,15 +107,15 @@ class TrainState:
         self.step, self.consumed_samples, self.tokens = progress.step, progress.consumed, progress.tokens
 
     @property
-    def parts(self) -> list[GPT]:
+    def parts(self) -> list[nn.Module]:
         """The parts of the model on this rank; one, unless there is a pipeline."""
-        return self.chain.parts  # type: ignore[return-value]
+        return self.chain.parts
 
     def weights(self) -> Iterator[nn.Parameter]:
-        """Every parameter of this rank's parts but for the head's copy of a tied embedding."""
+        """Every parameter of this rank's parts but for copies of tied ones."""
+        copies = {id(copy) for _, copy in self.model.tied_copies(self.parts)}
         for part in self.parts:
-            copy = part.tied_copy
-            yield from (parameter for parameter in part.parameters() if parameter is not copy)
+            yield from (parameter for parameter in part.parameters() if id(parameter) not in copies)
 
     def remaining_batches(self, max_steps: int) -> float:
         """The samples of the steps up to `max_steps`, in global batches of full size."""
@@ -122,28 +124,27 @@ class TrainState:
         return (schedule.trained(end) - schedule.trained(self.consumed_samples)) / schedule.global_batch_size
 
     def refresh_copies(self) -> None:
-        """Where this rank holds both copies of a tied embedding, the first's values become the second's."""
-        copy = next((part.tied_copy for part in self.parts if part.tied_copy is not None), None)
-        embedding = self.parts[0].token_embedding
-        if copy is None or embedding is None:
-            return
-        with torch.no_grad():
-            copy.copy_(embedding.weight)  # type: ignore[arg-type]
+        """Where this rank holds both copies of a tied parameter, the first's values become the second's."""
+        for owner, copy in self.model.tied_copies(self.parts):
+            if owner is None or copy is None:
+                continue
+            with torch.no_grad():
+                copy.copy_(owner)
             theirs = self.optimizer.state[copy]
-            for key, value in self.optimizer.state[embedding.weight].items():  # type: ignore[index]
+            for key, value in self.optimizer.state[owner].items():
                 if key in theirs and isinstance(value, Tensor):
                     theirs[key].copy_(value)  # in place: it may be in a file
                 else:
                     theirs[key] = value.clone() if isinstance(value, Tensor) else value
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter of this rank's parts by its global name, which the head's copy of a tied embedding shares."""
+        """Every parameter of this rank's parts by its global name, which copies of tied ones share."""
         for part in self.parts:
-            yield from part.named_weights()
+            yield from self.model.named_weights(part)
 
     def tied_names(self) -> list[str]:
         """Names of parameters that a pipeline's first and last part both hold."""
-        return ["token_embedding.weight"] if self.parts[0].config.tied_embeddings else []
+        return sorted(set(self.model.spec.tied(self.model.config).values()))
 
     def num_bytes(self) -> int:
         """Size of this rank's part of a checkpoint's tensors."""

@@ -103,7 +103,7 @@ class Step:
             ),
             valid / scale if state.scaler else valid,
         )
-        finish_gradients(state.parts, self.mesh)
+        finish_gradients(state.model, state.parts, self.mesh)
         if inspect is not None:
             inspect(state)
         norm, sums = self._settle(state, total)

@@ -16,6 +16,7 @@ from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.config import from_yaml, load, to_yaml
 from gptlite.data.tokenizer import NumberTokenizer, Tokenizer
 from gptlite.models.gpt.model import GPT
+from gptlite.models.model import Model
 from gptlite.trainer.state import model_tensors
 
 AUTO = ("checkpoint.resume=auto", "checkpoint.load=all")
@@ -42,7 +43,7 @@ def committed(root: Path) -> Save:
         meta = {"step": 7, "data_identity": {}}
         run = Checkpointer(CheckpointConfig(), root / "ours")
         kept = tokenizer or NumberTokenizer(VOCABULARY)
-        return run.save(model_tensors([model]), meta, to_yaml(config), kept, print), model
+        return run.save(parameters_of(model), meta, to_yaml(config), kept, print), model
 
     return commit
 
@@ -58,8 +59,12 @@ def saved(model: Any, folder: Path, **options: Any) -> Path:
 
 def restored(step: Path) -> GPT:
     model = GPT(from_yaml(read_config(step)).model)
-    load_tensors(step, model_tensors([model]), strict=False)
+    load_tensors(step, parameters_of(model), strict=False)
     return model.eval()
+
+
+def parameters_of(model: GPT) -> dict[str, Tensor]:
+    return model_tensors(Model.of(model.config), [model])
 
 
 @torch.no_grad()

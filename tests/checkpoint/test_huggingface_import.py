@@ -16,6 +16,7 @@ from checkpoint.huggingface_models import (
     Save,
     committed,
     our_logits,
+    parameters_of,
     restored,
     same_logits,
     saved,
@@ -34,7 +35,6 @@ from gptlite.invocation import command
 from gptlite.parallelism.main_rank import ALONE
 from gptlite.pretrain import pretrain
 from gptlite.restore import restore
-from gptlite.trainer.state import model_tensors
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_what_was_exported_comes_back_bit_for_bit(save, tmp_path, overrides):
     export(step, tmp_path / "out")
     again = restored(import_(tmp_path / "out", tmp_path / "run"))
     assert replace(again.config, name="tiny", peak_lr=model.config.peak_lr) == model.config
-    for (name, tensor), (_, ours) in zip(again.named_weights(), model.named_weights(), strict=True):
+    for (name, tensor), (_, ours) in zip(again.named_parameters(), model.named_parameters(), strict=True):
         rows = VOCABULARY if len(tensor) == model.config.padded_vocab_size else len(tensor)
         assert torch.equal(tensor[:rows], ours[:rows]), name
         assert not tensor[rows:].any(), name  # padding
@@ -115,11 +115,11 @@ def test_ways_that_a_folder_stores_the_same_weights(folder, tmp_path):
     torch.save(old, tmp_path / "legacy" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     assert isinstance(model.transformer, GPT2Model)
-    expected = model_tensors([restored(import_(folder, tmp_path / "run"))])
+    expected = parameters_of(restored(import_(folder, tmp_path / "run")))
     for name in ("sharded", "bare", "pickled", "legacy"):
-        found = model_tensors([restored(import_(tmp_path / name, tmp_path / f"run-{name}"))])
+        found = parameters_of(restored(import_(tmp_path / name, tmp_path / f"run-{name}")))
         assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], name
-    found = model_tensors([restored(import_(half, tmp_path / "run-half"))])
+    found = parameters_of(restored(import_(half, tmp_path / "run-half")))
     assert [key for key in expected if not torch.equal(found[key], expected[key].bfloat16().float())] == []
 
 

@@ -115,7 +115,7 @@ def run_passes(state: TrainState, step: Step) -> None:
     batches = [state.loader.batch(0, index) for index in range(state.loader.num_micro_batches)]
     fields = ([getattr(batch, name) for batch in batches] for name in ("tokens", "targets", "sample_ids"))
     step.passes.run(MicroBatches(*fields), torch.tensor(1))
-    finish_gradients(state.parts, step.mesh)
+    finish_gradients(state.model, state.parts, step.mesh)
 
 
 def imagine(cases: list[Case], planted: bool = False) -> list[Measured]:

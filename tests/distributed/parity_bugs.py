@@ -18,6 +18,7 @@ from distributed.cell import Cell
 from gptlite import pretrain
 from gptlite.data import build
 from gptlite.data.loader import Loader
+from gptlite.inputs import Inputs
 from gptlite.models import init, parallelize
 from gptlite.models.gpt import attention
 from gptlite.models.gpt import model as gpt
@@ -88,7 +89,8 @@ def _averaging(*args: Any, scale_grads: bool, **options: Any) -> Any:
 
 
 def _next_samples(self: Any, x: torch.Tensor, targets: torch.Tensor, sample_ids: torch.Tensor) -> Any:
-    return self.part(x, targets, sample_ids if self.part.is_first else sample_ids + 1)
+    later = self.part.token_embedding is None
+    return self.run(self.part, x, Inputs(targets, sample_ids + later))
 
 
 def _all_weights(self: TrainState) -> Iterator[Any]:

@@ -96,7 +96,7 @@ def filled(config: Config, mesh: Mesh, filling: str) -> TrainState:
 
 def held_out_loss(state: TrainState) -> float:
     """What the model makes of some text: it tells where the values of a layer are in the wrong place."""
-    found = evaluate(state.chain, state.loader.validation_batches(8), None)
+    found = evaluate(state.model, state.chain, state.loader.validation_batches(8), None)
     assert found is not None
     return found.loss
 

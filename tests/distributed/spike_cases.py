@@ -24,7 +24,7 @@ def train(config: Config, world: int, name: str) -> int | None:
 
     def forward(self: GPT, x: Tensor, targets: Tensor, sample_ids: Tensor | None = None, **more: Any) -> Tensor:
         out = original(self, x, targets, sample_ids, **more)
-        if not self.is_last or sample_ids is None or not torch.is_grad_enabled():
+        if self.head is None or sample_ids is None or not torch.is_grad_enabled():
             return out
         high = ((sample_ids >= HIGH[0]) & (sample_ids < HIGH[1])).all()
         return out * (math.inf if (sample_ids == BAD).any() else 2.0 if high else 1.0)

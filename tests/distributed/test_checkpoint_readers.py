@@ -21,6 +21,7 @@ from gptlite.data.build import build_loader, prepare
 from gptlite.data.loader import IGNORE
 from gptlite.huggingface import export
 from gptlite.models.gpt.model import GPT
+from gptlite.models.model import Model
 from gptlite.parallelism.main_rank import ALONE
 from gptlite.trainer.state import model_tensors
 
@@ -84,7 +85,7 @@ def test_others_read_what_a_layout_saved(pools, tmp_path, name):
 
     config = from_yaml(read_config(step))
     model = GPT(config.model).eval()
-    load_tensors(step, model_tensors([model]), strict=False)
+    load_tensors(step, model_tensors(Model.of(model.config), [model]), strict=False)
     export(step, tmp_path / "out")
     transformer = GPT2LMHeadModel.from_pretrained(tmp_path / "out").eval()
     tokens, targets = held_out(config)

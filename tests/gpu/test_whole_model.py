@@ -18,6 +18,7 @@ from gptlite.kernels.library import Loaded, load
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
 from gptlite.models.init import init_weights
+from gptlite.models.model import Model
 from gptlite.ops.config import Attention, CrossEntropy
 from gptlite.ops.cross_entropy import IGNORE
 from gptlite.ops.select import Ops
@@ -116,7 +117,7 @@ def kernels() -> None:
 def make(config: GPTConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> GPT:
     """The same weights whatever the ops, with gains and biases that are not 1 and 0."""
     model = GPT(config, ops, seed=SEED)
-    init_weights(model, config, seed=SEED)
+    init_weights(Model.of(config), model, seed=SEED)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

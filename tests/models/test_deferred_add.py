@@ -15,6 +15,7 @@ from gptlite.kernels.library import Loaded, load
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
+from gptlite.models.model import Model
 from gptlite.models.parallelize import parallelize, set_dtypes
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
@@ -150,7 +151,8 @@ def test_offloaded_activations_give_the_same_and_recomputed_blocks_add_up_themse
     wanted = of(build(False, dropout=0.2), batch)
     for mode in (ActivationCheckpointing.offload, ActivationCheckpointing.full, ActivationCheckpointing.selective):
         config = ParallelismConfig(activation_checkpointing=mode)
-        (part,) = parallelize(build(True, dropout=0.2), Mesh(torch.device("cpu")), config, policy(Precision.fp32))
+        whole = build(True, dropout=0.2)
+        (part,) = parallelize(Model.of(whole.config), whole, Mesh(torch.device("cpu")), config, policy(Precision.fp32))
         assert [block.deferred_add for block in part.blocks()] == [mode is ActivationCheckpointing.offload] * 2
         assert max(distance(of(part, batch), wanted)) < 2e-6
 
@@ -165,6 +167,6 @@ def policy(precision: Precision) -> Policy:
 )
 def test_apexs_levels_keep_their_sums(precision):
     model = build(True)
-    set_dtypes(model, policy(precision))
+    set_dtypes(Model.of(model.config), model, policy(precision))
     deferred = precision not in (Precision.amp_o1, Precision.amp_o2)
     assert [block.deferred_add for block in model.blocks()] == [deferred] * 2

@@ -12,9 +12,11 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 
 from gptlite.data.loader import document_starts, documents_in
 from gptlite.documents import Documents, joined
+from gptlite.inputs import Inputs
 from gptlite.kernels.library import Loaded, load
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
+from gptlite.models.model import Model
 from gptlite.models.parallelize import parallelize, set_dtypes
 from gptlite.ops import attention
 from gptlite.ops.attention import Spans
@@ -145,7 +147,11 @@ def test_spans_survive_recomputation(tiny, monkeypatch):
         model.varlen = True
         config = ParallelismConfig(activation_checkpointing=ActivationCheckpointing.full)
         policy = Policy(torch.bfloat16, "")
-        (part,) = parallelize(model, Mesh(torch.device("cpu")), config, policy) if recomputed else (model,)
+        (part,) = (
+            parallelize(Model.of(model.config, policy), model, Mesh(torch.device("cpu")), config, policy)
+            if recomputed
+            else (model,)
+        )
         part.compute_dtype = torch.float32
         losses.append(part(tokens, targets, documents=documents))
         losses[-1].backward()
@@ -156,7 +162,7 @@ def test_flash_attention_of_spans_takes_16_bits_and_widths_of_8(tiny):
     for dtype, kept in ((torch.float32, False), (torch.bfloat16, True), (torch.float16, True)):
         model = tiny(dropout=0.0)
         model.varlen = True
-        set_dtypes(model, Policy(dtype, ""))
+        set_dtypes(Model.of(model.config), model, Policy(dtype, ""))
         assert model.varlen is kept
     for width, kept in ((24, True), (36, False), (3 * 264, False)):
         config = GPTConfig(**TINY | {"d_model": width})
@@ -183,13 +189,12 @@ def test_a_pipelines_schedule_hands_each_micro_batch_its_documents():
     """It cuts tensors by rows, and copies all else."""
     seen: list[Documents] = []
 
-    class Part(nn.Module):
-        def forward(self, *given: torch.Tensor, documents: Documents, upstream: float | None) -> torch.Tensor:
-            seen.append(documents)
-            return given[0]
+    def forward(part: nn.Module, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        seen.append(inputs.documents)
+        return x
 
     wanted = [documents_in(np.array([[1, 9, 2, 9, 9, 9]]), 9), documents_in(np.array([[1, 1, 1, 1, 1, 1]]), 9)]
-    whole, plain = joined(wanted), _Plain(Part())
+    whole, plain = joined(wanted), _Plain(forward, nn.Identity())
     plain.longest = whole.longest
     given = {"targets": whole.starts, "sample_ids": whole.starts[:, 0], "starts": whole.starts, "ends": whole.ends}
     for args, kwargs in zip(*split_args_kwargs_into_chunks((whole.starts,), given, chunks=2), strict=True):

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gptlite.kernels.library import Loaded, load
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
+from gptlite.models.model import Model
 from gptlite.models.parallelize import parallelize
 from gptlite.ops.config import PRODUCTS, Attention, CrossEntropy, Products
 from gptlite.ops.cross_entropy import VocabShard, linear_cross_entropy
@@ -88,7 +89,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, precision: Precision, **model: Any) 
         whole = GPT(GPTConfig(**shape | model), ops)
         tokens = torch.zeros(2, TOKENS // 2, dtype=torch.int64)
     policy = resolve_precision(PrecisionConfig(precision), torch.device("cpu"))
-    (part,) = parallelize(whole, Mesh(torch.device("cpu")), ParallelismConfig(), policy)
+    (part,) = parallelize(Model.of(whole.config, policy), whole, Mesh(torch.device("cpu")), ParallelismConfig(), policy)
     with Operands() as operands:
         for known in (None, 0.5):
             # Whatever is known of the factor: to look at it would be to wait for the device, and is an error here.

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gptlite.models.gpt.cache import LayerCache
-from gptlite.models.gpt.generate import Sampling, _draw, generate
+from gptlite.models.gpt.generate import _draw, generate
+from gptlite.models.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0)
 SAMPLED = Sampling(temperature=1.0, top_p=0.9, top_k=20, seed=4)

@@ -9,6 +9,7 @@ import torch
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
 from gptlite.models.init import BLOCK, draw_normal_, init_weights, parameter_count
+from gptlite.models.model import Model
 from gptlite.ops.philox import philox
 
 SHAPE = {"num_heads": 2, "d_model": 64, "vocab_size": 1000, "sequence_length": 128}
@@ -20,7 +21,7 @@ def weights(seed: int = 0, **overrides) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(math.nan)  # what is left out shows
-    init_weights(model, config, seed)
+    init_weights(Model.of(config), model, seed)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

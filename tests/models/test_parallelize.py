@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
 from gptlite.models.init import init_weights, parameter_count
+from gptlite.models.model import Model
 from gptlite.models.parallelize import materialize, parallelize
 from gptlite.ops.config import Attention
 from gptlite.parallelism import activation_offload
@@ -25,9 +26,8 @@ assert [mode.value for mode in (NONE, FULL, SELECTIVE, OFFLOAD)] == ["none", "fu
 
 
 def plan(model, recompute=NONE, policy=FP32, compile=False):
-    (part,) = parallelize(
-        model, Mesh(CPU), ParallelismConfig(activation_checkpointing=recompute), policy, compile=compile
-    )
+    config = ParallelismConfig(activation_checkpointing=recompute)
+    (part,) = parallelize(Model.of(model.config, policy), model, Mesh(CPU), config, policy, compile=compile)
     return part
 
 
@@ -131,7 +131,7 @@ def test_building_on_meta_allocates_nothing():
     config = GPTConfig(num_layers=96, num_heads=96, d_model=12288, vocab_size=50257, sequence_length=2048)
     with torch.device("meta"):
         model = GPT(config)
-    (part,) = parallelize(model, Mesh(CPU), ParallelismConfig(), FP32)
+    (part,) = parallelize(Model.of(model.config), model, Mesh(CPU), ParallelismConfig(), FP32)
     tensors = [*part.parameters(), *part.buffers()]
     assert all(tensor.is_meta for tensor in tensors)
     assert parameter_count(part.parameters()) == pytest.approx(175e9, rel=5e-3)
@@ -146,11 +146,11 @@ def test_materialized_is_as_built_directly(batch, tied):
     direct = GPT(config)
     with torch.device("meta"):
         model = GPT(config)
-    parts = parallelize(model, Mesh(CPU), ParallelismConfig(), FP32)
-    materialize(parts, CPU)
+    parts = parallelize(Model.of(model.config), model, Mesh(CPU), ParallelismConfig(), FP32)
+    materialize(Model.of(model.config), parts, CPU)
     assert (model.head.weight is model.token_embedding.weight) is tied
     for built in (direct, model):
-        init_weights(built, config, 0)
+        init_weights(Model.of(config), built, 0)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in direct.named_parameters()]
     want, got = step(direct, batch), step(model, batch)
     for name, value in want.items():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gptlite.models.model import Model
 from gptlite.models.parallelize import parallelize
 from gptlite.ops.config import Attention
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
@@ -44,7 +45,7 @@ def policy(name: str) -> Policy:
 
 def plan(model, name: str, recompute: str = "none"):
     config = ParallelismConfig(activation_checkpointing=ActivationCheckpointing(recompute))
-    (part,) = parallelize(model, Mesh(CPU), config, policy(name))
+    (part,) = parallelize(Model.of(model.config, policy(name)), model, Mesh(CPU), config, policy(name))
     return part
 
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gptlite.inputs import Inputs
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
 from gptlite.models.init import init_weights
+from gptlite.models.model import Model
 from gptlite.ops.config import CrossEntropy
 from gptlite.ops.embedding import TableGradient
 from gptlite.ops.select import Ops
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 def model_of(table: bool, dtype: torch.dtype, tied: bool = True) -> GPT:
     model = GPT(replace(SHAPE, tied_embeddings=tied), replace(OPS, table=table))
-    init_weights(model, model.config, seed=0)
+    init_weights(Model.of(model.config), model, seed=0)
     model.compute_dtype = dtype
     return model
 
@@ -93,11 +95,10 @@ def test_the_known_upstream_gradient_is_autograds(dtype: torch.dtype) -> None:
 def test_a_step_tells_the_model() -> None:
     told: list[float | None] = []
 
-    class Part(torch.nn.Linear):
-        def forward(self, *given: Tensor, documents: Tensor | None, upstream: float | None) -> Tensor:
-            told.append(upstream)
-            return self.weight.sum()
+    def forward(part: torch.nn.Module, x: Tensor, inputs: Inputs) -> Tensor:
+        told.append(inputs.upstream)
+        return next(part.parameters()).sum()
 
     valid, batch = torch.tensor(37), [torch.zeros(1, 4, dtype=torch.int64)] * 2
-    OnePart(Part(2, 2), zero=0).run(MicroBatches(batch, batch, batch), valid)
+    OnePart(forward, torch.nn.Linear(2, 2), zero=0).run(MicroBatches(batch, batch, batch), valid)
     assert told == [known_upstream(valid)] * 2

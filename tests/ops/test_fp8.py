@@ -9,6 +9,7 @@ from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
+from gptlite.models.model import Model
 from gptlite.models.parallelize import parallelize
 from gptlite.ops import fp8
 from gptlite.ops.fp8 import fp8_linear
@@ -117,7 +118,7 @@ def test_the_linear_layers_of_blocks_multiply_in_fp8_and_the_head_does_not(monke
         num_layers=2, num_heads=2, d_model=32, d_ff=64, vocab_size=50, vocab_multiple=16, sequence_length=16
     )
     policy = resolve_precision(PrecisionConfig(Precision.fp8), CPU)
-    (model,) = parallelize(GPT(config), Mesh(CPU), ParallelismConfig(), policy)
+    (model,) = parallelize(Model.of(config, policy), GPT(config), Mesh(CPU), ParallelismConfig(), policy)
     tokens = torch.arange(32).view(2, 16)
     loss = model(tokens, tokens, torch.tensor([0, 1]))
     assert shapes == [(32, 96), (32, 32), (32, 64), (64, 32)] * 2

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from gptlite.models.gpt.spec import EDGES
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import (
     AdafactorConfig,
@@ -45,7 +46,11 @@ def stepped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients
 
 def optimized(config: OptimizerConfig, start: Tensor, gradients: list[Tensor], name: str = "weight") -> Tensor:
     parameter = nn.Parameter(start.clone())
-    return stepped(build_optimizer(config, [(name, parameter)], num_heads=1), parameter, gradients)
+    return stepped(
+        build_optimizer(config, [(name, parameter)], edges=EDGES, stacked={"attn.qkv.weight": (1, 3)}),
+        parameter,
+        gradients,
+    )
 
 
 def lamb(config: LambConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
@@ -217,7 +222,9 @@ def test_muon_takes_q_k_and_v_apart():
     start, gradients = start_of((3 * width, width)), gradients_of((3 * width, width))
     config = MuonConfig(lr=0.02)
     parameter = nn.Parameter(start.clone())
-    optimizer = build_optimizer(config, [("layers.0.attn.qkv.weight", parameter)], num_heads=heads)
+    optimizer = build_optimizer(
+        config, [("layers.0.attn.qkv.weight", parameter)], stacked={"attn.qkv.weight": (heads, 3)}
+    )
     found = stepped(optimizer, parameter, gradients)
     for place in range(3):
         rows = [6 * head + 2 * place + row for head in range(heads) for row in range(2)]
@@ -230,12 +237,6 @@ def test_a_stack_is_joined_as_it_was_split():
     stack = Stack(groups=2, count=3)
     assert stack.split(matrix).shape == (3, 4, 4)
     assert torch.equal(stack.join(stack.split(matrix)), matrix)
-
-
-def test_muon_of_a_fused_projection_must_know_the_heads():
-    parameter = nn.Parameter(torch.zeros(6, 2))
-    with pytest.raises(ValueError, match=r"layers.0.attn.qkv.weight is dealt out by head, so Muon needs num_heads"):
-        build_optimizer(MuonConfig(), [("layers.0.attn.qkv.weight", parameter)])
 
 
 @pytest.mark.parametrize("config", [LambConfig(), LionConfig(), MuonConfig(), AdafactorConfig()], ids=str)

@@ -18,6 +18,7 @@ from gptlite import huggingface
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint_tool import command
+from gptlite.models.model import Model
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = ROOT / "tests" / "checkpoint" / "fixtures" / "v1" / "step-00000003"
@@ -194,7 +195,9 @@ def test_verify_and_export_name_weights_that_are_not_finite(tool, tmp_path):
 
     sizes = ("model.num_layers=1", "model.num_heads=1", "model.d_model=8", "model.sequence_length=8")
     config = load(["data=synthetic", "data.vocab_size=9", "data.sequence_length=8", "model.vocab_size=9", *sizes])
-    tensors = {key: torch.zeros_like(each) for key, each in model_tensors([GPT(config.model)]).items()}
+    tensors = {
+        key: torch.zeros_like(each) for key, each in model_tensors(Model.of(config.model), [GPT(config.model)]).items()
+    }
     tensors["model.final_norm.weight"][5] = torch.nan
     run = Checkpointer(CheckpointConfig(), tmp_path / "run")
     step = run.save(tensors, {"step": 1}, to_yaml(config), None, print)

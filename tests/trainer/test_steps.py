@@ -285,7 +285,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("config", OPTIMIZERS)
 def test_which_optimizers_decide_on_the_device(config: type, fused: bool) -> None:
     named = [("a.weight", nn.Parameter(torch.ones(4, 4))), ("a.bias", nn.Parameter(torch.ones(4)))]
-    optimizer = build_optimizer(config(), named, fused, num_heads=1)
+    optimizer = build_optimizer(config(), named, fused, stacked={"attn.qkv.weight": (1, 3)})
     assert decides_on_device(optimizer, CPU) is OPTIMIZERS[config]
     assert lag_of(optimizer, CPU) == 0
     assert lag_of(optimizer, CPU, 1) == int(OPTIMIZERS[config])
@@ -337,7 +337,7 @@ def test_nothing_is_read_in_a_step(tiny: list[str], tmp_path: Path, scaled: bool
         state.loader._device, step = meta, replace(step, mesh=Mesh(meta))
         state.parts[0].to(meta)
         copy_weights(state.parts, step.mesh, Policy(torch.bfloat16, ""))  # as on a GPU
-        weights = [named for part in state.parts for named in part.named_weights()]
+        weights = list(state.named_parameters())
         state.optimizer = build_optimizer(config.optimizer, weights, fused_adam=True)
         state.scaler = LossScaler(2.0**10, 4, 1, 1.0, 2.0) if scaled else None
         decisions = Decisions(state.scaler, meta)

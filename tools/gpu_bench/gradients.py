@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
 from gptlite.models.init import init_weights
+from gptlite.models.model import Model
 from gptlite.ops.config import Attention, CrossEntropy, OpsConfig
 from gptlite.ops.select import Ops, select_ops
 
@@ -85,7 +86,7 @@ def _attentions(device: torch.device) -> Iterator[tuple[str, Attention, SDPBacke
 def _gradients(ops: Ops, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """The loss's, under its name, and each parameter's gradient."""
     model = GPT(CONFIG, ops, seed=3)
-    init_weights(model, CONFIG, seed=3)
+    init_weights(Model.of(CONFIG), model, seed=3)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

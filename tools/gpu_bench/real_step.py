@@ -11,11 +11,10 @@ import torch
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
 from gptlite.models.gpt.config import GPTConfig
-from gptlite.models.gpt.model import GPT
 from gptlite.models.init import init_weights
-from gptlite.models.parallelize import build_passes, materialize, parallelize
+from gptlite.models.model import Model
+from gptlite.models.parallelize import build_passes, copy_weights, materialize
 from gptlite.ops.select import Ops
-from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig, ConstantConfig
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
@@ -23,9 +22,11 @@ from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.precision import Policy
+from gptlite.trainer.build import build_parts, build_updates
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
+from gptlite.trainer.steps import Steps, lag_of
 
 # As conf/model has them; one vocabulary, GPT-2's. `tiny` is for trying the script.
 MODELS = {
@@ -66,24 +67,20 @@ def build_step(
     Built as pretrain.py builds it. `drawn`: with initial weights; a meta device has none.
     """
     mesh, layout = Mesh(device), ParallelismConfig()
-    with torch.device("meta"):
-        model = GPT(config, ops, seed=0)
-    parts = parallelize(model, mesh, layout, policy, compile=compile)
-    materialize(parts, device)
+    model = Model.of(config, policy)
+    parts = build_parts(model, layout, mesh, policy, ops, compile=compile)
+    materialize(model, parts, device)
     for part in parts if drawn else ():
-        init_weights(part, config, seed=0)
-    weights = [named for part in parts for named in part.named_weights()]
-    optimizer = build_optimizer(AdamWConfig(), weights, ops.adamw, config.num_heads)
+        init_weights(model, part, seed=0)
+    optimizer = build_updates(AdamWConfig(), model, parts, layout, mesh, policy, ops)
     optimizer_state(optimizer)  # creates it: the first step is like the others
-    if getattr(ops, "weight_copies", False) and not compile:  # an older tree has none
-        from gptlite.models.parallelize import copy_weights
-
+    if ops.weight_copies and not compile:
         copy_weights(parts, mesh, policy)
     loader = SameBatch(config, micro_batch, device)
     chain = Chain(parts, mesh, layout)
-    state = TrainState(chain, optimizer, Schedule(ConstantConfig(), 1000), cast(Loader, loader), {})
+    state = TrainState(model, chain, optimizer, Schedule(ConstantConfig(), 1000), cast(Loader, loader), {})
     passes = build_passes(
-        chain, layout, micro_batches=1, micro_batch_size=micro_batch, sequence_length=config.sequence_length
+        model, chain, layout, micro_batches=1, micro_batch_size=micro_batch, sequence_length=config.sequence_length
     )
     step = Step(mesh, passes, AdamWConfig().lr, AdamWConfig().clip_norm, Stopping(mesh, StopSignal()))
     return Taken(_taking(step, state, device), state, config, micro_batch * config.sequence_length)
@@ -91,10 +88,6 @@ def build_step(
 
 def _taking(step: Step, state: TrainState, device: torch.device) -> Callable[[], Any]:
     """Steps as the training loop takes them: on a GPU the result of one is read when the next has been enqueued."""
-    try:
-        from gptlite.trainer.steps import Steps, lag_of
-    except ImportError:  # an older tree, which waits in every step
-        return lambda: step(state)
     steps = Steps(step, lag_of(state.optimizer, device, 1 if device.type == "meta" else None))
 
     def take() -> Any:

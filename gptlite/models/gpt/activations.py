@@ -1,40 +1,11 @@
 """An estimate of the memory that activations take, for the banner."""
 
-from dataclasses import dataclass
-
 from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.micro_batch import MicroBatch
 from gptlite.ops.config import QUERY_BLOCK, Attention, logit_rows
 
 # Attention that writes its scores to memory.
 WRITTEN_OUT = (Attention.matmul, Attention.fused_softmax)
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What a rank computes at a time: sequences of that length, in elements of `itemsize` bytes, on a kind of device.
-
-    `tensor`: ranks that share each layer; `sequence`: whether they cut the sequence between layers too; `context`:
-    ranks that share each sequence, of which `length` positions are here.
-    """
-
-    sequences: int
-    length: int
-    itemsize: int
-    device: str
-    attention: Attention
-    tensor: int = 1
-    sequence: bool = False
-    context: int = 1
-
-    @property
-    def keys(self) -> float:
-        """Positions that the scores of a query are written out for, where they are."""
-        return self.length * (self.context if self.context == 1 else self.context / 2 + 1 / 4)
-
-    @property
-    def tokens(self) -> int:
-        """Positions in it."""
-        return self.sequences * self.length
 
 
 def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -> int:

@@ -14,6 +14,14 @@ from gptlite.ops.dropout import DropoutKey
 from gptlite.ops.select import Ops
 
 
+class SequenceCut(Protocol):
+    """What a model knows of the ranks its layers are cut over."""
+
+    sequence: bool  # whether activations between layers are slices of the sequence
+    rank: int
+    size: int
+
+
 class ContextCut(Protocol):
     """What a model knows of the ranks that its sequences are cut over: each has two chunks, an early and a late one."""
 
@@ -48,7 +56,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.first_head = 0  # of the whole model's, where this rank holds only some
+        self.tensor_axis: SequenceCut | None = None  # set where this rank holds only some of the heads
         self.dropout = config.dropout
         self.implementation, self.fused_scores = ops.attention, ops.fused_scores
         self.context: ContextCut | None = None  # set where sequences are cut over ranks
@@ -72,7 +80,7 @@ class CausalSelfAttention(nn.Module):
         batch, length, _ = qkv.shape  # not x's, which may be a slice of the sequence
         qkv = qkv.view(batch, length, -1, 3, self.head_dim)
         if key is not None:
-            key = replace(key, first_head=self.first_head)
+            key = replace(key, first_head=0 if self.tensor_axis is None else self.tensor_axis.rank * qkv.shape[2])
         if self.context is not None and not self.context.whole:
             assert not isinstance(mask, Spans)
             out = self._over_ranks(qkv, key, mask, self.context)

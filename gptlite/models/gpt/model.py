@@ -3,15 +3,14 @@
 Shapes: B sequences, S positions, d model width, H heads, D head width, V vocabulary.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlite.documents import Documents
-from gptlite.models.gpt.attention import CausalSelfAttention, ContextCut
+from gptlite.models.gpt.attention import CausalSelfAttention, ContextCut, SequenceCut
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.mlp import MLP
@@ -22,17 +21,12 @@ from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.embedding import TableGradient, copied_rows, embedding
 from gptlite.ops.select import Ops
 
+if TYPE_CHECKING:
+    from gptlite.precision import Policy
+
 # Dropout sites, unique in the model: the embedding is 0, block i has 3i+1 ... 3i+3.
 EMBEDDING_SITE, SITES_PER_BLOCK = 0, 3
 FLASH_WIDTH = 256  # of a head, the most that flash attention of spans takes; a multiple of 8
-
-
-class SequenceCut(Protocol):
-    """What a model knows of the ranks its layers are cut over."""
-
-    sequence: bool  # whether activations between layers are slices of the sequence
-    rank: int
-    size: int
 
 
 def positions(tensor: SequenceCut | None, context: ContextCut | None, count: int) -> tuple[int, int]:
@@ -137,23 +131,8 @@ class GPT(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config, ops, seed) for i in range(config.num_layers)})
         self.final_norm: nn.Module | None = _norm(config, ops)
         self.head: nn.Module | None = Head(width, rows, ops.cross_entropy, fused=ops.linear)
-        self.tie()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this part begins with tokens."""
-        return self.token_embedding is not None
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this part ends with the loss."""
-        return self.head is not None
-
-    @property
-    def tied_copy(self) -> nn.Parameter | None:
-        """The head's weight, where it is a copy of an embedding that the first part of the pipeline holds."""
-        is_copy = self.config.tied_embeddings and self.head is not None and self.token_embedding is None
-        return self.head.weight if is_copy and self.head is not None else None  # type: ignore[return-value]
+        if config.tied_embeddings:
+            self.head.weight = self.token_embedding.weight
 
     def blocks(self) -> list[Block]:
         """The layers that this part holds, in order."""
@@ -167,16 +146,6 @@ class GPT(nn.Module):
             self.final_norm = self.head = None
         for number in [number for number in self.layers if int(number) not in layers]:
             del self.layers[number]
-
-    def tie(self) -> None:
-        """Makes the head's weight the token embedding's, if the configuration says so and both are here."""
-        if self.config.tied_embeddings and self.head is not None and self.token_embedding is not None:
-            self.head.weight = self.token_embedding.weight
-
-    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by the names they have in the whole model: a tied head is the token embedding."""
-        for name, parameter in self.named_parameters():
-            yield "token_embedding.weight" if parameter is self.tied_copy else name, parameter
 
     def forward(
         self,
@@ -301,3 +270,14 @@ class GPT(nn.Module):
             return x
         key = DropoutKey(self.seed, EMBEDDING_SITE, sample_ids, first, gap=gap)
         return dropout(x, self.config.dropout, key, self.fused_dropout)
+
+
+def prepare(part: nn.Module, policy: "Policy", recomputes: bool) -> None:
+    """Tells a part what it computes in, which decides what its blocks may leave to the op that follows."""
+    assert isinstance(part, GPT)
+    part.compute_dtype = policy.stream_dtype
+    part.varlen &= policy.stream_dtype in (torch.bfloat16, torch.float16)  # flash attention's
+    for block in part.blocks():
+        # One kernel norms, adds and biases in one dtype. Where a block is computed again its input is kept: one tensor,
+        # not the two of a sum that is left open.
+        block.deferred_add &= policy.stream_dtype == policy.compute_dtype and not policy.fp32_norms and not recomputes

@@ -1,0 +1,24 @@
+"""How the next token of a text is drawn. No torch here."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 takes the likeliest; top_k 0 and top_p 1 cut nothing."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be 0 (the likeliest token) or more, and finite")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be at least 0 and below 2**63")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must not be negative; 0 keeps all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
