@@ -14,6 +14,7 @@ from gptlite.data.batches import batch_schedule
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check as check_logger
+from gptlite.models.spec import spec_of
 from gptlite.ops.config import LayerNorm
 from gptlite.optimizer.checks import check_device as check_optimizer_device
 from gptlite.optimizer.checks import check_optimizer, check_placement
@@ -77,7 +78,7 @@ def check_device(config: Config, device: str) -> None:
 
 def _positive(config: Config) -> None:
     sections = {
-        "model": ("num_layers", "num_heads", "d_model", "d_ff", "vocab_size", "vocab_multiple", "sequence_length"),
+        "model": spec_of(config.model).positive,
         "parallelism": (
             "tensor",
             "pipeline",
@@ -105,20 +106,15 @@ def _positive(config: Config) -> None:
 
 
 def _model(config: Config) -> None:
-    model = config.model
-    if model.d_model % model.num_heads:
-        raise ConfigError(
-            f"model.d_model={model.d_model} is not divisible by model.num_heads={model.num_heads}; "
-            f"the heads can be {listed(divisors(model.d_model))}"
-        )
-    if not 0 <= model.dropout < 1:
-        raise ConfigError(f"model.dropout={model.dropout} must be at least 0 and below 1")
+    spec = spec_of(config.model)
+    spec.check(config.model)
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed={config.seed} must be at least 0 and below 2**32")
-    if config.data.sequence_length > model.sequence_length:
+    longest = spec.max_length(config.model)
+    if longest is not None and config.data.sequence_length > longest:
         raise ConfigError(
             f"data.sequence_length={config.data.sequence_length} is longer than model.sequence_length="
-            f"{model.sequence_length}, the positions the model learns; lower the first or raise the second"
+            f"{longest}, the positions the model learns; lower the first or raise the second"
         )
 
 
@@ -174,11 +170,17 @@ def _optimizer_name(kind: type) -> str:
 
 def _context(config: Config) -> None:
     length, ranks = config.data.sequence_length, config.parallelism.context
-    if ranks == 1 or length % (2 * ranks) == 0:
+    if ranks == 1:
         return
+    spec = spec_of(config.model)
+    if not spec.takes_context(config.model):
+        raise ConfigError(_no_axis(config, "context", "has no attention that shares a sequence"))
+    if length % (2 * ranks) == 0:
+        return
+    longest = spec.max_length(config.model) or math.inf
     tries = [f"parallelism.context={listed(divisors(length // 2) if length % 2 == 0 else [1])}"]
     below = length // (2 * ranks) * 2 * ranks
-    lengths = [size for size in (below, below + 2 * ranks) if 0 < size <= config.model.sequence_length]
+    lengths = [size for size in (below, below + 2 * ranks) if 0 < size <= longest]
     tries += [f"data.sequence_length={listed(lengths, 'or')}"] if lengths else []
     raise ConfigError(
         f"data.sequence_length={length} is not divisible by 2 x parallelism.context={ranks} = {2 * ranks}, the chunks "
@@ -187,16 +189,21 @@ def _context(config: Config) -> None:
 
 
 def _tensor(config: Config) -> None:
-    model, tensor, sequence = config.model, config.parallelism.tensor, config.parallelism.sequence
+    spec, tensor, sequence = spec_of(config.model), config.parallelism.tensor, config.parallelism.sequence
+    sizes = spec.tensor_sizes(config.model)
+    if sizes is None:
+        if tensor > 1:
+            raise ConfigError(_no_axis(config, "tensor", "has no sharding plan"))
+        sizes = {}
     length = config.data.sequence_length // config.parallelism.context
-    degrees = divisors(math.gcd(model.num_heads, model.ffn_size, length if sequence else 0))
+    degrees = divisors(math.gcd(*sizes.values(), length if sequence else 0))
     if sequence and tensor == 1:
         others = f", or parallelism.tensor={listed(degrees[1:], 'or')}" if degrees[1:] else ""
         raise ConfigError(
             f"parallelism.sequence=true cuts sequences over tensor-parallel ranks, and parallelism.tensor=1; "
             f"use parallelism.sequence=false{others}"
         )
-    cut = {"model.num_heads": model.num_heads, "model.d_ff": model.ffn_size}
+    cut = dict(sizes)
     if sequence:
         ranks, whole = config.parallelism.context, config.data.sequence_length
         cut["data.sequence_length" if ranks == 1 else f"data.sequence_length={whole} / parallelism.context"] = length
@@ -204,15 +211,23 @@ def _tensor(config: Config) -> None:
         if size % tensor:
             value = f"={config.parallelism.context} = {size}" if "/" in key else f"={size}"
             raise ConfigError(f"{key}{value} is not divisible by parallelism.tensor={tensor}; try {listed(degrees)}")
-    if model.vocab_size is not None and tensor > (rows := model.padded_vocab_size):
+    if (rows := spec.table_rows(config.model)) is not None and tensor > rows:
         raise ConfigError(f"parallelism.tensor={tensor} is more than the vocabulary's {rows} rows; use {rows} at most")
 
 
+def _no_axis(config: Config, axis: str, why: str) -> str:
+    degree = getattr(config.parallelism, axis)
+    name = spec_of(config.model).name
+    return f"parallelism.{axis}={degree}: the {name} model {why}; use parallelism.{axis}=1, or parallelism=zero3"
+
+
 def _fp8(config: Config) -> None:
-    model, tensor = config.model, config.parallelism.tensor
+    spec, tensor = spec_of(config.model), config.parallelism.tensor
     if config.precision.dtype is not Precision.fp8:
         return
-    for key, size in (("model.d_model", model.d_model), ("model.d_ff", model.ffn_size)):
+    if (sizes := spec.product_sizes(config.model)) is None:
+        raise ConfigError(f"precision=fp8: the {spec.name} model has no products in fp8; use precision=bf16")
+    for key, size in sizes.items():
         if size % (FP8_MULTIPLE * tensor):
             by = f" x parallelism.tensor={tensor}" if tensor > 1 else ""
             raise ConfigError(
@@ -242,7 +257,11 @@ def _master_weights(config: Config) -> None:
 
 
 def _pipeline(config: Config) -> None:
-    layout, layers = config.parallelism, config.model.num_layers
+    layout, layers = config.parallelism, spec_of(config.model).num_blocks(config.model)
+    if layers is None:
+        if layout.pipeline > 1:
+            raise ConfigError(_no_axis(config, "pipeline", "does not say how many blocks it has"))
+        return
     its, ranks, virtual = rule(layout), layout.pipeline, layout.virtual_stages
     if its.fixed and virtual not in (None, its.virtual):
         raise ConfigError(
@@ -371,7 +390,7 @@ def _ops(config: Config) -> None:
         return
     if reason := apex.why_not(apex.LAYER_NORM):
         raise ConfigError(f"ops.layer_norm=apex: {reason}, or use ops.layer_norm=auto")
-    if not config.model.bias:
+    if not spec_of(config.model).norms_have_biases(config.model):
         raise ConfigError("ops.layer_norm=apex has biases, and model.bias=false; use ops.layer_norm=auto")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -24,7 +24,9 @@ from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextC
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.invocation import localized
 from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
-from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.config import ModelConfig
+from gptlite.models.registry import SPECS
+from gptlite.models.spec import spec_of
 from gptlite.ops.config import OpsConfig
 from gptlite.optimizer import config as optimizers
 from gptlite.optimizer.config import OptimizerConfig, ScheduleConfig
@@ -37,6 +39,13 @@ T = TypeVar("T")
 # A package of its own, so that an installed gptlite finds its presets too.
 CONF_DIR = Path(import_module("gptlite.conf").__path__[0]).resolve()
 PREPARED = "data"  # where `data=NAME` looks for NAME, a folder of tokens, if there is no such preset
+
+
+# Of the class that a spec of gptlite.models names, whose fields the code that reads them knows.
+if TYPE_CHECKING:
+    from typing import Any as AnyModel
+else:
+    AnyModel = ModelConfig
 
 
 @dataclass
@@ -57,7 +66,7 @@ class Config:
 
     seed: int = 1234
     run: RunConfig = field(default_factory=RunConfig)
-    model: GPTConfig = field(default_factory=GPTConfig)
+    model: AnyModel = field(default_factory=ModelConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     ops: OpsConfig = field(default_factory=OpsConfig)
@@ -72,7 +81,7 @@ class Config:
 
 # group -> the schemas its presets may start from
 SCHEMAS: dict[str, dict[str, type]] = {
-    "model": {"gpt_schema": GPTConfig},
+    "model": {f"{spec.name}_schema": spec.schema for spec in SPECS},
     "parallelism": {"parallelism_schema": ParallelismConfig},
     "precision": {"precision_schema": PrecisionConfig},
     "ops": {"ops_schema": OpsConfig},
@@ -182,10 +191,10 @@ def typed(config: DictConfig) -> Config:
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:
     """The configuration with `model.vocab_size` known. Raises ConfigError if the model's is below the tokenizer's."""
-    size = config.model.vocab_size
-    if size is None:
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
-    if size < vocab_size:
+    spec = spec_of(config.model)
+    config = dataclasses.replace(config, model=spec.with_vocabulary(config.model, vocab_size))
+    size = spec.vocab_size(config.model)
+    if size is not None and size < vocab_size:
         raise ConfigError(
             f"model.vocab_size={size} is below the tokenizer's {vocab_size}; "
             f"set model.vocab_size={vocab_size}, or null to follow the tokenizer"

@@ -306,8 +306,9 @@ class RunFolder:
     def _refuse(self, old: Config, where: str) -> None:
         """Refuses to go on from another model, data or seed; notes what else differs."""
         new = self.config
-        if new.model.vocab_size is None:  # the tokenizer's; that it is the same is seen once there is one
-            new = replace(new, model=replace(new.model, vocab_size=old.model.vocab_size))
+        spec, known = spec_of(new.model), spec_of(old.model).vocab_size(old.model)
+        if known is not None:  # the tokenizer's, where it is left open; that it is the same is seen once there is one
+            new = replace(new, model=spec.with_vocabulary(new.model, known))
         differences = compare_configs(to_dict(old), to_dict(new), self.config.checkpoint.load)
         if refusal := differences.refusal(self.config.checkpoint.load):
             raise ConfigError(f"{where}: {refusal}")

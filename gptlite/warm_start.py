@@ -9,7 +9,7 @@ from typing import Any
 
 from gptlite.config import Config, from_yaml, hydra_value
 from gptlite.errors import ConfigError
-from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.spec import spec_of
 from gptlite.progress import Log
 
 
@@ -37,13 +37,13 @@ def model_overrides(overrides: list[str]) -> list[str]:
         model = from_yaml((candidates(resume, "checkpoint.resume")[0] / "config.yaml").read_text("utf-8")).model
     except (ConfigError, OSError, UnicodeDecodeError):
         return []
-    names = [item.name for item in dataclasses.fields(GPTConfig)]
+    names = [item.name for item in dataclasses.fields(model)]
     return [f"model.{name}={_word(getattr(model, name))}" for name in names if f"model.{name}" not in given]
 
 
 def refuse_larger_vocabulary(config: Config, vocab_size: int) -> None:
     """Raises ConfigError where a run's data has more token ids than the weights that it starts from."""
-    size = config.model.vocab_size
+    size = spec_of(config.model).vocab_size(config.model)
     if config.checkpoint.load == "weights" and size is not None and size < vocab_size:
         raise ConfigError(too_few_ids(config.checkpoint.resume, size, vocab_size))
 

@@ -4,4 +4,3 @@ from gptlite.models.gpt.spec import GPTSpec
 from gptlite.models.spec import ModelSpec
 
 SPECS: list[ModelSpec] = [GPTSpec()]
-DEFAULT = SPECS[0]

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from gptlite.models.config import ModelConfig
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from gptlite.parallelism.chain import Chain
     from gptlite.precision import Policy
 
-C = TypeVar("C")
+C = TypeVar("C", bound=ModelConfig)
 
 
 class Cut(Enum):
@@ -70,11 +72,12 @@ class ModelSpec(Generic[C]):
     name: str
     schema: type[C]
     casts = False
+    positive: tuple[str, ...] = ()  # keys of its configuration that are at least 1, where they are not null
 
     # What is known of a configuration alone. No torch in these.
 
-    def check(self, config: C, sequence_length: int) -> None:
-        """Raises ConfigError where the configuration cannot work, with sequences of that length."""
+    def check(self, config: C) -> None:
+        """Raises ConfigError where the configuration cannot work by itself."""
 
     def num_blocks(self, config: C) -> int | None:
         """How many blocks there are to cut into pipeline stages; None: parallelism.pipeline > 1 is refused."""
@@ -90,6 +93,18 @@ class ModelSpec(Generic[C]):
 
     def takes_context(self, config: C) -> bool:
         """Whether its attention can share a sequence among ranks; False: parallelism.context > 1 is refused."""
+        return False
+
+    def table_rows(self, config: C) -> int | None:
+        """Rows of the tables that the tensor axis shares by their rows; None where they are not known yet."""
+        return None
+
+    def product_sizes(self, config: C) -> dict[str, int] | None:
+        """The sizes, by key, of its products' sides, which precision=fp8 needs to be multiples of 16; None: refused."""
+        return None
+
+    def norms_have_biases(self, config: C) -> bool:
+        """Whether its norms can be Apex's, which have biases."""
         return False
 
     def vocab_size(self, config: C) -> int | None:

@@ -186,7 +186,8 @@ class _Plain(nn.Module):
     ) -> Tensor:
         """The schedule cuts tensors by their rows, so the documents' come apart."""
         documents = None if starts is None else Documents(starts, ends, self.longest)
-        return self.run(self.part, x, Inputs(targets, sample_ids, documents, self.upstream))
+        # Sent as it is in memory: of a view, torch would refuse to.
+        return self.run(self.part, x, Inputs(targets, sample_ids, documents, self.upstream)).contiguous()
 
 
 class _Stage(PipelineStage):

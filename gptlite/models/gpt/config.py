@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from gptlite.models.config import ModelConfig
+
 
 class Activation(Enum):
     """The MLP's nonlinearity; `gelu_tanh` is GPT-2's approximation, `gelu_erf` the exact form."""
@@ -13,7 +15,7 @@ class Activation(Enum):
 
 
 @dataclass
-class GPTConfig:
+class GPTConfig(ModelConfig):
     """A pre-LN GPT: learned positions, fused QKV, GELU MLP.
 
     `vocab_size: null` takes the tokenizer's. The embedding is always padded to a multiple of

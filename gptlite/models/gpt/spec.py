@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from gptlite.errors import ConfigError
 from gptlite.models.gpt.activations import block_bytes, head_bytes, scores_bytes
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import head_flops, layer_flops
 from gptlite.models.spec import Constant, Cut, Matrices, ModelSpec, Normal
+from gptlite.parallelism.layout import divisors, listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,12 +35,31 @@ class GPTSpec(ModelSpec[GPTConfig]):
     name = "gpt"
     schema = GPTConfig
     casts = True
+    positive = ("num_layers", "num_heads", "d_model", "d_ff", "vocab_size", "vocab_multiple", "sequence_length")
+
+    def check(self, config: GPTConfig) -> None:
+        if config.d_model % config.num_heads:
+            raise ConfigError(
+                f"model.d_model={config.d_model} is not divisible by model.num_heads={config.num_heads}; "
+                f"the heads can be {listed(divisors(config.d_model))}"
+            )
+        if not 0 <= config.dropout < 1:
+            raise ConfigError(f"model.dropout={config.dropout} must be at least 0 and below 1")
 
     def num_blocks(self, config: GPTConfig) -> int:
         return config.num_layers
 
     def tensor_sizes(self, config: GPTConfig) -> dict[str, int]:
         return {"model.num_heads": config.num_heads, "model.d_ff": config.ffn_size}
+
+    def table_rows(self, config: GPTConfig) -> int | None:
+        return None if config.vocab_size is None else config.padded_vocab_size
+
+    def product_sizes(self, config: GPTConfig) -> dict[str, int]:
+        return {"model.d_model": config.d_model, "model.d_ff": config.ffn_size}
+
+    def norms_have_biases(self, config: GPTConfig) -> bool:
+        return config.bias
 
     def max_length(self, config: GPTConfig) -> int:
         return config.sequence_length

@@ -1,0 +1,119 @@
+"""The engine trains a model that it knows through its spec alone, and refuses by name what the spec does not have."""
+
+import re
+
+import pytest
+import torch
+from distributed.ranks import Ranks
+from models.toy import ConvConfig, config_of, train
+from run_files import read_metrics
+
+from gptlite.checkpoint.load import load_tensors
+from gptlite.errors import ConfigError
+from gptlite.models.model import Model
+from gptlite.pretrain import build_run
+from gptlite.trainer.state import model_tensors
+
+LAYOUTS = {
+    "zero1": ("parallelism.zero=1",),
+    "zero3": ("parallelism.zero=3", "parallelism.activation_checkpointing=full"),
+    "pp2": ("parallelism.pipeline=2", "parallelism.schedule=1f1b"),
+}
+
+
+def losses(folder) -> list[float]:
+    return [row[key] for row in read_metrics(folder) for key in ("loss", "val_loss") if key in row]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    assert train(str(folder)) == 0
+    return folder
+
+
+def test_it_learns(tmp_path):
+    (tmp_path / "text").write_text("the next of three is known from two before. " * 200)
+    data = (
+        "data=text",
+        f"data.path={tmp_path / 'text'}",
+        "data.tokenizer=char",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    )
+    steps = ("trainer.max_steps=30", "trainer.eval_interval=30")
+    assert train(str(tmp_path / "run"), *data, *steps) == 0
+    found = losses(tmp_path / "run")
+    assert found[-1] < 0.2 < 2 < found[0]
+
+
+def test_the_banner_says_what_is_known_of_it(alone):
+    log = (alone / "train.log").read_text()
+    assert "conv: 8.24k parameters" in log
+    assert "FLOP n/a" in log
+    assert {row["mfu"] for row in read_metrics(alone) if "mfu" in row} == {None}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_alike_and_goes_on_where_another_stopped(alone, tmp_path, name):
+    with Ranks(2) as ranks:
+        assert ranks.run("models.toy:train", str(tmp_path / "whole"), *LAYOUTS[name]) == [0, 0]
+        assert ranks.run("models.toy:train", str(tmp_path / "half"), *LAYOUTS[name], "trainer.max_steps=3") == [0, 0]
+    assert losses(tmp_path / "whole") == pytest.approx(losses(alone), rel=2e-5)
+    # One process goes on with what two ranks have saved.
+    assert train(str(tmp_path / "half"), "parallelism=single") == 0
+    assert losses(tmp_path / "half")[-1] == pytest.approx(losses(alone)[-1], rel=2e-5)
+
+
+def test_a_checkpoint_holds_its_buffers_but_those_that_are_not_kept(alone, tmp_path):
+    run = build_run(config_of(f"run.dir={tmp_path}"), mesh_of_one(), lambda _: None)
+    tensors = model_tensors(run.state.model, run.state.parts)
+    assert "model.mean" in tensors
+    assert "model.stack.c0.gain" in tensors
+    assert "model.scratch" not in tensors
+    assert torch.equal(tensors["model.mean"], torch.linspace(-0.1, 0.1, 24))
+    assert run.state.parts[0].scratch.tolist() == [1, 1]  # type: ignore[union-attr]
+    tensors["model.mean"].zero_()
+    load_tensors(sorted((alone / "checkpoints").glob("step-*"))[-1], tensors, strict=False)
+    assert torch.equal(run.state.parts[0].mean, torch.linspace(-0.1, 0.1, 24))  # type: ignore[arg-type]
+
+
+def mesh_of_one():
+    from gptlite.parallelism.config import ParallelismConfig
+    from gptlite.parallelism.mesh import build_mesh
+
+    return build_mesh(ParallelismConfig())
+
+
+def test_products_run_in_bf16_under_autocast(tmp_path):
+    run = build_run(config_of("precision=bf16", f"run.dir={tmp_path}"), mesh_of_one(), lambda _: None)
+    assert run.state.model.autocast is torch.bfloat16
+    seen = []
+    run.state.parts[0].stack["c0"].filter.register_forward_hook(lambda *given: seen.append(given[2].dtype))  # type: ignore
+    assert train(str(tmp_path / "run"), "precision=bf16") == 0
+    batch = run.state.loader.batch(0, 0)
+    from gptlite.inputs import Inputs
+
+    run.state.model.forward(run.state.parts[0], batch.tokens, Inputs(batch.targets))
+    assert seen == [torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        ("parallelism.tensor=2", "parallelism.tensor=2: the conv model has no sharding plan"),
+        ("parallelism.context=2", "parallelism.context=2: the conv model has no attention"),
+        ("parallelism.pipeline=4", "4 x 1 stages a rank = 4 stages"),
+        ("precision=fp8", "precision=fp8: the conv model has no products in fp8"),
+        ("model.depth=0", "model.depth=0 must be at least 1"),
+        ("model.d_model=4", "model.d_model is not a key"),
+    ],
+)
+def test_what_the_spec_does_not_have_is_refused_by_name(words, refusal):
+    with pytest.raises(ConfigError, match=re.escape(refusal)):
+        config_of(words)
+
+
+def test_a_configuration_without_a_spec_is_named():
+    with pytest.raises(TypeError, match="dict is no configuration of a model"):
+        Model.of({})
+    assert Model.of(ConvConfig(symbols=3)).spec.name == "conv"
