@@ -257,7 +257,8 @@ def _master_weights(config: Config) -> None:
 
 
 def _pipeline(config: Config) -> None:
-    layout, layers = config.parallelism, spec_of(config.model).num_blocks(config.model)
+    layout, spec = config.parallelism, spec_of(config.model)
+    layers, key = spec.num_blocks(config.model), f"model.{spec.blocks_key}"
     if layers is None:
         if layout.pipeline > 1:
             raise ConfigError(_no_axis(config, "pipeline", "does not say how many blocks it has"))
@@ -275,8 +276,8 @@ def _pipeline(config: Config) -> None:
             fewer = "parallelism.schedule=1f1b" if its.fixed else f"parallelism.virtual_stages={layers // ranks}"
             tries.append(fewer)
         raise ConfigError(
-            f"parallelism.pipeline={ranks} x {each} stages a rank = {stages} stages, but model.num_layers={layers} and "
-            f"each holds one or more; try {', or '.join([*tries, f'model.num_layers={stages}'])}"
+            f"parallelism.pipeline={ranks} x {each} stages a rank = {stages} stages, but {key}={layers} and "
+            f"each holds one or more; try {', or '.join([*tries, f'{key}={stages}'])}"
         )
     if config.trainer.compile and ranks > 1 and its.splits_backward:
         raise ConfigError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from gptlite.config import Config
 from gptlite.errors import ConfigError
 from gptlite.files import unwritable
+from gptlite.models.gpt.config import GPTConfig
 from gptlite.ops.config import Attention
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout
@@ -33,7 +34,10 @@ def check_offload_space(config: Config, layout: Layout, here: int) -> None:
 
 
 def needed_bytes(config: Config, layout: Layout, here: int) -> int:
-    """Bytes of the files of the first `here` ranks; at least, where the vocabulary is not known yet."""
+    """Bytes of the files of the first `here` ranks; at least, where the vocabulary is not known yet. None of a model
+    that the planner does not know."""
+    if not isinstance(config.model, GPTConfig):
+        return 0
     model = config.model if config.model.vocab_size else replace(config.model, vocab_size=1)
     work = Workload(
         model=model,

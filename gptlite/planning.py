@@ -14,6 +14,7 @@ from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.spec import spec_of
 from gptlite.ops.config import Attention, Implementation, OpsConfig
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.layout import Layout, divisors, largest_micro_batch
@@ -213,7 +214,9 @@ def planned_attention(ops: OpsConfig, model: GPTConfig, device: str) -> Attentio
 
 def with_planned_vocabulary(config: Config, log: Log = print) -> tuple[Config, str]:
     """The configuration with `model.vocab_size`, the data's where it is not given; and why that is a guess, or
-    nothing."""
+    nothing. Raises ConfigError for a model that the planner does not know."""
+    if not isinstance(config.model, GPTConfig):
+        raise ConfigError(f"the planner knows no {spec_of(config.model).name} model; give parallelism, not auto")
     if config.model.vocab_size is not None:
         return config, ""
     found = find_vocabulary(config.data, log)

@@ -4,6 +4,7 @@ A new package under gptlite/ needs a row in ROOMS; widening a row is a change of
 """
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -81,7 +82,7 @@ ROOMS = {
         "worker",
         packages="torch",
     ),
-    "offload_space": Room("config ops parallelism plan"),
+    "offload_space": Room("config models ops parallelism plan"),
     "planning": Room("checks config data models ops parallelism plan precision"),
     "largest": Room("config metrics models parallelism plan planning"),
     "plan_report": Room("metrics models parallelism plan planning"),
@@ -199,6 +200,22 @@ def test_only_the_composition_knows_the_whole_configuration():
     rooms = [path for name in ROOMS if name not in CONFIG_USERS | {"config"} for path in files_of(name)]
     found = [f for path in scripts + rooms for f in imports_of(path) if (f.module + ".").startswith("gptlite.config.")]
     assert list(map(str, found)) == []
+
+
+# What still knows the GPT: the planner, which describes it by hand, and its exchange with Hugging Face.
+KNOW_THE_GPT = ("plan/*.py", "planning.py", "plan_report.py", "largest.py", "offload_space.py", "huggingface.py",
+                "checkpoint/huggingface.py", "models/registry.py")  # fmt: skip
+
+
+def test_only_its_own_folder_knows_the_gpt():
+    """The engine asks any model through its ModelSpec; the list above is to become shorter, never longer."""
+    known = {path for pattern in KNOW_THE_GPT for path in PACKAGE.glob(pattern)}
+    others = [path for path in PACKAGE.rglob("*.py") if "gpt" not in path.relative_to(PACKAGE).parts]
+    found = {str(path.relative_to(PACKAGE)) for path in others for f in imports_of(path) if ".models.gpt" in f.module}
+    assert found <= {str(path.relative_to(PACKAGE)) for path in known}
+    fields = re.compile(r"\.(num_layers|num_heads|d_model|d_ff|tied_embeddings|padded_vocab_size)\b|token_embedding")
+    naming = {path for path in others if fields.search(path.read_text(encoding="utf-8"))}
+    assert {str(path.relative_to(PACKAGE)) for path in naming - known} == set()
 
 
 def test_composing_a_configuration_loads_nothing_heavy():

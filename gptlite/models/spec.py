@@ -72,6 +72,7 @@ class ModelSpec(Generic[C]):
     name: str
     schema: type[C]
     casts = False
+    blocks_key = "blocks"  # the key of its configuration that says how many blocks there are
     positive: tuple[str, ...] = ()  # keys of its configuration that are at least 1, where they are not null
 
     # What is known of a configuration alone. No torch in these.

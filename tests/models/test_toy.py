@@ -10,8 +10,13 @@ from run_files import read_metrics
 
 from gptlite.checkpoint.load import load_tensors
 from gptlite.errors import ConfigError
+from gptlite.memory_advice import advice_lines
 from gptlite.models.model import Model
+from gptlite.offload_space import check_offload_space
+from gptlite.parallelism.layout import Layout
+from gptlite.planning import with_planned_vocabulary
 from gptlite.pretrain import build_run
+from gptlite.sweep.predict import predicted
 from gptlite.trainer.state import model_tensors
 
 LAYOUTS = {
@@ -102,7 +107,10 @@ def test_products_run_in_bf16_under_autocast(tmp_path):
     [
         ("parallelism.tensor=2", "parallelism.tensor=2: the conv model has no sharding plan"),
         ("parallelism.context=2", "parallelism.context=2: the conv model has no attention"),
-        ("parallelism.pipeline=4", "4 x 1 stages a rank = 4 stages"),
+        (
+            "parallelism.pipeline=4",
+            "4 x 1 stages a rank = 4 stages, but model.depth=3 and each holds one or more; try parallelism.pipeline=1, 2, 3",
+        ),
         ("precision=fp8", "precision=fp8: the conv model has no products in fp8"),
         ("model.depth=0", "model.depth=0 must be at least 1"),
         ("model.d_model=4", "model.d_model is not a key"),
@@ -117,3 +125,18 @@ def test_a_configuration_without_a_spec_is_named():
     with pytest.raises(TypeError, match="dict is no configuration of a model"):
         Model.of({})
     assert Model.of(ConvConfig(symbols=3)).spec.name == "conv"
+
+
+def test_the_planner_says_that_it_does_not_know_it(tmp_path):
+    config = config_of(f"run.dir={tmp_path}")
+    with pytest.raises(ConfigError, match="the planner knows no conv model"):
+        with_planned_vocabulary(config)
+    assert predicted(config, Layout()) is None  # a sweep runs its cells all the same
+    assert advice_lines(config, 1) == []
+
+
+def test_moments_in_files_change_nothing(alone, tmp_path):
+    words = ("parallelism.offload=nvme", f"parallelism.offload_path={tmp_path}")
+    check_offload_space(config_of(*words), Layout(), 1)
+    assert train(str(tmp_path / "run"), *words) == 0
+    assert losses(tmp_path / "run") == losses(alone)

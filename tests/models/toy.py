@@ -63,6 +63,7 @@ class ConvNet(nn.Module):
 class ConvSpec(ModelSpec[ConvConfig]):
     name = "conv"
     schema = ConvConfig
+    blocks_key = "depth"
     positive = ("channels", "depth", "kernel", "symbols")
 
     def num_blocks(self, config: ConvConfig) -> int:
