@@ -109,7 +109,7 @@ def test_products_run_in_bf16_under_autocast(tmp_path):
         ("parallelism.context=2", "parallelism.context=2: the conv model has no attention"),
         (
             "parallelism.pipeline=4",
-            "4 x 1 stages a rank = 4 stages, but model.depth=3 and each holds one or more; try parallelism.pipeline=1, 2, 3",
+            "4 stages, but model.depth=3 and each holds one or more; try parallelism.pipeline=1, 2, 3",
         ),
         ("precision=fp8", "precision=fp8: the conv model has no products in fp8"),
         ("model.depth=0", "model.depth=0 must be at least 1"),
