@@ -6,9 +6,11 @@ No torch here: `gptlite train --cfg job` composes and prints in a quarter of a s
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -295,6 +297,13 @@ def hydra_value(text: str) -> str:
     if re.fullmatch(r"[\w./:+~@-]+", text):
         return text
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def override_value(value: Any) -> str:
+    """A value of any type as the value of an override."""
+    if isinstance(value, Enum):
+        return value.name
+    return hydra_value(value) if isinstance(value, str) else json.dumps(value)
 
 
 def known_keys() -> list[str]:

@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, 
 from gptlite.checkpoint.load import load_tensors, not_finite, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
 from gptlite.checkpoint.safetensors import Slot
-from gptlite.config import Config, from_yaml, hydra_value, load, to_yaml
+from gptlite.config import Config, from_yaml, hydra_value, load, override_value, to_yaml
 from gptlite.data.config import DataConfig, TextConfig
 from gptlite.data.export_tokenizer import tokenizer_files
 from gptlite.data.sentence_piece import SentencePieceTokenizer
@@ -229,20 +228,13 @@ def _composed(model: GPTConfig, run_dir: Path) -> tuple[list[str], Config]:
     """What train.py needs to be told to train this model, and the configuration that the checkpoint is of."""
     default, names = load().model, [field.name for field in dataclasses.fields(model)]
     changed = [name for name in names if getattr(model, name) != getattr(default, name)]
-    overrides = [f"model.{name}={_word(getattr(model, name))}" for name in changed]
+    overrides = [f"model.{name}={override_value(getattr(model, name))}" for name in changed]
     config = load([*overrides, f"run.name={model.name}", f"run.dir={hydra_value(str(run_dir))}"])
     assert config.model == model
     batches = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(DataConfig)}
     assert model.vocab_size is not None
     data = TextConfig(**batches, path=NO_TOKENIZER, tokenizer=NO_TOKENIZER, vocab_size=model.vocab_size)
     return overrides, dataclasses.replace(config, data=data)
-
-
-def _word(value: Any) -> str:
-    """A value as an override has it."""
-    if isinstance(value, Enum):
-        return value.name
-    return hydra_value(value) if isinstance(value, str) else json.dumps(value)
 
 
 @contextmanager

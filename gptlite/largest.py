@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from gptlite.config import Config
 from gptlite.errors import ConfigError
+from gptlite.invocation import command
 from gptlite.metrics.console import banner, format_bytes, format_count, table
 from gptlite.models.gpt.flops import num_parameters
 from gptlite.parallelism.config import ActivationCheckpointing
@@ -138,12 +139,12 @@ def report(config: Config, cluster: ClusterConfig, found: list[Largest], top: in
     ]  # fmt: skip
     text = table(HEADINGS, rows, right="# layers parameters memory/rank of", indent="")
     return "\n".join(
-        [banner(lines, title="largest model"), *text, "", "train the largest with", command(config, found[0])]
+        [banner(lines, title="largest model"), *text, "", "train the largest with", train_command(config, found[0])]
     )
 
 
-def command(config: Config, its: Largest) -> str:
+def train_command(config: Config, its: Largest) -> str:
     """The command line that trains a model in its layout."""
     words = train_overrides(config.run.overrides, its.work)
     kept = [each for each in words if not each.startswith("model.num_layers=")]
-    return shlex.join(["python", "train.py", *kept, f"model.num_layers={its.layers}"])
+    return f"{command('train')} {shlex.join([*kept, f'model.num_layers={its.layers}'])}"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from enum import Enum
-from typing import Any
 
-from gptlite.config import Config, from_yaml, hydra_value
+from gptlite.config import Config, from_yaml, override_value
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
 from gptlite.progress import Log
@@ -38,7 +35,7 @@ def model_overrides(overrides: list[str]) -> list[str]:
     except (ConfigError, OSError, UnicodeDecodeError):
         return []
     names = [item.name for item in dataclasses.fields(model)]
-    return [f"model.{name}={_word(getattr(model, name))}" for name in names if f"model.{name}" not in given]
+    return [f"model.{name}={override_value(getattr(model, name))}" for name in names if f"model.{name}" not in given]
 
 
 def refuse_larger_vocabulary(config: Config, vocab_size: int) -> None:
@@ -55,10 +52,3 @@ def too_few_ids(checkpoint: str, size: int, vocab_size: int) -> str:
         f"weights cannot read this data; give data of the checkpoint's tokenizer, or leave checkpoint.resume and "
         "checkpoint.load out to train new weights"
     )
-
-
-def _word(value: Any) -> str:
-    """A value as an override has it."""
-    if isinstance(value, Enum):
-        return value.name
-    return hydra_value(value) if isinstance(value, str) else json.dumps(value)

@@ -5,12 +5,43 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 
 import torch
 
 SAMPLE_SECONDS = 0.1
+
+
+@dataclass
+class _Mean:
+    """Of the values so far that are known."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float | None) -> None:
+        if value is not None:
+            self.total, self.count = self.total + value, self.count + 1
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+@dataclass
+class _Window:
+    """The samples between two rows: sums, since a row may take hours to come."""
+
+    memory: _Mean = field(default_factory=_Mean)
+    used: _Mean = field(default_factory=_Mean)
+    any: bool = False
+
+    def add(self, memory: int | None, used: float | None) -> None:
+        self.memory.add(memory)
+        self.used.add(used)
+        self.any = True
 
 
 class Usage:
@@ -23,7 +54,7 @@ class Usage:
 
     def __init__(self, device: torch.device, seconds: float = SAMPLE_SECONDS) -> None:
         self._device, self._seconds = device, seconds
-        self._samples: list[tuple[int | None, float | None]] = []
+        self._window = _Window()
         self._rows: list[tuple[float, int | None, float | None]] = []  # seconds, memory, utilisation
         self._since = time.perf_counter(), time.process_time()
         self._ended = Event()
@@ -31,8 +62,10 @@ class Usage:
 
     def read(self) -> dict[str, float | None]:
         """The row keys `memory_average_bytes` and `utilization`, the means since the `read` before."""
-        samples, self._samples = self._samples or [self._sample()], []
-        memory, used = (_mean([each[index] for each in samples]) for index in (0, 1))
+        window, self._window = self._window, _Window()
+        if not window.any:
+            window.add(*self._sample())
+        memory, used = window.memory.value, window.used.value
         (wall, busy), self._since = self._since, (time.perf_counter(), time.process_time())
         wall, busy = self._since[0] - wall, self._since[1] - busy
         if self._device.type != "cuda" and wall > 0:
@@ -64,7 +97,7 @@ class Usage:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._seconds):
-            self._samples.append(self._sample())
+            self._window.add(*self._sample())
 
     def _sample(self) -> tuple[int | None, float | None]:
         if self._device.type == "cuda":
@@ -84,8 +117,3 @@ def _resident(statm: Path = Path("/proc/self/statm")) -> int | None:
         return int(statm.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return None
-
-
-def _mean(values: list[float | None] | list[int | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

@@ -72,3 +72,13 @@ def test_its_thread_ends():
         assert time.monotonic() < until
         time.sleep(0.01)
     assert module.SAMPLE_SECONDS == 0.1
+
+
+def test_a_long_wait_for_a_row_keeps_no_samples(usage):
+    time.sleep(0.1)
+    assert usage._window.memory.count > 3
+    assert not any(value for value in vars(usage).values() if isinstance(value, list))
+    window = module._Window()
+    for used in (1, 2, 6):
+        window.add(100 * used, None)
+    assert (window.memory.value, window.used.value) == (300, None)

@@ -1,12 +1,13 @@
 """The largest model that fits: the next layer does not, by the plan's own count of the whole model."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
 
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.largest import command, largest_models, report
+from gptlite.largest import largest_models, report, train_command
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.memory import most
 from gptlite.plan.room import GIB, rank_memory
@@ -46,7 +47,7 @@ def test_the_command_composes_to_the_model_and_is_what_the_plan_finds():
     cluster, found = largest_models(config, silent)
     assert {each.work.parallelism.zero for each in found} == {3}
     (best, *_) = found
-    words = command(config, best).split()[2:]
+    words = shlex.split(train_command(config, best))[2:]
     trained = load([*words, *NODE])
     assert trained.model.num_layers == best.layers
     assert trained.parallelism.zero == 3
