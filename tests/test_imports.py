@@ -91,9 +91,8 @@ ROOMS = {
     "worker": Room("config launch parallelism pretrain rank_log rank_stop starter trainer", packages="torch"),
     "rank_log": Room(),
     "rank_stop": Room("trainer"),
-    "pretrain": Room(
-        "config data models ops optimizer parallelism precision run_folder summary trainer warm_start", packages="torch"
-    ),
+    "pretrain": Room("build config parallelism run_folder summary trainer"),
+    "build": Room("config data models ops optimizer parallelism precision trainer warm_start"),
     "run_folder": Room("config checkpoint data models parallelism trainer warm_start"),
     "summary": Room(
         "config checkpoint data metrics models ops optimizer parallelism precision run_folder trainer", packages="torch"
@@ -110,7 +109,7 @@ ROOMS = {
     "data_tool": Room("config data metrics subcommands", packages="numpy", lazy="matplotlib"),
     "subcommands": Room("config tool"),
     "tool": Room("config"),
-    "parity": Room("config parallelism precision pretrain trainer worker", packages="torch"),
+    "parity": Room("build config parallelism precision trainer worker", packages="torch"),
     "config_errors": Room("config", packages="hydra omegaconf"),
     "memory_advice": Room("checks config metrics parallelism plan planning precision", packages="torch"),
     "checks": Room("config checkpoint data metrics models ops optimizer parallelism precision trainer"),
@@ -135,7 +134,19 @@ CONFIG_USERS = {
     "commands",
     "data_tool",
     *("offload_space", "memory_advice"),
-    *("cli", "sweep", "launch", "elastic", "worker", "pretrain", "run_folder", "summary", "checks", "config_errors"),
+    *(
+        "cli",
+        "sweep",
+        "launch",
+        "elastic",
+        "worker",
+        "build",
+        "pretrain",
+        "run_folder",
+        "summary",
+        "checks",
+        "config_errors",
+    ),
     *(
         "planning",
         "largest",

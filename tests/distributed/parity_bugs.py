@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.cell import Cell
-from gptlite import pretrain
+from gptlite import build as run_build
 from gptlite.data import build
 from gptlite.data.loader import Loader
 from gptlite.inputs import Inputs
@@ -165,7 +165,7 @@ def _no_decay_on_later_ranks(config: Any, *others: Any) -> Any:
 
 _sum_sliced_gradients, _key, _batch = tensor.sum_sliced_gradients, gpt.Block._key, Loader.batch
 _set_requires_all_reduce = zero.FSDPModule.set_requires_all_reduce
-_build_loader, _build_optimizer = pretrain.build_loader, trainer_build.build_optimizer
+_build_loader, _build_optimizer = run_build.build_loader, trainer_build.build_optimizer
 
 BUGS: dict[str, Bug] = {
     "tensor: a row-parallel layer's outputs are not summed": Bug(TENSOR, ((tensor, "leave", lambda x, axis: x),)),
@@ -218,7 +218,7 @@ BUGS: dict[str, Bug] = {
     ),
     "context: the valid tokens are those of one chunk": Bug(CONTEXT, ((step, "all_reduce", _of_one_data_rank),)),
     "data: the valid tokens are those of one rank": Bug(DATA, ((step, "all_reduce", _counted_here),)),
-    "data: every rank reads the samples of rank 0": Bug(DATA, ((pretrain, "build_loader", _loader_of_rank_0),)),
+    "data: every rank reads the samples of rank 0": Bug(DATA, ((run_build, "build_loader", _loader_of_rank_0),)),
     "data: samples are numbered within the rank": Bug(DATA, ((Loader, "batch", _numbered_in_the_rank),)),
     "data: gradients are averaged over ranks": Bug(DATA, ((zero.FSDPModule, "set_gradient_divide_factor", _nothing),)),
     "zero: gradients are not reduced": Bug(ZERO, ((pipeline, "before_backward", _never_last),)),

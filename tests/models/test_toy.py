@@ -8,6 +8,7 @@ from distributed.ranks import Ranks
 from models.toy import ConvConfig, config_of, train
 from run_files import read_metrics
 
+from gptlite.build import build_run
 from gptlite.checkpoint.load import load_tensors
 from gptlite.errors import ConfigError
 from gptlite.memory_advice import advice_lines
@@ -15,7 +16,6 @@ from gptlite.models.model import Model
 from gptlite.offload_space import check_offload_space
 from gptlite.parallelism.layout import Layout
 from gptlite.planning import with_planned_vocabulary
-from gptlite.pretrain import build_run
 from gptlite.sweep.predict import predicted
 from gptlite.trainer.state import model_tensors
 

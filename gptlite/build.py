@@ -1,0 +1,81 @@
+"""Construction of a run from its configuration, the same for training, parity and evaluation."""
+
+from dataclasses import dataclass
+
+from gptlite.config import Config, with_vocabulary
+from gptlite.data.build import build_loader, prepare
+from gptlite.data.prepared import PreparedData
+from gptlite.models.init import init_weights
+from gptlite.models.model import Model
+from gptlite.models.parallelize import build_passes, copy_weights, materialize
+from gptlite.ops.select import Ops
+from gptlite.optimizer.fused import writes_copies
+from gptlite.optimizer.schedule import Schedule
+from gptlite.parallelism.chain import Chain
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.pipeline import OnePart, Pipeline
+from gptlite.parallelism.zero import home
+from gptlite.precision import Policy, resolve_precision
+from gptlite.progress import Log
+from gptlite.trainer.build import build_parts, build_updates
+from gptlite.trainer.loss_scale import build_scaler
+from gptlite.trainer.ops import agreed_ops
+from gptlite.trainer.spike import build_spike_watch
+from gptlite.trainer.state import TrainState
+from gptlite.warm_start import refuse_larger_vocabulary
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that takes a step. `config` has the vocabulary's size."""
+
+    config: Config
+    mesh: Mesh
+    policy: Policy
+    ops: Ops
+    data: PreparedData
+    state: TrainState
+    passes: OnePart | Pipeline
+
+
+def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
+    """The run of a configuration, before its first step, with initial weights.
+
+    Collective. Raises ConfigError, on all ranks, for what cannot run here.
+    """
+    policy = resolve_precision(config.precision, mesh.device)
+    ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
+    data = prepare(config.data, config.seed, log, mesh)
+    refuse_larger_vocabulary(config, data.tokenizer.vocab_size)
+    config = with_vocabulary(config, data.tokenizer.vocab_size)
+
+    layout, compiles = config.parallelism, config.trainer.compile
+    model = Model.of(config.model, policy)
+    parts = build_parts(model, layout, mesh, policy, ops, config.seed, compile=compiles)
+    materialize(model, parts, home(mesh, layout))
+    for part in parts:
+        init_weights(model, part, config.seed)
+        model.fill_buffers(part, ops, config.seed)
+    optimizer = build_updates(config.optimizer, model, parts, layout, mesh, policy, ops, config.seed)
+    if ops.weight_copies and writes_copies(optimizer) and not compiles:
+        copy_weights(parts, mesh, policy)
+    loader = build_loader(config.data, data, mesh, config.seed, layout)
+    state = TrainState(
+        model,
+        Chain(parts, mesh, layout),
+        optimizer,
+        Schedule(config.schedule, config.trainer.max_steps),
+        loader,
+        data.identity,
+        scaler=build_scaler(config.precision, policy),
+        spikes=build_spike_watch(config.trainer.spike),
+    )
+    passes = build_passes(
+        model,
+        state.chain,
+        layout,
+        micro_batches=loader.num_micro_batches,
+        micro_batch_size=loader.micro_batch_size,
+        sequence_length=config.data.sequence_length,
+    )
+    return Run(config, mesh, policy, ops, data, state, passes)
