@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from gptlite import build as run_build
 from gptlite.config import Config, load
 from gptlite.models.parallelize import finish_gradients
 from gptlite.ops.select import select_ops
@@ -22,7 +23,6 @@ from gptlite.parallelism.memory_watch import MemoryWatch, StepBytes
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.pipeline import MicroBatches
 from gptlite.parallelism.zero import before_backward
-from gptlite.parity import record
 from gptlite.parity.record import build
 from gptlite.precision import Precision, PrecisionConfig
 from gptlite.trainer.state import TrainState
@@ -129,7 +129,7 @@ def imagine(cases: list[Case], planted: bool = False) -> list[Measured]:
             imagined_world(case.rank, case.world),
             mock.patch.object(pipeline, "before_backward", hold_back if planted else before_backward),
             # There is nobody to agree with.
-            mock.patch.object(record, "agreed_ops", lambda config, mesh, documents: select_ops(config, mesh.device)),
+            mock.patch.object(run_build, "agreed_ops", lambda config, mesh, documents: select_ops(config, mesh.device)),
         ):
             found.append(measure(case, real=False))
     return found
