@@ -47,7 +47,7 @@ class Model:
             return self.spec.forward(part, x, inputs)
 
     def activations(self, batch: int, length: int) -> tuple[int, ...]:
-        """The shape of what one part gives to the next; empty for a model that is never cut."""
+        """The shape of what one part of a pipeline gives to the next."""
         return self.spec.activations(self.config, batch, length)
 
     def flops_per_token(self, length: int) -> int | None:

@@ -159,6 +159,12 @@ class ModelSpec(Generic[C]):
         """
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
+    def count(self, targets: Tensor) -> Tensor:
+        """How many losses `forward` adds up for these targets; by default of those that are not -100."""
+        from gptlite.ops.cross_entropy import IGNORE
+
+        return (targets != IGNORE).sum()
+
     def keep(self, part: nn.Module, config: C, blocks: range) -> None:
         """Makes the whole model the part with these blocks: drops all others, and the ends that are not theirs."""
         raise NotImplementedError(f"{type(self).__name__} cannot be cut into parts of a pipeline")

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from gptlite.data.loader import IGNORE, Batch, Loader
+from gptlite.data.loader import Batch, Loader
 from gptlite.inputs import Inputs
 from gptlite.models.model import Model
 from gptlite.parallelism.chain import Chain
@@ -78,7 +78,7 @@ def evaluate(
             shape = model.activations(len(batch.tokens), chain.slice_length(batch.tokens.shape[1])) if cut else ()
             loss = chain.run(batch.tokens, partial(_forward, model, batch), shape, model.dtype)
             if loss is not None and counts:
-                sums += torch.stack([loss.double(), (batch.targets != IGNORE).sum().double()])
+                sums += torch.stack([loss.double(), model.spec.count(batch.targets).double()])
     nats, tokens = all_reduce(sums, mesh).tolist()
     return Evaluation(nats, int(tokens), text_bytes)
 

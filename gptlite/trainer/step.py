@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gptlite.data.loader import IGNORE
 from gptlite.models.parallelize import finish_gradients
 from gptlite.optimizer.clip import local_grad_norm
 from gptlite.optimizer.fused import FusedStep, clip_and_step
@@ -91,7 +90,7 @@ class Step:
         """
         loader, before = state.loader, state.progress
         batches = [loader.batch(before.consumed, index) for index in range(loader.micro_batches(before.consumed))]
-        valid = torch.stack([(batch.targets != IGNORE).sum() for batch in batches]).sum()
+        valid = torch.stack([state.model.spec.count(batch.targets) for batch in batches]).sum()
         all_reduce(valid, self.mesh, DATA_AXES)
         scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0
         total = self.passes.run(
