@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from gptlite.config import CONF_DIR, SCHEMAS, choices, help_text, register, saved_overrides, typed
 from gptlite.config_errors import refusals
 from gptlite.errors import ConfigError
+from gptlite.plugins import import_plugins, named_in
 from gptlite.starter import is_main, let_main_speak, refuse_sweep
 from gptlite.warm_start import with_model
 
@@ -64,6 +65,7 @@ def command() -> int:
     with refusals():
         flags, overrides = sort_arguments(sys.argv[1:])
         if {"-h", "--help"} & set(flags):
+            import_plugins(named_in(overrides))
             print(help_text(overrides))
             return 0
         presets = any(re.match(r"\+?sweep=", each) for each in overrides) and not SHOWING & set(flags)
@@ -75,7 +77,9 @@ def command() -> int:
             return sweep(flags, overrides)
         if given := next((each for each in overrides if each.startswith("hydra.sweep.")), None):
             raise ConfigError(f"{given} is of sweeps alone; add -m, or give run.dir=... for one run")
-        sys.argv[1:] = [*flags, *with_model([*saved_overrides(overrides), *overrides], print_once)]
+        overrides = [*saved_overrides(overrides), *overrides]
+        import_plugins(named_in(overrides))
+        sys.argv[1:] = [*flags, *with_model(overrides, print_once)]
         return jobs()
 
 
@@ -85,7 +89,9 @@ def sweep(flags: list[str], overrides: list[str]) -> int:
 
     refuse_sweep()
     sys.argv[1:] = ["--multirun", *(each for each in flags if each not in ("-m", "--multirun"))]
-    sys.argv += with_model(sweep_overrides(overrides), print_once)
+    overrides = sweep_overrides(overrides)
+    import_plugins(named_in(overrides))
+    sys.argv += with_model(overrides, print_once)
     return jobs()
 
 

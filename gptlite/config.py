@@ -26,14 +26,15 @@ from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextC
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.invocation import localized
 from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
+from gptlite.models import registry
 from gptlite.models.config import ModelConfig
-from gptlite.models.registry import SPECS
 from gptlite.models.spec import spec_of
 from gptlite.ops.config import OpsConfig
 from gptlite.optimizer import config as optimizers
 from gptlite.optimizer.config import OptimizerConfig, ScheduleConfig
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.plan.config import ClusterConfig
+from gptlite.plugins import import_plugins, named_in
 from gptlite.precision import PrecisionConfig
 from gptlite.trainer.config import TrainerConfig
 
@@ -67,6 +68,7 @@ class Config:
     """Everything a run is made from."""
 
     seed: int = 1234
+    plugins: list[str] = field(default_factory=list)  # modules that register models of one's own
     run: RunConfig = field(default_factory=RunConfig)
     model: AnyModel = field(default_factory=ModelConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
@@ -83,7 +85,7 @@ class Config:
 
 # group -> the schemas its presets may start from
 SCHEMAS: dict[str, dict[str, type]] = {
-    "model": {f"{spec.name}_schema": spec.schema for spec in SPECS},
+    "model": registry.SCHEMAS,  # plugins add theirs
     "parallelism": {"parallelism_schema": ParallelismConfig},
     "precision": {"precision_schema": PrecisionConfig},
     "ops": {"ops_schema": OpsConfig},
@@ -143,9 +145,11 @@ def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
     from gptlite.config_errors import refusals
     from gptlite.warm_start import with_model
 
+    overrides = list(overrides)
+    import_plugins(named_in(overrides))
     register()
     with refusals(), initialize_config_dir(str(config_dir), version_base="1.3"):
-        return typed(compose("config", overrides=with_model(list(overrides))))
+        return typed(compose("config", overrides=with_model(overrides)))
 
 
 HELP = """\
@@ -178,10 +182,10 @@ def typed(config: DictConfig) -> Config:
     from gptlite.checks import check
     from gptlite.config_errors import refusals
 
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=...")
     with refusals():
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=...")
         result = OmegaConf.to_object(config)
     assert isinstance(result, Config)
     for group in SCHEMAS.keys() - schema_names(result).keys():
@@ -224,7 +228,7 @@ def choices(group: str) -> str:
 def presets_of(group: str) -> list[str]:
     """What GROUP=... can be; of data also the prepared folders."""
     names = sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
-    return names + (prepared_folders() if group == "data" else [])
+    return names + {"data": prepared_folders, "model": lambda: registry.PRESETS}.get(group, list)()
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -246,6 +250,7 @@ def from_yaml(text: str) -> Config:
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         assert isinstance(raw, dict)
         names, overrides = raw.pop("schemas"), raw["run"].pop("overrides")
+        import_plugins(raw.get("plugins", []))
         base = OmegaConf.structured(Config)
         for group, name in names.items():
             base[group] = SCHEMAS[group][name]

@@ -32,6 +32,9 @@ def explain(error: BaseException) -> str:
     for pattern in (r"Could not override '([^']+)'", r"Key '[^']+' not in[\s\S]*?full_key: (\S+)"):
         if match := re.search(pattern, text):
             return unknown_key(match[1])
+    lacks, where = (re.search(pattern, text) for pattern in (r"key 'model\.(\w+)' not found", r"full_key: (\S+)"))
+    if lacks and where:
+        return f"{where[1]} would be the model's {lacks[1]}, and this model has none; give {where[1]}=..."
     for item in chain:
         if match := re.search(r"full_key: (\S+)", str(item)):
             return f"{match[1]}: {str(item).splitlines()[0]}"

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hydra.core.config_store import ConfigStore
 from torch import Tensor, nn
 
-from gptlite.config import SCHEMAS, load
+from gptlite.config import load
 from gptlite.inputs import Inputs
 from gptlite.models.config import ModelConfig
-from gptlite.models.registry import SPECS
+from gptlite.models.registry import register_model
 from gptlite.models.spec import ModelSpec
 from gptlite.ops.select import Ops
 
@@ -99,9 +98,7 @@ class ConvSpec(ModelSpec[ConvConfig]):
         return batch, config.channels, length
 
 
-SPECS.append(ConvSpec())
-SCHEMAS["model"]["conv_schema"] = ConvConfig
-ConfigStore.instance().store(group="model", name="conv", node=ConvConfig)
+register_model(ConvSpec())
 
 SYNTHETIC = ("data=synthetic", "data.num_tokens=4000", "data.vocab_size=61")
 RUN = """

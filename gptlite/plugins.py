@@ -1,0 +1,37 @@
+"""Modules of a user that register models: `plugins=[my_models]`, imported before a configuration is composed."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+
+from gptlite.errors import ConfigError
+
+GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
+
+
+def named_in(overrides: Iterable[str]) -> list[str]:
+    """The modules that a command line names, by the last `plugins=` of it."""
+    found = [match[1] for each in overrides if (match := GIVEN.match(each))]
+    return [name for each in (found[-1] if found else "").split(",") if (name := each.strip(" '\""))]
+
+
+def import_plugins(names: Iterable[str]) -> None:
+    """Imports modules, from the working directory too. Raises ConfigError for one that cannot be."""
+    for name in names:
+        here = os.getcwd()
+        if here not in sys.path:  # a console script's path begins at its own folder
+            sys.path.append(here)
+        try:
+            import_module(name)
+        except ConfigError:
+            raise
+        except ModuleNotFoundError as error:
+            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+                raise ConfigError(f"plugins=[{name}]: no module {error.name} in {here} or installed") from error
+            raise ConfigError(f"plugins=[{name}]: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"plugins=[{name}]: {type(error).__name__} while it was imported: {error}") from error
