@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from gptlite.config import Config
 from gptlite.errors import ConfigError
@@ -16,6 +17,7 @@ from gptlite.parallelism.words import layout_words
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import this_machine
 from gptlite.plan.memory import most
+from gptlite.plan.pictures import draw_largest, make_folder
 from gptlite.plan.room import rank_memory, too_large
 from gptlite.plan.search import Space, layouts
 from gptlite.plan.workload import RankBytes, Workload
@@ -148,3 +150,18 @@ def train_command(config: Config, its: Largest) -> str:
     words = train_overrides(config.run.overrides, its.work)
     kept = [each for each in words if not each.startswith("model.num_layers=")]
     return f"{command('train')} {shlex.join([*kept, f'model.num_layers={its.layers}'])}"
+
+
+def draw(config: Config, cluster: ClusterConfig, found: list[Largest], top: int, folder: Path) -> Path:
+    """The table's rows as a picture, largest.png in `folder`."""
+    shown, nodes = found[:top], cluster.nodes or 1
+    make_folder(folder)
+    return draw_largest(
+        [layout_words(each.work.parallelism, each.work.layout) for each in shown],
+        [each.layers for each in shown],
+        [f"{each.layers}: {format_count(num_parameters(each.work.model))} parameters" for each in shown],
+        [each.memory for each in shown],
+        [each.room for each in shown],
+        f"The most layers of {config.model.name}'s width that fit {cluster.name}, {nodes} node{'s' * (nodes > 1)}",
+        folder / "largest.png",
+    )

@@ -7,7 +7,6 @@ import shlex
 from dataclasses import asdict
 from pathlib import Path
 
-from gptlite.errors import ConfigError
 from gptlite.files import write_whole
 from gptlite.invocation import arguments
 from gptlite.invocation import command as written
@@ -18,7 +17,7 @@ from gptlite.parallelism.layout import num_stages
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, stage_seconds
 from gptlite.plan.offload import file_bytes
-from gptlite.plan.pictures import draw_plan, draw_timeline
+from gptlite.plan.pictures import draw_plan, draw_timeline, make_folder
 from gptlite.plan.room import rank_memory
 from gptlite.plan.search import Candidate, distinct
 from gptlite.plan.timeline import Timeline, timeline
@@ -82,10 +81,7 @@ def simulated(plan: Plan) -> str:
 
 def write(plan: Plan, folder: Path, top: int) -> list[Path]:
     """plan.png, timeline.png where the best has a pipeline, and plan.json. Raises ConfigError for a bad folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out={folder}: {error}; give another folder") from None
+    make_folder(folder)
     ranked = distinct(plan.found, top)
     limit = rank_memory(plan.cluster, plan.best.work.layout.world_size)
     title = f"{plan.config.model.name} on {_cluster_words(plan)}"

@@ -2,13 +2,14 @@
 
 gptlite plan model=gpt3-13b cluster=dgx-h100 cluster.nodes=8 data.global_batch_size=1024 [KEY=VALUE of train]
     [top=10] [out=FOLDER] [simulate=true] [tokens=300e9]
-gptlite plan model=gpt2 cluster=dgx-h100 largest=true    the most layers of that width that fit, by layout
+gptlite plan model=gpt2 cluster=dgx-h100 largest=true [out=FOLDER]    the most layers of that width that fit, by layout
 gptlite plan calibrate [seconds=60] [out=FILE]    measure this machine, for cluster=local
 gptlite plan published [out=FILE]                 the cost model beside published runs, row by row
 
 Every legal layout is looked at; what you give of `parallelism` and data.micro_batch_size stays. The table has the best
 of each combination of degrees and ZeRO stage, and the override line that trains it. With `out`, plan.png, timeline.png
-and plan.json go there. simulate=true runs the best layout's fullest rank with fake tensors, for its exact memory.
+and plan.json go there, or largest.png. simulate=true runs the best layout's fullest rank with fake tensors, for its
+exact memory.
 Exit codes: 0 planned, 2 refused: then nothing fits, and the line says by how much.
 """
 
@@ -62,7 +63,10 @@ def plan(own: dict[str, str], given: list[str]) -> int:
     if flag(own, "largest"):
         from gptlite import largest
 
-        print(largest.report(config, *largest.largest_models(config), top))
+        found = largest.largest_models(config)
+        print(largest.report(config, *found, top))
+        if own["out"]:
+            print(f"written: {largest.draw(config, *found, top, Path(own['out']).expanduser())}")
         return 0
     from gptlite import plan_report as show
     from gptlite.planning import make_plan

@@ -8,10 +8,12 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
+from gptlite.errors import ConfigError
 from gptlite.files import replacing
 from gptlite.metrics.plot import FAINT, INK, STYLE
 from gptlite.plan.search import Candidate
 from gptlite.plan.timeline import Timeline
+from gptlite.plan.workload import RankBytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,6 +66,37 @@ def draw_plan(candidates: Sequence[Candidate], names: Sequence[str], limit: floa
 
 
 @_styled
+def draw_largest(
+    names: Sequence[str],
+    layers: Sequence[int],
+    words: Sequence[str],
+    memory: Sequence[RankBytes],
+    room: Sequence[float],
+    title: str,
+    out: Path,
+) -> Path:
+    """Bars of the most layers that fit in each layout, with `words` on each, and of its fullest rank's memory, with
+    what there is in bytes. Returns `out`."""
+    figure = _figure(13, 2.2 + 0.42 * len(names))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.35, 1))
+    rows = range(len(names))
+    left.barh(rows, layers, color=PARTS["compute"], height=0.66)
+    for row in rows:
+        left.text(layers[row], row, f" {words[row]}", va="center", fontsize=8, color=INK)
+    left.set_xlim(0, 1.32 * max(layers))
+    left.set_yticks(list(rows), [textwrap.fill(name, NAME_WIDTH) for name in names], fontsize=8)
+    left.tick_params(axis="y", labelcolor=INK, length=0)
+    left.grid(axis="y", visible=False)
+    left.invert_yaxis()
+    left.set_xlabel("layers, the most that fit")
+    _bars(right, [[getattr(each, part) / 2**30 for part in MEMORY] for each in memory], MEMORY)
+    for row in rows:
+        right.plot([room[row] / 2**30] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    right.set_xlabel("GiB on the fullest rank, predicted; dashed: what there is")
+    return _saved(figure, title, out)
+
+
+@_styled
 def draw_timeline(timeline: Timeline, title: str, out: Path) -> Path:
     """Each pipeline rank's passes over a step. Returns `out`."""
     shown = min(timeline.ranks, SHOWN_RANKS)
@@ -83,6 +116,14 @@ def draw_timeline(timeline: Timeline, title: str, out: Path) -> Path:
     axes.set_xlabel(f"seconds; the last rank waits {timeline.bubble(timeline.ranks - 1):.0%} of them")
     axes.grid(False)
     return _saved(figure, title, out)
+
+
+def make_folder(folder: Path) -> None:
+    """Where pictures go. Raises ConfigError where it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={folder}: {error}; give another folder") from None
 
 
 def _bars(axes: Axes, rows: Sequence[Sequence[float]], colors: dict[str, str]) -> None:
