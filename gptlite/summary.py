@@ -316,12 +316,13 @@ def _close(
     run.log(banner(lines, title="results"))
     # Not in the banner: a command that wraps cannot be copied.
     run.log(f"resume:    {command('train')} {shlex.quote(f'run.dir={hydra_value(str(run.path))}')}{more}")
-    run.log(f'generate:  {command("generate")} {shlex.quote(f"checkpoint={run.path}")} prompt="ROMEO:"')
+    if state.model.spec.writes_text:
+        run.log(f'generate:  {command("generate")} {shlex.quote(f"checkpoint={run.path}")} prompt="ROMEO:"')
 
 
 def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
     tokenizer, trainer = run.tokenizer, config.trainer
-    if tokenizer is None or not trainer.sample_prompt or not trainer.sample_tokens:
+    if not state.model.spec.writes_text or tokenizer is None or not trainer.sample_prompt or not trainer.sample_tokens:
         return
     prompt = tokenizer.encode(trainer.sample_prompt)
     decoder = StreamDecoder(tokenizer)
@@ -330,8 +331,6 @@ def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
     with torch.compiler.set_stance("force_eager"):
         spec, count = state.model.spec, trainer.sample_tokens
         tokens = spec.generate(state.chain, prompt, count, sampling, stop=tokenizer.eod, cache=True)
-        if tokens is None:
-            return
         text = "".join([decoder.push(token) for token in tokens]) + decoder.flush()
     if not run.mesh.is_main:
         return

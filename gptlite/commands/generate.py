@@ -48,14 +48,13 @@ def write_samples(arguments: Arguments) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     model, chain, tokenizer, _ = restore(arguments.checkpoint, arguments.precision)
+    if not model.spec.writes_text:
+        raise ConfigError(f"checkpoint={arguments.checkpoint}: a {model.spec.name} model writes no text")
     prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eod]
     for index in range(arguments.num_samples):
         decoder, drawn = StreamDecoder(tokenizer), replace(sampling, seed=arguments.seed + index)
         print(arguments.prompt, end="", flush=True)
         given = (chain, prompt, arguments.max_tokens, drawn)
-        tokens = model.spec.generate(*given, stop=tokenizer.eod, cache=arguments.cache)
-        if tokens is None:
-            raise ConfigError(f"checkpoint={arguments.checkpoint}: a {model.spec.name} model writes no text")
-        for token in tokens:
+        for token in model.spec.generate(*given, stop=tokenizer.eod, cache=arguments.cache):
             print(decoder.push(token), end="", flush=True)
         print(decoder.flush(), flush=True)

@@ -72,6 +72,7 @@ class ModelSpec(Generic[C]):
     name: str
     schema: type[C]
     casts = False
+    writes_text = False  # whether there is a `generate`
     blocks_key = "blocks"  # the key of its configuration that says how many blocks there are
     positive: tuple[str, ...] = ()  # keys of its configuration that are at least 1, where they are not null
 
@@ -200,10 +201,10 @@ class ModelSpec(Generic[C]):
 
     def generate(
         self, chain: Chain, prompt: list[int], max_tokens: int, sampling: Sampling, *, stop: int | None, cache: bool
-    ) -> Iterator[int] | None:
-        """Up to `max_tokens` tokens that continue `prompt`, which end before the first `stop`; None: the model writes
-        no text. `cache`: what was computed of earlier tokens is kept. Called by all ranks of a chain."""
-        return None
+    ) -> Iterator[int]:
+        """Up to `max_tokens` tokens that continue `prompt`, which end before the first `stop`, where the model
+        `writes_text`. `cache`: what was computed of earlier tokens is kept. Called by all ranks of a chain."""
+        raise NotImplementedError(f"{type(self).__name__} writes no text")
 
     def matrices(self, config: C) -> Matrices:
         """What Muon has to know."""
