@@ -216,9 +216,8 @@ def with_planned_vocabulary(config: Config, log: Log = print) -> tuple[Config, s
     """The configuration with `model.vocab_size`, the data's where it is not given; and why that is a guess, or
     nothing. Raises ConfigError for a model that the planner does not know."""
     if not isinstance(config.model, GPTConfig):
-        raise ConfigError(
-            f"the planner knows no {spec_of(config.model).name} model yet; give a layout yourself: parallelism=zero3, say"
-        )
+        name = spec_of(config.model).name
+        raise ConfigError(f"the planner knows no {name} model yet; give a layout yourself: parallelism=zero3, say")
     if config.model.vocab_size is not None:
         return config, ""
     found = find_vocabulary(config.data, log)
