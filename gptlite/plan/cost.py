@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptlite.model.flops import flops_per_token, head_flops, layer_flops
+from gptlite.model.flops import flops_per_token
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdafactorConfig, AdamW8bitConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import CONTEXT, num_stages, split_layers, splits_backward, stages_of_rank
+from gptlite.parallelism.layout import CONTEXT, num_stages, splits_backward, stages_of_rank
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost_block import Passes, Piece, Stack, Traffic, block, block_parameters, head
 from gptlite.plan.cost_device import Device, device_of, ranks_on_node, waiting_for_cores
@@ -19,6 +19,7 @@ from gptlite.plan.cost_links import Links
 from gptlite.plan.cost_offload import offloaded
 from gptlite.plan.cost_pipeline import busy, pipeline_seconds
 from gptlite.plan.memory import most
+from gptlite.plan.parameters import stage_layers
 from gptlite.plan.traffic import transfers
 from gptlite.plan.workload import Prediction, RankBytes, Transfer, Workload
 
@@ -171,10 +172,9 @@ def _kind(config: ParallelismConfig, rank: int, layers: Sequence[range]) -> Kind
     return tuple(len(layers[stage]) for stage in mine), 0 in mine, len(layers) - 1 in mine
 
 
-def _layers(work: Workload) -> list[range]:
+def _layers(work: Workload) -> Sequence[range]:
     """The layers of each stage, as model/parallelize.py cuts them."""
-    model = work.model
-    return split_layers(model.num_layers, num_stages(work.parallelism), layer_flops(model), head_flops(model))
+    return stage_layers(work.model, num_stages(work.parallelism))
 
 
 def _rank(work: Workload, cluster: ClusterConfig, device: Device, rank: int, layers: Sequence[range]) -> _Rank:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from gptlite.model.config import GPTConfig
@@ -66,7 +67,7 @@ def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
     """The stages of a pipeline rank, first to last."""
     model, config = work.model, work.parallelism
     total, tensor = num_stages(config), work.layout.size("tp")
-    layers = split_layers(model.num_layers, total, layer_flops(model), head_flops(model))
+    layers = stage_layers(model, total)
     block = block_parameters(model, tensor)
     found = []
     for number in stages_of_rank(config, pp_rank):
@@ -74,6 +75,16 @@ def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
         others = tuple(_others(model, tensor, tp_rank, first, last))
         found.append(Stage(number, len(layers[number]), block, others, first, last))
     return found
+
+
+def stage_layers(model: GPTConfig, stages: int) -> tuple[range, ...]:
+    """The layers of each stage, as model/parallelize.py cuts them."""
+    return _split(model.num_layers, stages, layer_flops(model), head_flops(model))
+
+
+@lru_cache(maxsize=256)
+def _split(num_layers: int, stages: int, layer_cost: float, head_cost: float) -> tuple[range, ...]:
+    return tuple(split_layers(num_layers, stages, layer_cost, head_cost))
 
 
 def block_parameters(model: GPTConfig, tensor: int) -> tuple[Parameter, ...]:
