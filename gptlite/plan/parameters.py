@@ -16,6 +16,8 @@ from gptlite.ops.config import Attention
 from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank
 from gptlite.plan.workload import Workload
 
+Alike = tuple[tuple[int, ...], bool, bool]  # layers of a rank's stages, whether the model's ends are among them
+
 
 class Parameter(NamedTuple):
     """One parameter on a tensor rank: rows (its first dim, which FSDP2 cuts) of so many elements.
@@ -62,6 +64,10 @@ class Stage:
         """All of them."""
         return [*self.others, *self.block * self.layers]
 
+    def sharded(self, shards: int, others: bool = False) -> int:
+        """Elements of a shard of all of them, as long as the longest, or of the `others` alone."""
+        return shard_elements(self.others, shards) + (0 if others else self.layers * shard_elements(self.block, shards))
+
 
 def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
     """The stages of a pipeline rank, first to last."""
@@ -72,9 +78,20 @@ def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
     found = []
     for number in stages_of_rank(config, pp_rank):
         first, last = number == 0, number == total - 1
-        others = tuple(_others(model, tensor, tp_rank, first, last))
+        others = tuple(_others(model, tensor, tp_rank, first, last)) if first or last else ()
         found.append(Stage(number, len(layers[number]), block, others, first, last))
     return found
+
+
+def different_ranks(work: Workload) -> dict[Alike, int]:
+    """The first pipeline rank of each kind: ranks that hold as many layers and the same ends do the same work."""
+    config = work.parallelism
+    sizes = tuple(map(len, stage_layers(work.model, num_stages(config))))
+    first: dict[Alike, int] = {}
+    for rank in range(config.pipeline):
+        mine = stages_of_rank(config, rank)
+        first.setdefault((tuple(sizes[stage] for stage in mine), 0 in mine, len(sizes) - 1 in mine), rank)
+    return first
 
 
 def stage_layers(model: GPTConfig, stages: int) -> tuple[range, ...]:
@@ -119,7 +136,13 @@ def _others(model: GPTConfig, tensor: int, tp_rank: int, first: bool, last: bool
 
 def padded(parameters: Iterable[Parameter], shards: int) -> int:
     """Elements of a gathered group: equal shards of each parameter, whatever their padding."""
-    return shards * sum(parameter.shard(shards) for parameter in parameters)
+    return shards * shard_elements(tuple(parameters), shards)
+
+
+@lru_cache(maxsize=1024)
+def shard_elements(parameters: tuple[Parameter, ...], shards: int) -> int:
+    """Elements of a shard of each parameter, as long as the longest."""
+    return sum(parameter.shard(shards) for parameter in parameters)
 
 
 def fused(work: Workload) -> bool:
