@@ -14,7 +14,7 @@ from operator import add
 from gptlite.parallelism.layout import num_stages, rule, splits_backward
 from gptlite.plan import tape
 from gptlite.plan.moments import moments_bytes
-from gptlite.plan.parameters import Stage, different_ranks, stages
+from gptlite.plan.parameters import Stage, cut, stages
 from gptlite.plan.passes import Groups, Taken, passes_of
 from gptlite.plan.tape import MASTER, Sizes
 from gptlite.plan.walk import NAMES, codes, states
@@ -51,7 +51,7 @@ def most(work: Workload) -> tuple[int, RankBytes]:
     """
     ranks: Iterable[int] = range(work.layout.size("pp"))
     if not rule(work.parallelism).v_shape:
-        ranks = different_ranks(work).values()
+        ranks = cut(work).first.values()
     taken: dict[Kind, dict[str, Taken]] = {}
     each = {rank: _estimate(work, stages(work, rank), rank, 0, taken) for rank in ranks}
     rank = max(each, key=lambda one: each[one].total)
@@ -81,11 +81,12 @@ def _state(work: Workload, held: list[Stage], pp_rank: int) -> tuple[int, int, i
         reduced = [size * work.reduce_item // MASTER for size in sizes]
     else:
         reduced = done
-    found = (0, 0)
+    found: tuple[int, int] = (0, 0)
     for its in states(work.parallelism, pp_rank, count, zero == 3):
         gradients = sum(reduced[place] for place in its.reduced) + sum(done[place] for place in its.done)
         found = max(found, (mine + sum(gathered[place] for place in its.gathered), gradients), key=sum)
-    return *max(found, (mine, updating), key=sum), moments_bytes(work, held)
+    parameters, gradients = max(found, (mine, updating), key=sum)
+    return parameters, gradients, moments_bytes(work, held)
 
 
 def _activations(

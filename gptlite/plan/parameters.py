@@ -13,7 +13,8 @@ from typing import NamedTuple
 from gptlite.model.config import GPTConfig
 from gptlite.model.flops import head_flops, layer_flops
 from gptlite.ops.config import Attention
-from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank, stages_per_rank
 from gptlite.plan.workload import Workload
 
 Alike = tuple[tuple[int, ...], bool, bool]  # layers of a rank's stages, whether the model's ends are among them
@@ -73,7 +74,7 @@ def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
     """The stages of a pipeline rank, first to last."""
     model, config = work.model, work.parallelism
     total, tensor = num_stages(config), work.layout.size("tp")
-    layers = stage_layers(model, total)
+    layers = cut(work).layers
     block = block_parameters(model, tensor)
     found = []
     for number in stages_of_rank(config, pp_rank):
@@ -83,25 +84,32 @@ def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
     return found
 
 
-def different_ranks(work: Workload) -> dict[Alike, int]:
-    """The first pipeline rank of each kind: ranks that hold as many layers and the same ends do the same work."""
-    config = work.parallelism
-    sizes = tuple(map(len, stage_layers(work.model, num_stages(config))))
-    first: dict[Alike, int] = {}
-    for rank in range(config.pipeline):
-        mine = stages_of_rank(config, rank)
-        first.setdefault((tuple(sizes[stage] for stage in mine), 0 in mine, len(sizes) - 1 in mine), rank)
-    return first
+@dataclass(frozen=True)
+class Cut:
+    """How a pipeline divides a model: the layers of each stage, the stages of each rank, the kind of each rank, and the
+    first rank of each kind. Ranks of a kind hold as many layers and the same ends, so they do the same work."""
+
+    layers: tuple[range, ...]
+    stages: tuple[tuple[int, ...], ...]
+    kinds: tuple[Alike, ...]
+    first: dict[Alike, int]
 
 
-def stage_layers(model: GPTConfig, stages: int) -> tuple[range, ...]:
-    """The layers of each stage, as model/parallelize.py cuts them."""
-    return _split(model.num_layers, stages, layer_flops(model), head_flops(model))
+def cut(work: Workload) -> Cut:
+    """How the pipeline of a layout divides its model."""
+    model, config = work.model, work.parallelism
+    costs = layer_flops(model), head_flops(model)
+    return _cut(model.num_layers, config.pipeline, stages_per_rank(config), config.schedule, *costs)
 
 
-@lru_cache(maxsize=256)
-def _split(num_layers: int, stages: int, layer_cost: float, head_cost: float) -> tuple[range, ...]:
-    return tuple(split_layers(num_layers, stages, layer_cost, head_cost))
+@lru_cache(maxsize=1024)
+def _cut(num_layers: int, pipeline: int, virtual: int, schedule: str, layer_cost: float, head_cost: float) -> Cut:
+    config = ParallelismConfig(pipeline=pipeline, schedule=schedule, virtual_stages=virtual)
+    # As model/parallelize.py cuts them.
+    layers = tuple(split_layers(num_layers, num_stages(config), layer_cost, head_cost))
+    held = tuple(tuple(stages_of_rank(config, rank)) for rank in range(pipeline))
+    kinds = tuple((tuple(len(layers[stage]) for stage in its), 0 in its, len(layers) - 1 in its) for its in held)
+    return Cut(layers, held, kinds, {kind: kinds.index(kind) for kind in kinds})
 
 
 def block_parameters(model: GPTConfig, tensor: int) -> tuple[Parameter, ...]:

@@ -12,7 +12,7 @@ from gptlite.parallelism.config import ActivationCheckpointing, Offload, Paralle
 from gptlite.parallelism.layout import SCHEDULES, divisors, resolve
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.config import ClusterConfig
-from gptlite.plan.cost import predict
+from gptlite.plan.cost import Shared, predict_shared
 from gptlite.plan.memory import most
 from gptlite.plan.room import least_bytes, state_too_large, too_large
 from gptlite.plan.workload import Prediction, RankBytes, Workload
@@ -114,7 +114,7 @@ def _offloads(base: ParallelismConfig, cluster: ClusterConfig) -> Iterator[Paral
 
 
 def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progress) -> Found:
-    found, timed = Found(), list[Candidate]()
+    found, timed, shared = Found(), list[Candidate](), Shared()
     least, thriftiest = math.inf, list[Workload]()
     for work, reason in workloads(space, cluster, world, progress):
         found.tried += 1
@@ -129,7 +129,7 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
         if too_much := state_too_large(work, cluster, world):
             found.prune("does not fit", too_much)
             continue
-        timed.append(Candidate(work, predict(work, cluster, UNKNOWN)))
+        timed.append(Candidate(work, predict_shared(work, cluster, UNKNOWN, shared)))
     if not thriftiest:
         reason = found.examples.get("illegal", "no layout has that many ranks")
         raise ConfigError(f"no layout of {world} ranks is legal: {reason}")

@@ -45,17 +45,41 @@ def transfers(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Transfer]:
     shards are the longest. Compiled blocks gather less under sequence and context parallelism than is counted here.
     """
     found, held = _Sum(), stages(work, pp_rank, tp_rank)
+    _inside(found, work, held)
+    _outside(found, work, held)
+    for stage in held:
+        _pipeline(found, work, stage, pp_rank)
+    return found.transfers()
+
+
+def inside_layers(work: Workload, held: list[Stage]) -> list[Transfer]:
+    """Those of `transfers` that passes wait for inside of their layers: along the tensor and the context axis."""
+    found = _Sum()
+    _inside(found, work, held)
+    return found.transfers()
+
+
+def outside_layers(work: Workload, held: list[Stage]) -> list[Transfer]:
+    """Those of `transfers` along the data axes, and those that a step makes once."""
+    found = _Sum()
+    _outside(found, work, held)
+    return found.transfers()
+
+
+def _inside(found: _Sum, work: Workload, held: list[Stage]) -> None:
     for stage in held:
         _tensor(found, work, stage)
         _context(found, work, stage)
+
+
+def _outside(found: _Sum, work: Workload, held: list[Stage]) -> None:
+    for stage in held:
         _data(found, work, stage)
-        _pipeline(found, work, stage, pp_rank)
         _sliced(found, work, stage)
     _ends(found, work, held)
     for axis in ("dp_replicate", "dp_shard"):
         found.add(axis, "all_reduce", work.layout.size(axis), VALID, "step")
     found.add("world", "all_reduce", work.layout.world_size, SETTLED, "step")
-    return found.transfers()
 
 
 def _tensor(found: _Sum, work: Workload, stage: Stage) -> None:
