@@ -20,7 +20,8 @@ from gptlite.plan.tape import MASTER, Sizes
 from gptlite.plan.walk import NAMES, codes, states
 from gptlite.plan.workload import RankBytes, Workload
 
-Kind = tuple[int, bool, bool]  # of a stage: stages with as many layers and the same ends take the same
+# By what a stage's passes depend on: the most that each takes, by walk.NAMES, and by how much it changes what is there.
+Shared = dict[tuple[object, ...], list[tuple[int, int]]]
 
 
 def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
@@ -28,34 +29,33 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
 
     Of data ranks the first is meant, whose shards are the longest.
     """
-    return _estimate(work, stages(work, pp_rank, tp_rank), pp_rank, tp_rank, {})
+    return _estimate(work, Sizes.of(work), pp_rank, tp_rank, {})
 
 
-def _estimate(
-    work: Workload, held: list[Stage], pp_rank: int, tp_rank: int, taken: dict[Kind, dict[str, Taken]]
-) -> RankBytes:
-    """`taken`: the passes of stages that were met before, of this layout; it gets those of the rank."""
-    parameters, gradients, optimizer = _state(work, held, pp_rank)
-    host = 0
-    if work.on_host:
-        shards = work.layout.size("dp_shard")
-        host = optimizer + (work.stored + MASTER) * sum(stage.sharded(shards) for stage in held)
-        optimizer = 0
-    return RankBytes(parameters, gradients, optimizer, _activations(work, held, pp_rank, tp_rank, taken), host)
-
-
-def most(work: Workload) -> tuple[int, RankBytes]:
+def most(work: Workload, shared: Shared | None = None) -> tuple[int, RankBytes]:
     """The pipeline rank that takes most, and what it takes.
 
     Of ranks that hold alike the first has most micro-batches on their way, so only that one is asked; in a V all are.
+    `shared`: what the layouts of one search have in common; it must be of one model, dtype and cluster.
     """
     ranks: Iterable[int] = range(work.layout.size("pp"))
     if not rule(work.parallelism).v_shape:
         ranks = cut(work).first.values()
-    taken: dict[Kind, dict[str, Taken]] = {}
-    each = {rank: _estimate(work, stages(work, rank), rank, 0, taken) for rank in ranks}
+    sizes, known = Sizes.of(work), {} if shared is None else shared
+    each = {rank: _estimate(work, sizes, rank, 0, known) for rank in ranks}
     rank = max(each, key=lambda one: each[one].total)
     return rank, each[rank]
+
+
+def _estimate(work: Workload, sizes: Sizes, pp_rank: int, tp_rank: int, shared: Shared) -> RankBytes:
+    held, host = stages(work, pp_rank, tp_rank), 0
+    parameters, gradients, optimizer = _state(work, held, pp_rank)
+    if work.on_host:
+        shards = work.layout.size("dp_shard")
+        host = optimizer + (work.stored + MASTER) * sum(stage.sharded(shards) for stage in held)
+        optimizer = 0
+    activations = _activations(work, held, sizes, (pp_rank, tp_rank), shared)
+    return RankBytes(parameters, gradients, optimizer, activations, host)
 
 
 def zero_paper_bytes(parameters: float, ranks: int, stage: int) -> float:
@@ -89,21 +89,18 @@ def _state(work: Workload, held: list[Stage], pp_rank: int) -> tuple[int, int, i
     return parameters, gradients, moments_bytes(work, held)
 
 
-def _activations(
-    work: Workload, held: list[Stage], pp_rank: int, tp_rank: int, taken: dict[Kind, dict[str, Taken]]
-) -> int:
-    """The most that the passes of a step take at once."""
-    sizes, numbers = Sizes.of(work), {stage.number for stage in held}
+def _activations(work: Workload, held: list[Stage], sizes: Sizes, rank: tuple[int, int], shared: Shared) -> int:
+    """The most that the passes of a step take at once. `rank`: of the pipeline, and of the tensor axis."""
+    numbers, (pp_rank, tp_rank) = {stage.number for stage in held}, rank
+    read = _read(work)
     peaks, changes = list[int](), list[int]()
     for stage in held:
-        kind = (stage.layers, stage.first, stage.last)
-        if kind not in taken:
-            taken[kind] = passes_of(work, stage, sizes, tp_rank)
-        carried = Groups.of(work, stage).carried(splits_backward(work.parallelism))
-        for name in NAMES:
-            peak, change = _pass(taken[kind], name, carried)
-            peaks.append(peak)
-            changes.append(change + _messages(work, name[-1], stage.number, numbers) * sizes.slice)
+        key = (stage.layers, stage.first, stage.last, tp_rank, *read)
+        if key not in shared:
+            shared[key] = _passes(work, stage, sizes, tp_rank)
+        sent = {kind: _messages(work, kind, stage.number, numbers) * sizes.slice for kind in "FIBW"}
+        peaks += [peak for peak, _ in shared[key]]
+        changes += [change + sent[name[-1]] for name, (_, change) in zip(NAMES, shared[key], strict=True)]
     passes = codes(work.parallelism, pp_rank, work.micro_batches)
     levels = accumulate(map(changes.__getitem__, passes), initial=0)
     top = max(0, *map(add, levels, map(peaks.__getitem__, passes)))
@@ -114,11 +111,23 @@ def _activations(
     return top + _buffers(work, held, sizes)
 
 
-def _pass(taken: dict[str, Taken], name: str, carried: int) -> tuple[int, int]:
-    """The most that a pass takes beyond what was there before it, and by how much it changes that.
+def _read(work: Workload) -> tuple[object, ...]:
+    """What `_passes` reads of a layout, beside the stage."""
+    config, layout = work.parallelism, work.layout
+    degrees = layout.size("tp"), layout.context, layout.size("dp_shard"), work.sharded
+    how = config.zero, config.sequence, config.activation_checkpointing, splits_backward(config)
+    return *degrees, *how, work.micro_batch_size, work.micro_batches == 1
 
-    `carried`: what a stage's reduction leaves until the stage's next one begins.
-    """
+
+def _passes(work: Workload, stage: Stage, sizes: Sizes, tp_rank: int) -> list[tuple[int, int]]:
+    """Each kind of pass of a stage: the most that it takes beyond what was there, and by how much it changes that."""
+    carried = Groups.of(work, stage).carried(splits_backward(work.parallelism))
+    taken = passes_of(work, stage, sizes, tp_rank)
+    return [_pass(taken, name, carried) for name in NAMES]
+
+
+def _pass(taken: dict[str, Taken], name: str, carried: int) -> tuple[int, int]:
+    """One of them. `carried`: what a reduction leaves until the stage's next one begins."""
     when, _, kind = name.rpartition(" ")
     last = kind != "F" and when in ("last", "only")
     each = taken.get("first" if name == "first F" else f"last {kind}" if last else kind)

@@ -18,7 +18,7 @@ from gptlite.plan.timeline import order
 # micro-batch a backward pass is an `only` one.
 NAMES = ("first F", "F", "I", *(f"{when}{kind}" for kind in "BW" for when in ("first ", "", "last ", "only ")))
 PLACE = {name: place for place, name in enumerate(NAMES)}
-KEPT = 256  # orders; the longest that a search meets are some 100 kB as codes
+KEPT = 1024  # orders, of 1 to 100 kB as codes
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _codes(schedule: str, pipeline: int, virtual: int, rank: int, micro_batches:
     return array("H", [starts[stage] + names[kind, number] for kind, stage, number in passes])
 
 
-@lru_cache(maxsize=16 * KEPT)
+@lru_cache(maxsize=4 * KEPT)
 def _states(schedule: str, pipeline: int, virtual: int, rank: int, micro_batches: int, frees: bool) -> tuple[Held, ...]:
     gathered, reduced, done = set[int](), set[int](), set[int]()
     found, changed = dict[Held, None](), True  # a set that keeps the order
