@@ -24,6 +24,9 @@ ASKED = 300  # layouts that are counted exactly where nothing fits, to say how l
 SHORTEST_CHUNK = 1024  # positions: with shorter ones another axis divides the same work for less traffic
 UNKNOWN = (0, RankBytes(0, 0, 0, 0))  # the memory of a layout that has only been timed
 UNEVEN_STAGES = (2, 3, 4)  # a rank, looked at where they do not divide its layers as well: the head weighs some layers
+# Of a predicted step. `cost.predict` with constants from data sheets, against runs that it was not fitted to: within 8%
+# for llm.c, FlashAttention and Megatron-LM (docs/planner_published.md, "Unseen"; tests/plan/test_published.py).
+ERROR = 0.08
 Refuses = Callable[[ParallelismConfig, int], str]
 Progress = Callable[[int, int], None]
 
@@ -170,6 +173,16 @@ def _smallest(works: Sequence[Workload]) -> tuple[RankBytes, Workload]:
     shared = MemoryShared()
     asked = [(most(work, shared)[1], work) for work in sorted(works, key=thrift)[:ASKED]]
     return min(asked, key=lambda each: each[0].total)
+
+
+def equal_seconds(found: Found) -> float:
+    """The longest step that the error of a prediction cannot tell from the fastest."""
+    return found.ranked[0].prediction.step_seconds * (1 + ERROR)
+
+
+def equals(found: Found) -> list[Candidate]:
+    """The candidates with no longer a step than that."""
+    return [each for each in found.ranked if each.prediction.step_seconds <= equal_seconds(found)]
 
 
 def distinct(found: Found, count: int) -> list[Candidate]:
