@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from gptlite.files import write_whole
@@ -18,13 +20,16 @@ from gptlite.parallelism.words import layout_words
 from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, stage_seconds
 from gptlite.plan.offload import file_bytes
 from gptlite.plan.pictures import draw_plan, draw_timeline, make_folder
-from gptlite.plan.room import rank_memory
-from gptlite.plan.search import Candidate, distinct
+from gptlite.plan.room import MEMORY_ERROR, rank_memory
+from gptlite.plan.search import ERROR, Candidate, distinct, equal_seconds, equals
 from gptlite.plan.timeline import Timeline, timeline
-from gptlite.planning import Plan, fixed_keys, overrides, train_overrides
+from gptlite.planning import Plan, fixed_keys, limited, overrides, train_overrides
 
-HEADINGS = ("#", "layout", "micro", "recompute", "GiB/rank", "s/step", "comm", "bubble", "tok/s", "MFU")
-RIGHT = "# micro GiB/rank s/step comm bubble tok/s MFU"
+WIDTH = 80
+EQUAL = "="  # marks a layout within the planner's error of the fastest
+HEADINGS = ("#", "", "s/step", "tok/s", "MFU", "comm", "bubble", "GiB/rank", "micro", "recompute")
+RIGHT = "# s/step tok/s MFU comm bubble GiB/rank micro"
+INDENT = "    "  # of a layout below its figures
 
 
 def report(plan: Plan, top: int, tokens: float | None = None) -> str:
@@ -38,15 +43,18 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
         ("batch", f"{best.work.global_batch_size} sequences of {best.work.sequence_length}, {best.work.dtype}"),
         ("looked at", f"{plan.found.tried:,} layouts; of the fastest {len(plan.found.ranked):,} fit"),
         *[("", f"{count:,}: {kind}, e.g. {plan.found.examples[kind]}") for kind, count in plan.found.pruned.items()],
+        *[("", f"{plan.found.slower:,}: slower, not asked whether they fit")] * bool(plan.found.slower),
     ]  # fmt: skip
+    lines += [
+        ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' * (len(equals(plan.found)) > 1)}"),
+        ("memory", _memory_words(plan)),
+    ]
     if offload := _offload_words(plan):
         lines.append(("offload", offload))
-    if plan.found.slower:
-        lines.append(("", f"{plan.found.slower:,}: slower, not asked whether they fit"))
     if tokens is not None:
         lines.append(("training", _training_words(plan, tokens)))
-    rows = table(HEADINGS, [_row(number, each) for number, each in enumerate(ranked, 1)], right=RIGHT, indent="")
-    return "\n".join([banner(lines, title="plan"), *rows, "", "train the best with", command(plan)])
+    shown = [banner(lines, title="plan", width=WIDTH), *_table(ranked, plan), "", "train the best with", command(plan)]
+    return "\n".join(shown)
 
 
 def command(plan: Plan) -> str:
@@ -83,17 +91,31 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
     """plan.png, timeline.png where the best has a pipeline, and plan.json. Raises ConfigError for a bad folder."""
     make_folder(folder)
     ranked = distinct(plan.found, top)
-    limit = rank_memory(plan.cluster, plan.best.work.layout.world_size)
+    limit = _limit(plan)
     title = f"{plan.config.model.name} on {_cluster_words(plan)}"
-    files = [draw_plan(ranked, [_short(each) for each in ranked], limit, title, folder / "plan.png")]
+    notes = [_equal_words(plan), f"memory of the first: {_memory_words(plan)}"]
+    names = [_short(each) for each in ranked]
+    files = [draw_plan(ranked, names, limit, equal_seconds(plan.found), title, notes, folder / "plan.png")]
     if plan.best.work.parallelism.pipeline > 1:
         files.append(draw_timeline(best_timeline(plan), f"{title}: {_short(plan.best)}", folder / "timeline.png"))
     rows = [
-        {"overrides": overrides(each.work), "layout": _words(each), "prediction": asdict(each.prediction)}
+        {
+            "overrides": overrides(each.work),
+            "layout": _words(each),
+            "prediction": asdict(each.prediction),
+            "equal": each.prediction.step_seconds <= equal_seconds(plan.found),
+        }
         for each in ranked
     ]
     vocabulary = {"vocabulary": plan.best.work.model.vocab_size, "vocabulary_assumed": plan.assumed or None}
-    whole = {"cluster": asdict(plan.cluster), **vocabulary, "pruned": dict(plan.found.pruned), "layouts": rows}
+    uncertain = {"error": ERROR, "equal": len(equals(plan.found)), "memory_limit": limit}
+    whole = {
+        "cluster": asdict(plan.cluster),
+        **vocabulary,
+        **uncertain,
+        "pruned": dict(plan.found.pruned),
+        "layouts": rows,
+    }
     text = json.dumps(whole, indent=2)
     write_whole(folder / "plan.json", text + "\n")
     return [*files, folder / "plan.json"]
@@ -107,20 +129,59 @@ def best_timeline(plan: Plan) -> Timeline:
     return timeline(work.parallelism, work.micro_batches, forward, backward, message)
 
 
-def _row(number: int, each: Candidate) -> tuple[str, ...]:
+def _table(ranked: list[Candidate], plan: Plan) -> Iterator[str]:
+    """Two lines or more a layout: its figures, then the layout in words."""
+    rows = [_row(number, each, equal_seconds(plan.found)) for number, each in enumerate(ranked, 1)]
+    header, *figures = table(HEADINGS, rows, right=RIGHT, indent="")
+    yield header
+    for line, each in zip(figures, ranked, strict=True):
+        yield line
+        yield textwrap.fill(
+            _words(each), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False
+        )
+
+
+def _row(number: int, each: Candidate, equal: float) -> tuple[str, ...]:
     its = each.prediction
     return (
         str(number),
-        _words(each),
-        str(each.work.micro_batch_size),
-        each.work.parallelism.activation_checkpointing.value,
-        f"{its.memory.total / 2**30:.1f}",
+        EQUAL if its.step_seconds <= equal else "",
         f"{its.step_seconds:.3g}",
-        f"{its.communication_seconds / its.step_seconds:.0%}",
-        f"{its.bubble_seconds / its.step_seconds:.0%}",
         format_count(its.tokens_per_second),
         "n/a" if its.mfu is None else f"{its.mfu:.1%}",
+        f"{its.communication_seconds / its.step_seconds:.0%}",
+        f"{its.bubble_seconds / its.step_seconds:.0%}",
+        f"{its.memory.total / 2**30:.1f}",
+        str(each.work.micro_batch_size),
+        each.work.parallelism.activation_checkpointing.value,
     )
+
+
+def _equal_words(plan: Plan) -> str:
+    """How many layouts the planner cannot tell from the fastest."""
+    alike = equals(plan.found)
+    kinds = len(distinct(replace(plan.found, ranked=alike), len(alike)))
+    if len(alike) == 1:
+        return f"none: all others are slower by more than the planner's error of {ERROR:.0%}"
+    more = "at least " * (len(alike) == len(plan.found.ranked) and plan.found.slower > 0)
+    return (
+        f"{more}{len(alike):,} layouts, of {kinds} combinations of degrees and ZeRO stage, are equal within the "
+        f"planner's error of {ERROR:.0%}; the first is the fastest predicted"
+    )
+
+
+def _limit(plan: Plan) -> float:
+    """Bytes that a rank may take."""
+    world = plan.best.work.layout.world_size
+    return rank_memory(limited(plan.cluster, plan.config, world), world)
+
+
+def _memory_words(plan: Plan) -> str:
+    """The pick's memory beside what there is."""
+    total, limit = plan.best.prediction.memory.total, _limit(plan)
+    spare = 1 - total / limit
+    words = f"{total / 2**30:.1f} GiB predicted of {limit / 2**30:.1f} on the fullest rank, {spare:.1%} to spare"
+    return f"{words}: less than the {MEMORY_ERROR:.0%} that a prediction may be off" if spare < MEMORY_ERROR else words
 
 
 def _words(each: Candidate) -> str:

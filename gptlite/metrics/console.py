@@ -74,23 +74,23 @@ def eval_line(row: Mapping[str, Any], max_steps: int) -> str:
     return " | ".join(columns)
 
 
-def banner(lines: list[tuple[str, str]], title: str = "gptlite") -> str:
+def banner(lines: list[tuple[str, str]], title: str = "gptlite", width: int = WIDTH) -> str:
     """Keys and values in two columns between rules, the upper one carrying the title; long values wrap in theirs.
 
     An empty key continues the entry above it.
     """
     indent = max((len(key) for key, _ in lines), default=0) + 4
-    out = [f"== {title} ".ljust(WIDTH, "=")]
+    out = [f"== {title} ".ljust(width, "=")]
     for key, value in lines:
         out += textwrap.wrap(
             value,
-            WIDTH,
+            width,
             initial_indent=f"  {key}".ljust(indent),
             subsequent_indent=" " * indent,
             break_long_words=False,
             break_on_hyphens=False,
         ) or [f"  {key}"]
-    return "\n".join([*out, "=" * WIDTH])
+    return "\n".join([*out, "=" * width])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "", indent: str = "  ") -> Iterator[str]:

@@ -4,14 +4,12 @@ by ring over the links they cross, the pipeline's bubble in closed form, and wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from gptlite.models.gpt.flops import flops_per_token, head_flops, layer_flops
+from gptlite.models.gpt.flops import flops_per_token
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdafactorConfig, AdamW8bitConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
-from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import CONTEXT, num_stages, split_layers, splits_backward, stages_of_rank
+from gptlite.parallelism.layout import CONTEXT, splits_backward
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost_block import Passes, Piece, Stack, Traffic, block, block_parameters, head
 from gptlite.plan.cost_device import Device, device_of, ranks_on_node, waiting_for_cores
@@ -19,10 +17,10 @@ from gptlite.plan.cost_links import Links
 from gptlite.plan.cost_offload import offloaded
 from gptlite.plan.cost_pipeline import busy, pipeline_seconds
 from gptlite.plan.memory import most
-from gptlite.plan.traffic import transfers
+from gptlite.plan.parameters import Alike, Cut, cut, stages
+from gptlite.plan.traffic import inside_layers, outside_layers
 from gptlite.plan.workload import Prediction, RankBytes, Transfer, Workload
 
-Kind = tuple[tuple[int, ...], bool, bool]  # of a pipeline rank, see _kind
 DATA = ("dp_replicate", "dp_shard")
 WRITTEN_OUT = (Attention.matmul, Attention.fused_softmax)
 QUERY_BLOCK = 256  # queries that matmul attention takes at a time, see ops/attention.py
@@ -39,17 +37,22 @@ def predict(work: Workload, cluster: ClusterConfig, memory: tuple[int, RankBytes
 
     `memory`: what `memory.most` says of it, for who has asked already.
     """
+    return predict_shared(work, cluster, memory or most(work), Shared())
+
+
+def predict_shared(work: Workload, cluster: ClusterConfig, memory: tuple[int, RankBytes], shared: Shared) -> Prediction:
+    """As `predict`, with what other layouts of the same search have in common with it."""
     world = work.layout.world_size
-    device, layers = device_of(cluster, work.dtype, world), _layers(work)
-    ranks = {kind: _rank(work, cluster, device, rank, layers) for kind, rank in _different(work, layers).items()}
+    pipeline = cut(work)
+    ranks = _ranks(work, cluster, shared)
     slowest = max(ranks.values(), key=lambda its: its.passes.forward + its.passes.backward)
-    there, back = _stages(work, ranks, layers)
+    there, back = _stages(ranks, pipeline)
     count = work.micro_batches
     whole = pipeline_seconds(work.parallelism, count, there, back, _message(work, cluster))
     work_of = busy(work.parallelism, there, back)
     # Ranks that take turns on a core compute in each other's bubbles; a sum over some waits until all had their turn.
     waiting = waiting_for_cores(cluster, world)
-    kinds = [ranks[_kind(work.parallelism, rank, layers)] for rank in range(work.parallelism.pipeline)]
+    kinds = [ranks[kind] for kind in pipeline.kinds]
     computing = sum(seconds - its.tensor for seconds, its in zip(work_of, kinds, strict=True)) / len(kinds)
     if waiting > 1:
         whole = max(whole, count * (waiting * computing + slowest.tensor))
@@ -59,7 +62,7 @@ def predict(work: Workload, cluster: ClusterConfig, memory: tuple[int, RankBytes
     tensor = min(own, count * slowest.tensor)
     step = whole + data + update
     tokens = work.tokens / step
-    rank, most_bytes = memory or most(work)
+    rank, most_bytes = memory
     return Prediction(
         step_seconds=step,
         compute_seconds=own - tensor,
@@ -75,10 +78,7 @@ def predict(work: Workload, cluster: ClusterConfig, memory: tuple[int, RankBytes
 
 def stage_seconds(work: Workload, cluster: ClusterConfig) -> tuple[list[float], list[float], float]:
     """Seconds of a micro-batch's forward and backward pass in each stage, and of a message: what a timeline takes."""
-    layers = _layers(work)
-    device = device_of(cluster, work.dtype, work.layout.world_size)
-    ranks = {kind: _rank(work, cluster, device, rank, layers) for kind, rank in _different(work, layers).items()}
-    there, back = _stages(work, ranks, layers)
+    there, back = _stages(_ranks(work, cluster, Shared()), cut(work))
     return there, back, _message(work, cluster)
 
 
@@ -148,6 +148,38 @@ def _causal(work: Workload) -> float:
 
 
 @dataclass(frozen=True)
+class _Inside:
+    """What a rank does in its layers, a micro-batch: `tensor` is exposed communication along the tensor axis, which
+    `passes` is without. `parameters`: those it holds."""
+
+    layers: int
+    passes: Passes
+    tensor: Passes
+    parameters: float
+    optimizer: float  # bytes of each parameter that it updates
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """Seconds of a step's collectives beside layers, all of them, by what they can hide behind; and the bytes that
+    FSDP2 copies for them, in how many collectives."""
+
+    step: float
+    forward: float
+    backward: float
+    copied: int
+    count: int
+
+
+@dataclass
+class Shared:
+    """What the layouts of one search have in common: of one model, batch, cluster and world."""
+
+    inside: dict[tuple[object, ...], _Inside] = field(default_factory=dict)
+    outside: dict[tuple[object, ...], _Outside] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class _Rank:
     """One pipeline rank: seconds of a micro-batch in all its stages, `tensor` of them exposed communication along the
     tensor axis; `data` exposed communication of a step, `update` the optimizer's."""
@@ -159,51 +191,77 @@ class _Rank:
     update: float
 
 
-def _different(work: Workload, layers: Sequence[range]) -> dict[Kind, int]:
+def _ranks(work: Workload, cluster: ClusterConfig, shared: Shared) -> dict[Alike, _Rank]:
     """A pipeline rank of each kind."""
-    config = work.parallelism
-    return {_kind(config, rank, layers): rank for rank in range(config.pipeline)}
+    device, links = device_of(cluster, work.dtype, work.layout.world_size), Links(cluster, work.layout)
+    found = {}
+    for kind, rank in cut(work).first.items():
+        inside, outside = _inside_key(work, kind), _outside_key(work, kind, rank)
+        if inside not in shared.inside:
+            shared.inside[inside] = _inside(work, cluster, device, links, rank)
+        if outside not in shared.outside:
+            shared.outside[outside] = _outside(work, links, rank)
+        found[kind] = _rank(work, cluster, device, rank, shared.inside[inside], shared.outside[outside])
+    return found
 
 
-def _kind(config: ParallelismConfig, rank: int, layers: Sequence[range]) -> Kind:
-    """Ranks that hold as many layers and the same ends do the same work."""
-    mine = stages_of_rank(config, rank)
-    return tuple(len(layers[stage]) for stage in mine), 0 in mine, len(layers) - 1 in mine
+def _inside_key(work: Workload, kind: Alike) -> tuple[object, ...]:
+    """What `_inside` reads, of what a search varies."""
+    config, split = work.parallelism, splits_backward(work.parallelism)
+    held = kind if split else (sum(kind[0]), *kind[1:])  # of halves of passes the first stage has fewer
+    degrees = work.layout.size("tp"), work.layout.context, config.sequence, config.activation_checkpointing
+    return *degrees, work.micro_batch_size, work.micro_batches, work.sharded, split, held
 
 
-def _layers(work: Workload) -> list[range]:
-    """The layers of each stage, as model/parallelize.py cuts them."""
-    model = work.model
-    return split_layers(model.num_layers, num_stages(work.parallelism), layer_flops(model), head_flops(model))
+def _outside_key(work: Workload, kind: Alike, rank: int) -> tuple[object, ...]:
+    """What `_outside` reads, of what a search varies: a schedule only where parameters are gathered for each pass."""
+    config, count = work.parallelism, work.micro_batches
+    order = (config.schedule, rank) if config.zero == 3 else ()
+    return work.layout, config.zero, config.sequence, count, kind, order
 
 
-def _rank(work: Workload, cluster: ClusterConfig, device: Device, rank: int, layers: Sequence[range]) -> _Rank:
-    model, config = work.model, work.parallelism
-    mine, last = stages_of_rank(config, rank), len(layers) - 1
-    held = sum(len(layers[stage]) for stage in mine)
-    stack, links = stack_of(work), Links(cluster, work.layout)
-    ranks = work.layout.size("tp")
+def _inside(work: Workload, cluster: ClusterConfig, device: Device, links: Links, rank: int) -> _Inside:
+    model, config, held = work.model, work.parallelism, stages(work, rank)
+    first, last = held[0].first, any(stage.last for stage in held)
+    layers, ranks = sum(stage.layers for stage in held), work.layout.size("tp")
+    stack = stack_of(work)
     piece = Piece(work.micro_batch_size, work.rank_length, ranks, config.sequence, work.layout.context)
-    passes = block(model, piece, stack, device, config.activation_checkpointing.value).times(held)
-    if last in mine:
+    passes = block(model, piece, stack, device, config.activation_checkpointing.value).times(layers)
+    if last:
         passes += head(model, piece, stack, device)
     table = model.padded_vocab_size / ranks * model.d_model
-    tables = (0 in mine) + (last in mine and not (model.tied_embeddings and 0 in mine))
-    parameters = held * block_parameters(model, ranks) + tables * table
-    moved = stack.gradient * parameters + (0 in mine) * 8 * table  # the embedding's gradient is dense
-    passes += Passes(0.0, device.move(moved, 8 * held))
-    sent = transfers(work, rank)
-    tensor = _tensor(work, cluster, links, sent, passes)
-    exposed = tensor.forward + tensor.backward
-    copied = sum(COPIES * each.payload * each.count for each in sent if each.axis in DATA and each.phase != "step")
-    copies = device.move(copied, COPY_OPS * sum(each.count for each in sent if each.axis in DATA))
+    tables = first + (last and not (model.tied_embeddings and first))
+    parameters = layers * block_parameters(model, ranks) + tables * table
+    moved = stack.gradient * parameters + first * 8 * table  # the embedding's gradient is dense
+    passes += Passes(0.0, device.move(moved, 8 * layers))
+    tensor = _tensor(work, cluster, links, inside_layers(work, held), passes)
+    return _Inside(layers, passes, tensor, parameters, stack.optimizer)
+
+
+def _outside(work: Workload, links: Links, rank: int) -> _Outside:
+    sent = outside_layers(work, stages(work, rank))
+    data = [each for each in sent if each.axis in DATA]
+    step, forward, backward = (
+        sum(links.seconds(each) for each in some if each.phase == phase)
+        for some, phase in ((sent, "step"), (data, "forward"), (data, "backward"))
+    )
+    copied = sum(COPIES * each.payload * each.count for each in data if each.phase != "step")
+    return _Outside(step, forward, backward, copied, sum(each.count for each in data))
+
+
+def _rank(
+    work: Workload, cluster: ClusterConfig, device: Device, rank: int, inside: _Inside, outside: _Outside
+) -> _Rank:
+    passes, layers = inside.passes, inside.layers
+    exposed = inside.tensor.forward + inside.tensor.backward
+    copies = device.move(outside.copied, COPY_OPS * outside.count)
     waiting = waiting_for_cores(cluster, work.layout.world_size)
-    data = _data(work, cluster, links, sent, passes) + waiting * copies
-    shard = parameters / (work.layout.size("dp_shard") if config.zero else 1)
-    update = device.move(stack.optimizer * shard, 12 * (held + 1))
+    data = _data(work, cluster, outside, passes) + waiting * copies
+    shard = inside.parameters / (work.layout.size("dp_shard") if work.parallelism.zero else 1)
+    update = device.move(inside.optimizer * shard, 12 * (layers + 1))
     computing = work.micro_batches * (passes.forward + passes.backward)
     offload, update = offloaded(work, cluster, device, rank, computing, update)
-    return _Rank(held, passes + tensor, exposed, data + offload, update)
+    return _Rank(layers, passes + inside.tensor, exposed, data + offload, update)
 
 
 def _tensor(work: Workload, cluster: ClusterConfig, links: Links, sent: list[Transfer], passes: Passes) -> Passes:
@@ -224,27 +282,29 @@ def _tensor(work: Workload, cluster: ClusterConfig, links: Links, sent: list[Tra
     return Passes(there + keys_there, back + keys_back - hidden)
 
 
-def _data(work: Workload, cluster: ClusterConfig, links: Links, sent: list[Transfer], passes: Passes) -> float:
+def _data(work: Workload, cluster: ClusterConfig, outside: _Outside, passes: Passes) -> float:
     """Exposed communication along the data axes and of a step as a whole.
 
     What is gathered before a pass, and reduced after it, can hide behind as many passes as it is done in: with ZeRO 3
     all of them, with ZeRO 2 all backward ones, else the first forward and the last backward one.
     """
     zero, count = work.parallelism.zero, work.micro_batches
-    total = sum(links.seconds(each) for each in sent if each.phase == "step")
-    for phase, seconds, often in (("forward", passes.forward, zero == 3), ("backward", passes.backward, zero >= 2)):
-        its = sum(links.seconds(each) for each in sent if each.axis in DATA and each.phase == phase)
+    total = outside.step
+    for its, seconds, often in (
+        (outside.forward, passes.forward, zero == 3),
+        (outside.backward, passes.backward, zero >= 2),
+    ):
         total += its - min(cluster.overlap * its, seconds * (count if often else 1))
     return total
 
 
-def _stages(work: Workload, ranks: dict[Kind, _Rank], layers: Sequence[range]) -> tuple[list[float], list[float]]:
+def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list[float]]:
     """Seconds of a micro-batch's forward and backward pass in each stage: its share of its rank's, by layers."""
-    config = work.parallelism
+    layers = pipeline.layers
     there, back = [0.0] * len(layers), [0.0] * len(layers)
-    for rank in range(config.pipeline):
-        its = ranks[_kind(config, rank, layers)]
-        for stage in stages_of_rank(config, rank):
+    for kind, held in zip(pipeline.kinds, pipeline.stages, strict=True):
+        its = ranks[kind]
+        for stage in held:
             share = len(layers[stage]) / its.layers
             there[stage], back[stage] = its.passes.forward * share, its.passes.backward * share
     return there, back

@@ -7,14 +7,21 @@ collectives and FSDP2 hold for a while) is walked through in the order of the ra
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate
+from operator import add
+
 from gptlite.parallelism.layout import num_stages, rule, splits_backward
 from gptlite.plan import tape
 from gptlite.plan.moments import moments_bytes
-from gptlite.plan.parameters import Stage, padded, stages
-from gptlite.plan.passes import Groups, passes_of
+from gptlite.plan.parameters import Stage, cut, stages
+from gptlite.plan.passes import Groups, Taken, passes_of
 from gptlite.plan.tape import MASTER, Sizes
-from gptlite.plan.timeline import Pass, order
+from gptlite.plan.walk import NAMES, codes, states
 from gptlite.plan.workload import RankBytes, Workload
+
+# By what a stage's passes depend on: the most that each takes, by walk.NAMES, and by how much it changes what is there.
+Shared = dict[tuple[object, ...], list[tuple[int, int]]]
 
 
 def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
@@ -22,29 +29,33 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
 
     Of data ranks the first is meant, whose shards are the longest.
     """
-    held, passes = stages(work, pp_rank, tp_rank), order(work.parallelism, pp_rank, work.micro_batches)
-    parameters, gradients, optimizer = _state(work, held, passes)
-    host = 0
-    if work.on_host:
-        shards = work.layout.size("dp_shard")
-        host = optimizer + (work.stored + MASTER) * sum(p.shard(shards) for stage in held for p in stage.parameters())
-        optimizer = 0
-    return RankBytes(parameters, gradients, optimizer, _activations(work, held, passes, tp_rank), host)
+    return _estimate(work, Sizes.of(work), pp_rank, tp_rank, {})
 
 
-def most(work: Workload) -> tuple[int, RankBytes]:
+def most(work: Workload, shared: Shared | None = None) -> tuple[int, RankBytes]:
     """The pipeline rank that takes most, and what it takes.
 
     Of ranks that hold alike the first has most micro-batches on their way, so only that one is asked; in a V all are.
+    `shared`: what the layouts of one search have in common; it must be of one model, dtype and cluster.
     """
-    first: dict[object, int] = {}
-    alike = not rule(work.parallelism).v_shape
-    for rank in range(work.layout.size("pp")):
-        held = tuple((stage.layers, stage.first, stage.last) for stage in stages(work, rank))
-        first.setdefault(held if alike else rank, rank)
-    each = {rank: estimate(work, rank) for rank in first.values()}
+    ranks: Iterable[int] = range(work.layout.size("pp"))
+    if not rule(work.parallelism).v_shape:
+        ranks = cut(work).first.values()
+    sizes, known = Sizes.of(work), {} if shared is None else shared
+    each = {rank: _estimate(work, sizes, rank, 0, known) for rank in ranks}
     rank = max(each, key=lambda one: each[one].total)
     return rank, each[rank]
+
+
+def _estimate(work: Workload, sizes: Sizes, pp_rank: int, tp_rank: int, shared: Shared) -> RankBytes:
+    held, host = stages(work, pp_rank, tp_rank), 0
+    parameters, gradients, optimizer = _state(work, held, pp_rank)
+    if work.on_host:
+        shards = work.layout.size("dp_shard")
+        host = optimizer + (work.stored + MASTER) * sum(stage.sharded(shards) for stage in held)
+        optimizer = 0
+    activations = _activations(work, held, sizes, (pp_rank, tp_rank), shared)
+    return RankBytes(parameters, gradients, optimizer, activations, host)
 
 
 def zero_paper_bytes(parameters: float, ranks: int, stage: int) -> float:
@@ -53,73 +64,79 @@ def zero_paper_bytes(parameters: float, ranks: int, stage: int) -> float:
     return parameters * (16 - divided + divided / ranks)
 
 
-def _state(work: Workload, held: list[Stage], passes: list[Pass]) -> tuple[int, int, int]:
+def _state(work: Workload, held: list[Stage], pp_rank: int) -> tuple[int, int, int]:
     """Parameters, gradients and the optimizer's state, at the instant when their sum is most: where a backward pass
     begins, or at the update."""
     shards, zero, count = work.layout.size("dp_shard"), work.parallelism.zero, work.micro_batches
-    parameters = [parameter for stage in held for parameter in stage.parameters()]
-    elements = 0 if work.on_host else sum(parameter.shard(shards) for parameter in parameters)
+    sizes = [MASTER * stage.sharded(shards) for stage in held]  # of the gradients of a rank's shards
+    elements = 0 if work.on_host else sum(sizes) // MASTER
     mine, updating = work.stored * elements, MASTER * elements
-    moments, found = moments_bytes(work, held), (0, 0)
-    gathered = {
-        stage.number: work.gather_item * padded(stage.others if zero == 3 else stage.parameters(), shards)
-        for stage in held
-        if work.sharded
-    }
-    sizes = {stage.number: MASTER * padded(stage.parameters(), shards) for stage in held}
-    reduced = {number: size * work.reduce_item // MASTER for number, size in sizes.items()}
-    if zero >= 2 and work.layout.size("dp_replicate") > 1:  # sums of a part of the ranks, in the dtype they are made in
-        reduced = {number: size // shards for number, size in reduced.items()}
-    elif zero >= 2:
-        reduced = {number: 0 if work.on_host else size // shards for number, size in sizes.items()}
-    there: dict[int, int] = {}
-    gradients: dict[int, int] = {}
-    done = dict.fromkeys(reduced, 0)
-    for kind, number, _ in passes:
-        begins = kind == "B" or (kind == "I") == (number > 0)  # of a split pass at the model's end the W half is all
-        if kind == "F" or (zero == 3 and begins):
-            there[number] = gathered.get(number, 0)
-        if kind == "F":
-            continue
-        works = begins or kind == "W"
-        if works:
-            found = max(found, (mine + sum(there.values()), sum(gradients.values())), key=sum)
-        if kind != "I":
-            done[number] += 1
-            left = 0 if work.on_host else sizes[number] // shards
-            gradients[number] = reduced[number] if done[number] < count else left
-        if done[number] == count or (zero == 3 and works):
-            there[number] = 0
-    return *max(found, (mine, updating), key=sum), moments
+    gathered = [
+        work.gather_item * shards * (stage.sharded(shards, others=zero == 3) if work.sharded else 0) for stage in held
+    ]
+    done = [0 if work.on_host else size for size in sizes]
+    if zero < 2:
+        reduced = [size * shards * work.reduce_item // MASTER for size in sizes]
+    elif work.layout.size("dp_replicate") > 1:  # sums of a part of the ranks, in the dtype they are made in
+        reduced = [size * work.reduce_item // MASTER for size in sizes]
+    else:
+        reduced = done
+    found: tuple[int, int] = (0, 0)
+    for its in states(work.parallelism, pp_rank, count, zero == 3):
+        gradients = sum(reduced[place] for place in its.reduced) + sum(done[place] for place in its.done)
+        found = max(found, (mine + sum(gathered[place] for place in its.gathered), gradients), key=sum)
+    parameters, gradients = max(found, (mine, updating), key=sum)
+    return parameters, gradients, moments_bytes(work, held)
 
 
-def _activations(work: Workload, held: list[Stage], passes: list[Pass], tp_rank: int) -> int:
-    """The most that the passes of a step take at once. `there`: what each stage's last reduction has left; `left`: the
-    backward passes that each stage has before it."""
-    sizes, level = Sizes.of(work), 0
-    taken = {stage.number: passes_of(work, stage, sizes, tp_rank) for stage in held}
-    carried = {
-        stage.number: Groups.of(work, stage, final=True).carried(splits_backward(work.parallelism)) for stage in held
-    }
-    numbers = {stage.number for stage in held}
-    there, left = dict.fromkeys(numbers, 0), dict.fromkeys(numbers, work.micro_batches)
-    top = 0
-    for kind, number, micro_batch in passes:
-        left[number] -= kind in "BW"
-        name = "first" if kind == "F" and micro_batch == 0 else kind if left[number] or kind in "FI" else f"last {kind}"
-        each = taken[number][name]
-        top = max(top, level + each.most)
-        if each.reducing is not None:
-            top, level = max(top, level - there[number] + each.reducing), level - there[number]
-            there[number] = carried[number] if left[number] else 0
-            level += there[number]
-        level += each.left
-        level += _messages(work, kind, number, numbers) * sizes.slice
+def _activations(work: Workload, held: list[Stage], sizes: Sizes, rank: tuple[int, int], shared: Shared) -> int:
+    """The most that the passes of a step take at once. `rank`: of the pipeline, and of the tensor axis."""
+    numbers, (pp_rank, tp_rank) = {stage.number for stage in held}, rank
+    read = _read(work)
+    peaks, changes = list[int](), list[int]()
+    for stage in held:
+        key = (stage.layers, stage.first, stage.last, tp_rank, *read)
+        if key not in shared:
+            shared[key] = _passes(work, stage, sizes, tp_rank)
+        sent = {kind: _messages(work, kind, stage.number, numbers) * sizes.slice for kind in "FIBW"}
+        peaks += [peak for peak, _ in shared[key]]
+        changes += [change + sent[name[-1]] for name, (_, change) in zip(NAMES, shared[key], strict=True)]
+    passes = codes(work.parallelism, pp_rank, work.micro_batches)
+    levels = accumulate(map(changes.__getitem__, passes), initial=0)
+    top = max(0, *map(add, levels, map(peaks.__getitem__, passes)))
     ends = [stage for stage in held if stage.first or stage.last]
     if work.layout.size("pp") > 1 and work.model.tied_embeddings and len(ends) == 1:
         table = ends[0].others[0 if ends[0].first else -1]
         top = max(top, 2 * table.shard(work.layout.size("dp_shard")) * MASTER)
     return top + _buffers(work, held, sizes)
+
+
+def _read(work: Workload) -> tuple[object, ...]:
+    """What `_passes` reads of a layout, beside the stage."""
+    config, layout = work.parallelism, work.layout
+    degrees = layout.size("tp"), layout.context, layout.size("dp_shard"), work.sharded
+    how = config.zero, config.sequence, config.activation_checkpointing, splits_backward(config)
+    return *degrees, *how, work.micro_batch_size, work.micro_batches == 1
+
+
+def _passes(work: Workload, stage: Stage, sizes: Sizes, tp_rank: int) -> list[tuple[int, int]]:
+    """Each kind of pass of a stage: the most that it takes beyond what was there, and by how much it changes that."""
+    carried = Groups.of(work, stage).carried(splits_backward(work.parallelism))
+    taken = passes_of(work, stage, sizes, tp_rank)
+    return [_pass(taken, name, carried) for name in NAMES]
+
+
+def _pass(taken: dict[str, Taken], name: str, carried: int) -> tuple[int, int]:
+    """One of them. `carried`: what a reduction leaves until the stage's next one begins."""
+    when, _, kind = name.rpartition(" ")
+    last = kind != "F" and when in ("last", "only")
+    each = taken.get("first" if name == "first F" else f"last {kind}" if last else kind)
+    if each is None:  # the schedule has no such passes
+        return 0, 0
+    if each.reducing is None:
+        return each.most, each.left
+    before = 0 if when in ("first", "only") else carried
+    return max(each.most, each.reducing - before), each.left + (0 if last else carried) - before
 
 
 def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> int:

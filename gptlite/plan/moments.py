@@ -26,7 +26,7 @@ def moments_bytes(work: Workload, held: list[Stage]) -> int:
     """All in fp32, a count of steps too, which each parameter has but for Lion, SGD and Muon's matrices."""
     shards = work.layout.size("dp_shard")
     parameters = [parameter for stage in held for parameter in stage.parameters()]
-    elements = sum(parameter.shard(shards) for parameter in parameters)
+    elements = sum(stage.sharded(shards) for stage in held)
     if work.parallelism.offload is Offload.nvme:
         counts = MASTER * len(parameters) * isinstance(work.optimizer, AdamWConfig | AdamConfig)
         return buffers_bytes(work, parameters) + counts

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import head_flops, layer_flops
 from gptlite.ops.config import Attention
-from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank, stages_per_rank
 from gptlite.plan.workload import Workload
+
+Alike = tuple[tuple[int, ...], bool, bool]  # layers of a rank's stages, whether the model's ends are among them
 
 
 class Parameter(NamedTuple):
@@ -61,19 +65,51 @@ class Stage:
         """All of them."""
         return [*self.others, *self.block * self.layers]
 
+    def sharded(self, shards: int, others: bool = False) -> int:
+        """Elements of a shard of all of them, as long as the longest, or of the `others` alone."""
+        return shard_elements(self.others, shards) + (0 if others else self.layers * shard_elements(self.block, shards))
+
 
 def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
     """The stages of a pipeline rank, first to last."""
     model, config = work.model, work.parallelism
     total, tensor = num_stages(config), work.layout.size("tp")
-    layers = split_layers(model.num_layers, total, layer_flops(model), head_flops(model))
+    layers = cut(work).layers
     block = block_parameters(model, tensor)
     found = []
     for number in stages_of_rank(config, pp_rank):
         first, last = number == 0, number == total - 1
-        others = tuple(_others(model, tensor, tp_rank, first, last))
+        others = tuple(_others(model, tensor, tp_rank, first, last)) if first or last else ()
         found.append(Stage(number, len(layers[number]), block, others, first, last))
     return found
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a pipeline divides a model: the layers of each stage, the stages of each rank, the kind of each rank, and the
+    first rank of each kind. Ranks of a kind hold as many layers and the same ends, so they do the same work."""
+
+    layers: tuple[range, ...]
+    stages: tuple[tuple[int, ...], ...]
+    kinds: tuple[Alike, ...]
+    first: dict[Alike, int]
+
+
+def cut(work: Workload) -> Cut:
+    """How the pipeline of a layout divides its model."""
+    model, config = work.model, work.parallelism
+    costs = layer_flops(model), head_flops(model)
+    return _cut(model.num_layers, config.pipeline, stages_per_rank(config), config.schedule, *costs)
+
+
+@lru_cache(maxsize=1024)
+def _cut(num_layers: int, pipeline: int, virtual: int, schedule: str, layer_cost: float, head_cost: float) -> Cut:
+    config = ParallelismConfig(pipeline=pipeline, schedule=schedule, virtual_stages=virtual)
+    # As model/parallelize.py cuts them.
+    layers = tuple(split_layers(num_layers, num_stages(config), layer_cost, head_cost))
+    held = tuple(tuple(stages_of_rank(config, rank)) for rank in range(pipeline))
+    kinds = tuple((tuple(len(layers[stage]) for stage in its), 0 in its, len(layers) - 1 in its) for its in held)
+    return Cut(layers, held, kinds, {kind: kinds.index(kind) for kind in kinds})
 
 
 def block_parameters(model: GPTConfig, tensor: int) -> tuple[Parameter, ...]:
@@ -108,7 +144,13 @@ def _others(model: GPTConfig, tensor: int, tp_rank: int, first: bool, last: bool
 
 def padded(parameters: Iterable[Parameter], shards: int) -> int:
     """Elements of a gathered group: equal shards of each parameter, whatever their padding."""
-    return shards * sum(parameter.shard(shards) for parameter in parameters)
+    return shards * shard_elements(tuple(parameters), shards)
+
+
+@lru_cache(maxsize=1024)
+def shard_elements(parameters: tuple[Parameter, ...], shards: int) -> int:
+    """Elements of a shard of each parameter, as long as the longest."""
+    return sum(parameter.shard(shards) for parameter in parameters)
 
 
 def fused(work: Workload) -> bool:

@@ -24,6 +24,7 @@ PARTS = {"compute": "#2460a7", "communication": "#d1602a", "bubble": "#d9dde3", 
 MEMORY = {"parameters": "#2460a7", "gradients": "#6f9f58", "optimizer": "#e0b64c", "activations": "#d1602a"}
 PASSES = {"F": "#2460a7", "B": "#6f9f58", "I": "#6f9f58", "W": "#e0b64c"}
 PASS_WORDS = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backward: weights"}
+EQUAL = "#f1ead6"  # the span of the planner's error
 NAME_WIDTH, TITLE_WIDTH = 44, 110  # signs
 SHOWN_RANKS = 32  # of a pipeline; more are lines too thin to see
 
@@ -42,9 +43,20 @@ def _styled(draw: Callable[P, Path]) -> Callable[P, Path]:
 
 
 @_styled
-def draw_plan(candidates: Sequence[Candidate], names: Sequence[str], limit: float, title: str, out: Path) -> Path:
-    """Bars of each layout's step, by part, and of its fullest rank's memory, with the limit in bytes. Returns `out`."""
-    figure = _figure(13, 2.2 + 0.48 * len(candidates))
+def draw_plan(
+    candidates: Sequence[Candidate],
+    names: Sequence[str],
+    limit: float,
+    equal: float,
+    title: str,
+    notes: Sequence[str],
+    out: Path,
+) -> Path:
+    """Bars of each layout's step, by part, and of its fullest rank's memory, with the limit in bytes. Returns `out`.
+
+    Steps of up to `equal` seconds lie in the planner's error of the fastest; `notes` are lines below the bars.
+    """
+    figure = _figure(13, 2.8 + 0.48 * len(candidates))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.35, 1))
     rows = range(len(candidates))
     steps = [[getattr(each.prediction, f"{part}_seconds") for part in PARTS] for each in candidates]
@@ -53,16 +65,17 @@ def draw_plan(candidates: Sequence[Candidate], names: Sequence[str], limit: floa
         mfu = "" if each.prediction.mfu is None else f", MFU {each.prediction.mfu:.0%}"
         words = f" {each.prediction.tokens_per_second:,.0f} tok/s{mfu}"
         left.text(sum(steps[row]), row, words, va="center", fontsize=8, color=INK)
+    left.axvspan(sum(steps[0]), equal, color=EQUAL, zorder=0)
     left.set_xlim(0, 1.32 * max(map(sum, steps)))
     left.set_yticks(list(rows), [textwrap.fill(name, NAME_WIDTH) for name in names], fontsize=8)
     left.tick_params(axis="y", labelcolor=INK)
     left.invert_yaxis()
-    left.set_xlabel("seconds a step, predicted")
+    left.set_xlabel("seconds a step, predicted; shaded: equal to the first within the planner's error")
     memory = [[getattr(each.prediction.memory, part) / 2**30 for part in MEMORY] for each in candidates]
     _bars(right, memory, MEMORY)
     right.axvline(limit / 2**30, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     right.set_xlabel("GiB on the fullest rank; dashed: what there is")
-    return _saved(figure, title, out)
+    return _saved(figure, title, out, notes)
 
 
 @_styled
@@ -146,9 +159,11 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _saved(figure: Figure, title: str, out: Path) -> Path:
+def _saved(figure: Figure, title: str, out: Path, notes: Sequence[str] = ()) -> Path:
     with replacing(out) as file:
         figure.suptitle(textwrap.fill(title, TITLE_WIDTH), x=0.01, ha="left", fontsize=11, weight="bold", color=INK)
+        if notes:
+            figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=9, color=INK)
         for axes in figure.axes:
             axes.xaxis.label.set_color(FAINT)
         figure.savefig(file, format="png")

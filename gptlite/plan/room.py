@@ -12,6 +12,7 @@ from gptlite.plan.tape import MASTER
 from gptlite.plan.workload import RankBytes, Workload
 
 GIB = 2**30
+MEMORY_ERROR = 0.05  # of `memory.most`, on 64 layouts of up to eight real ranks (docs/planner_memory.md)
 
 
 def rank_memory(cluster: ClusterConfig, world: int) -> float:

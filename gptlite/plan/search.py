@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
-from gptlite.parallelism.layout import SCHEDULES, divisors, resolve
+from gptlite.parallelism.layout import SCHEDULES, ScheduleRule, divisors, resolve
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.config import ClusterConfig
-from gptlite.plan.cost import predict
+from gptlite.plan.cost import Shared, predict_shared
+from gptlite.plan.memory import Shared as MemoryShared
 from gptlite.plan.memory import most
 from gptlite.plan.room import least_bytes, state_too_large, too_large
 from gptlite.plan.workload import Prediction, RankBytes, Workload
@@ -22,7 +23,10 @@ WANTED = 30  # kinds of layouts that fit, of those with other degrees or another
 ASKED = 300  # layouts that are counted exactly where nothing fits, to say how little would do
 SHORTEST_CHUNK = 1024  # positions: with shorter ones another axis divides the same work for less traffic
 UNKNOWN = (0, RankBytes(0, 0, 0, 0))  # the memory of a layout that has only been timed
-VIRTUAL_STAGES = (2, 3, 4)  # for schedules that take any number
+UNEVEN_STAGES = (2, 3, 4)  # a rank, looked at where they do not divide its layers as well: the head weighs some layers
+# Of a predicted step. `cost.predict` with constants from data sheets, against runs that it was not fitted to: within 8%
+# for llm.c, FlashAttention and Megatron-LM (docs/planner_published.md, "Unseen"; tests/plan/test_published.py).
+ERROR = 0.08
 Refuses = Callable[[ParallelismConfig, int], str]
 Progress = Callable[[int, int], None]
 
@@ -114,7 +118,7 @@ def _offloads(base: ParallelismConfig, cluster: ClusterConfig) -> Iterator[Paral
 
 
 def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progress) -> Found:
-    found, timed = Found(), list[Candidate]()
+    found, timed, shared = Found(), list[Candidate](), Shared()
     least, thriftiest = math.inf, list[Workload]()
     for work, reason in workloads(space, cluster, world, progress):
         found.tried += 1
@@ -129,7 +133,7 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
         if too_much := state_too_large(work, cluster, world):
             found.prune("does not fit", too_much)
             continue
-        timed.append(Candidate(work, predict(work, cluster, UNKNOWN)))
+        timed.append(Candidate(work, predict_shared(work, cluster, UNKNOWN, shared)))
     if not thriftiest:
         reason = found.examples.get("illegal", "no layout has that many ranks")
         raise ConfigError(f"no layout of {world} ranks is legal: {reason}")
@@ -143,12 +147,12 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
 
 def _keep_fitting(found: Found, timed: Sequence[Candidate], cluster: ClusterConfig, world: int) -> None:
     """Moves the fastest that fit into `found`, until there are WANTED kinds of them."""
-    kinds = set()
+    kinds, shared = set(), MemoryShared()
     for index, each in enumerate(timed):
         if len(kinds) == WANTED:
             found.slower = len(timed) - index
             return
-        rank, memory = most(each.work)
+        rank, memory = most(each.work, shared)
         if found.smallest is None or memory.total < found.smallest[0].total:
             found.smallest = memory, each.work
         if too_much := too_large(each.work, memory, cluster, world):
@@ -166,8 +170,19 @@ def _smallest(works: Sequence[Workload]) -> tuple[RankBytes, Workload]:
         recomputes = work.parallelism.activation_checkpointing is ActivationCheckpointing.full
         return work.micro_batch_size, not recomputes, -work.parallelism.zero
 
-    asked = [(most(work)[1], work) for work in sorted(works, key=thrift)[:ASKED]]
+    shared = MemoryShared()
+    asked = [(most(work, shared)[1], work) for work in sorted(works, key=thrift)[:ASKED]]
     return min(asked, key=lambda each: each[0].total)
+
+
+def equal_seconds(found: Found) -> float:
+    """The longest step that the error of a prediction cannot tell from the fastest."""
+    return found.ranked[0].prediction.step_seconds * (1 + ERROR)
+
+
+def equals(found: Found) -> list[Candidate]:
+    """The candidates with no longer a step than that."""
+    return [each for each in found.ranked if each.prediction.step_seconds <= equal_seconds(found)]
 
 
 def distinct(found: Found, count: int) -> list[Candidate]:
@@ -230,7 +245,7 @@ def _ways(degrees: ParallelismConfig, space: Space, node: int) -> Iterator[Paral
     """How layouts of these degrees can be run."""
     fixed = space.fixed
     sequences = [False, True] if degrees.tensor > 1 else [False]
-    for schedule, virtual in _schedules(degrees, fixed):
+    for schedule, virtual in _schedules(degrees, fixed, space.work.model.num_layers):
         for zero, copies in _zeros(degrees, fixed, node):
             for sequence in [degrees.sequence] if "sequence" in fixed else sequences:
                 for mode in _recomputations(degrees, fixed):
@@ -245,7 +260,7 @@ def _ways(degrees: ParallelismConfig, space: Space, node: int) -> Iterator[Paral
                     )
 
 
-def _schedules(degrees: ParallelismConfig, fixed: frozenset[str]) -> list[tuple[str, int | None]]:
+def _schedules(degrees: ParallelismConfig, fixed: frozenset[str], layers: int) -> list[tuple[str, int | None]]:
     if degrees.pipeline == 1:
         return [("1f1b", None)]  # nothing to schedule
     names = [degrees.schedule] if "schedule" in fixed else list(SCHEDULES)
@@ -256,8 +271,20 @@ def _schedules(degrees: ParallelismConfig, fixed: frozenset[str]) -> list[tuple[
         elif SCHEDULES[name].fixed:
             found.append((name, None))
         else:
-            found += [(name, count) for count in VIRTUAL_STAGES]
+            found += [(name, count) for count in _virtual_stages(SCHEDULES[name], layers, degrees.pipeline)]
     return found
+
+
+def _virtual_stages(its: ScheduleRule, layers: int, ranks: int) -> list[int]:
+    """How many stages a rank may hold: all numbers that divide its layers, and the small ones that leave stages uneven.
+
+    A single one is 1F1B again, but for a schedule that splits backward passes.
+    """
+    most = layers // ranks
+    even = divisors(most) if layers % ranks == 0 else []
+    counts = {*even, *(count for count in UNEVEN_STAGES if count <= most), *([1] if its.splits_backward else [])}
+    # Where there are no layers for two, the check's own words say so.
+    return sorted(count for count in counts if count > 1 or its.splits_backward) or [its.virtual]
 
 
 def _zeros(degrees: ParallelismConfig, fixed: frozenset[str], node: int) -> list[tuple[int, int]]:

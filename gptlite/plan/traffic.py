@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from gptlite.models.gpt.config import Activation
 from gptlite.ops.config import logit_rows
-from gptlite.parallelism.layout import num_stages, splits_backward, stages_of_rank
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.layout import num_stages, rule, splits_backward, stages_of_rank, stages_per_rank
 from gptlite.plan.parameters import Stage, fused, padded, stages
 from gptlite.plan.timeline import order
 from gptlite.plan.workload import Transfer, Workload
@@ -43,17 +45,41 @@ def transfers(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Transfer]:
     shards are the longest. Compiled blocks gather less under sequence and context parallelism than is counted here.
     """
     found, held = _Sum(), stages(work, pp_rank, tp_rank)
+    _inside(found, work, held)
+    _outside(found, work, held)
+    for stage in held:
+        _pipeline(found, work, stage, pp_rank)
+    return found.transfers()
+
+
+def inside_layers(work: Workload, held: list[Stage]) -> list[Transfer]:
+    """Those of `transfers` that passes wait for inside of their layers: along the tensor and the context axis."""
+    found = _Sum()
+    _inside(found, work, held)
+    return found.transfers()
+
+
+def outside_layers(work: Workload, held: list[Stage]) -> list[Transfer]:
+    """Those of `transfers` along the data axes, and those that a step makes once."""
+    found = _Sum()
+    _outside(found, work, held)
+    return found.transfers()
+
+
+def _inside(found: _Sum, work: Workload, held: list[Stage]) -> None:
     for stage in held:
         _tensor(found, work, stage)
         _context(found, work, stage)
+
+
+def _outside(found: _Sum, work: Workload, held: list[Stage]) -> None:
+    for stage in held:
         _data(found, work, stage)
-        _pipeline(found, work, stage, pp_rank)
         _sliced(found, work, stage)
     _ends(found, work, held)
     for axis in ("dp_replicate", "dp_shard"):
         found.add(axis, "all_reduce", work.layout.size(axis), VALID, "step")
     found.add("world", "all_reduce", work.layout.world_size, SETTLED, "step")
-    return found.transfers()
 
 
 def _tensor(found: _Sum, work: Workload, stage: Stage) -> None:
@@ -159,20 +185,35 @@ def gathered(work: Workload, stage: int, block: bool) -> dict[str, int]:
     """
     if work.parallelism.zero < 3:
         return {"forward": 1}
-    counts, there = {"forward": 0, "backward": 0}, False
-    for kind in _passes(work, stage):
-        if kind == "I" and stage == 0:  # nothing to compute: nobody wants the gradient of tokens
-            continue
-        counts["forward" if kind == "F" else "backward"] += not there
-        there = kind == "F" and not block
-    return counts
-
-
-def _passes(work: Workload, stage: int) -> list[str]:
-    """The kinds of a stage's passes in a step, in their order."""
     config = work.parallelism
-    rank = next(rank for rank in range(config.pipeline) if stage in stages_of_rank(config, rank))
-    return [kind for kind, number, _ in order(config, rank, work.micro_batches) if number == stage]
+    rank = stage % config.pipeline
+    if config.pipeline > 1 and rule(config).v_shape:
+        rank = min(stage, num_stages(config) - 1 - stage)
+    counts = _gathers(config.schedule, config.pipeline, stages_per_rank(config), rank, work.micro_batches)
+    return dict(zip(("forward", "backward"), counts[stage, block], strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _gathers(
+    schedule: str, pipeline: int, virtual: int, rank: int, micro_batches: int
+) -> dict[tuple[int, bool], tuple[int, int]]:
+    """How often each stage of a rank gathers, forward and backward: its blocks (True) and its other parameters (False).
+
+    The order of a schedule's passes takes long to lay out and is the same for all layouts that run it.
+    """
+    config = ParallelismConfig(pipeline=pipeline, schedule=schedule, virtual_stages=virtual)
+    kinds: dict[int, list[str]] = {stage: [] for stage in stages_of_rank(config, rank)}
+    for kind, stage, _ in order(config, rank, micro_batches):
+        if kind != "I" or stage > 0:  # nothing to compute: nobody wants the gradient of tokens
+            kinds[stage].append(kind)
+    counts = {}
+    for stage, passes in kinds.items():
+        backward = sum(kind != "F" for kind in passes)
+        counts[stage, True] = len(passes) - backward, backward  # freed after each pass
+        # The others are there from a forward pass to the end of the next backward one.
+        fresh = [kind for before, kind in zip(["B", *passes], passes, strict=False) if before != "F"]
+        counts[stage, False] = fresh.count("F"), len(fresh) - fresh.count("F")
+    return counts
 
 
 def _pipeline(found: _Sum, work: Workload, stage: Stage, pp_rank: int) -> None:

@@ -9,10 +9,13 @@ from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import resolve
+from gptlite.plan import traffic, walk
+from gptlite.plan.cost import predict
 from gptlite.plan.memory import most
 from gptlite.plan.offload import file_bytes
 from gptlite.plan.room import rank_memory
-from gptlite.plan.search import distinct, layouts, search, workloads
+from gptlite.plan.search import ERROR, distinct, equals, layouts, search, workloads
+from gptlite.plan.timeline import order
 from gptlite.planning import apply, chosen, fixed_keys, make_plan, overrides, space_of, too_small
 
 MODEL = ["data=synthetic", "model.num_layers=4", "model.num_heads=8", "model.d_model=256", "model.sequence_length=128"]
@@ -50,6 +53,68 @@ def test_every_combination_of_degrees_is_looked_at_once():
     assert {each.schedule for each in found if each.pipeline > 1} == {
         *("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
     }
+
+
+@pytest.mark.parametrize(
+    ("layers", "counts"),
+    [
+        (24, {2: {2, 3, 4, 6, 12}, 4: {2, 3, 4, 6}}),  # 4 leaves stages of one layer and of two
+        (10, {2: {2, 3, 4, 5}, 4: {2}}),
+        (4, {4: {2}}),  # which the checks refuse in words
+    ],
+)
+def test_all_virtual_stages_that_divide_are_looked_at(layers, counts):
+    config = config_of(f"model.num_layers={layers}")
+    found = list(layouts(space_of(config, config.cluster, fixed_keys(config)), config.cluster, 4))
+    for pipeline, expected in counts.items():
+        split = {1} | {count for count in expected if count * pipeline <= layers}  # one is ZB-H1, or else 1F1B
+        for schedule, stages in (("interleaved_1f1b", expected), ("zero_bubble", split)):
+            its = (each for each in found if (each.pipeline, each.schedule) == (pipeline, schedule))
+            assert {each.virtual_stages for each in its} == stages, (pipeline, schedule)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("model.num_layers=8",),
+        ("model.num_layers=9", "parallelism.bucket_layers=2", "model.tied_embeddings=false", "model.dropout=0.1"),
+        ("parallelism.offload=cpu", "model.sequence_length=4096", "data.sequence_length=4096"),
+        ("model.num_layers=8", "cluster.devices_per_node=2", "cluster.nodes=4", "parallelism.tensor=1"),  # HSDP
+    ],
+)
+def test_what_layouts_share_changes_no_number(given):
+    """Each candidate of a search is priced as if it were alone."""
+    config = config_of(*given)
+    world = (config.cluster.nodes or 1) * (config.cluster.devices_per_node or 1)
+    found = search(space_of(config, config.cluster, fixed_keys(config)), config.cluster, world)
+    assert len(found.ranked) > 90
+    for each in found.ranked:
+        assert each.prediction == predict(each.work, config.cluster), each.words
+
+
+def test_a_schedule_is_laid_out_once_not_for_each_layout(plan, monkeypatch):
+    laid_out = []
+
+    def counted(config, rank, micro_batches):
+        laid_out.append((config.schedule, config.pipeline, config.virtual_stages, rank, micro_batches))
+        return order(config, rank, micro_batches)
+
+    for module in (walk, traffic):
+        monkeypatch.setattr(module, "order", counted)
+    for cache in (walk._codes, walk._states, traffic._gathers):
+        cache.cache_clear()
+    found = make_plan(plan.config, log=silent).found
+    assert max(Counter(laid_out).values()) <= 2  # for time, and for memory
+    assert len(laid_out) < len(found.ranked) / 2
+    assert found.ranked == plan.found.ranked
+
+
+def test_equals_are_within_the_error_of_the_fastest(plan):
+    alike, first = equals(plan.found), plan.best.prediction.step_seconds
+    assert alike == plan.found.ranked[: len(alike)]
+    assert 1 < len(alike) < len(plan.found.ranked)
+    assert alike[-1].prediction.step_seconds <= (1 + ERROR) * first
+    assert plan.found.ranked[len(alike)].prediction.step_seconds > (1 + ERROR) * first
 
 
 def test_tensor_parallelism_stays_inside_a_node():

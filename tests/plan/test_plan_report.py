@@ -1,0 +1,75 @@
+"""A report says how sure it is: which layouts are equal, what memory is to spare; and it fits 80 columns."""
+
+import json
+
+import pytest
+
+from gptlite.config import load
+from gptlite.plan.room import rank_memory
+from gptlite.plan.search import ERROR, distinct, equals
+from gptlite.plan_report import report, write
+from gptlite.planning import make_plan
+
+GIVEN = ["model=gpt3-xl", "data=synthetic", "cluster=dgx-h100", "data.global_batch_size=64"]
+
+
+def planned(*more):
+    config = load(["parallelism=auto", *GIVEN, *more])
+    config.run.overrides = [*GIVEN, *more]
+    return make_plan(config, log=lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return planned()
+
+
+def shown(plan, top=30):
+    return report(plan, top).split("train the best with")[0].splitlines()
+
+
+def words_of(plan):
+    return " ".join(" ".join(shown(plan)).split())
+
+
+def test_a_report_fits_80_columns(plan):
+    assert max(map(len, shown(plan))) == 80
+
+
+def test_equal_layouts_are_marked_and_counted(plan):
+    rows = [line.split() for line in shown(plan) if line[:2].strip().isdigit()]
+    marked = [row[1] == "=" for row in rows]
+    alike, kinds = equals(plan.found), distinct(plan.found, 30)
+    last = plan.best.prediction.step_seconds * (1 + ERROR)
+    assert marked == [each.prediction.step_seconds <= last for each in kinds]
+    assert 0 < sum(marked) < len(marked)
+    words = words_of(plan)
+    assert f"{len(alike)} layouts, of {sum(marked)} combinations of degrees and ZeRO stage, are equal within" in words
+    assert f"error of {ERROR:.0%}; the first is the fastest predicted; = marks them" in words
+
+
+def test_a_single_layout_has_no_equals():
+    alone = planned("parallelism.data=8", "parallelism.zero=1", "data.micro_batch_size=1", "parallelism.sequence=false",
+                    "parallelism.activation_checkpointing=none", "parallelism.dp_replicate=1")  # fmt: skip
+    assert "none: all others are slower by more than the planner's error of 8%" in " ".join(
+        " ".join(shown(alone)).split()
+    )
+
+
+def test_memory_to_spare_is_that_of_the_pick(plan):
+    total, limit = plan.best.prediction.memory.total, rank_memory(plan.cluster, 8)
+    words = words_of(plan)
+    there = f"{total / 2**30:.1f} GiB predicted of {limit / 2**30:.1f} on the fullest rank"
+    assert f"{there}, {1 - total / limit:.1%} to spare" in words
+    assert ("may be off" in words) == (total > 0.95 * limit)
+    tight = planned(f"cluster.memory_gib={1.02 * total / 2**30 + 2}")
+    assert "to spare: less than the 5% that a prediction may be off" in words_of(tight)
+
+
+def test_the_files_have_the_uncertainty_too(plan, tmp_path):
+    files = write(plan, tmp_path, 5)
+    whole = json.loads(files[-1].read_text())
+    assert whole["error"] == ERROR
+    assert whole["equal"] == len(equals(plan.found))
+    assert whole["memory_limit"] == rank_memory(plan.cluster, 8)
+    assert whole["layouts"][0]["equal"] is True

@@ -1,0 +1,64 @@
+"""The two forms of an order that memory walks through hold what the order says."""
+
+from gptlite.parallelism.layout import stages_of_rank
+from gptlite.plan.timeline import order
+from gptlite.plan.traffic import _gathers
+from gptlite.plan.walk import NAMES, Held, codes, states
+from plan.test_timeline import CASES, config
+
+
+def every():
+    for schedule, ranks, virtual, count in CASES:
+        layout = config(schedule, ranks, virtual)
+        for rank in {0, 1, ranks - 1}:
+            yield layout, rank, count, order(layout, rank, count)
+
+
+def test_codes_are_the_order():
+    for layout, rank, count, passes in every():
+        mine = stages_of_rank(layout, rank)
+        found = [(mine[code // len(NAMES)], NAMES[code % len(NAMES)]) for code in codes(layout, rank, count)]
+        assert [(stage, name[-1]) for stage, name in found] == [(stage, kind) for kind, stage, _ in passes]
+        for (_, name), (kind, _, number) in zip(found, passes, strict=True):
+            if kind in "BW":
+                assert name.startswith(("first ", "only ")) == (number == 0)
+                assert name.startswith(("last ", "only ")) == (number == count - 1)
+            assert (name == "first F") == (kind == "F" and number == 0)
+
+
+def test_states_are_those_of_every_backward_pass():
+    for layout, rank, count, passes in every():
+        place = {stage: index for index, stage in enumerate(stages_of_rank(layout, rank))}
+        for frees in (False, True):
+            assert set(states(layout, rank, count, frees)) == set(walked(passes, place, count, frees))
+
+
+def walked(passes, place, count, frees):
+    """One backward pass after the other."""
+    there, done = set(), dict.fromkeys(place.values(), 0)
+    for kind, stage, _ in passes:
+        mine = place[stage]
+        computes = kind in "FBW" or stage > 0  # nobody wants the gradient of tokens
+        if kind == "F" or (frees and (kind in "BI" if stage > 0 else kind in "BW")):
+            there.add(mine)
+        if kind == "F" or not computes:
+            continue
+        some = tuple(sorted(each for each, number in done.items() if 0 < number < count))
+        whole = tuple(sorted(each for each, number in done.items() if number == count))
+        yield Held(tuple(sorted(there)), some, whole)
+        done[mine] += kind != "I"
+        if frees or done[mine] == count:
+            there.discard(mine)
+
+
+def test_gathers_are_counted_pass_by_pass():
+    for layout, rank, count, passes in every():
+        found = _gathers(layout.schedule, layout.pipeline, layout.virtual_stages or 1, rank, count)
+        for stage in stages_of_rank(layout, rank):
+            kinds = [kind for kind, number, _ in passes if number == stage and (kind != "I" or stage > 0)]
+            for block in (True, False):
+                counts, there = {True: 0, False: 0}, False
+                for kind in kinds:
+                    counts[kind == "F"] += not there
+                    there = kind == "F" and not block
+                assert found[stage, block] == (counts[True], counts[False])
