@@ -19,8 +19,8 @@ from gptlite.precision import cpu_flags
 NO_CROSSED = {axis: values[0] for axis, values in AXES.items() if axis not in CROSSED_AXES}
 
 
-# A known gap, of every version since e6369ae, on CPUs that multiply bf16 by AVX-512 alone: in step 5 a fused QKV bias is
-# off by 0.68 of a learning rate, and 0.65 is allowed. A third of it, the keys', has no gradient but rounding.
+# A known gap, of every version since e6369ae, on CPUs that multiply bf16 by AVX-512 alone: in step 5 a fused QKV bias
+# is off by 0.68 of a learning rate, and 0.65 is allowed. A third of it, the keys', has no gradient but rounding.
 OFF_BY_KEYS = "tp1-pp2-cp4-zbv-dp1-zero1-acc4-untied-uneven-bf16-cpu"
 AVX512_ALONE = "avx512_bf16" in cpu_flags() and "amx_bf16" not in cpu_flags()
 
