@@ -10,13 +10,14 @@ from gptlite.config import Config
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.metrics.console import banner, format_bytes, format_count, table
-from gptlite.models.gpt.flops import num_parameters
+from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.parallelism.layout import Layout, resolve
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import this_machine
 from gptlite.plan.memory import most
+from gptlite.plan.parameters import num_blocks, num_parameters, with_blocks
 from gptlite.plan.pictures import draw_largest, make_folder
 from gptlite.plan.room import rank_memory, too_large
 from gptlite.plan.search import Space, layouts
@@ -47,7 +48,7 @@ class Largest:
     @property
     def layers(self) -> int:
         """Of the model."""
-        return self.work.model.num_layers
+        return num_blocks(self.work.model)
 
 
 def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, list[Largest]]:
@@ -74,7 +75,7 @@ def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, lis
                 found[key] = best
     if not found:
         raise ConfigError(
-            f"no layout of cluster={cluster.name} fits one layer of {config.model.name}; try a smaller "
+            f"no layout of cluster={cluster.name} fits one layer of {_label(config)}; try a smaller "
             "data.sequence_length, or more memory"
         )
     return cluster, sorted(found.values(), key=lambda each: (-each.layers, each.memory.total))
@@ -86,7 +87,7 @@ def deepest(space: Space, work: Workload, cluster: ClusterConfig) -> Largest | N
 
     def at(layers: int) -> Largest | None:
         if layers not in fits:
-            its = replace(work, model=replace(work.model, num_layers=layers))
+            its = replace(work, model=with_blocks(work.model, layers))
             memory = most(its)[1]
             world = its.layout.world_size
             small = not too_large(its, memory, cluster, world)
@@ -116,7 +117,7 @@ def _thrifty(config: Config, cluster: ClusterConfig) -> Space:
         parallelism = replace(parallelism, schedule="1f1b", virtual_stages=None)
     keys = fixed | {"activation_checkpointing", "micro_batch_size", "schedule", "virtual_stages", "dp_replicate"}
     # As many layers as any pipeline has stages: how many there are is what is asked for.
-    model = replace(config.model, num_layers=MOST_LAYERS)
+    model = with_blocks(config.model, MOST_LAYERS)
     space = space_of(replace(config, parallelism=parallelism, data=data, model=model), cluster, frozenset(keys))
     return replace(space, work=replace(space.work, layout=Layout()))
 
@@ -124,11 +125,12 @@ def _thrifty(config: Config, cluster: ClusterConfig) -> Space:
 def report(config: Config, cluster: ClusterConfig, found: list[Largest], top: int) -> str:
     """The banner, the table and the command that trains the largest."""
     model = found[0].work.model
+    spec = spec_of(model)
     each, nodes = cluster.devices_per_node or 1, cluster.nodes or 1
     limit = config.trainer.host_memory_limit
     held = f"{limit:g} GiB a rank (trainer.host_memory_limit)" if limit else f"{cluster.memory_gib:.3g} GiB"
     lines = [
-        ("width", f"{config.model.name}: d {model.d_model}, {model.num_heads} heads, vocabulary of {model.vocab_size}"),
+        ("model", f"{spec.label(model)}: {spec.words(model)}"),
         ("cluster", f"{cluster.name}: {nodes} x {each} {'cores' if cluster.device == 'cpu' else 'GPUs'} of {held}, "
                     f"{cluster.reserved_gib:g} GiB of it for libraries"),
         ("batch", f"{found[0].work.global_batch_size} sequences of {found[0].work.sequence_length}, "
@@ -148,8 +150,9 @@ def report(config: Config, cluster: ClusterConfig, found: list[Largest], top: in
 def train_command(config: Config, its: Largest) -> str:
     """The command line that trains a model in its layout."""
     words = train_overrides(config.run.overrides, its.work)
-    kept = [each for each in words if not each.startswith("model.num_layers=")]
-    return f"{command('train')} {shlex.join([*kept, f'model.num_layers={its.layers}'])}"
+    key = f"model.{spec_of(config.model).blocks_key}"
+    kept = [each for each in words if not each.startswith(f"{key}=")]
+    return f"{command('train')} {shlex.join([*kept, f'{key}={its.layers}'])}"
 
 
 def draw(config: Config, cluster: ClusterConfig, found: list[Largest], top: int, folder: Path) -> Path:
@@ -162,6 +165,10 @@ def draw(config: Config, cluster: ClusterConfig, found: list[Largest], top: int,
         [f"{each.layers}: {format_count(num_parameters(each.work.model))} parameters" for each in shown],
         [each.memory for each in shown],
         [each.room for each in shown],
-        f"The most layers of {config.model.name}'s width that fit {cluster.name}, {nodes} node{'s' * (nodes > 1)}",
+        f"The most layers of {_label(config)}'s width that fit {cluster.name}, {nodes} node{'s' * (nodes > 1)}",
         folder / "largest.png",
     )
+
+
+def _label(config: Config) -> str:
+    return spec_of(config.model).label(config.model)

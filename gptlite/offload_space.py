@@ -1,13 +1,11 @@
 """Whether the folder of `parallelism.offload=nvme` can hold the state of this machine's ranks, before they start."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
-from gptlite.config import Config
+from gptlite.config import Config, with_vocabulary
 from gptlite.errors import ConfigError
 from gptlite.files import unwritable
-from gptlite.models.gpt.config import GPTConfig
 from gptlite.ops.config import Attention
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout
@@ -34,13 +32,9 @@ def check_offload_space(config: Config, layout: Layout, here: int) -> None:
 
 
 def needed_bytes(config: Config, layout: Layout, here: int) -> int:
-    """Bytes of the files of the first `here` ranks; at least, where the vocabulary is not known yet. None of a model
-    that the planner does not know."""
-    if not isinstance(config.model, GPTConfig):
-        return 0
-    model = config.model if config.model.vocab_size else replace(config.model, vocab_size=1)
+    """Bytes of the files of the first `here` ranks; at least, where the vocabulary is not known yet."""
     work = Workload(
-        model=model,
+        model=with_vocabulary(config, 1).model,
         parallelism=config.parallelism,
         layout=layout,
         optimizer=config.optimizer,

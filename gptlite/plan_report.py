@@ -13,12 +13,13 @@ from gptlite.files import write_whole
 from gptlite.invocation import arguments
 from gptlite.invocation import command as written
 from gptlite.metrics.console import banner, format_bytes, format_count, format_duration, table
-from gptlite.models.gpt.flops import num_parameters
+from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, stage_seconds
 from gptlite.plan.offload import file_bytes
+from gptlite.plan.parameters import num_parameters
 from gptlite.plan.pictures import draw_plan, draw_timeline, make_folder
 from gptlite.plan.room import MEMORY_ERROR, rank_memory
 from gptlite.plan.search import ERROR, Candidate, distinct, equal_seconds, equals
@@ -37,8 +38,8 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
     ranked = distinct(plan.found, top)
     best = plan.best
     lines = [
-        ("model", f"{plan.config.model.name}: {format_count(num_parameters(best.work.model))} parameters, "
-                  f"vocabulary of {best.work.model.vocab_size}{f' (assumed: {plan.assumed})' * bool(plan.assumed)}"),
+        ("model", f"{_label(plan)}: {format_count(num_parameters(best.work.model))} parameters, "
+                  f"vocabulary of {_vocabulary(plan)}{f' (assumed: {plan.assumed})' * bool(plan.assumed)}"),
         ("cluster", _cluster_words(plan)),
         ("batch", f"{best.work.global_batch_size} sequences of {best.work.sequence_length}, {best.work.dtype}"),
         ("looked at", f"{plan.found.tried:,} layouts; of the fastest {len(plan.found.ranked):,} fit"),
@@ -92,7 +93,7 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
     make_folder(folder)
     ranked = distinct(plan.found, top)
     limit = _limit(plan)
-    title = f"{plan.config.model.name} on {_cluster_words(plan)}"
+    title = f"{_label(plan)} on {_cluster_words(plan)}"
     notes = [_equal_words(plan), f"memory of the first: {_memory_words(plan)}"]
     names = [_short(each) for each in ranked]
     files = [draw_plan(ranked, names, limit, equal_seconds(plan.found), title, notes, folder / "plan.png")]
@@ -107,7 +108,7 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
         }
         for each in ranked
     ]
-    vocabulary = {"vocabulary": plan.best.work.model.vocab_size, "vocabulary_assumed": plan.assumed or None}
+    vocabulary = {"vocabulary": _vocabulary(plan), "vocabulary_assumed": plan.assumed or None}
     uncertain = {"error": ERROR, "equal": len(equals(plan.found)), "memory_limit": limit}
     whole = {
         "cluster": asdict(plan.cluster),
@@ -182,6 +183,15 @@ def _memory_words(plan: Plan) -> str:
     spare = 1 - total / limit
     words = f"{total / 2**30:.1f} GiB predicted of {limit / 2**30:.1f} on the fullest rank, {spare:.1%} to spare"
     return f"{words}: less than the {MEMORY_ERROR:.0%} that a prediction may be off" if spare < MEMORY_ERROR else words
+
+
+def _label(plan: Plan) -> str:
+    return spec_of(plan.config.model).label(plan.config.model)
+
+
+def _vocabulary(plan: Plan) -> int | None:
+    model = plan.best.work.model
+    return spec_of(model).vocab_size(model)
 
 
 def _words(each: Candidate) -> str:

@@ -13,7 +13,7 @@ from gptlite.data.batches import batch_schedule
 from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
-from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.config import ModelConfig
 from gptlite.models.spec import spec_of
 from gptlite.ops.config import Attention, Implementation, OpsConfig
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
@@ -202,31 +202,29 @@ def planned_dtype(config: Config, cluster: ClusterConfig) -> str:
     return "bf16" if "bf16" in cluster.peak_tflops else "fp32"
 
 
-def planned_attention(ops: OpsConfig, model: GPTConfig, device: str) -> Attention:
+def planned_attention(ops: OpsConfig, model: ModelConfig, device: str) -> Attention:
     """The attention that a run's `ops=auto` would take there, a compiler assumed."""
     if ops.attention is not Attention.auto:
         return ops.attention
+    _, _, drops = spec_of(model).attention(model) or (0, 0, False)
     if device == "cuda":
-        return Attention.matmul if model.dropout else Attention.sdpa
+        return Attention.matmul if drops else Attention.sdpa
     reference = ops.implementation is Implementation.reference
-    return Attention.matmul if reference or model.dropout else Attention.fused
+    return Attention.matmul if reference or drops else Attention.fused
 
 
 def with_planned_vocabulary(config: Config, log: Log = print) -> tuple[Config, str]:
-    """The configuration with `model.vocab_size`, the data's where it is not given; and why that is a guess, or
-    nothing. Raises ConfigError for a model that the planner does not know."""
-    if not isinstance(config.model, GPTConfig):
-        name = spec_of(config.model).name
-        raise ConfigError(f"the planner knows no {name} model yet; give a layout yourself: parallelism=zero3, say")
-    if config.model.vocab_size is not None:
+    """The configuration with the model's vocabulary, the data's where it is not given; and why that is a guess, or
+    nothing."""
+    if spec_of(config.model).vocab_size(config.model) is not None:
         return config, ""
     found = find_vocabulary(config.data, log)
     return with_vocabulary(config, found.size), found.assumed
 
 
-def assumed_words(model: GPTConfig, assumed: str) -> str:
+def assumed_words(model: ModelConfig, assumed: str) -> str:
     """What follows a prediction whose vocabulary is a guess."""
-    return f"; vocabulary of {model.vocab_size} assumed: {assumed}" if assumed else ""
+    return f"; vocabulary of {spec_of(model).vocab_size(model)} assumed: {assumed}" if assumed else ""
 
 
 def too_small(config: Config, cluster: ClusterConfig, found: Found, world: int, log: Log, assumed: str = "") -> str:
@@ -236,7 +234,7 @@ def too_small(config: Config, cluster: ClusterConfig, found: Found, world: int, 
     missing = memory.total - rank_memory(limited(cluster, config, world), world)
     where = f"cluster={cluster.name} cluster.nodes={cluster.nodes or 1}"
     line = (
-        f"{config.model.name} does not fit {where}: of {found.tried} layouts the smallest "
+        f"{spec_of(config.model).label(config.model)} does not fit {where}: of {found.tried} layouts the smallest "
         f"({layout_words(work.parallelism, work.layout)}) takes {memory.total / 2**30:.1f} GiB on a rank, "
         f"{missing / 2**30:.1f} more than there are"
     )

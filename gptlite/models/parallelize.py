@@ -244,7 +244,11 @@ def _keep_for_both_halves() -> tuple[Any, Any]:
     return forward, KeptForAll(backward)
 
 
-def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+def is_kept(op: object) -> bool:
+    """Whether selective checkpointing keeps an op's result."""
     # Ours exist once the kernels are loaded; fp8 products have another name in each torch.
-    kept = op in KEPT or str(op).startswith(("gptlite.attention", "aten._scaled_mm", "torch_attn._varlen_attn"))
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return op in KEPT or str(op).startswith(("gptlite.attention", "aten._scaled_mm", "torch_attn._varlen_attn"))
+
+
+def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE

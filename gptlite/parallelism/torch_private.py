@@ -15,6 +15,8 @@ from torch._C import _autograd
 from torch._C._profiler import RecordScope, _EventType
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input
+from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 

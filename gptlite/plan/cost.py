@@ -1,29 +1,26 @@
-"""How long a step of a run takes, before it runs: products by their shapes, pointwise ops by their bytes, collectives
-by ring over the links they cross, the pipeline's bubble in closed form, and what of it hides behind what.
+"""How long a step of a run takes, before it runs: the model's ops by shapes and bytes, collectives by ring over the
+links they cross, the pipeline's bubble in closed form, and what of it hides behind what.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gptlite.models.gpt.flops import flops_per_token
-from gptlite.ops.config import Attention
+from gptlite.models.spec import spec_of
 from gptlite.optimizer.config import AdafactorConfig, AdamW8bitConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
-from gptlite.parallelism.layout import CONTEXT, splits_backward
+from gptlite.parallelism.layout import splits_backward
 from gptlite.plan.config import ClusterConfig
-from gptlite.plan.cost_block import Passes, Piece, Stack, Traffic, block, block_parameters, head
+from gptlite.plan.cost_block import ModelSeconds, Part, Passes, model_seconds, plain_profile
 from gptlite.plan.cost_device import Device, device_of, ranks_on_node, waiting_for_cores
 from gptlite.plan.cost_links import Links
 from gptlite.plan.cost_offload import offloaded
 from gptlite.plan.cost_pipeline import busy, pipeline_seconds
 from gptlite.plan.memory import most
-from gptlite.plan.parameters import Alike, Cut, cut, stages
-from gptlite.plan.traffic import inside_layers, outside_layers
-from gptlite.plan.workload import Prediction, RankBytes, Transfer, Workload
+from gptlite.plan.parameters import Alike, Cut, cut, num_blocks, stages
+from gptlite.plan.traffic import message_bytes, outside_layers
+from gptlite.plan.workload import Prediction, RankBytes, Workload
 
 DATA = ("dp_replicate", "dp_shard")
-WRITTEN_OUT = (Attention.matmul, Attention.fused_softmax)
-QUERY_BLOCK = 256  # queries that matmul attention takes at a time, see ops/attention.py
 # Bytes that the clipping and the update read and write for each parameter: Adam's in one kernel, those written here op
 # by op. What Muon multiplies and sends is left out.
 ADAM_UPDATE = 40
@@ -70,7 +67,7 @@ def predict_shared(work: Workload, cluster: ClusterConfig, memory: tuple[int, Ra
         bubble_seconds=whole - own,
         optimizer_seconds=update,
         tokens_per_second=tokens,
-        mfu=tokens * flops_per_token(work.model, work.sequence_length) / peak_flops(cluster, work.dtype, world),
+        mfu=tokens * flops_per_token(work) / peak_flops(cluster, work.dtype, world),
         memory=most_bytes,
         memory_rank=rank,
     )
@@ -101,50 +98,16 @@ def cost_per_billion_tokens(prediction: Prediction, cluster: ClusterConfig, worl
     return devices * cluster.dollars_per_device_hour * 1e9 / prediction.tokens_per_second / 3600
 
 
-def stack_of(work: Workload) -> Stack:
-    """Our own blocks, counted from model/gpt.py: norms (2 widths, with the residual 4), residual sums (3), biases.
-
-    Row-parallel biases are ops of their own (2 widths each), column-parallel ones too (6 of `heads`). Backward: norms 5
-    each, sums of gradients, GELU 3, biases. Gradients accumulate in fp32. Dropout reads, writes and keeps a mask.
-    """
-    cut, attention, drops = work.layout.size("tp") > 1, work.attention, work.model.dropout > 0
-    written = attention in WRITTEN_OUT
-    packed = attention is Attention.fused
-    mask = 2.5 if drops else 0.0
-    accumulated = 12 * (work.micro_batches - 1) / work.micro_batches + (0 if work.dtype == "fp32" else 6)
-    return Stack(
-        forward=Traffic(
-            width=9 + 4 * cut + 2 * mask,
-            heads=6 * cut + (0 if packed else 8 if written else 2),
-            inner=2,
-            scores=(2 + mask if written else 0) * _causal(work),
-            ops=14 + 4 * cut + 4 * written,
-        ),
-        backward=Traffic(
-            width=18 + 2 * mask,
-            heads=3 if packed else 9,
-            inner=4,
-            scores=((5 if work.sequence_length > QUERY_BLOCK else 3) + mask if written else 0) * _causal(work),
-            ops=26 + 4 * written,
-        ),
-        fused_attention=not written,
-        causal=_causal(work),
-        logit=8 * work.itemsize,
-        gradient=accumulated,
-        optimizer=UPDATE.get(type(work.optimizer), ADAM_UPDATE),
+def flops_per_token(work: Workload) -> float:
+    """FLOPs of a token, forward and backward, recomputation left out: by the model's own count, else by its ops."""
+    blocks, its = num_blocks(work.model), plain_profile(work)
+    if (found := spec_of(work.model).flops(work.model, work.sequence_length)) is not None:
+        return blocks * found[0] + found[1]
+    ends, block = (
+        sum(op.flops for segment in segments for op in segment.ops)
+        for segments in ((its.begin, its.begin_back, its.end, its.end_back), (its.block, its.block_back))
     )
-
-
-def _causal(work: Workload) -> float:
-    """Share of the scores that attention computes."""
-    ranks = work.layout.context
-    # Of a chunk's queries nobody computes what comes after the chunk; a mask that is given hides the rest of it.
-    boxes = (1 + 1 / (2 * ranks)) / 2
-    if work.attention is Attention.fused_softmax:
-        return 1.0 if ranks == 1 else boxes
-    if work.attention is Attention.matmul:
-        return (1 + min(1 / (2 * ranks) if ranks > 1 else 1.0, QUERY_BLOCK / work.sequence_length)) / 2
-    return 0.5 if ranks == 1 or work.attention is Attention.fused else boxes
+    return (ends + blocks * block) * work.layout.size("tp") / work.rank_tokens
 
 
 @dataclass(frozen=True)
@@ -155,8 +118,7 @@ class _Inside:
     layers: int
     passes: Passes
     tensor: Passes
-    parameters: float
-    optimizer: float  # bytes of each parameter that it updates
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -175,6 +137,7 @@ class _Outside:
 class Shared:
     """What the layouts of one search have in common: of one model, batch, cluster and world."""
 
+    model: dict[tuple[object, ...], ModelSeconds] = field(default_factory=dict)
     inside: dict[tuple[object, ...], _Inside] = field(default_factory=dict)
     outside: dict[tuple[object, ...], _Outside] = field(default_factory=dict)
 
@@ -198,7 +161,10 @@ def _ranks(work: Workload, cluster: ClusterConfig, shared: Shared) -> dict[Alike
     for kind, rank in cut(work).first.items():
         inside, outside = _inside_key(work, kind), _outside_key(work, kind, rank)
         if inside not in shared.inside:
-            shared.inside[inside] = _inside(work, cluster, device, links, rank)
+            model = _model_key(work)
+            if model not in shared.model:
+                shared.model[model] = model_seconds(work, device, links)
+            shared.inside[inside] = _inside(work, cluster, device, rank, shared.model[model])
         if outside not in shared.outside:
             shared.outside[outside] = _outside(work, links, rank)
         found[kind] = _rank(work, cluster, device, rank, shared.inside[inside], shared.outside[outside])
@@ -207,10 +173,15 @@ def _ranks(work: Workload, cluster: ClusterConfig, shared: Shared) -> dict[Alike
 
 def _inside_key(work: Workload, kind: Alike) -> tuple[object, ...]:
     """What `_inside` reads, of what a search varies."""
-    config, split = work.parallelism, splits_backward(work.parallelism)
-    held = kind if split else (sum(kind[0]), *kind[1:])  # of halves of passes the first stage has fewer
-    degrees = work.layout.size("tp"), work.layout.context, config.sequence, config.activation_checkpointing
-    return *degrees, work.micro_batch_size, work.micro_batches, work.sharded, split, held
+    split = splits_backward(work.parallelism)
+    return *_model_key(work), work.micro_batches, split, sum(kind[0]), *kind[1:]
+
+
+def _model_key(work: Workload) -> tuple[object, ...]:
+    """What `model_seconds` reads, of what a search varies."""
+    config, layout = work.parallelism, work.layout
+    degrees = layout.size("tp"), layout.context, layout.size("pp") == 1, config.sequence
+    return *degrees, config.activation_checkpointing, work.micro_batch_size, work.sharded
 
 
 def _outside_key(work: Workload, kind: Alike, rank: int) -> tuple[object, ...]:
@@ -220,22 +191,17 @@ def _outside_key(work: Workload, kind: Alike, rank: int) -> tuple[object, ...]:
     return work.layout, config.zero, config.sequence, count, kind, order
 
 
-def _inside(work: Workload, cluster: ClusterConfig, device: Device, links: Links, rank: int) -> _Inside:
-    model, config, held = work.model, work.parallelism, stages(work, rank)
-    first, last = held[0].first, any(stage.last for stage in held)
-    layers, ranks = sum(stage.layers for stage in held), work.layout.size("tp")
-    stack = stack_of(work)
-    piece = Piece(work.micro_batch_size, work.rank_length, ranks, config.sequence, work.layout.context)
-    passes = block(model, piece, stack, device, config.activation_checkpointing.value).times(layers)
-    if last:
-        passes += head(model, piece, stack, device)
-    table = model.padded_vocab_size / ranks * model.d_model
-    tables = first + (last and not (model.tied_embeddings and first))
-    parameters = layers * block_parameters(model, ranks) + tables * table
-    moved = stack.gradient * parameters + first * 8 * table  # the embedding's gradient is dense
-    passes += Passes(0.0, device.move(moved, 8 * layers))
-    tensor = _tensor(work, cluster, links, inside_layers(work, held), passes)
-    return _Inside(layers, passes, tensor, parameters, stack.optimizer)
+def _inside(work: Workload, cluster: ClusterConfig, device: Device, rank: int, its: ModelSeconds) -> _Inside:
+    held = stages(work, rank)
+    layers = sum(stage.layers for stage in held)
+    whole = Part().plus(its.block, layers)
+    for stage in held:
+        whole = whole.plus(its.begin, stage.first).plus(its.end, stage.last)
+    parameters = sum(parameter.elements for stage in held for parameter in stage.parameters())
+    # The sum over micro-batches is read and written, and a gradient read; the first is only written.
+    summed = (2 * work.reduce_item + work.gather_item) * (work.micro_batches - 1) / work.micro_batches
+    passes = whole.ops.plus(Passes(0.0, device.move(summed * parameters, 8 * layers)))
+    return _Inside(layers, passes, _exposed(work, cluster, whole, passes), parameters)
 
 
 def _outside(work: Workload, links: Links, rank: int) -> _Outside:
@@ -258,28 +224,23 @@ def _rank(
     waiting = waiting_for_cores(cluster, work.layout.world_size)
     data = _data(work, cluster, outside, passes) + waiting * copies
     shard = inside.parameters / (work.layout.size("dp_shard") if work.parallelism.zero else 1)
-    update = device.move(inside.optimizer * shard, 12 * (layers + 1))
+    update = device.move(UPDATE.get(type(work.optimizer), ADAM_UPDATE) * shard, 12 * (layers + 1))
     computing = work.micro_batches * (passes.forward + passes.backward)
     offload, update = offloaded(work, cluster, device, rank, computing, update)
-    return _Rank(layers, passes + inside.tensor, exposed, data + offload, update)
+    return _Rank(layers, passes.plus(inside.tensor), exposed, data + offload, update)
 
 
-def _tensor(work: Workload, cluster: ClusterConfig, links: Links, sent: list[Transfer], passes: Passes) -> Passes:
-    """Exposed communication inside of layers, of one micro-batch: along the tensor axis, and of keys and values, for
+def _exposed(work: Workload, cluster: ClusterConfig, whole: Part, passes: Passes) -> Passes:
+    """Communication inside of layers that shows, of one micro-batch: along the tensor axis, and of keys and values, for
     which attention waits.
 
     The backward pass of a column-parallel layer sums its input's gradient, and gathers its input once more, while it
     computes: all of the backward traffic without sequence parallelism, two thirds of it with.
     """
-    config = work.parallelism
-    there, back, keys_there, keys_back = (
-        sum(links.seconds(each) for each in sent if each.axis == axis and each.phase == phase) / work.micro_batches
-        for axis in ("tp", CONTEXT)
-        for phase in ("forward", "backward")
-    )
-    split = splits_backward(config)
-    hidden = 0.0 if split else cluster.overlap * min(back * (2 / 3 if config.sequence else 1), passes.forward / 2)
-    return Passes(there + keys_there, back + keys_back - hidden)
+    config, sent = work.parallelism, whole.tensor
+    share = 0.0 if splits_backward(config) else 2 / 3 if config.sequence else 1.0
+    hidden = cluster.overlap * min(sent.backward * share, passes.forward / 2) if share else 0.0
+    return sent.plus(whole.context).plus(Passes(0.0, -hidden))
 
 
 def _data(work: Workload, cluster: ClusterConfig, outside: _Outside, passes: Passes) -> float:
@@ -312,9 +273,6 @@ def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list
 
 def _message(work: Workload, cluster: ClusterConfig) -> float:
     """One activation from a pipeline rank to the next."""
-    if work.layout.size("pp") == 1:
-        return 0.0
-    between = work.layout.size("tp") if work.parallelism.sequence else 1
-    payload = work.micro_batch_size * work.rank_length // between * work.model.d_model * work.stream_item
     links = Links(cluster, work.layout)
-    return links.once("send", payload, links.group("pp"))
+    payload = message_bytes(work)
+    return links.once("send", payload, links.group("pp")) if payload else 0.0

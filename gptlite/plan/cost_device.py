@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gptlite.errors import ConfigError
 from gptlite.plan.config import ClusterConfig
+from gptlite.plan.profile import ATTENTION, MATMUL, Op
 
 EFFICIENCY = 0.7  # of large products, where the cluster does not say
 
@@ -24,20 +25,22 @@ class Device:
     multiple: int = 1
     unaligned: float = 1.0
 
-    def matmul(self, rows: float, inner: float, columns: float, batch: float = 1) -> float:
-        """Seconds of `batch` products [rows, inner] x [inner, columns]."""
+    def seconds(self, op: Op) -> float:
+        """Of one op: its arithmetic or its bytes, whichever takes longer, and a start."""
+        arithmetic = 0.0
+        if op.kind == MATMUL:
+            arithmetic = op.flops / self.rate(op.rows, op.inner, op.columns)
+        elif op.kind == ATTENTION:
+            arithmetic = op.flops / self.attention
+        return max(arithmetic, op.moved / self.bandwidth) + self.kernel
+
+    def rate(self, rows: float, inner: float, columns: float) -> float:
+        """FLOP/s of products [rows, inner] x [inner, columns]."""
         smallest = min(rows, inner, columns)
         aligned = self.itemsize == 4 or not any(dim % self.multiple for dim in (rows, inner, columns))
         # Slower units are busy with smaller products already.
         share = 1.0 if aligned else self.unaligned
-        rate = self.peak * self.efficiency * share * smallest / (smallest + self.half_size * share)
-        elements = batch * (rows * inner + inner * columns + rows * columns)
-        moved = elements * self.itemsize / self.bandwidth
-        return max(2 * batch * rows * inner * columns / rate, moved) + self.kernel
-
-    def fused_attention(self, flops: float, elements: float) -> float:
-        """Seconds of one kernel that reads and writes so many elements, and keeps the scores to itself."""
-        return max(flops / self.attention, elements * self.itemsize / self.bandwidth) + self.kernel
+        return self.peak * self.efficiency * share * smallest / (smallest + self.half_size * share)
 
     def move(self, moved: float, ops: float = 1) -> float:
         """Seconds of `ops` pointwise ops that read and write `moved` bytes together."""

@@ -1,8 +1,9 @@
 """Bytes that a rank takes in a training step, before it runs: model state as gptlite.parallelism.memory counts it, and
-all else. No torch here: a search asks thousands of times.
+all else.
 
 Model state is at its most inside the step's last backward pass or at the update; all else (activations, and what ops,
-collectives and FSDP2 hold for a while) is walked through in the order of the rank's passes, with each module's tape.
+collectives and FSDP2 hold for a while) is walked through in the order of the rank's passes, as the model's profile has
+each.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from itertools import accumulate
 from operator import add
 
 from gptlite.parallelism.layout import num_stages, rule, splits_backward
-from gptlite.plan import tape
 from gptlite.plan.moments import moments_bytes
-from gptlite.plan.parameters import Stage, cut, stages
+from gptlite.plan.parameters import Stage, copies, cut, stages
 from gptlite.plan.passes import Groups, Taken, passes_of
-from gptlite.plan.tape import MASTER, Sizes
+from gptlite.plan.traffic import message_bytes
 from gptlite.plan.walk import NAMES, codes, states
-from gptlite.plan.workload import RankBytes, Workload
+from gptlite.plan.workload import MASTER, RankBytes, Workload
 
+INDEX = 8  # bytes of a token's number
 # By what a stage's passes depend on: the most that each takes, by walk.NAMES, and by how much it changes what is there.
 Shared = dict[tuple[object, ...], list[tuple[int, int]]]
 
@@ -29,7 +30,7 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
 
     Of data ranks the first is meant, whose shards are the longest.
     """
-    return _estimate(work, Sizes.of(work), pp_rank, tp_rank, {})
+    return _estimate(work, pp_rank, tp_rank, {})
 
 
 def most(work: Workload, shared: Shared | None = None) -> tuple[int, RankBytes]:
@@ -41,20 +42,20 @@ def most(work: Workload, shared: Shared | None = None) -> tuple[int, RankBytes]:
     ranks: Iterable[int] = range(work.layout.size("pp"))
     if not rule(work.parallelism).v_shape:
         ranks = cut(work).first.values()
-    sizes, known = Sizes.of(work), {} if shared is None else shared
-    each = {rank: _estimate(work, sizes, rank, 0, known) for rank in ranks}
+    known: Shared = {} if shared is None else shared
+    each = {rank: _estimate(work, rank, 0, known) for rank in ranks}
     rank = max(each, key=lambda one: each[one].total)
     return rank, each[rank]
 
 
-def _estimate(work: Workload, sizes: Sizes, pp_rank: int, tp_rank: int, shared: Shared) -> RankBytes:
+def _estimate(work: Workload, pp_rank: int, tp_rank: int, shared: Shared) -> RankBytes:
     held, host = stages(work, pp_rank, tp_rank), 0
     parameters, gradients, optimizer = _state(work, held, pp_rank)
     if work.on_host:
         shards = work.layout.size("dp_shard")
         host = optimizer + (work.stored + MASTER) * sum(stage.sharded(shards) for stage in held)
         optimizer = 0
-    activations = _activations(work, held, sizes, (pp_rank, tp_rank), shared)
+    activations = _activations(work, held, (pp_rank, tp_rank), shared)
     return RankBytes(parameters, gradients, optimizer, activations, host)
 
 
@@ -89,26 +90,24 @@ def _state(work: Workload, held: list[Stage], pp_rank: int) -> tuple[int, int, i
     return parameters, gradients, moments_bytes(work, held)
 
 
-def _activations(work: Workload, held: list[Stage], sizes: Sizes, rank: tuple[int, int], shared: Shared) -> int:
+def _activations(work: Workload, held: list[Stage], rank: tuple[int, int], shared: Shared) -> int:
     """The most that the passes of a step take at once. `rank`: of the pipeline, and of the tensor axis."""
     numbers, (pp_rank, tp_rank) = {stage.number for stage in held}, rank
-    read = _read(work)
+    read, message = _read(work), message_bytes(work)
     peaks, changes = list[int](), list[int]()
     for stage in held:
         key = (stage.layers, stage.first, stage.last, tp_rank, *read)
         if key not in shared:
-            shared[key] = _passes(work, stage, sizes, tp_rank)
-        sent = {kind: _messages(work, kind, stage.number, numbers) * sizes.slice for kind in "FIBW"}
+            shared[key] = _passes(work, stage, tp_rank)
+        sent = {kind: _messages(work, kind, stage.number, numbers) * message for kind in "FIBW"}
         peaks += [peak for peak, _ in shared[key]]
         changes += [change + sent[name[-1]] for name, (_, change) in zip(NAMES, shared[key], strict=True)]
     passes = codes(work.parallelism, pp_rank, work.micro_batches)
     levels = accumulate(map(changes.__getitem__, passes), initial=0)
     top = max(0, *map(add, levels, map(peaks.__getitem__, passes)))
-    ends = [stage for stage in held if stage.first or stage.last]
-    if work.layout.size("pp") > 1 and work.model.tied_embeddings and len(ends) == 1:
-        table = ends[0].others[0 if ends[0].first else -1]
-        top = max(top, 2 * table.shard(work.layout.size("dp_shard")) * MASTER)
-    return top + _buffers(work, held, sizes)
+    for copy in copies(held):
+        top = max(top, 2 * copy.shard(work.layout.size("dp_shard")) * MASTER)
+    return top + _buffers(work, held, message)
 
 
 def _read(work: Workload) -> tuple[object, ...]:
@@ -119,10 +118,10 @@ def _read(work: Workload) -> tuple[object, ...]:
     return *degrees, *how, work.micro_batch_size, work.micro_batches == 1
 
 
-def _passes(work: Workload, stage: Stage, sizes: Sizes, tp_rank: int) -> list[tuple[int, int]]:
+def _passes(work: Workload, stage: Stage, tp_rank: int) -> list[tuple[int, int]]:
     """Each kind of pass of a stage: the most that it takes beyond what was there, and by how much it changes that."""
     carried = Groups.of(work, stage).carried(splits_backward(work.parallelism))
-    taken = passes_of(work, stage, sizes, tp_rank)
+    taken = passes_of(work, stage, tp_rank)
     return [_pass(taken, name, carried) for name in NAMES]
 
 
@@ -156,7 +155,7 @@ def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> int:
     return onwards + (backwards and kind == "B" and number - 1 not in mine)
 
 
-def _buffers(work: Workload, held: list[Stage], sizes: Sizes) -> int:
+def _buffers(work: Workload, held: list[Stage], message: int) -> int:
     """What a pipeline's stages keep to receive into, a tensor a micro-batch; and the step's tokens and targets."""
     if work.layout.size("pp") == 1:
         return 0
@@ -164,5 +163,5 @@ def _buffers(work: Workload, held: list[Stage], sizes: Sizes) -> int:
     count = sum(not stage.first for stage in held) + sum(not stage.last for stage in held)
     # A split backward pass leaves its inputs' gradients to the end of the step, a stage after this rank's own too.
     count += sum(not stage.first and stage.number - 1 not in numbers for stage in held) if split else 0
-    batches = work.micro_batches * sizes.tokens * tape.INDEX
-    return work.micro_batches * count * sizes.slice + batches * (1 + (0 in numbers))
+    batches = work.micro_batches * work.rank_tokens * INDEX
+    return work.micro_batches * count * message + batches * (1 + (0 in numbers))

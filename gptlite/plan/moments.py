@@ -16,8 +16,7 @@ from gptlite.optimizer.config import (
 from gptlite.parallelism.config import Offload
 from gptlite.plan.offload import buffers_bytes
 from gptlite.plan.parameters import Parameter, Stage
-from gptlite.plan.tape import MASTER
-from gptlite.plan.workload import Workload
+from gptlite.plan.workload import MASTER, Workload
 
 CODES = 256  # numbers that 8 bits stand for, in a table for each of the two moments
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from gptlite.optimizer.config import LionConfig, OptimizerConfig, SGDConfig
 from gptlite.parallelism.config import Offload
 from gptlite.plan.parameters import Parameter, Stage, padded, stages
-from gptlite.plan.traffic import MASTER, gathered
-from gptlite.plan.workload import Workload
+from gptlite.plan.traffic import gathered
+from gptlite.plan.workload import MASTER, Workload
 
 PAGE = 4096  # bytes: where each parameter begins in a state file
 

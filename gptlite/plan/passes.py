@@ -1,16 +1,16 @@
-"""What a pipeline stage's passes take: each module's tape run through, with what FSDP2 gathers and reduces between."""
+"""Bytes that a pipeline stage's passes take: its profile run through, with what FSDP2 gathers and reduces between."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
-from gptlite.parallelism.config import ActivationCheckpointing, Offload
+from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import splits_backward
-from gptlite.plan import tape, tape_ends
-from gptlite.plan.parameters import Parameter, Stage, fused, padded
-from gptlite.plan.tape import MASTER, Sizes
-from gptlite.plan.workload import Workload
+from gptlite.plan.parameters import Parameter, Stage, padded
+from gptlite.plan.profile import Profile, Segment, halves_of, profile_of
+from gptlite.plan.workload import MASTER, Workload
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Level:
         """A tape several times over: it rises or falls by the same each time, so the first and the last tell."""
         if times > 1:
             each = sum(sizes)
-            self.most = max(self.most, self.now + tape.most(sizes))
+            self.most = max(self.most, self.now + most(sizes))
             self.now += each * (times - 1)
         if times > 0:
             self.run(sizes)
@@ -127,126 +127,128 @@ class Groups:
         return (self.bucket if split or not self.others else self.others) if self.reduces else 0
 
 
-def passes_of(work: Workload, stage: Stage, s: Sizes, tp_rank: int) -> dict[str, Taken]:
+def most(tape: Iterable[int]) -> int:
+    """The most bytes at once, of those that a tape allocates."""
+    return max(accumulate(tape, initial=0))
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A stage with its profile, and what becomes of the gradients that a pass makes.
+
+    `added`: they come on top of earlier ones; the first ones are model state from the beginning. `holds`: FSDP2 holds
+    them until it reduces them, else each is added to what there is and given back.
+    """
+
+    stage: Stage
+    profile: Profile
+    added: bool
+    holds: bool
+    gradients: int  # bytes of a block's
+
+    @classmethod
+    def of(cls, work: Workload, stage: Stage, tp_rank: int) -> _Model:
+        sharded, config = work.sharded, work.parallelism
+        held = work.gather_item if sharded else work.stored  # bytes of a parameter that a layer is given
+        # FSDP2 accumulates in fp32 what is computed in 16 bits.
+        holds = sharded and (config.zero >= 2 or work.micro_batches == 1 or held < work.reduce_item)
+        added = sharded or work.micro_batches > 1
+        elements = sum(parameter.elements for parameter in stage.block)
+        return cls(stage, profile_of(work, tp_rank), added, holds, elements * held * holds)
+
+    def tape(self, segment: Segment, given: bool = True) -> list[int]:
+        """A segment's bytes, those of gradients as they are in all passes but the first."""
+        return segment.tape(self.added, self.holds, given)
+
+
+def passes_of(work: Workload, stage: Stage, tp_rank: int) -> dict[str, Taken]:
     """Of each kind of pass of a stage: `first` and later forward passes, B, I and W, and the `last` ones of a step."""
-    groups = Groups.of(work, stage)
-    reference = not fused(work) and s.tensor == 1
-    ends = tape_ends.head(s, work, tp_rank, reference) if stage.last else None
-    first, forward = _forward(work, stage, s, groups, ends)
+    groups, its = Groups.of(work, stage), _Model.of(work, stage, tp_rank)
+    first, forward = _forward(its, groups)
     found = {"first": first, "F": forward}
-    final = Groups.of(work, stage, final=True)
-    for name, its in (("", groups), ("last ", final)):
+    final, split = Groups.of(work, stage, final=True), splits_backward(work.parallelism)
+    for name, grouped in (("", groups), ("last ", final)):
         if name and final == groups:
             found |= {name + kind: found[kind] for kind in "BW" if kind in found}
             continue
-        if splits_backward(work.parallelism) and not stage.first:
-            inputs = _inputs(stage, s, its, ends)
-            found |= {"I": inputs, f"{name}W": _weights(stage, s, its, ends, forward.left, inputs.left)}
+        if split and not stage.first:
+            inputs, weights = _halves(work, its, grouped, forward.left)
+            found |= {"I": inputs, f"{name}W": weights}
         else:  # of a split backward pass all is done in its second half: nobody wants the gradient of tokens
-            whole = _backward(work, stage, s, its, ends, forward.left)
+            whole = _backward(its, grouped, split, forward.left)
             found |= {f"{name}B": whole, f"{name}W": whole, "I": Taken(0, 0)}
     return found
 
 
-def _forward(
-    work: Workload, stage: Stage, s: Sizes, groups: Groups, ends: tape_ends.HeadTapes | None
-) -> tuple[Taken, Taken]:
+def _forward(its: _Model, groups: Groups) -> tuple[Taken, Taken]:
     """The first forward pass of a step, and any other."""
-    later = _forward_level(work, stage, s, groups, ends, groups.gathered if groups.frees else 0)
+    later = _forward_level(its, groups, groups.gathered if groups.frees else 0, its.added)
     if groups.frees or not groups.gathered:
         return Taken(later.most, later.now), Taken(later.most, later.now)
     # Parameters that stay are gathered in the first pass, whose gradients are the first, and so model state.
-    if ends is not None and not s.holds:
-        ends = replace(ends, forward=ends.first)
-    first = _forward_level(work, stage, s, groups, ends, groups.gathered)
+    first = _forward_level(its, groups, groups.gathered, its.holds)
     return Taken(first.most, later.now), Taken(later.most, later.now)
 
 
-def _forward_level(
-    work: Workload, stage: Stage, s: Sizes, groups: Groups, ends: tape_ends.HeadTapes | None, buffer: int
-) -> _Level:
+def _forward_level(its: _Model, groups: Groups, buffer: int, added: bool) -> _Level:
     """`buffer`: of the last bucket that was gathered, held until the next one is, or the backward pass begins."""
-    mode, level = work.parallelism.activation_checkpointing, _Level()
-    block = tape.block_forward(s)
-    if mode.recomputes:
-        block = tape.recomputed_forward(s, mode is ActivationCheckpointing.selective)
+    level, stage, profile = _Level(), its.stage, its.profile
     if stage.first:
-        level.run(tape_ends.embed_forward(s))
+        level.run(profile.begin.tape(added, its.holds))
     freed = groups.gathered if groups.frees else 0
     level.run([buffer + freed])
-    level.repeat(block, stage.layers)
+    level.repeat(profile.block.tape(added, its.holds), stage.layers)
     level.run([-freed])
-    if ends is not None:
-        level.run(ends.forward)
+    if stage.last:
+        level.run(profile.end.tape(added, its.holds))
     level.run([-buffer])
     return level
 
 
-def _backward(
-    work: Workload, stage: Stage, s: Sizes, groups: Groups, ends: tape_ends.HeadTapes | None, kept: int
-) -> Taken:
-    mode, level, split = work.parallelism.activation_checkpointing, _Level(), splits_backward(work.parallelism)
-    body = {
-        ActivationCheckpointing.none: tape.block_backward,
-        ActivationCheckpointing.offload: tape.block_backward,  # as on a CPU, where the host's memory is the device's
-        ActivationCheckpointing.full: tape.full_backward,
-        ActivationCheckpointing.selective: tape.selective_backward,
-    }[mode]
+def _backward(its: _Model, groups: Groups, split: bool, kept: int) -> Taken:
+    level, stage, profile = _Level(), its.stage, its.profile
     # The last blocks and those that come next; half a pass has all of the stage.
     gathered = groups.gathered * groups.buckets if split else groups.gathered + groups.last_gathered
     gathered *= groups.frees
-    tied = work.model.tied_embeddings and stage.first and stage.last
-    if ends is not None:
-        level.run(ends.backward)
-        if not tied and not s.holds:
-            level.run([-ends.gradient])
-    grads = sum(parameter.elements for parameter in stage.block) * s.grad if s.holds else 0
-    each, reducing = body(s, True), groups.reduces and not split
-    level.run([gathered, *body(s, stage.last), *each * (groups.last_blocks - 1)])
+    if stage.last:
+        level.run(its.tape(profile.end_back))
+    each, reducing = its.tape(profile.block_back), groups.reduces and not split
+    level.run([gathered, *its.tape(profile.block_back, stage.last), *each * (groups.last_blocks - 1)])
     size = groups.last_bucket * reducing
     if reducing:
         level.reduce()
-        level.run(groups.reduction(size, grads * groups.last_blocks))
+        level.run(groups.reduction(size, its.gradients * groups.last_blocks))
     for times in (1, groups.buckets - 2) if groups.buckets > 1 else ():
-        reduction = groups.reduction(groups.bucket, grads * groups.blocks) if reducing else []
+        reduction = groups.reduction(groups.bucket, its.gradients * groups.blocks) if reducing else []
         level.repeat([*each * groups.blocks, -size, *reduction], times)
         size = groups.bucket * reducing
     level.run([-gathered])
     if stage.first:
-        positions, table = work.model.sequence_length, stage.others[0].rows
-        level.run(tape_ends.embed_backward(s, table, positions, bool(tied)))
+        level.run(its.tape(profile.begin_back))
     if split and groups.reduces:
         level.reduce()
-        level.run(groups.at_once(grads * stage.layers))
+        level.run(groups.at_once(its.gradients * stage.layers))
     elif groups.reduces and groups.others:
         level.run([-size, *groups.reduction(groups.others, 0)])
     return level.leaving(-kept)
 
 
-def _inputs(stage: Stage, s: Sizes, groups: Groups, ends: tape_ends.HeadTapes | None) -> Taken:
-    """The half of a backward pass that computes the gradient of the stage's input."""
+def _halves(work: Workload, its: _Model, groups: Groups, kept: int) -> tuple[Taken, Taken]:
+    """The halves of a backward pass: of its input's gradient, and of the weights' from what the first has left.
+    Gradients are reduced at the end of the other."""
+    layers, end, found = its.stage.layers, its.stage.last, halves_of(work)
+    gathered = groups.gathered * groups.buckets * groups.frees
     level = _Level()
-    gathered = groups.gathered * groups.buckets if groups.frees else 0
-    level.run([gathered])
-    if ends is not None:
-        level.run([s.slice, s.workspace(s.rows, s.width), -s.workspace(s.rows, s.width)])
-    level.repeat(tape.block_inputs(s), stage.layers)
+    level.run([gathered, *(its.tape(found.inputs_end) if end else ())])
+    level.repeat(its.tape(found.inputs), layers)
     level.run([-gathered])
-    return level.leaving(level.now)
-
-
-def _weights(stage: Stage, s: Sizes, groups: Groups, ends: tape_ends.HeadTapes | None, kept: int, inputs: int) -> Taken:
-    """The other half, of the weights, from what the first has left. Gradients are reduced at its end."""
-    gathered = (groups.gathered * groups.buckets + groups.others // groups.item * s.item) if groups.frees else 0
-    norm = s.slice + s.workspace(s.rows, s.width)
-    before = s.grad * (3 * s.width // s.tensor * (s.width + 1) + s.width + s.inner_width) if s.holds else 0
-    gelu = s.inner + s.workspace(s.tokens, s.inner_width) - 2 * s.slice - 6 * s.heads + before
-    head = s.whole + ends.gradient - (kept + inputs) * stage.layers // (stage.layers + 1) if ends is not None else 0
-    grads = sum(parameter.elements for parameter in stage.block) * s.grad if s.holds else 0
-    level, most = _Level(), max(norm, gelu, head, 0)
-    copied = groups.gathered if groups.frees else 0  # of what is gathered last, for a moment
-    level.run([gathered, copied, -copied, most, -most, grads * stage.layers - kept - inputs, -gathered])
+    inputs = level.leaving(level.now)
+    level = _Level()
+    # What is gathered last is copied for a moment.
+    whole = gathered + (groups.others // groups.item * work.gather_item) * groups.frees
+    copied, peak = groups.gathered * groups.frees, most(its.tape(found.weights_end if end else found.weights))
+    level.run([whole, copied, -copied, peak, -peak, its.gradients * layers - kept - inputs.left, -whole])
     if groups.reduces:
         level.reduce()
-        level.run(groups.at_once(grads * stage.layers))
-    return level.leaving(-kept - inputs)
+        level.run(groups.at_once(its.gradients * layers))
+    return inputs, level.leaving(-kept - inputs.left)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from gptlite.models.gpt.flops import num_parameters
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig
 from gptlite.parallelism.config import Offload
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost_device import ranks_on_node
 from gptlite.plan.offload import file_bytes
-from gptlite.plan.tape import MASTER
-from gptlite.plan.workload import RankBytes, Workload
+from gptlite.plan.parameters import num_parameters
+from gptlite.plan.workload import MASTER, RankBytes, Workload
 
 GIB = 2**30
 MEMORY_ERROR = 0.05  # of `memory.most`, on 64 layouts of up to eight real ranks (docs/planner_memory.md)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from gptlite.errors import ConfigError
+from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, ScheduleRule, divisors, resolve
 from gptlite.parallelism.words import layout_words
@@ -15,6 +16,7 @@ from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost import Shared, predict_shared
 from gptlite.plan.memory import Shared as MemoryShared
 from gptlite.plan.memory import most
+from gptlite.plan.parameters import num_blocks
 from gptlite.plan.room import least_bytes, state_too_large, too_large
 from gptlite.plan.workload import Prediction, RankBytes, Workload
 
@@ -222,9 +224,10 @@ def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[Parall
     """Every combination of degrees with that product, and of how each axis is run."""
     base, model, fixed = space.work.parallelism, space.work.model, space.fixed
     node = cluster.devices_per_node or world
-    heads = [d for d in divisors(model.num_heads) if model.ffn_size % d == 0 and d <= max(node, 1)]
+    sizes, spec = list((spec_of(model).tensor_sizes(model) or {"": 1}).values()), spec_of(model)
+    heads = [d for d in divisors(min(sizes)) if not any(size % d for size in sizes) and d <= max(node, 1)]
     for tensor in [base.tensor] if "tensor" in fixed else heads:
-        depths = [d for d in divisors(world) if d <= model.num_layers]
+        depths = [d for d in divisors(world) if d <= (spec.num_blocks(model) or 1)]
         for pipeline in [base.pipeline] if "pipeline" in fixed else depths:
             for context in [base.context] if "context" in fixed else _contexts(space, world):
                 inner = tensor * pipeline * context
@@ -236,7 +239,9 @@ def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[Parall
 
 def _contexts(space: Space, world: int) -> list[int]:
     """Over how many ranks sequences may be cut."""
-    length = space.work.sequence_length
+    length, model = space.work.sequence_length, space.work.model
+    if not spec_of(model).takes_context(model):
+        return [1]
     chunked = (d for d in divisors(world) if length % (2 * d) == 0 and length // (2 * d) >= SHORTEST_CHUNK)
     return [1, *(degree for degree in chunked if degree > 1)]
 
@@ -245,7 +250,7 @@ def _ways(degrees: ParallelismConfig, space: Space, node: int) -> Iterator[Paral
     """How layouts of these degrees can be run."""
     fixed = space.fixed
     sequences = [False, True] if degrees.tensor > 1 else [False]
-    for schedule, virtual in _schedules(degrees, fixed, space.work.model.num_layers):
+    for schedule, virtual in _schedules(degrees, fixed, num_blocks(space.work.model)):
         for zero, copies in _zeros(degrees, fixed, node):
             for sequence in [degrees.sequence] if "sequence" in fixed else sequences:
                 for mode in _recomputations(degrees, fixed):

@@ -59,9 +59,9 @@ PASSES = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "bac
 
 def watched_step(work: Workload, rank: int, micro_batches: int, ops: Ops, compile: bool) -> Watch:
     """What one step of so many micro-batches does on a rank of the world."""
-    with _mesh(work.layout, rank) as mesh:
+    with mesh_of(work.layout, rank) as mesh:
         parts = _parts(work, mesh, ops, compile)
-        with FakeTensorMode(allow_non_fake_inputs=True), _as_on(work.device):
+        with FakeTensorMode(allow_non_fake_inputs=True), as_on(work.device):
             watch = Watch(mesh, work.device)
             loader = _Loader(work, micro_batches, watch)
             with watch:
@@ -88,7 +88,8 @@ def ops_of(work: Workload) -> Ops:
 
 
 @contextmanager
-def _mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
+def mesh_of(layout: Layout, rank: int) -> Iterator[Mesh]:
+    """A rank's mesh, in a world that is imagined."""
     if layout.world_size == 1:
         yield Mesh(CPU, layout)
         return
@@ -97,7 +98,7 @@ def _mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
 
 
 @contextmanager
-def _as_on(device: str) -> Iterator[None]:
+def as_on(device: str) -> Iterator[None]:
     """Sets what ops decide by the kind of device."""
     if device == "cpu":
         yield
@@ -130,11 +131,12 @@ def _parts(work: Workload, mesh: Mesh, ops: Ops, compile: bool) -> list[nn.Modul
         # With the device of the workload: it decides by what ZeRO gathers.
         there = replace(mesh, device=torch.device(work.device))
         return build_parts(
-            Model.of(work.model, _policy(work)), work.parallelism, there, _policy(work), ops, compile=compile
+            Model.of(work.model, policy_of(work)), work.parallelism, there, policy_of(work), ops, compile=compile
         )
 
 
-def _policy(work: Workload) -> Policy:
+def policy_of(work: Workload) -> Policy:
+    """What a run computes, gathers and reduces in."""
     precision = Precision[f"amp_{work.amp}"] if work.amp else Precision.auto
     return Policy(
         DTYPES[work.dtype],
@@ -149,10 +151,10 @@ def _build(
     work: Workload, mesh: Mesh, parts: list[nn.Module], loader: _Loader, ops: Ops
 ) -> tuple[TrainState, OnePart | Pipeline]:
     """What `pretrain` builds of them, but for the data and the initial weights."""
-    model = Model.of(work.model, _policy(work))
+    model = Model.of(work.model, policy_of(work))
     materialize(model, parts, CPU)
     on_device = replace(work.parallelism, offload=Offload.none)
-    optimizer = build_updates(work.optimizer, model, parts, on_device, mesh, _policy(work), ops)
+    optimizer = build_updates(work.optimizer, model, parts, on_device, mesh, policy_of(work), ops)
     optimizer_state(optimizer)  # creates it
     chain = Chain(parts, mesh, work.parallelism)
     passes = build_passes(

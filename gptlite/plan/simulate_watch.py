@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import held_messages, is_last_sum, shapes_unseen, watched_resizes
-from gptlite.plan.simulate_flops import flops_of
 from gptlite.plan.simulate_moments import moment_bytes
+from gptlite.plan.simulate_ops import op_of
 
 # Collectives of torch.distributed, as the dispatcher knows them.
 KINDS = {
@@ -81,18 +81,24 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it does its work by ops on local tensors, which come here
+        if func is torch.ops.prim.device.default:
+            return func(*args)
         if func is torch.ops.aten._local_scalar_dense.default:
             return ANSWER
         moment = self._transferred(func._opname, args) if func.namespace == "c10d" else moment_bytes(func, args)
         if func is torch.ops.aten.add.Tensor and is_last_sum(args[0]):
             func = torch.ops.aten.add_.Tensor  # as autograd does where tensors have data
         out = func(*args, **(kwargs or {}))
-        self.flops += flops_of(func, args)
+        self._ran(func, args, out)
         self._saw(out)
         if moment:
             self.changes += [(self._count, moment), (self._count, -moment)]
             self._count += 1
         return out
+
+    def _ran(self, func: Any, args: Any, out: Any) -> None:
+        if (op := op_of(func, args, out)) is not None:
+            self.flops += int(op.flops)
 
     def leave_out(self, *tensors: Tensor) -> None:
         """Memory that is not the step's."""

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.config import ModelConfig
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, accumulation
 
+MASTER = 4  # bytes of a number in fp32
+
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of a run. `model.vocab_size` is known; sizes of batches are in sequences.
+    """One step of a run. The model's vocabulary is known; sizes of batches are in sequences.
 
     dtype: fp32, bf16 or fp16, of compute. attention: the path that a run's `ops` would take. device: cuda or cpu.
     master_weights: whether parameters are fp32 between steps, not bf16. amp: o1 or o2, of Apex's levels, or nothing.
     half_sums: whether gradients are summed over data ranks in the compute dtype, not in fp32.
     """
 
-    model: GPTConfig
+    model: ModelConfig
     parallelism: ParallelismConfig
     layout: Layout
     optimizer: OptimizerConfig

@@ -7,6 +7,7 @@ from typing import Any
 
 from gptlite.config import Config
 from gptlite.errors import ConfigError
+from gptlite.models.spec import spec_of
 from gptlite.parallelism.layout import Layout
 
 
@@ -25,7 +26,9 @@ def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
         found = dataclasses.asdict(predict(workload_of(sized, layout, cluster), cluster))
     except ConfigError:
         return None
-    return found | ({"assumed": f"vocabulary of {sized.model.vocab_size}: {assumed}"} if assumed else {})
+    return found | (
+        {"assumed": f"vocabulary of {spec_of(sized.model).vocab_size(sized.model)}: {assumed}"} if assumed else {}
+    )
 
 
 def _unsaid(text: str) -> None:
