@@ -17,7 +17,7 @@ from gptlite.plan.search import UNKNOWN
 from gptlite.plan.workload import Prediction, Workload
 
 SAMPLES, TOKENS = "samples/s", "tokens/s a GPU"
-TFLOPS = "TFLOP/s a GPU, recomputation counted"
+TFLOPS = "TFLOP/s a GPU"  # recomputation counted
 MFU, FULL_MFU = "% MFU", "% MFU, attention uncut"  # with the causal half of attention's scores, or all of them
 
 
