@@ -94,6 +94,7 @@ cd tests && python -m plan.published ../docs/planner_published.md    # this page
 ```
 
 An error is predicted over published throughput, less one: `+5%` is a prediction 5% too fast.
+Throughput is in the source's unit: Megatron-LM's TFLOP/s count recomputation (arXiv:2104.04473, section 5.1).
 
 - *Data sheets*: the constants of `conf/cluster/`. They were written down before a model was first run on a table, and
   have not been changed since.
@@ -110,7 +111,6 @@ An error is predicted over published throughput, less one: `+5%` is a prediction
 Each row is a `Workload` with the run's shape, layout, schedule, micro-batch, recomputation, dropout and dtype. The runs
 of the first two tables differ from it in these points:
 
-- **Units.** Megatron-LM's TFLOP/s count recomputation (arXiv:2104.04473, section 5.1); ours too, in that table.
 - **Overlap.** Megatron-LM waited for its tensor-parallel sums; only torch's data parallelism (the first four A100 rows)
   hid its own. Our engine hides both, and `cluster.overlap` is one constant for both: it is 0 in all rows but 1.7B.
   With the preset's {MEGATRON.rows[0].sheet().overlap:g} in every row the A100 table's largest error is {hidden:.1%}.
@@ -119,7 +119,7 @@ of the first two tables differ from it in these points:
 - **Scores.** `fused_softmax` is priced: all scores written out, uncut by the causal mask. Megatron-LM of 2021 did that.
   Its version of 2020 (the V100 table) ran scale, mask, softmax and dropout as an op each.
 - **Fusion.** The 2020 version also ran bias, GELU, dropout and residual sums apart, more ops than ours.
-- **Data parallelism.** Megatron-LM and ZeRO of 2020 summed flat fp16 buffers. FSDP2's collectives and copies are priced.
+- **Data parallelism.** Megatron-LM and ZeRO summed flat fp16 buffers. FSDP2's collectives and copies are priced.
 - **Loss scaling.** The copies between fp16 and fp32 and the check for overflow are not priced.
 """
 
