@@ -181,7 +181,7 @@ def _constants(table: Table, fitted: ClusterConfig) -> str:
 
 def _unseen() -> str:
     lines = [
-        "## Other code bases, nothing fitted\n",
+        "## Unseen: other code bases, nothing fitted\n",
         "They are priced as our engine would run them, with the constants of data sheets. nanoGPT and torchtitan are\n"
         "not counted: their step is another one.\n",
         "| run | hardware | published | predicted | error | first | what is approximate |",
