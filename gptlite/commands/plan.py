@@ -4,7 +4,6 @@ gptlite plan model=gpt3-13b cluster=dgx-h100 cluster.nodes=8 data.global_batch_s
     [top=10] [out=FOLDER] [simulate=true] [tokens=300e9]
 gptlite plan model=gpt2 cluster=dgx-h100 largest=true [out=FOLDER]    the most layers of that width that fit, by layout
 gptlite plan calibrate [seconds=60] [out=FILE]    measure this machine, for cluster=local
-gptlite plan published [out=FILE]                 the cost model beside published runs, row by row
 
 Every legal layout is looked at; what you give of `parallelism` and data.micro_batch_size stays. The table has the best
 of each combination of degrees and ZeRO stage, and the override line that trains it. With `out`, plan.png, timeline.png
@@ -19,11 +18,10 @@ from typing import NoReturn
 
 from gptlite.cli import guarded
 from gptlite.config import load
-from gptlite.errors import ConfigError, did_you_mean
+from gptlite.errors import ConfigError
 from gptlite.invocation import localized
 
 OWN = {"top": "10", "out": "", "simulate": "false", "tokens": "", "largest": "false", "seconds": "60"}
-COMMANDS = ("calibrate", "published")
 
 
 def main() -> NoReturn:
@@ -32,7 +30,7 @@ def main() -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Plans, or runs one of the other commands; returns the exit code. Raises ConfigError."""
+    """Plans or calibrates; returns the exit code. Raises ConfigError."""
     if {"-h", "--help"} & set(arguments):
         print(localized(__doc__ or "").strip())
         return 0
@@ -42,12 +40,11 @@ def run(arguments: list[str]) -> int:
     others = [each for each in rest if each.partition("=")[0] not in OWN]
     if command == "plan":
         return plan(own, others)
-    if command not in COMMANDS:
-        hint = did_you_mean(command, COMMANDS)
-        raise ConfigError(f"{command} is none of {', '.join(COMMANDS)}, and no KEY=VALUE{hint}")
+    if command != "calibrate":
+        raise ConfigError(f"{command} is neither calibrate nor KEY=VALUE")
     if others:
-        raise ConfigError(f"{others[0]}: {command} takes only {'seconds and out' if command == 'calibrate' else 'out'}")
-    return calibrate(own) if command == "calibrate" else published(own)
+        raise ConfigError(f"{others[0]}: calibrate takes only seconds and out")
+    return calibrate(own)
 
 
 def plan(own: dict[str, str], given: list[str]) -> int:
@@ -90,18 +87,6 @@ def calibrate(own: dict[str, str]) -> int:
     file = Path(own["out"] or CALIBRATION).expanduser()
     write_calibration(file, measure(seconds, print))
     print(f"written: {file}")
-    return 0
-
-
-def published(own: dict[str, str]) -> int:
-    """The cost model against runs that others have published."""
-    from gptlite.plan import published_report
-    from gptlite.plan.published import report
-
-    if own["out"]:
-        published_report.write(Path(own["out"]).expanduser())
-    else:
-        print(report())
     return 0
 
 

@@ -46,7 +46,7 @@ def test_a_plan_has_its_table_its_command_and_its_files(tmp_path):
         ("plan", ["cluster=dgx-h100", "cluster.nodes=0"], "cluster.nodes=0 must be at least 1"),
         ("plan", ["cluster=dgx-h100", "top=0"], "top=0 is not a whole number above 0"),
         ("plan", ["cluster=dgx-h100", "simulate=yes"], "simulate=yes is neither true nor false"),
-        ("plan", ["calibrat"], "calibrat is none of calibrate, published"),
+        ("plan", ["calibrat"], "calibrat is neither calibrate nor KEY=VALUE"),
         ("plan", ["calibrate", "model=gpt-lite"], "model=gpt-lite: calibrate takes only seconds and out"),
         ("plan", ["calibrate", "seconds=-1"], "seconds=-1 is not a number above 0"),
         ("plan", ["cluster=dgx-h100", "parallelism.tensor=3", "data=synthetic"], "parallelism.tensor=3"),

@@ -1,0 +1,85 @@
+"""One published run, and what the planner says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from yaml import safe_load
+
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.flops import flops_per_token
+from gptlite.plan.config import ClusterConfig, LinkConfig
+from gptlite.plan.cost import predict
+from gptlite.plan.search import UNKNOWN
+from gptlite.plan.workload import Prediction, Workload
+
+SAMPLES, TOKENS = "samples/s", "tokens/s a GPU"
+TFLOPS = "TFLOP/s a GPU"  # recomputation counted
+MFU, FULL_MFU = "% MFU", "% MFU, attention uncut"  # with the causal half of attention's scores, or all of them
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: `published` in `unit`. `approximate`: what the workload says otherwise than the run, or guesses.
+
+    `hides`: whether the code base hides collectives behind compute. `counted`: whether a fit and the limits include it.
+    """
+
+    name: str
+    cluster: str
+    work: Workload
+    published: float
+    unit: str
+    approximate: str = ""
+    hides: bool = True
+    counted: bool = True
+
+    def sheet(self) -> ClusterConfig:
+        """The cluster's constants from data sheets."""
+        return preset(self.cluster)
+
+    def prediction(self, cluster: ClusterConfig | None = None) -> Prediction:
+        """The planner's step, by data sheets unless a cluster is given."""
+        cluster = cluster or self.sheet()
+        return predict(self.work, cluster if self.hides else replace(cluster, overlap=0.0), UNKNOWN)
+
+    def predicted(self, cluster: ClusterConfig | None = None) -> float:
+        """Throughput in the row's unit."""
+        return self.prediction(cluster).tokens_per_second * self.per_token()
+
+    def error(self, cluster: ClusterConfig | None = None) -> float:
+        """Predicted over published throughput, less one."""
+        return self.predicted(cluster) / self.published - 1
+
+    def per_token(self) -> float:
+        """The row's unit for a token a second over all ranks."""
+        its, work, world = self.work.model, self.work, self.work.layout.world_size
+        if self.unit == SAMPLES:
+            return 1 / work.sequence_length
+        if self.unit == TOKENS:
+            return 1 / world
+        if self.unit == TFLOPS:
+            return recomputed_flops(its) / world / 1e12
+        causal = flops_per_token(its, work.sequence_length)
+        masked = 6 * its.num_layers * its.d_model * work.sequence_length if self.unit == FULL_MFU else 0
+        return 100 * (causal + masked) / (world * self.sheet().peak_tflops[work.dtype] * 1e12)
+
+
+def recomputed_flops(model: GPTConfig) -> float:
+    """FLOPs of a token with recomputation: 96 l h² (1 + s/6h + V/16lh) (arXiv:2104.04473, section 5.1)."""
+    length, width, layers, vocab = model.sequence_length, model.d_model, model.num_layers, model.padded_vocab_size
+    return 96 * layers * width**2 * (1 + length / (6 * width) + vocab / (16 * layers * width))
+
+
+@cache
+def preset(name: str) -> ClusterConfig:
+    """The cluster of conf/cluster/<name>.yaml, without composing a configuration."""
+    raw: dict[str, Any] = safe_load(
+        files("gptlite.conf").joinpath("cluster", f"{name}.yaml").read_text(encoding="utf-8")
+    )
+    raw.pop("defaults")
+    raw |= {key: LinkConfig(**raw[key]) for key in ("intra", "inter") if key in raw}
+    return ClusterConfig(**raw)
