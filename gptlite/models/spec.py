@@ -118,7 +118,8 @@ class ModelSpec(Generic[C]):
         return config
 
     def flops(self, config: C, length: int) -> tuple[int, int] | None:
-        """FLOPs of a token, forward and backward, in one block and in all that follows the blocks; None: MFU is n/a."""
+        """FLOPs of a token, forward and backward, in one block and in all that follows the blocks. None: MFU counts
+        them (gptlite.models.flops), and all blocks weigh the same in a pipeline."""
         return None
 
     def activation_bytes(
