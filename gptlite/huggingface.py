@@ -269,8 +269,8 @@ def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[st
     config = load([*overrides, *unknown, f"run.name={name}", f"run.dir={hydra_value(str(run_dir))}"])
     assert config.model == model
     batches = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(DataConfig)}
-    vocab_size = spec_of(model).vocab_size(model)
-    assert vocab_size is not None
+    if (vocab_size := spec_of(model).vocab_size(model)) is None:
+        raise ConfigError(f"the {spec_of(model).name} model has no number of token ids; give its spec `vocab_size`")
     data = TextConfig(**batches, path=NO_TOKENIZER, tokenizer=NO_TOKENIZER, vocab_size=vocab_size)
     return overrides, dataclasses.replace(config, data=data)
 

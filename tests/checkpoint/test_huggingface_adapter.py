@@ -142,6 +142,14 @@ def test_what_is_not_quite_it_is_refused(step: Path, tmp_path: Path, change: dic
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("adapted")
+def test_a_vocabulary_of_no_size_is_refused(step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export(step, tmp_path / "out")
+    monkeypatch.setattr(ConvSpec, "vocab_size", lambda self, config: None)
+    with pytest.raises(ConfigError, match="the conv model has no number of token ids; give its spec `vocab_size`"):
+        import_(tmp_path / "out", tmp_path / "run")
+
+
 def test_a_folder_of_another_model_names_those_that_there_are(step: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": ["conv"]}')
     with pytest.raises(ConfigError, match=r"model_type=\['conv'\]: only model_type='gpt2' can be imported"):
