@@ -1,4 +1,4 @@
-"""Checkpoints to Hugging Face's GPT-2 and back: folders that `transformers.GPT2LMHeadModel` reads and writes."""
+"""Checkpoints to Hugging Face's form and back, of any model whose spec has an adapter: folders of transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,11 @@ from gptlite.data.tokenizer import load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import write_synced
 from gptlite.invocation import command
-from gptlite.models.gpt.config import GPTConfig
-from gptlite.models.gpt.huggingface import Weight, from_json, to_json, view_of, weights
+from gptlite.models.config import ModelConfig
+from gptlite.models.huggingface import Adapter, Weight
+from gptlite.models.registry import SPECS
+from gptlite.models.spec import spec_of
+from gptlite.plugins import import_plugins
 from gptlite.progress import Log
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,6 +43,8 @@ KEPT = "huggingface"  # the folder of a checkpoint with what an import had no us
 KEPT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 MOST_KEPT_BYTES = 1 << 28
 NO_TOKENIZER = "none"  # as compare.py knows it: whoever goes on from these weights says what a token is
+# Keys that take their value from the model's where it has such a key.
+DEFAULTS_OF_MODELS = {"peak_lr": "optimizer.lr", "sequence_length": "data.sequence_length"}
 # What a checkpoint says besides its tensors (trainer/state.py), before the first step.
 _META: dict[str, Any] = {
     "step": 0,
@@ -60,12 +65,12 @@ def export(
     max_shard_bytes: int = 5_000_000_000,
     log: Log = print,
 ) -> None:
-    """Writes a checkpoint's model as the new folder `target`, which `GPT2LMHeadModel.from_pretrained` loads.
+    """Writes a checkpoint's model as the new folder `target`, which `from_pretrained` of transformers loads.
 
     `checkpoint` is a step folder, or a run folder for its newest; it is verified here. One tensor is in memory at a
     time. `dtype` is fp32, bf16 or fp16; weights of more bytes than `max_shard_bytes` go into several files. `target`
-    gets its name when all is on the disk. Raises ConfigError for what is not there, damaged, or in the way, for a full
-    disk, and for numbers that `dtype` cannot hold.
+    gets its name when all is on the disk. Raises ConfigError for a model without an adapter, for what is not there,
+    damaged, or in the way, for a full disk, and for numbers that `dtype` cannot hold.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} is not one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
@@ -78,26 +83,29 @@ def export(
         raise ConfigError(f"target={target} is among checkpoints; give a folder elsewhere")
     step = find_checkpoint(str(checkpoint), "checkpoint", log)
     model = from_yaml(read_config(step)).model
+    adapter = (spec := spec_of(model)).huggingface()
+    if adapter is None:
+        raise ConfigError(f"{step}: the {spec.name} model has no form in Hugging Face's; give its spec `huggingface`")
     with _errors_of_the_disk(f"target={target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with store.staged(target) as folder:
-            _write_json(folder, step, model, dtype, log)
-            size = _write_tensors(folder, step, model, dtype, max_shard_bytes, log)
-    log(f"exported {step} to {target}: {size / 1e6:,.1f} MB of {dtype}, for GPT2LMHeadModel.from_pretrained")
+            _write_json(folder, step, adapter, model, dtype, log)
+            size = _write_tensors(folder, step, list(adapter.weights(model)), dtype, max_shard_bytes, log)
+    log(f"exported {step} to {target}: {size / 1e6:,.1f} MB of {dtype}, for {adapter.model_class}.from_pretrained")
 
 
-def _write_json(folder: Path, step: Path, model: GPTConfig, dtype: str, log: Log) -> None:
+def _write_json(folder: Path, step: Path, adapter: Adapter, model: ModelConfig, dtype: str, log: Log) -> None:
     """config.json, generation_config.json, and the tokenizer's files: as they are, and for AutoTokenizer if it can.
 
     Of an imported checkpoint they are those of its source.
     """
     if kept := [name for name in read_manifest(step).files if name.startswith(f"{KEPT}/")]:
-        _give_back(folder, step, kept, dtype)
+        _give_back(folder, step, kept, adapter.model_class, dtype)
         return
     files = [name for name in read_manifest(step).files if name.startswith("tokenizer/")]
     tokenizer = load_tokenizer(step / "tokenizer") if files else None
     eod = tokenizer.eod if tokenizer is not None else None
-    texts = {"config.json": to_json(model, str(DTYPES[dtype]).removeprefix("torch."), eod)}
+    texts = {"config.json": adapter.to_json(model, str(DTYPES[dtype]).removeprefix("torch."), eod)}
     if eod is not None:
         texts["generation_config.json"] = {"bos_token_id": eod, "eos_token_id": eod}
     for name, content in texts.items():
@@ -114,62 +122,70 @@ def _write_json(folder: Path, step: Path, model: GPTConfig, dtype: str, log: Log
         write_synced(path, read_file(step, name))
 
 
-def _give_back(folder: Path, step: Path, kept: list[str], dtype: str) -> None:
+def _give_back(folder: Path, step: Path, kept: list[str], model_class: str, dtype: str) -> None:
     """The files that an import has kept. config.json's dtype and class are the export's."""
     for name in kept:
         content = read_file(step, name)
         if (short := name.removeprefix(f"{KEPT}/")) == "config.json":
             config = json.loads(content)
             key = "dtype" if "dtype" in config else "torch_dtype"
-            config |= {"architectures": ["GPT2LMHeadModel"], key: str(DTYPES[dtype]).removeprefix("torch.")}
+            config |= {"architectures": [model_class], key: str(DTYPES[dtype]).removeprefix("torch.")}
             content = (json.dumps(config, indent=2) + "\n").encode()
         (folder / short).parent.mkdir(exist_ok=True)
         write_synced(folder / short, content)
 
 
-def _write_tensors(folder: Path, step: Path, model: GPTConfig, dtype: str, max_shard_bytes: int, log: Log) -> int:
+def _write_tensors(
+    folder: Path, step: Path, weights: Sequence[Weight], dtype: str, max_shard_bytes: int, log: Log
+) -> int:
     """The weights; their size in bytes."""
     stored = read_manifest(step).tensors
-    by_name = {weight.full_name: weight for weight in weights(model)}
+    by_name = {weight.name: weight for weight in weights}
 
     def read(slot: Slot) -> Tensor:
         weight = by_name[slot.name]
+        if weight.ours is None:
+            return torch.zeros(weight.shape)
         key = f"model.{weight.ours}"
-        if key not in stored and key.endswith(".bias") and not model.bias:
-            return torch.zeros(weight.shape)  # GPT-2 has biases
         ours = torch.empty(weight.our_shape, dtype=getattr(torch, stored.get(key, {}).get("dtype", "float32")))
         load_tensors(step, {key: ours}, strict=False, verified=True, log=log)
         if problem := not_finite(ours):
             raise ConfigError(f"{step}: {key} {problem}; export a checkpoint from before")
-        return view_of(weight, ours, model.num_heads)
+        return weight.view(ours)
 
-    slots = [Slot(name, weight.shape, DTYPES[dtype]) for name, weight in by_name.items()]
+    slots = [Slot(weight.name, weight.shape, DTYPES[dtype]) for weight in weights]
     write_weights(folder, slots, read, max_shard_bytes, log)
     return sum(slot.num_bytes for slot in slots)
 
 
-def import_(source: Path, run_dir: Path, *, log: Log = print) -> Path:
-    """Makes a checkpoint of step 0 in the new `run_dir` from a folder of GPT-2's; returns its folder.
+def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Log = print) -> Path:
+    """Makes a checkpoint of step 0 in the new `run_dir` from a folder of transformers; returns its folder.
 
     `source` holds config.json and model.safetensors, model.safetensors.index.json with its files, or pytorch_model.bin.
+    The model is the one whose adapter is for the config.json's model_type; modules named by `plugins` may register it.
     Weights are stored in fp32, and the small files beside them, a tokenizer's too, for `export` to give back. Nothing
     here reads those: the checkpoint has no tokenizer. The vocabulary is padded with rows of zeros. The model is in
     memory once (with pytorch_model.bin, twice). The last line logged is the command that goes on from it.
 
-    Raises ConfigError, naming the key or tensor, for a model that is not quite a GPT-2, and where `run_dir` is not
-    empty; nothing has been written then.
+    Raises ConfigError, naming the key or tensor, for a model that is not quite the adapter's, and where `run_dir` is
+    not empty; nothing has been written then.
     """
     source, run_dir = Path(source).expanduser(), Path(run_dir).expanduser()
     if not (source / "config.json").is_file():
         raise ConfigError(f"source={source} holds no config.json; give a folder that save_pretrained wrote")
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise ConfigError(f"run_dir={run_dir} exists; nothing is overwritten, give a new folder")
-    model = from_json(read_json(source / "config.json"), "hf-" + re.sub(r"[^\w.-]", "-", source.resolve().name))
-    stored = open_weights(source)
-    _refuse_another_model(source, stored, model)
-    overrides, config = _composed(model, run_dir)
-    beside = {f"{KEPT}/{name}": content for name, content in _other_files(source).items()}
-    tensors = {f"model.{weight.ours}": _ours(source, weight, stored[weight.name], model) for weight in weights(model)}
+    import_plugins(plugins)
+    content, name = read_json(source / "config.json"), "hf-" + re.sub(r"[^\w.-]", "-", source.resolve().name)
+    adapter = _adapter_of(content)
+    model = adapter.from_json(content, name)
+    stored = open_weights(source, adapter.canonical)
+    weights = {adapter.canonical(weight.name) or weight.name: weight for weight in adapter.weights(model)}
+    _refuse_another_model(source, stored, weights, adapter)
+    overrides, config = _composed(model, name, run_dir, plugins)
+    beside = {f"{KEPT}/{each}": content for each, content in _other_files(source).items()}
+    found = {weight.ours: _ours(source, weight, stored[each]) for each, weight in weights.items()}
+    tensors = {f"model.{ours}": tensor for ours, tensor in found.items() if ours is not None}
     with _errors_of_the_disk(f"run_dir={run_dir}"):
         step = Checkpointer(CheckpointConfig(keep=0), run_dir).save(tensors, _META, to_yaml(config), None, log, beside)
     words = ", ".join(sorted(Path(name).name for name in beside))
@@ -177,7 +193,7 @@ def import_(source: Path, run_dir: Path, *, log: Log = print) -> Path:
     log("its tokenizer is not used here: token ids must mean there what they meant here")
     start = [f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
     line = f"{command('train')} {shlex.join([*start, *overrides])}"
-    log(f"go on with any data=... of at most {model.vocab_size} token ids: {line}")
+    log(f"go on with any data=... of at most {spec_of(model).vocab_size(model)} token ids: {line}")
     return step
 
 
@@ -192,48 +208,70 @@ def _other_files(source: Path) -> dict[str, bytes]:
     return {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
 
 
-def _refuse_another_model(source: Path, stored: dict[str, Stored], model: GPTConfig) -> None:
+def _adapter_of(content: Mapping[str, Any]) -> Adapter:
+    """The adapter for a config.json. Raises ConfigError for a model_type that none is for."""
+    found = content.get("model_type")
+    adapters = [each for spec in SPECS if (each := spec.huggingface()) is not None]
+    for adapter in adapters:
+        if adapter.model_type == found:
+            return adapter
+    known = ", ".join(repr(each.model_type) for each in adapters)
+    raise ConfigError(f"config.json: model_type={found!r}: only model_type={known} can be imported; see plugins=[...]")
+
+
+def _refuse_another_model(
+    source: Path, stored: Mapping[str, Stored], weights: Mapping[str, Weight], adapter: Adapter
+) -> None:
     """Raises ConfigError where tensors lack, are too many, or are not of the shapes that config.json says."""
-    expected = {weight.name: weight.shape for weight in weights(model)}
-    for name, shape in expected.items():
+    for name, weight in weights.items():
         if name not in stored:
-            raise ConfigError(f"source={source}: {name} is missing, which a GPT-2 of its config.json has")
-        if stored[name].shape != shape:
-            found = list(stored[name].shape)
-            raise ConfigError(f"source={source}: {name} is {found}, by its config.json it should be {list(shape)}")
+            raise ConfigError(f"source={source}: {name} is missing, which a {adapter.title} of its config.json has")
+        if stored[name].shape != weight.shape:
+            found, expected = list(stored[name].shape), list(weight.shape)
+            raise ConfigError(f"source={source}: {name} is {found}, by its config.json it should be {expected}")
         if stored[name].dtype not in DTYPES.values():
             raise ConfigError(f"source={source}: {name} is {stored[name].dtype}; save it in float32 first")
-    for name in sorted(stored.keys() - expected.keys()):
-        if name != "lm_head.weight":
-            raise ConfigError(f"source={source}: {name} is nothing that a GPT-2 of its config.json has")
-        head, embedding = (stored[each].read() for each in (name, "wte.weight"))
-        if not torch.equal(head, embedding):
+    copies = adapter.copies()
+    for name in sorted(stored.keys() - weights.keys()):
+        if name not in copies:
+            raise ConfigError(f"source={source}: {name} is nothing that a {adapter.title} of its config.json has")
+        if not torch.equal(stored[name].read(), stored[copies[name]].read()):
             raise ConfigError(
-                f"source={source}: lm_head.weight is not wte.weight; set tie_word_embeddings=false in its config.json"
+                f"source={source}: {name} is not {copies[name]}; set tie_word_embeddings=false in its config.json"
             )
 
 
-def _ours(source: Path, weight: Weight, stored: Stored, model: GPTConfig) -> Tensor:
-    """Our form of a tensor, fp32; rows of the vocabulary that are padding stay zero. ConfigError for NaN in it."""
+def _ours(source: Path, weight: Weight, stored: Stored) -> Tensor:
+    """Our form of a tensor, fp32; rows of the vocabulary that are padding stay zero. ConfigError for NaN in it, and for
+    numbers that this model has no place for."""
     ours = torch.zeros(weight.our_shape)
-    view = view_of(weight, ours, model.num_heads)
+    view = weight.view(ours)
     theirs = stored.read()
     if problem := not_finite(theirs):
         raise ConfigError(f"source={source}: {stored.name} {problem}; fetch it again, or import another checkpoint")
+    if weight.ours is None and theirs.any():
+        raise ConfigError(f"source={source}: {stored.name} is not zero, and the model here has no such parameter")
     view.copy_(theirs.reshape(view.shape))
     return ours
 
 
-def _composed(model: GPTConfig, run_dir: Path) -> tuple[list[str], Config]:
+def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[str]) -> tuple[list[str], Config]:
     """What train.py needs to be told to train this model, and the configuration that the checkpoint is of."""
-    default, names = load().model, [field.name for field in dataclasses.fields(model)]
-    changed = [name for name in names if getattr(model, name) != getattr(default, name)]
-    overrides = [f"model.{name}={override_value(getattr(model, name))}" for name in changed]
-    config = load([*overrides, f"run.name={model.name}", f"run.dir={hydra_value(str(run_dir))}"])
+    default, overrides = load().model, [f"plugins=[{','.join(plugins)}]"] if plugins else []
+    if type(default) is not type(model):
+        overrides.append(f"model={spec_of(model).name}_schema")
+        default = type(model)()
+    names = [field.name for field in dataclasses.fields(model)]
+    changed = [key for key in names if getattr(model, key) != getattr(default, key)]
+    overrides += [f"model.{key}={override_value(getattr(model, key))}" for key in changed]
+    # Where the model has no such key, train.py asks for these: of the checkpoint here nothing is trained.
+    unknown = [f"{key}=1" for mine, key in DEFAULTS_OF_MODELS.items() if mine not in names]
+    config = load([*overrides, *unknown, f"run.name={name}", f"run.dir={hydra_value(str(run_dir))}"])
     assert config.model == model
     batches = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(DataConfig)}
-    assert model.vocab_size is not None
-    data = TextConfig(**batches, path=NO_TOKENIZER, tokenizer=NO_TOKENIZER, vocab_size=model.vocab_size)
+    if (vocab_size := spec_of(model).vocab_size(model)) is None:
+        raise ConfigError(f"the {spec_of(model).name} model has no number of token ids; give its spec `vocab_size`")
+    data = TextConfig(**batches, path=NO_TOKENIZER, tokenizer=NO_TOKENIZER, vocab_size=vocab_size)
     return overrides, dataclasses.replace(config, data=data)
 
 

@@ -24,6 +24,8 @@ from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.plot import plot_curves
 from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
+from gptlite.models.flops import Uncounted, count_flops
+from gptlite.models.model import Model
 from gptlite.models.sampling import Sampling
 from gptlite.models.spec import spec_of
 from gptlite.ops.backend import sdpa_words
@@ -54,7 +56,8 @@ def announce(
     """Prints the banner and opens the trackers: on rank 0, with what all ranks know."""
     batch, model, length = config.data, config.model, config.data.sequence_length
     spec, accumulation = state.model.spec, state.loader.num_micro_batches
-    per_token = state.model.flops_per_token(length)
+    peak = device_peak_flops(mesh.device, policy.compute_dtype)
+    per_token, uncounted = _flops(state.model, length, peak)
     per_step, steps = batch.global_batch_size * length, config.trainer.max_steps
     schedule, shares = state.loader.schedule, gather_objects(mesh, Share.of(state))
     total = schedule.trained(schedule.after(0, steps)) * length
@@ -75,6 +78,7 @@ def announce(
                   f"{accumulation} accumulation x {mesh.data_size} data-parallel{_ramp(config)}"),
         ("length", f"{steps} steps = {format_count(total)} tokens, {total / count:.1f} a parameter, "
                    f"{total / max(1, data.num_train_tokens):.1f} epochs, {arithmetic}"),
+        *uncounted,
         ("run folder", str(run.path)),
     ]  # fmt: skip
     if mesh.is_main:
@@ -94,10 +98,22 @@ def announce(
         tokens_per_step=per_step,
         samples_per_step=batch.global_batch_size,
         flops_per_token=per_token,
-        peak_flops=device_peak_flops(mesh.device, policy.compute_dtype),
+        peak_flops=peak,
         num_devices=mesh.world_size,
     )
     return Reporter(sinks, throughput, mesh.device, steps, run.log)
+
+
+def _flops(model: Model, length: int, peak: float | None) -> tuple[int | None, list[tuple[str, str]]]:
+    """FLOPs of a token, counted for a model that gives none where there is a peak to compare them with; else None, with
+    the banner's line on the reason where one was sought."""
+    found = model.flops_per_token(length)
+    if found is not None or peak is None:
+        return found, []
+    try:
+        return count_flops(model, length), []
+    except Uncounted as error:
+        return None, [("MFU", f"n/a: {error}")]
 
 
 def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tuple[str, str]]:

@@ -225,9 +225,8 @@ def test_only_the_composition_knows_the_whole_configuration():
     assert list(map(str, found)) == []
 
 
-# What still knows the GPT: the planner, which describes it by hand, and its exchange with Hugging Face.
-KNOW_THE_GPT = ("plan/*.py", "planning.py", "plan_report.py", "largest.py", "offload_space.py", "huggingface.py",
-                "checkpoint/huggingface.py", "models/registry.py")  # fmt: skip
+# What still knows the GPT: the planner, which describes it by hand.
+KNOW_THE_GPT = ("plan/*.py", "planning.py", "plan_report.py", "largest.py", "offload_space.py", "models/registry.py")
 
 
 def test_only_its_own_folder_knows_the_gpt():

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +17,6 @@ from gptlite.files import write_synced
 from gptlite.progress import Log, Progress
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-# Masks that older versions stored beside the weights.
-_BUFFERS = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)")
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,8 @@ def _shards(slots: Sequence[Slot], limit: int) -> Iterator[list[Slot]]:
     yield shard
 
 
-def open_weights(folder: Path) -> dict[str, Stored]:
-    """What is stored in a folder, by name without the prefix `transformer.`; attention's masks are left out.
+def open_weights(folder: Path, canonical: Callable[[str], str | None]) -> dict[str, Stored]:
+    """What is stored in a folder, by canonical name; what has none is left out.
 
     Raises ConfigError, naming the file, for one that is missing or damaged, or for a name that is there twice.
     """
@@ -78,14 +75,13 @@ def open_weights(folder: Path) -> dict[str, Stored]:
     elif (folder / PICKLE).is_file():
         stored = _of_pickle(folder / PICKLE)
     else:
-        raise ConfigError(f"{folder} holds no {SINGLE}, {INDEX} or {PICKLE}; give a folder of GPT2LMHeadModel")
+        raise ConfigError(f"{folder} holds no {SINGLE}, {INDEX} or {PICKLE}; give a folder that save_pretrained wrote")
     weights: dict[str, Stored] = {}
     for name, each in stored.items():
-        short = name.removeprefix("transformer.")
-        if _BUFFERS.fullmatch(name):
+        if (short := canonical(name)) is None:
             continue
         if short in weights:
-            raise ConfigError(f"{folder}: {name} is stored twice, with and without the prefix transformer.")
+            raise ConfigError(f"{folder}: {name} is stored twice, as {weights[short].name} too; take one out")
         weights[short] = each
     return weights
 

@@ -64,6 +64,7 @@ def write(path: Path, slots: Sequence[Slot], read: Callable[[Slot], Tensor], pro
 
 
 def _write_tensor(file: BinaryIO, slot: Slot, tensor: Tensor, progress: Progress) -> None:
+    tensor = torch.atleast_1d(tensor)
     rows = max(1, BLOCK_BYTES // max(1, tensor[:1].numel() * tensor.element_size()))
     for block in tensor.split(rows):
         converted = block.to(slot.dtype)

@@ -22,8 +22,8 @@ Checkpoints of runs: what there is, whether it is whole, how two differ; tidying
   verify RUN_OR_STEP ...       reads every byte again and compares
   diff A B                     what differs between two runs, checkpoints or config.yaml files
   prune RUN keep=K             removes all but the newest K
-  export RUN_OR_STEP TARGET    writes the weights as a Hugging Face GPT-2 folder
-  import HF_FOLDER RUN_DIR     makes a checkpoint of a Hugging Face GPT-2 folder
+  export RUN_OR_STEP TARGET    writes the weights as a Hugging Face folder
+  import HF_FOLDER RUN_DIR     makes a checkpoint of a Hugging Face folder
 
 A RUN is a run's folder or its checkpoints folder, a STEP a folder step-00000100. Options are key=value;
 `gptlite checkpoint SUBCOMMAND --help` lists them.

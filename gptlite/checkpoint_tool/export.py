@@ -1,7 +1,8 @@
 """Writes the weights for Hugging Face: export RUN_OR_STEP TARGET [dtype=fp32] [max_shard_bytes=5000000000]
 
-TARGET becomes a folder that transformers' GPT2LMHeadModel.from_pretrained reads: safetensors, config.json and, where it
-has that form, the tokenizer. RUN_OR_STEP is read whole and verified; of a run it is the newest intact checkpoint.
+TARGET becomes a folder that transformers' from_pretrained reads, GPT2LMHeadModel's for a GPT: safetensors, config.json
+and, where it has that form, the tokenizer. RUN_OR_STEP is read whole and verified; of a run it is the newest intact
+checkpoint.
 """
 
 from dataclasses import dataclass

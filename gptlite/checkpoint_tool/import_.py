@@ -1,10 +1,11 @@
-"""Makes a checkpoint of a Hugging Face GPT-2 folder: import HF_FOLDER RUN_DIR
+"""Makes a checkpoint of a Hugging Face folder, of a GPT-2 say: import HF_FOLDER RUN_DIR [plugins=[MODULE,...]]
 
 HF_FOLDER holds config.json and model.safetensors, whole or in shards. RUN_DIR becomes a run with one checkpoint of step
-0. Train on from its weights: gptlite train checkpoint.resume=RUN_DIR checkpoint.load=weights model=... data=...
+0. The modules that plugins names register models of one's own. Train on from its weights: gptlite train
+checkpoint.resume=RUN_DIR checkpoint.load=weights model=... data=...
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gptlite.checkpoint_tool.places import existing
@@ -13,7 +14,9 @@ from gptlite.progress import log
 
 @dataclass
 class Options:
-    """There are none."""
+    """What may follow the paths."""
+
+    plugins: list[str] = field(default_factory=list)
 
 
 def run(paths: list[str], options: Options) -> int:
@@ -21,5 +24,5 @@ def run(paths: list[str], options: Options) -> int:
     from gptlite.huggingface import import_
 
     source, target = paths
-    print(import_(existing(source), Path(target).expanduser(), log=log))
+    print(import_(existing(source), Path(target).expanduser(), plugins=options.plugins, log=log))
     return 0

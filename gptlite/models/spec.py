@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gptlite.inputs import Inputs
+    from gptlite.models.huggingface import Adapter
     from gptlite.models.micro_batch import MicroBatch
     from gptlite.models.sampling import Sampling
     from gptlite.ops.select import Ops
@@ -118,7 +119,8 @@ class ModelSpec(Generic[C]):
         return config
 
     def flops(self, config: C, length: int) -> tuple[int, int] | None:
-        """FLOPs of a token, forward and backward, in one block and in all that follows the blocks; None: MFU is n/a."""
+        """FLOPs of a token, forward and backward, in one block and in all that follows the blocks. None: MFU counts
+        them (gptlite.models.flops), and all blocks weigh the same in a pipeline."""
         return None
 
     def activation_bytes(
@@ -141,6 +143,10 @@ class ModelSpec(Generic[C]):
     def words(self, config: C) -> str:
         """The banner's description, after the number of parameters."""
         return ""
+
+    def huggingface(self) -> Adapter[C] | None:
+        """Its form in Hugging Face's transformers; None: an export is refused."""
+        return None
 
     # What is known of its modules.
 

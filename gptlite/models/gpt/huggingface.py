@@ -4,15 +4,24 @@ There a matrix is stored as [in, out] (`Conv1D`), the fused projection of querie
 head, and the embedding has as many rows as the vocabulary.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from math import isfinite
-from typing import Any
+from __future__ import annotations
 
-from torch import Tensor
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.models.gpt.config import Activation, GPTConfig
+from gptlite.models.huggingface import Adapter, Weight, unchanged
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "transformer."  # GPT2LMHeadModel writes it, GPT2Model does not
+# Masks that older versions stored beside the weights.
+_BUFFERS = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)")
 
 # The first of each of ours is what is written.
 ACTIVATIONS = {
@@ -23,7 +32,6 @@ ACTIVATIONS = {
 }
 # Keys that change what the weights mean, and the one value of each that is this model.
 FIXED = {
-    "model_type": "gpt2",
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
@@ -32,128 +40,118 @@ FIXED = {
 }
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A parameter: its name and shape there, without the prefix `transformer.`, and its name and shape here.
+class GPT2(Adapter[GPTConfig]):
+    """Hugging Face's GPT-2."""
 
-    `kind`: plain, matrix (transposed), qkv, or rows (some of ours).
-    """
+    model_type = "gpt2"
+    model_class = "GPT2LMHeadModel"
+    title = "GPT-2"
 
-    name: str
-    shape: tuple[int, ...]
-    ours: str
-    our_shape: tuple[int, ...]
-    kind: str = "plain"
+    def weights(self, config: GPTConfig) -> Iterator[Weight]:
+        """Biases too, which GPT-2 always has. A tied head is none."""
+        width, inner, vocab_size, rows = config.d_model, config.ffn_size, config.vocab_size, config.padded_vocab_size
+        assert vocab_size is not None
+        table, unpadded = ((vocab_size, width), (rows, width)), partial(_rows, count=vocab_size)
+        qkv = partial(_qkv, num_heads=config.num_heads)
+        positions = (config.sequence_length, width)
+        yield Weight(f"{PREFIX}wte.weight", table[0], "token_embedding.weight", table[1], unpadded)
+        yield Weight(f"{PREFIX}wpe.weight", positions, "position_embedding.weight", positions)
+        for layer in range(config.num_layers):
+            there, here = f"{PREFIX}h.{layer}.", f"layers.{layer}."
+            for name, ours, size, matrix, vector in (
+                ("ln_1", "attn_norm", (width,), unchanged, unchanged),
+                ("attn.c_attn", "attn.qkv", (width, 3 * width), qkv, qkv),
+                ("attn.c_proj", "attn.proj", (width, width), _transposed, unchanged),
+                ("ln_2", "mlp_norm", (width,), unchanged, unchanged),
+                ("mlp.c_fc", "mlp.up", (width, inner), _transposed, unchanged),
+                ("mlp.c_proj", "mlp.down", (inner, width), _transposed, unchanged),
+            ):
+                yield Weight(f"{there}{name}.weight", size, f"{here}{ours}.weight", size[::-1], matrix)
+                bias = f"{here}{ours}.bias" if config.bias else None
+                yield Weight(f"{there}{name}.bias", size[-1:], bias, size[-1:], vector)
+        yield Weight(f"{PREFIX}ln_f.weight", (width,), "final_norm.weight", (width,))
+        yield Weight(f"{PREFIX}ln_f.bias", (width,), "final_norm.bias" if config.bias else None, (width,))
+        if not config.tied_embeddings:
+            yield Weight("lm_head.weight", table[0], "head.weight", table[1], unpadded)
 
-    @property
-    def full_name(self) -> str:
-        """As GPT2LMHeadModel has it."""
-        return self.name if self.name == "lm_head.weight" else f"transformer.{self.name}"
+    def canonical(self, name: str) -> str | None:
+        return None if _BUFFERS.fullmatch(name) else name.removeprefix(PREFIX)
+
+    def copies(self) -> Mapping[str, str]:
+        return {"lm_head.weight": "wte.weight"}
+
+    def to_json(self, config: GPTConfig, torch_dtype: str, eod: int | None) -> dict[str, Any]:
+        """The content of config.json. What ends a document begins one too there."""
+        activations = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
+        return {
+            "architectures": [self.model_class],
+            "model_type": self.model_type,
+            "vocab_size": config.vocab_size,
+            "n_positions": config.sequence_length,
+            "n_embd": config.d_model,
+            "n_layer": config.num_layers,
+            "n_head": config.num_heads,
+            "n_inner": config.d_ff,
+            "activation_function": activations[config.activation],
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
+            "layer_norm_epsilon": config.layer_norm_eps,
+            "initializer_range": config.init_std,
+            "tie_word_embeddings": config.tied_embeddings,
+            "bos_token_id": eod,
+            "eos_token_id": eod,
+            "torch_dtype": torch_dtype,
+        }
+
+    def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
+        """The model that a config.json describes. Raises ConfigError, naming the key, for any but a GPT-2.
+
+        What is missing and has a default in GPT-2 takes it; sizes have none here. One dropout stands for its three: the
+        largest.
+        """
+        for key, value in FIXED.items():
+            found = content.get(key, value)
+            if found != value and (found or value):  # null, {} and false all mean none
+                raise ConfigError(f"config.json: {key}={found!r}: only {key}={value!r} can be imported")
+        activation = content.get("activation_function", "gelu_new")
+        if activation not in ACTIVATIONS:
+            hint = did_you_mean(str(activation), ACTIVATIONS)
+            names = ", ".join(ACTIVATIONS)
+            raise ConfigError(f"config.json: activation_function={activation!r} is none of {names}{hint}")
+        width, heads = _whole(content, "n_embd"), _whole(content, "n_head")
+        if width % heads:
+            raise ConfigError(f"config.json: n_embd={width} is not divisible by n_head={heads}")
+        tied = content.get("tie_word_embeddings", True)
+        if not isinstance(tied, bool):
+            raise ConfigError(f"config.json: tie_word_embeddings={tied!r} must be true or false")
+        dropouts = [_number(content, key, 0.1, below=1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+        return GPTConfig(
+            name=name,
+            num_layers=_whole(content, "n_layer"),
+            num_heads=heads,
+            d_model=width,
+            d_ff=None if content.get("n_inner") is None else _whole(content, "n_inner"),
+            vocab_size=_whole(content, "vocab_size"),
+            sequence_length=_whole(content, "n_positions"),
+            activation=ACTIVATIONS[activation],
+            dropout=max(dropouts),
+            tied_embeddings=tied,
+            layer_norm_eps=_number(content, "layer_norm_epsilon", 1e-5),
+            init_std=_number(content, "initializer_range", 0.02),
+        )
 
 
-def weights(config: GPTConfig) -> Iterator[Weight]:
-    """Every parameter that GPT-2 has there, biases too, in the order of the model. A tied head is none."""
-    width, inner, vocab_size, rows = config.d_model, config.ffn_size, config.vocab_size, config.padded_vocab_size
-    assert vocab_size is not None
-    table = (vocab_size, width), (rows, width)
-    positions = (config.sequence_length, width)
-    yield Weight("wte.weight", table[0], "token_embedding.weight", table[1], "rows")
-    yield Weight("wpe.weight", positions, "position_embedding.weight", positions)
-    for layer in range(config.num_layers):
-        here = f"layers.{layer}."
-        for name, ours, size, kind in (
-            ("ln_1", "attn_norm", (width,), "plain"),
-            ("attn.c_attn", "attn.qkv", (width, 3 * width), "qkv"),
-            ("attn.c_proj", "attn.proj", (width, width), "matrix"),
-            ("ln_2", "mlp_norm", (width,), "plain"),
-            ("mlp.c_fc", "mlp.up", (width, inner), "matrix"),
-            ("mlp.c_proj", "mlp.down", (inner, width), "matrix"),
-        ):
-            yield Weight(f"h.{layer}.{name}.weight", size, f"{here}{ours}.weight", size[::-1], kind)
-            bias = "qkv" if kind == "qkv" else "plain"
-            yield Weight(f"h.{layer}.{name}.bias", size[-1:], f"{here}{ours}.bias", size[-1:], bias)
-    yield Weight("ln_f.weight", (width,), "final_norm.weight", (width,))
-    yield Weight("ln_f.bias", (width,), "final_norm.bias", (width,))
-    if not config.tied_embeddings:
-        yield Weight("lm_head.weight", table[0], "head.weight", table[1], "rows")
+def _rows(ours: Tensor, count: int) -> Tensor:
+    return ours[:count]
 
 
-def view_of(weight: Weight, ours: Tensor, num_heads: int) -> Tensor:
-    """A view of one of our tensors whose elements, row by row, are those of the tensor there.
-
-    Reading it exports; writing into it imports.
-    """
-    match weight.kind:
-        case "rows":
-            return ours[: weight.shape[0]]
-        case "matrix":
-            return ours.t()
-        case "qkv":
-            # By head q, k, v of D rows each -> the columns q of all heads, k of all, v of all.
-            grouped = ours.unflatten(0, (num_heads, 3, -1))  # [H, 3, D, d], or [H, 3, D]
-            return grouped.permute(3, 1, 0, 2) if ours.dim() == 2 else grouped.permute(1, 0, 2)
-        case _:
-            return ours
+def _transposed(ours: Tensor) -> Tensor:
+    return ours.t()
 
 
-def to_json(config: GPTConfig, torch_dtype: str, eod: int | None) -> dict[str, Any]:
-    """The content of config.json. `eod` is the id that ends a document, which there begins one too."""
-    activations = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": config.vocab_size,
-        "n_positions": config.sequence_length,
-        "n_embd": config.d_model,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "n_inner": config.d_ff,
-        "activation_function": activations[config.activation],
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
-        "layer_norm_epsilon": config.layer_norm_eps,
-        "initializer_range": config.init_std,
-        "tie_word_embeddings": config.tied_embeddings,
-        "bos_token_id": eod,
-        "eos_token_id": eod,
-        "torch_dtype": torch_dtype,
-    }
-
-
-def from_json(content: Mapping[str, Any], name: str) -> GPTConfig:
-    """The model that a config.json describes. Raises ConfigError, naming the key, for any but a GPT-2.
-
-    What is missing and has a default in GPT-2 takes it; sizes have none here. One dropout stands for its three: the
-    largest.
-    """
-    for key, value in FIXED.items():
-        found = content.get(key, None if key == "model_type" else value)
-        if found != value and (found or value):  # null, {} and false all mean none
-            raise ConfigError(f"config.json: {key}={found!r}: only {key}={value!r} can be imported")
-    activation = content.get("activation_function", "gelu_new")
-    if activation not in ACTIVATIONS:
-        hint = did_you_mean(str(activation), ACTIVATIONS)
-        raise ConfigError(f"config.json: activation_function={activation!r} is none of {', '.join(ACTIVATIONS)}{hint}")
-    width, heads = _whole(content, "n_embd"), _whole(content, "n_head")
-    if width % heads:
-        raise ConfigError(f"config.json: n_embd={width} is not divisible by n_head={heads}")
-    tied = content.get("tie_word_embeddings", True)
-    if not isinstance(tied, bool):
-        raise ConfigError(f"config.json: tie_word_embeddings={tied!r} must be true or false")
-    dropouts = [_number(content, key, 0.1, below=1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
-    return GPTConfig(
-        name=name,
-        num_layers=_whole(content, "n_layer"),
-        num_heads=heads,
-        d_model=width,
-        d_ff=None if content.get("n_inner") is None else _whole(content, "n_inner"),
-        vocab_size=_whole(content, "vocab_size"),
-        sequence_length=_whole(content, "n_positions"),
-        activation=ACTIVATIONS[activation],
-        dropout=max(dropouts),
-        tied_embeddings=tied,
-        layer_norm_eps=_number(content, "layer_norm_epsilon", 1e-5),
-        init_std=_number(content, "initializer_range", 0.02),
-    )
+def _qkv(ours: Tensor, num_heads: int) -> Tensor:
+    """By head q, k, v of D rows each -> the columns q of all heads, k of all, v of all."""
+    grouped = ours.unflatten(0, (num_heads, 3, -1))  # [H, 3, D, d], or [H, 3, D]
+    return grouped.permute(3, 1, 0, 2) if ours.dim() == 2 else grouped.permute(1, 0, 2)
 
 
 def _whole(content: Mapping[str, Any], key: str) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gptlite.inputs import Inputs
+    from gptlite.models.gpt.huggingface import GPT2
     from gptlite.models.gpt.model import GPT
     from gptlite.models.micro_batch import MicroBatch
     from gptlite.models.sampling import Sampling
@@ -94,6 +95,11 @@ class GPTSpec(ModelSpec[GPTConfig]):
             f"{config.num_layers} layers, {config.num_heads} heads, d {config.d_model}, vocabulary {config.vocab_size} "
             f"in {config.padded_vocab_size} rows"
         )
+
+    def huggingface(self) -> GPT2:
+        from gptlite.models.gpt.huggingface import GPT2
+
+        return GPT2()
 
     def build(self, config: GPTConfig, ops: Ops, seed: int) -> GPT:
         from gptlite.models.gpt.model import GPT

@@ -1,0 +1,68 @@
+"""The FLOPs of a model whose spec gives none, counted by torch in one pass on the meta device."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from gptlite.inputs import Inputs
+from gptlite.models.model import Model
+from gptlite.ops.select import Ops
+
+_TORCHS_OWN = ("aten", "prim", "prims", "profiler")
+# The ops of aten that do more than a few operations an element, by a word in their names.
+_PRODUCTS = re.compile(
+    r"(^|_)([a-z]*mm|[a-z]*mv|v?dot|conv(olution)?(\dd)?|attention|[a-z]*rnn|lstm|gru|fft(?!_r?fftfreq)"
+    r"|linalg(?!_vector_norm|_cross)|cholesky|solve|ormqr|geqrf|(c|p|euclidean_)dist|trilinear|grid_sampler)(_|$)"
+)
+
+
+class Uncounted(ValueError):
+    """A model whose FLOPs cannot be counted, with the reason and the fix."""
+
+
+def count_flops(model: Model, length: int) -> int:
+    """FLOPs of a token, forward and backward, of the whole model on one sequence of `length`.
+
+    The formulas are torch.utils.flop_counter's, with those that a library has registered there; what it counts as
+    nothing (elementwise ops, reductions, copies) is nothing here. Attention counts whole, its masked half too, as the
+    products that its definition has: two forward, four backward. Nothing is computed: tensors are on the meta device.
+
+    Raises Uncounted naming the first op without a formula: one of another library, or a product, convolution,
+    attention, transform, recurrent layer, grid sampler or piece of linear algebra of torch's; or where the pass fails.
+    """
+    with _Unknown() as unknown:
+        try:
+            with torch.device("meta"), FlopCounterMode(display=False) as counter:
+                part = model.spec.build(model.config, Ops(), 0)
+                tokens = torch.zeros(1, length, dtype=torch.int64)
+                inputs = Inputs(tokens, torch.zeros(1, dtype=torch.int64))
+                model.spec.forward(part, tokens, inputs).backward()
+        except Exception as error:  # a model may raise anything, and an op unknown here often cannot run without data
+            if not unknown.names:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                raise Uncounted(f"a pass on the meta device fails: {reason}; give the spec `flops`") from error
+    if unknown.names:
+        raise Uncounted(f"no FLOP formula for {unknown.names[0]}; give the spec `flops`")
+    return round(counter.get_total_flops() / length)
+
+
+class _Unknown(TorchDispatchMode):
+    """Notes the ops that nobody knows the FLOPs of, `library::op`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = getattr(func, "_overloadpacket", func)
+        name = packet.__name__
+        if packet not in flop_registry and (func.namespace not in _TORCHS_OWN or _PRODUCTS.search(name)):
+            self.names.append(f"{func.namespace}::{name}")
+        return func(*args, **(kwargs or {}))
