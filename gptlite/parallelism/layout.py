@@ -3,26 +3,25 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.parallelism.axes import AXES, CONTEXT, DATA_AXES, every_axis, factors, folded
 from gptlite.parallelism.config import ParallelismConfig
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-CONTEXT = "cp"  # ranks that share sequences: neighbours on the data axes, see Layout
 MAX_MICRO_BATCH = 16  # sequences; the most that a micro-batch left open becomes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees of the axes, slowest first, in the order of AXES, and how many ranks share each sequence.
+    """The sizes of the mesh's dimensions, slowest first, in the order of AXES, and the degrees of the folded axes.
 
     To parameters, ranks that share sequences are data-parallel ranks like others: they hold copies or shards, and
     their gradients are summed. So they are part of the data axes, neighbours on them.
     """
 
-    sizes: tuple[int, ...] = (1, 1, 1, 1)
-    context: int = 1
+    sizes: tuple[int, ...] = (1,) * len(AXES)
+    folded: tuple[int, ...] = field(default_factory=lambda: (1,) * len(folded()))
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(AXES):
@@ -30,22 +29,53 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: the product of the axes."""
+        """Number of ranks: the product of the sizes."""
         return math.prod(self.sizes)
 
     @property
     def fsdp_size(self) -> int:
         """Ranks whose gradients are summed, each of other tokens: dp_replicate * dp_shard."""
-        return self.size("dp_replicate") * self.size("dp_shard")
+        return math.prod(self.size(axis) for axis in DATA_AXES)
 
     @property
     def data_size(self) -> int:
         """Number of data-parallel parts of a global batch."""
-        return self.fsdp_size // self.context
+        return self.fsdp_size // self._sharing
+
+    @property
+    def context(self) -> int:
+        """Number of ranks that share each sequence."""
+        return self.size(CONTEXT)
+
+    @property
+    def _sharing(self) -> int:
+        return math.prod(size for axis, size in zip(folded(), self.folded, strict=True) if axis.factor)
 
     def size(self, axis: str) -> int:
-        """Degree of one axis, by its name in AXES, or of CONTEXT."""
-        return self.context if axis == CONTEXT else self.sizes[AXES.index(axis)]
+        """Degree of one axis, by its name."""
+        if axis in AXES:
+            return self.sizes[AXES.index(axis)]
+        return self.folded[[each.name for each in folded()].index(axis)]
+
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours along an axis are, in ranks."""
+        last = next((each.over[-1] for each in folded() if each.name == axis), axis)
+        return math.prod(self.sizes[AXES.index(last) + 1 :])
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """A rank's index along an axis."""
+        return rank // self.stride(axis) % self.size(axis)
+
+    def index(self, rank: int, axes: Sequence[str]) -> int:
+        """A rank's index among those of some axes, the last one fastest."""
+        index = 0
+        for axis in axes:
+            index = index * self.size(axis) + self.coordinate(rank, axis)
+        return index
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of the global batch a rank reads."""
+        return self.index(rank, DATA_AXES) // self._sharing
 
 
 @dataclass(frozen=True)
@@ -93,7 +123,7 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
     Without ZeRO the data ranks hold copies; with it they shard, in `dp_replicate` copies. So do ranks that share
     sequences, all of which shard.
     """
-    inner = config.pipeline * config.context * config.tensor
+    inner = _inner(config)
     data = world // inner if config.data is None else config.data
     if data < 1 or inner * data != world:
         raise ConfigError(_unequal(config, world))
@@ -108,18 +138,38 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
             f"parallelism.dp_replicate={replicate} of {data} data-parallel ranks: parallelism.zero=0 copies all to all "
             f"of them; use parallelism.dp_replicate=1, or shard with parallelism.zero=1, 2 or 3"
         )
-    context = config.context
-    copies, shards = (data * context, 1) if config.zero == 0 else (replicate, data // replicate * context)
-    return Layout((config.pipeline, copies, shards, config.tensor), context)
+    degrees = {axis.name: getattr(config, axis.key) for axis in every_axis()}
+    ranks = data * math.prod(degrees[axis.name] for axis in folded() if axis.factor)
+    degrees["dp_replicate"], degrees["dp_shard"] = (ranks, 1) if config.zero == 0 else (replicate, ranks // replicate)
+    layout = Layout(tuple(degrees[name] for name in AXES), tuple(degrees[axis.name] for axis in folded()))
+    for axis in folded():
+        ranks = math.prod(layout.size(name) for name in axis.over)
+        if ranks % layout.size(axis.name):
+            key = f"parallelism.{axis.key}="
+            raise ConfigError(
+                f"{key}{layout.size(axis.name)} does not divide the {ranks} ranks of {' x '.join(axis.over)}; "
+                f"try {key}{listed(divisors(ranks))}"
+            )
+    return layout
+
+
+def _degrees(config: ParallelismConfig) -> dict[str, int | None]:
+    """The degrees that multiply to the world's size, by key."""
+    return {axis.key: getattr(config, axis.key) for axis in factors()}
+
+
+def _inner(config: ParallelismConfig) -> int:
+    """Ranks that together do a data-parallel part."""
+    return math.prod(degree or 1 for key, degree in _degrees(config).items() if key != "data")
 
 
 def _unequal(config: ParallelismConfig, world: int) -> str:
     """`world size 8 = parallelism.pipeline=2 x data x ... has no whole number for data; try ...`."""
-    degrees = {key: getattr(config, key) for key in ("pipeline", "data", "context", "tensor")}
+    degrees = _degrees(config)
     equation = " x ".join("data" if value is None else f"parallelism.{key}={value}" for key, value in degrees.items())
     product = math.prod(value or 1 for value in degrees.values())
     tries = []
-    for key in ("data", "tensor", "pipeline"):
+    for key in sorted((axis.key for axis in reversed(factors()) if not axis.over), key=lambda key: key != "data"):
         others = product // (degrees[key] or 1)
         if world % others == 0 and degrees[key] is not None:
             most = world // others
@@ -137,7 +187,7 @@ def wanted_world(config: ParallelismConfig, gpus: int) -> int:
 
     Where `data` is null and the layout spreads, that is every GPU that completes a copy, or a data degree of 2.
     """
-    inner, replicate = config.pipeline * config.context * config.tensor, config.dp_replicate
+    inner, replicate = _inner(config), config.dp_replicate
     if config.data is not None:
         return inner * config.data
     if config.zero == 0 and (replicate > 1 or not config.spread):

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gptlite.parallelism.axes import AXES, Alike, alike
 from gptlite.parallelism.boxes import local_part
 from gptlite.parallelism.collectives import all_reduce, gather_objects
-from gptlite.parallelism.layout import AXES
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.tensor import is_cut
 
@@ -29,8 +29,9 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
     """
     named = list(parameters)
     hashes = torch.stack([fingerprint(local_part(tensor)) for _, tensor in named]).to(mesh.device)
-    tables = {"dp_replicate": [name for name, _ in named], "tp": [n for n, tensor in named if not is_cut(tensor)]}
-    tables["pp"] = list(tied)
+    whole = [name for name, tensor in named if not is_cut(tensor)]
+    copies: dict[Alike, Sequence[str]] = {"all": [name for name, _ in named], "uncut": whole, "tied": tied}
+    tables = {axis: names for which, names in copies.items() for axis in alike(which)}
     found: dict[tuple[str, str], list[int]] = {}
     for axis, names in tables.items():
         if mesh.size(axis) == 1 or not names:

@@ -58,7 +58,7 @@ TORCH = {
 def test_data_is_what_is_left_of_the_world(config, world, sizes):
     layout = resolve(ParallelismConfig(**config), world)
     context = config.get("context", 1)
-    assert layout == Layout(sizes, context)
+    assert layout == Layout(sizes, (context,))
     assert layout.world_size == world
     assert layout.fsdp_size == sizes[1] * sizes[2]
     assert layout.data_size == world // (sizes[0] * context * sizes[3])
