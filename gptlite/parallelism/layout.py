@@ -143,12 +143,11 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
     degrees["dp_replicate"], degrees["dp_shard"] = (ranks, 1) if config.zero == 0 else (replicate, ranks // replicate)
     layout = Layout(tuple(degrees[name] for name in AXES), tuple(degrees[axis.name] for axis in folded()))
     for axis in folded():
-        ranks = math.prod(layout.size(name) for name in axis.over)
-        if ranks % layout.size(axis.name):
-            key = f"parallelism.{axis.key}="
+        ranks, degree = math.prod(layout.size(name) for name in axis.over), layout.size(axis.name)
+        if ranks % degree:
             raise ConfigError(
-                f"{key}{layout.size(axis.name)} does not divide the {ranks} ranks of {' x '.join(axis.over)}; "
-                f"try {key}{listed(divisors(ranks))}"
+                f"parallelism.{axis.key}={degree} does not divide the {ranks} rank{'s' * (ranks > 1)} of "
+                f"{' x '.join(axis.over)}; try parallelism.{axis.key}={listed(divisors(ranks))}"
             )
     return layout
 
