@@ -79,11 +79,6 @@ def of_kind(kind: str) -> tuple[str, ...]:
     return tuple(axis.name for axis in TABLE if axis.kind == kind)
 
 
-def kind_of(name: str) -> str:
-    """The kind of an axis, by its name; of any other name that name."""
-    return next((axis.kind for axis in TABLE if axis.name == name), name)
-
-
 def alike(parameters: Alike) -> tuple[str, ...]:
     """The names of the axes whose ranks hold those parameters alike."""
     return tuple(axis.name for axis in TABLE if axis.alike == parameters)

@@ -8,7 +8,6 @@ the one they wait for.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ class CommunicationTime:
 
 def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, Any]:
     """A row's keys from every rank's shares [world, kinds()] of a step."""
-    sizes = {kind: math.prod(map(mesh.size, of_kind(kind))) for kind in kinds()} | {WORLD: mesh.world_size}
+    sizes = {kind: mesh.layout.size(*of_kind(kind)) for kind in kinds()} | {WORLD: mesh.world_size}
     seconds = (shares.mean(0) * step_seconds).tolist()
     row: dict[str, Any] = {
         f"comm_seconds_{kind}": value for kind, value in zip(sizes, seconds, strict=True) if sizes[kind] > 1
@@ -81,7 +80,7 @@ def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, 
     row["slowest_rank"] = _slowest(computing)
     for kind, size in sizes.items():
         if kind != WORLD and size > 1:
-            index = torch.tensor([mesh.layout.index(rank, of_kind(kind)) for rank in range(mesh.world_size)])
+            index = torch.tensor([mesh.layout.coordinate(rank, *of_kind(kind)) for rank in range(mesh.world_size)])
             sums = torch.zeros(size, dtype=computing.dtype).index_add_(0, index, computing)
             row[f"slowest_rank_{kind}"] = _slowest(sums * size / mesh.world_size)
     return row

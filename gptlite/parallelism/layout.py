@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.parallelism.axes import AXES, CONTEXT, DATA_AXES, every_axis, factors, folded
@@ -27,6 +28,11 @@ class Layout:
         if len(self.sizes) != len(AXES):
             raise ValueError(f"{len(self.sizes)} sizes, and the axes are {', '.join(AXES)}")
 
+    @cached_property
+    def degrees(self) -> dict[str, int]:
+        """The degree of each axis, by its name."""
+        return dict(zip((*AXES, *(axis.name for axis in folded())), (*self.sizes, *self.folded), strict=True))
+
     @property
     def world_size(self) -> int:
         """Number of ranks: the product of the sizes."""
@@ -35,47 +41,39 @@ class Layout:
     @property
     def fsdp_size(self) -> int:
         """Ranks whose gradients are summed, each of other tokens: dp_replicate * dp_shard."""
-        return math.prod(self.size(axis) for axis in DATA_AXES)
+        return self.size(*DATA_AXES)
 
     @property
     def data_size(self) -> int:
         """Number of data-parallel parts of a global batch."""
-        return self.fsdp_size // self._sharing
+        return self.fsdp_size // self.sharing
+
+    @property
+    def sharing(self) -> int:
+        """Number of data ranks that share each sample."""
+        return math.prod([self.degrees[axis.name] for axis in folded() if axis.factor])
 
     @property
     def context(self) -> int:
         """Number of ranks that share each sequence."""
-        return self.size(CONTEXT)
+        return self.degrees[CONTEXT]
 
-    @property
-    def _sharing(self) -> int:
-        return math.prod(size for axis, size in zip(folded(), self.folded, strict=True) if axis.factor)
-
-    def size(self, axis: str) -> int:
-        """Degree of one axis, by its name."""
-        if axis in AXES:
-            return self.sizes[AXES.index(axis)]
-        return self.folded[[each.name for each in folded()].index(axis)]
+    def size(self, *axes: str) -> int:
+        """Degree of an axis, by its name, or the product of several."""
+        return math.prod([self.degrees[axis] for axis in axes])
 
     def stride(self, axis: str) -> int:
         """How far apart neighbours along an axis are, in ranks."""
         last = next((each.over[-1] for each in folded() if each.name == axis), axis)
         return math.prod(self.sizes[AXES.index(last) + 1 :])
 
-    def coordinate(self, rank: int, axis: str) -> int:
-        """A rank's index along an axis."""
-        return rank // self.stride(axis) % self.size(axis)
-
-    def index(self, rank: int, axes: Sequence[str]) -> int:
-        """A rank's index among those of some axes, the last one fastest."""
-        index = 0
-        for axis in axes:
-            index = index * self.size(axis) + self.coordinate(rank, axis)
-        return index
+    def coordinate(self, rank: int, *axes: str) -> int:
+        """A rank's index along an axis, or along several that are neighbours in the mesh, slowest first."""
+        return rank // self.stride(axes[-1]) % self.size(*axes)
 
     def data_rank(self, rank: int) -> int:
         """Which part of the global batch a rank reads."""
-        return self.index(rank, DATA_AXES) // self._sharing
+        return self.coordinate(rank, *DATA_AXES) // self.sharing
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
     degrees["dp_replicate"], degrees["dp_shard"] = (ranks, 1) if config.zero == 0 else (replicate, ranks // replicate)
     layout = Layout(tuple(degrees[name] for name in AXES), tuple(degrees[axis.name] for axis in folded()))
     for axis in folded():
-        ranks, degree = math.prod(layout.size(name) for name in axis.over), layout.size(axis.name)
+        ranks, degree = layout.size(*axis.over), layout.size(axis.name)
         if ranks % degree:
             raise ConfigError(
                 f"parallelism.{axis.key}={degree} does not divide the {ranks} rank{'s' * (ranks > 1)} of "

@@ -30,11 +30,6 @@ class Mesh:
     folded_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, hash=False)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Degrees in the order of AXES."""
-        return self.layout.sizes
-
-    @property
     def world_size(self) -> int:
         """Number of ranks: the product of the axes."""
         return self.layout.world_size
@@ -45,11 +40,7 @@ class Mesh:
 
     def coordinate(self, axis: str) -> int:
         """This rank's index along an axis."""
-        return self.coordinate_of(self.rank, axis)
-
-    def coordinate_of(self, rank: int, axis: str) -> int:
-        """Any rank's index along an axis."""
-        return self.layout.coordinate(rank, axis)
+        return self.layout.coordinate(self.rank, axis)
 
     def is_first(self, parameters: Alike) -> bool:
         """Whether this rank is the first along every axis whose ranks hold those parameters alike.

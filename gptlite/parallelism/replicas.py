@@ -81,7 +81,7 @@ def _message(found: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: in
         for number in found[rank][axis, name]:
             by_hash.setdefault(number, []).append(rank)
     sides = sorted(by_hash.values(), key=lambda ranks: (-len(ranks), ranks))
-    places = " and ".join(", ".join(str(mesh.coordinate_of(rank, axis)) for rank in side) for side in sides)
+    places = " and ".join(", ".join(str(mesh.layout.coordinate(rank, axis)) for rank in side) for side in sides)
     ranks = " and ".join(", ".join(map(str, side)) for side in sides)
     others = sorted({other for differing in found for _, other in differing} - {name})
     more = f"; so do {len(others)} more, such as {', '.join(others[: MORE - 1])}" if others else ""
@@ -90,4 +90,5 @@ def _message(found: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: in
 
 def _same_line(mesh: Mesh, rank: int, other: int, axis: str) -> bool:
     """Whether two ranks differ in their place along one axis alone."""
-    return all(mesh.coordinate_of(rank, each) == mesh.coordinate_of(other, each) for each in AXES if each != axis)
+    place = mesh.layout.coordinate
+    return all(place(rank, each) == place(other, each) for each in AXES if each != axis)

@@ -7,10 +7,9 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from gptlite.errors import ConfigError
+from gptlite.parallelism.axes import AXES, CONTEXT
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import (
-    AXES,
-    CONTEXT,
     MAX_MICRO_BATCH,
     SCHEDULES,
     Layout,

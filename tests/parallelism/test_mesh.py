@@ -5,8 +5,9 @@ from itertools import product
 import pytest
 import torch
 
+from gptlite.parallelism.axes import AXES
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import AXES, Layout
+from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import Mesh, build_mesh
 
 CPU = torch.device("cpu")
