@@ -63,20 +63,10 @@ def folded() -> tuple[Axis, ...]:
     return tuple(axis for axis in TABLE if axis.over)
 
 
-def factors() -> tuple[Axis, ...]:
-    """The axes whose degrees multiply to the world's size."""
-    return tuple(axis for axis in TABLE if axis.factor)
-
-
-def kinds() -> tuple[str, ...]:
-    """The kinds of collectives, fastest axis first, the data axes and the world last."""
-    found = dict.fromkeys(axis.kind for axis in reversed(TABLE))
-    return *sorted(found, key=lambda kind: kind == DATA), WORLD
-
-
-def of_kind(kind: str) -> tuple[str, ...]:
-    """The names of a kind's axes, none for the world's."""
-    return tuple(axis.name for axis in TABLE if axis.kind == kind)
+def kinds() -> dict[str, tuple[str, ...]]:
+    """The axes of each kind of collective: the fastest kind first, the data axes' and the world's last."""
+    order = sorted(dict.fromkeys(axis.kind for axis in reversed(TABLE)), key=lambda kind: kind == DATA)
+    return {kind: tuple(axis.name for axis in TABLE if axis.kind == kind) for kind in order} | {WORLD: AXES}
 
 
 def alike(parameters: Alike) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gptlite.parallelism.axes import WORLD, kinds, of_kind
+from gptlite.parallelism.axes import WORLD, kinds
 from gptlite.parallelism.flight_recorder import RecordedTime
 from gptlite.parallelism.mesh import Mesh
 
@@ -71,16 +71,16 @@ class CommunicationTime:
 
 def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, Any]:
     """A row's keys from every rank's shares [world, kinds()] of a step."""
-    sizes = {kind: mesh.layout.size(*of_kind(kind)) for kind in kinds()} | {WORLD: mesh.world_size}
+    sizes = {kind: mesh.layout.size(*axes) for kind, axes in kinds().items()}
     seconds = (shares.mean(0) * step_seconds).tolist()
     row: dict[str, Any] = {
         f"comm_seconds_{kind}": value for kind, value in zip(sizes, seconds, strict=True) if sizes[kind] > 1
     }
     computing = 1 - shares.sum(1)
     row["slowest_rank"] = _slowest(computing)
-    for kind, size in sizes.items():
-        if kind != WORLD and size > 1:
-            index = torch.tensor([mesh.layout.coordinate(rank, *of_kind(kind)) for rank in range(mesh.world_size)])
+    for kind, axes in kinds().items():
+        if kind != WORLD and (size := sizes[kind]) > 1:
+            index = torch.tensor([mesh.layout.coordinate(rank, *axes) for rank in range(mesh.world_size)])
             sums = torch.zeros(size, dtype=computing.dtype).index_add_(0, index, computing)
             row[f"slowest_rank_{kind}"] = _slowest(sums * size / mesh.world_size)
     return row

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.parallelism.axes import AXES, CONTEXT, DATA_AXES, every_axis, factors, folded
+from gptlite.parallelism.axes import AXES, CONTEXT, DATA_AXES, every_axis, folded
 from gptlite.parallelism.config import ParallelismConfig
 
 MAX_MICRO_BATCH = 16  # sequences; the most that a micro-batch left open becomes
@@ -152,7 +152,7 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
 
 def _degrees(config: ParallelismConfig) -> dict[str, int | None]:
     """The degrees that multiply to the world's size, by key."""
-    return {axis.key: getattr(config, axis.key) for axis in factors()}
+    return {axis.key: getattr(config, axis.key) for axis in every_axis() if axis.factor}
 
 
 def _inner(config: ParallelismConfig) -> int:
@@ -166,7 +166,8 @@ def _unequal(config: ParallelismConfig, world: int) -> str:
     equation = " x ".join("data" if value is None else f"parallelism.{key}={value}" for key, value in degrees.items())
     product = math.prod(value or 1 for value in degrees.values())
     tries = []
-    for key in sorted((axis.key for axis in reversed(factors()) if not axis.over), key=lambda key: key != "data"):
+    shared = [axis.key for axis in folded()]
+    for key in sorted((key for key in reversed(degrees) if key not in shared), key=lambda key: key != "data"):
         others = product // (degrees[key] or 1)
         if world % others == 0 and degrees[key] is not None:
             most = world // others

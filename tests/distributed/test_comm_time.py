@@ -55,8 +55,8 @@ def test_a_sleeping_rank_is_the_slowest(two: Ranks) -> None:
 
 def test_the_summary_of_a_layout():
     shares = torch.zeros(4, len(kinds()))
-    shares[:, kinds().index("tp")] = torch.tensor([0.2, 0.2, 0.3, 0.0])
-    shares[:, kinds().index("pp")] = torch.tensor([0.4, 0.4, 0.0, 0.0])
+    shares[:, [*kinds()].index("tp")] = torch.tensor([0.2, 0.2, 0.3, 0.0])
+    shares[:, [*kinds()].index("pp")] = torch.tensor([0.4, 0.4, 0.0, 0.0])
     row = summary(shares, FOUR, 10.0)
     assert row["slowest_rank"] == 3
     assert row["slowest_rank_pp"] == 1  # the second stage
