@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gptlite
 from gptlite.checks import check
 from gptlite.config import load
 from gptlite.errors import ConfigError
@@ -59,6 +60,15 @@ def test_each_axis_is_described_in_the_docs():
         _, keys, cuts, *_ = cells[axis.label or "data"]
         assert f"`{axis.key}`" in keys.replace(", ", " ").split()
         assert cuts.startswith(axis.divides)
+
+
+def test_a_row_says_what_is_there():
+    homes = {"gptlite": Path(gptlite.__file__).parents[1], "torch": Path(torch.__file__).parents[1]}
+    for axis in axes.every_axis():
+        assert axis.key in ParallelismConfig.__dataclass_fields__
+        assert all((homes[file.partition("/")[0]] / file).exists() for file in axis.files)
+        # Neighbours in the mesh, slowest first, or a run of their ranks would be no line.
+        assert ",".join(axis.over) in ",".join(axes.AXES)
 
 
 @pytest.mark.usefixtures("experts")
