@@ -59,7 +59,7 @@ class Layout:
         return self.degrees[CONTEXT]
 
     def size(self, *axes: str) -> int:
-        """Degree of an axis, by its name, or the product of several."""
+        """Degree of an axis, by its name, or the product of several. Raises KeyError for one there is not."""
         return math.prod([self.degrees[axis] for axis in axes])
 
     def stride(self, axis: str) -> int:
@@ -116,7 +116,8 @@ def splits_backward(config: ParallelismConfig) -> bool:
 
 
 def resolve(config: ParallelismConfig, world: int) -> Layout:
-    """The layout on that many ranks: `data: null` is what is left of them. Raises ConfigError with the equation.
+    """The layout on that many ranks: `data: null` is what is left of them. Raises ConfigError with the equation, or
+    for a folded axis that does not divide its ranks.
 
     Without ZeRO the data ranks hold copies; with it they shard, in `dp_replicate` copies. So do ranks that share
     sequences, all of which shard.
