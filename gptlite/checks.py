@@ -19,6 +19,7 @@ from gptlite.ops.config import LayerNorm
 from gptlite.optimizer.checks import check_device as check_optimizer_device
 from gptlite.optimizer.checks import check_optimizer, check_placement
 from gptlite.optimizer.config import ELEMENTWISE
+from gptlite.parallelism.axes import every_axis
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import (
     Layout,
@@ -31,6 +32,7 @@ from gptlite.parallelism.layout import (
     runs_batch,
     schedule_refuses,
     stages_per_rank,
+    wanted_world,
 )
 from gptlite.precision import Precision, check_precision
 
@@ -80,11 +82,7 @@ def _positive(config: Config) -> None:
     sections = {
         "model": spec_of(config.model).positive,
         "parallelism": (
-            "tensor",
-            "pipeline",
-            "context",
-            "data",
-            "dp_replicate",
+            *(axis.key for axis in every_axis()),
             "virtual_stages",
             "bucket_layers",
             "offload_buffer_mib",
@@ -291,7 +289,7 @@ def _batch(config: Config) -> None:
     if (tokens := data.global_batch_size * data.sequence_length) > MAX_STEP_TOKENS:
         raise ConfigError(f"data.global_batch_size={data.global_batch_size} is {tokens:,} tokens a step; lower it")
     if layout.data is not None:
-        check_world(config, layout.pipeline * layout.data * layout.context * layout.tensor)
+        check_world(config, wanted_world(layout, gpus=0))
         return
     # How many ranks there will be is not known yet: refuse what no number of them can run.
     most = data.global_batch_size // (data.micro_batch_size or 1)

@@ -44,9 +44,6 @@ def needed_bytes(config: Config, layout: Layout, here: int) -> int:
         dtype="fp32",
         attention=Attention.matmul,
     )
-    tensor = layout.size("tp")
-    stage = layout.world_size // layout.size("pp")
-    each = {(r // stage, r % tensor): 0 for r in range(here)}
-    for place in each:
-        each[place] = file_bytes(work, *place)
-    return sum(each[r // stage, r % tensor] for r in range(here))
+    places = [(layout.coordinate(rank, "pp"), layout.coordinate(rank, "tp")) for rank in range(here)]
+    bytes_of = {place: file_bytes(work, *place) for place in set(places)}
+    return sum(bytes_of[place] for place in places)

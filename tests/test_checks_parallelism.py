@@ -51,7 +51,8 @@ def refusal(action):
 @pytest.mark.parametrize("name", sorted({path.stem for path in (CONF_DIR / "parallelism").glob("*.yaml")} - {"auto"}))
 def test_every_preset_runs_as_it_is_on_a_cpu(name):
     config = load([f"parallelism={name}", *NEEDS.get(name, [])])
-    assert check_world(config, wanted_world(config.parallelism, gpus=0)) == Layout(PRESETS[name], CONTEXT.get(name, 1))
+    layout = Layout(PRESETS[name], (CONTEXT.get(name, 1),))
+    assert check_world(config, wanted_world(config.parallelism, gpus=0)) == layout
     assert config.parallelism.zero == ZERO.get(name, 0)
 
 

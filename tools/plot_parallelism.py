@@ -5,7 +5,6 @@ python tools/plot_parallelism.py [folder=docs/pictures]
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.files import replacing
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import AXES, SCHEDULES, num_stages, resolve, split_layers, stages_of_rank
+from gptlite.parallelism.layout import SCHEDULES, num_stages, resolve, split_layers, stages_of_rank
 from gptlite.tool import run_tool
 
 INK, MUTED, GRID, EMPTY = "#1c1c1c", "#6b6b6b", "#d9d9d9", "#f6f6f6"
@@ -111,7 +110,7 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
     axes.set_xlabel(panel.text, loc="left", fontsize=9.5, color=MUTED, labelpad=4)
     labels = []
     for rank in range(panel.world):
-        place = dict(zip(AXES, coordinates(rank, layout.sizes), strict=True))
+        place = {axis: layout.coordinate(rank, axis) for axis in ("pp", "dp_shard", "tp")}
         held = pieces_of(panel.config, place["pp"])
         tensor, shard = (place["tp"], layout.size("tp")), (place["dp_shard"], layout.size("dp_shard"))
         for piece in range(len(PIECES)):
@@ -121,18 +120,9 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
                 corner = (x + width * shard[0] / shard[1], y + height * tensor[0] / tensor[1])
                 color = (BLUE, ORANGE)[place["tp"]]
                 axes.add_patch(Rectangle(corner, width / shard[1], height / tensor[1], facecolor=color))
-        samples = (place["dp_replicate"] * layout.size("dp_shard") + place["dp_shard"]) // layout.context
-        labels.append(f"rank {rank}" + (f", samples {'ABCD'[samples]}" if layout.data_size > 1 else ""))
+        samples = "ABCD"[layout.data_rank(rank)]
+        labels.append(f"rank {rank}" + (f", samples {samples}" if layout.data_size > 1 else ""))
     axes.set_yticks([rank + 0.5 for rank in range(panel.world)], labels, fontsize=8.5)
-
-
-def coordinates(rank: int, sizes: Sequence[int]) -> list[int]:
-    """A rank's place on each axis, the last one fastest."""
-    place = []
-    for size in reversed(sizes):
-        place.append(rank % size)
-        rank //= size
-    return place[::-1]
 
 
 def pieces_of(config: ParallelismConfig, pp_rank: int) -> set[int]:

@@ -24,8 +24,9 @@ from gptlite.data.stream import SampleStream
 from gptlite.data.text import Span, find_files, split
 from gptlite.data.tokenizer import NumberTokenizer
 from gptlite.errors import ConfigError
+from gptlite.parallelism.axes import CONTEXT
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import CONTEXT, chunk_starts, largest_micro_batch
+from gptlite.parallelism.layout import chunk_starts, largest_micro_batch
 from gptlite.parallelism.main_rank import ALONE, from_all, from_main, together
 from gptlite.parallelism.mesh import Mesh
 from gptlite.progress import Log, Progress

@@ -70,7 +70,7 @@ class Chain:
         """A number that one rank with the last part computes, on every rank."""
         if self.mesh.world_size == 1:
             return number()
-        rank = self._owner[self._last] * (self.mesh.world_size // self.mesh.size("pp"))
+        rank = self._owner[self._last] * self.mesh.layout.stride("pp")
         box = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         if self.mesh.rank == rank:
             box.fill_(number())

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gptlite.parallelism.axes import WORLD, kinds
 from gptlite.parallelism.flight_recorder import RecordedTime
-from gptlite.parallelism.layout import CONTEXT
-from gptlite.parallelism.mesh import DATA_AXES, Mesh
-from gptlite.parallelism.stack import WORLD
+from gptlite.parallelism.mesh import Mesh
 
-KINDS = ("tp", CONTEXT, "pp", "dp", WORLD)
 WINDOW_SECONDS = 20.0  # of training over which a share is averaged, if rows come more often: 400 looks
 NOTABLE = 0.1  # of a step: a rank that computes longer than the mean by less is not slower
 
@@ -28,9 +26,9 @@ class CommunicationTime:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._new: dict[str, float] = dict.fromkeys(KINDS, 0.0)  # seconds since the last row
+        self._new: dict[str, float] = dict.fromkeys(kinds(), 0.0)  # seconds since the last row
         self._new_total = 0.0
-        self._seconds, self._total = dict.fromkeys(KINDS, 0.0), 0.0
+        self._seconds, self._total = dict.fromkeys(kinds(), 0.0), 0.0
         self._rows = 0
         groups = [dist.group.WORLD, *mesh.groups().values()]
         self._recorded = RecordedTime(groups) if mesh.device.type == "cuda" else None
@@ -44,55 +42,48 @@ class CommunicationTime:
     def row(self, step_seconds: float) -> dict[str, Any]:
         """The keys of a metrics row, the same on all ranks; to be called by all of them, after as many steps.
 
-        `comm_seconds_<axis>`: seconds of a step in collectives along tp, cp, pp, dp (both data axes, cp's ranks among
-        them) and of all ranks (world), the mean over the ranks. `slowest_rank`: which rank of the world the others
-        waited for, None if all computed about as long. `slowest_rank_<axis>`: the same along an axis, as an index on
-        it.
+        `comm_seconds_<axis>`: seconds of a step in collectives along each kind of axis, such as tp, cp, pp and dp (both
+        data axes, cp's ranks among them), and of all ranks (world), the mean over the ranks. `slowest_rank`: which rank
+        of the world the others waited for, None if all computed about as long. `slowest_rank_<axis>`: the same along an
+        axis, as an index on it.
         """
         shares = self._shares()
         own = torch.tensor(shares, dtype=torch.float64, device=self._mesh.device)
-        everyone = own.new_empty(self._mesh.world_size, len(KINDS))
+        everyone = own.new_empty(self._mesh.world_size, len(shares))
         dist.all_gather(list(everyone.unbind()), own)
         return summary(everyone.cpu(), self._mesh, step_seconds)
 
     def _shares(self) -> list[float]:
         if self._recorded is not None:
-            return [self._recorded.shares().get(kind, 0.0) for kind in KINDS]
+            recorded = self._recorded.shares()
+            return [recorded.get(kind, 0.0) for kind in kinds()]
         # What is added meanwhile counts now or in the next row.
         total, self._new_total = self._new_total, 0.0
         # The first row is of steps that connect, allocate and compile: their shares say nothing of the later ones'.
         keep = 0.5 ** (total / WINDOW_SECONDS) if self._rows != 1 else 0.0
         self._rows += 1
         self._total = keep * self._total + total
-        for kind in KINDS:
+        for kind in kinds():
             seconds, self._new[kind] = self._new[kind], 0.0
             self._seconds[kind] = keep * self._seconds[kind] + seconds
-        return [self._seconds[kind] / max(self._total, 1e-9) for kind in KINDS]
+        return [seconds / max(self._total, 1e-9) for seconds in self._seconds.values()]
 
 
 def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, Any]:
-    """A row's keys from every rank's shares [world, KINDS] of a step."""
-    sizes = {axis: mesh.size(axis) for axis in ("tp", CONTEXT, "pp")} | {"dp": mesh.fsdp_size, WORLD: mesh.world_size}
+    """A row's keys from every rank's shares [world, kinds()] of a step."""
+    sizes = {kind: mesh.layout.size(*axes) for kind, axes in kinds().items()}
     seconds = (shares.mean(0) * step_seconds).tolist()
     row: dict[str, Any] = {
-        f"comm_seconds_{kind}": value for kind, value in zip(KINDS, seconds, strict=True) if sizes[kind] > 1
+        f"comm_seconds_{kind}": value for kind, value in zip(sizes, seconds, strict=True) if sizes[kind] > 1
     }
     computing = 1 - shares.sum(1)
     row["slowest_rank"] = _slowest(computing)
-    for kind in KINDS[:-1]:
-        if sizes[kind] > 1:
-            axes = DATA_AXES if kind == "dp" else (kind,)
-            index = torch.tensor([_index(mesh, rank, axes) for rank in range(mesh.world_size)])
-            sums = torch.zeros(sizes[kind], dtype=computing.dtype).index_add_(0, index, computing)
-            row[f"slowest_rank_{kind}"] = _slowest(sums * sizes[kind] / mesh.world_size)
+    for kind, axes in kinds().items():
+        if kind != WORLD and (size := sizes[kind]) > 1:
+            index = torch.tensor([mesh.layout.coordinate(rank, *axes) for rank in range(mesh.world_size)])
+            sums = torch.zeros(size, dtype=computing.dtype).index_add_(0, index, computing)
+            row[f"slowest_rank_{kind}"] = _slowest(sums * size / mesh.world_size)
     return row
-
-
-def _index(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
-    index = 0
-    for axis in axes:
-        index = index * mesh.size(axis) + mesh.coordinate_of(rank, axis)
-    return index
 
 
 def _slowest(computing: torch.Tensor) -> int | None:

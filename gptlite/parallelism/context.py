@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gptlite.parallelism.layout import CONTEXT, chunk_starts
+from gptlite.parallelism.axes import CONTEXT
+from gptlite.parallelism.layout import chunk_starts
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import all_gather_single, reduce_scatter_single
 

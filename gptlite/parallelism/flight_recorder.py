@@ -7,6 +7,8 @@ from typing import Any
 
 import torch._C._distributed_c10d as c10d
 
+from gptlite.parallelism.axes import WORLD, every_axis
+
 READ_SECONDS = 30.0
 
 
@@ -65,7 +67,7 @@ def oldest_under_way() -> tuple[str, str] | None:
 def axis_of(entry: dict[str, Any]) -> str:
     """The mesh axis of a recorded collective: DeviceMesh describes its groups as `mesh_tp`."""
     _, _, axis = entry["process_group"][1].partition("mesh_")
-    return {"dp_replicate": "dp", "dp_shard": "dp"}.get(axis, axis) or "world"
+    return next((each.kind for each in every_axis() if each.name == axis), axis) or WORLD
 
 
 def _entries(active: bool) -> list[dict[str, Any]]:

@@ -3,49 +3,77 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.parallelism.axes import AXES, CONTEXT, DATA_AXES, every_axis, folded
 from gptlite.parallelism.config import ParallelismConfig
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-CONTEXT = "cp"  # ranks that share sequences: neighbours on the data axes, see Layout
 MAX_MICRO_BATCH = 16  # sequences; the most that a micro-batch left open becomes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees of the axes, slowest first, in the order of AXES, and how many ranks share each sequence.
+    """The sizes of the mesh's dimensions, slowest first, in the order of AXES, and the degrees of the folded axes.
 
     To parameters, ranks that share sequences are data-parallel ranks like others: they hold copies or shards, and
     their gradients are summed. So they are part of the data axes, neighbours on them.
     """
 
-    sizes: tuple[int, ...] = (1, 1, 1, 1)
-    context: int = 1
+    sizes: tuple[int, ...] = (1,) * len(AXES)
+    folded: tuple[int, ...] = field(default_factory=lambda: (1,) * len(folded()))
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(AXES):
             raise ValueError(f"{len(self.sizes)} sizes, and the axes are {', '.join(AXES)}")
 
+    @cached_property
+    def degrees(self) -> dict[str, int]:
+        """The degree of each axis, by its name."""
+        return dict(zip((*AXES, *(axis.name for axis in folded())), (*self.sizes, *self.folded), strict=True))
+
     @property
     def world_size(self) -> int:
-        """Number of ranks: the product of the axes."""
+        """Number of ranks: the product of the sizes."""
         return math.prod(self.sizes)
 
     @property
     def fsdp_size(self) -> int:
         """Ranks whose gradients are summed, each of other tokens: dp_replicate * dp_shard."""
-        return self.size("dp_replicate") * self.size("dp_shard")
+        return self.size(*DATA_AXES)
 
     @property
     def data_size(self) -> int:
         """Number of data-parallel parts of a global batch."""
-        return self.fsdp_size // self.context
+        return self.fsdp_size // self.sharing
 
-    def size(self, axis: str) -> int:
-        """Degree of one axis, by its name in AXES, or of CONTEXT."""
-        return self.context if axis == CONTEXT else self.sizes[AXES.index(axis)]
+    @property
+    def sharing(self) -> int:
+        """Number of data ranks that share each sample."""
+        return math.prod([self.degrees[axis.name] for axis in folded() if axis.factor])
+
+    @property
+    def context(self) -> int:
+        """Number of ranks that share each sequence."""
+        return self.degrees[CONTEXT]
+
+    def size(self, *axes: str) -> int:
+        """Degree of an axis, by its name, or the product of several. Raises KeyError for one there is not."""
+        return math.prod([self.degrees[axis] for axis in axes])
+
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours along an axis are, in ranks."""
+        last = next((each.over[-1] for each in folded() if each.name == axis), axis)
+        return math.prod(self.sizes[AXES.index(last) + 1 :])
+
+    def coordinate(self, rank: int, *axes: str) -> int:
+        """A rank's index along an axis, or along several that are neighbours in the mesh, slowest first."""
+        return rank // self.stride(axes[-1]) % self.size(*axes)
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of the global batch a rank reads."""
+        return self.coordinate(rank, *DATA_AXES) // self.sharing
 
 
 @dataclass(frozen=True)
@@ -88,12 +116,13 @@ def splits_backward(config: ParallelismConfig) -> bool:
 
 
 def resolve(config: ParallelismConfig, world: int) -> Layout:
-    """The layout on that many ranks: `data: null` is what is left of them. Raises ConfigError with the equation.
+    """The layout on that many ranks: `data: null` is what is left of them. Raises ConfigError with the equation, or
+    for a folded axis that does not divide its ranks.
 
     Without ZeRO the data ranks hold copies; with it they shard, in `dp_replicate` copies. So do ranks that share
     sequences, all of which shard.
     """
-    inner = config.pipeline * config.context * config.tensor
+    inner = _inner(config)
     data = world // inner if config.data is None else config.data
     if data < 1 or inner * data != world:
         raise ConfigError(_unequal(config, world))
@@ -108,18 +137,38 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
             f"parallelism.dp_replicate={replicate} of {data} data-parallel ranks: parallelism.zero=0 copies all to all "
             f"of them; use parallelism.dp_replicate=1, or shard with parallelism.zero=1, 2 or 3"
         )
-    context = config.context
-    copies, shards = (data * context, 1) if config.zero == 0 else (replicate, data // replicate * context)
-    return Layout((config.pipeline, copies, shards, config.tensor), context)
+    degrees = {axis.name: getattr(config, axis.key) for axis in every_axis()}
+    ranks = data * math.prod(degrees[axis.name] for axis in folded() if axis.factor)
+    degrees["dp_replicate"], degrees["dp_shard"] = (ranks, 1) if config.zero == 0 else (replicate, ranks // replicate)
+    layout = Layout(tuple(degrees[name] for name in AXES), tuple(degrees[axis.name] for axis in folded()))
+    for axis in folded():
+        ranks, degree = layout.size(*axis.over), layout.size(axis.name)
+        if ranks % degree:
+            raise ConfigError(
+                f"parallelism.{axis.key}={degree} does not divide the {ranks} rank{'s' * (ranks > 1)} of "
+                f"{' x '.join(axis.over)}; try parallelism.{axis.key}={listed(divisors(ranks))}"
+            )
+    return layout
+
+
+def _degrees(config: ParallelismConfig) -> dict[str, int | None]:
+    """The degrees that multiply to the world's size, by key."""
+    return {axis.key: getattr(config, axis.key) for axis in every_axis() if axis.factor}
+
+
+def _inner(config: ParallelismConfig) -> int:
+    """Ranks that together do a data-parallel part."""
+    return math.prod(degree or 1 for key, degree in _degrees(config).items() if key != "data")
 
 
 def _unequal(config: ParallelismConfig, world: int) -> str:
     """`world size 8 = parallelism.pipeline=2 x data x ... has no whole number for data; try ...`."""
-    degrees = {key: getattr(config, key) for key in ("pipeline", "data", "context", "tensor")}
+    degrees = _degrees(config)
     equation = " x ".join("data" if value is None else f"parallelism.{key}={value}" for key, value in degrees.items())
     product = math.prod(value or 1 for value in degrees.values())
     tries = []
-    for key in ("data", "tensor", "pipeline"):
+    shared = [axis.key for axis in folded()]
+    for key in sorted((key for key in reversed(degrees) if key not in shared), key=lambda key: key != "data"):
         others = product // (degrees[key] or 1)
         if world % others == 0 and degrees[key] is not None:
             most = world // others
@@ -137,7 +186,7 @@ def wanted_world(config: ParallelismConfig, gpus: int) -> int:
 
     Where `data` is null and the layout spreads, that is every GPU that completes a copy, or a data degree of 2.
     """
-    inner, replicate = config.pipeline * config.context * config.tensor, config.dp_replicate
+    inner, replicate = _inner(config), config.dp_replicate
     if config.data is not None:
         return inner * config.data
     if config.zero == 0 and (replicate > 1 or not config.spread):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from gptlite.parallelism.axes import AXES, Alike, alike, folded
 from gptlite.parallelism.config import Offload, ParallelismConfig
-from gptlite.parallelism.layout import AXES, CONTEXT, Layout, resolve
+from gptlite.parallelism.layout import Layout, resolve
 from gptlite.parallelism.process_group import join_alone, leave
 from gptlite.parallelism.torch_private import forget_meshes, set_timeout
-
-DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -22,19 +20,14 @@ class Mesh:
     """The degrees of the axes, slowest first, this rank's place on them, and the process groups along them.
 
     With one rank there is nothing to communicate, so no process group exists and `device_mesh` is None, unless FSDP2
-    offloads. `context_group`: the ranks that share this one's sequences, where there are several; see Layout.
+    offloads. `folded_groups` are those of the folded axes, by name, that have more than one rank.
     """
 
     device: torch.device
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
     device_mesh: DeviceMesh | None = None
-    context_group: dist.ProcessGroup | None = None
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Degrees in the order of AXES."""
-        return self.layout.sizes
+    folded_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, hash=False)
 
     @property
     def world_size(self) -> int:
@@ -42,30 +35,31 @@ class Mesh:
         return self.layout.world_size
 
     def size(self, axis: str) -> int:
-        """Degree of one axis, by its name in AXES, or of CONTEXT."""
+        """Degree of one axis, by its name."""
         return self.layout.size(axis)
 
     def coordinate(self, axis: str) -> int:
         """This rank's index along an axis."""
-        return self.coordinate_of(self.rank, axis)
+        return self.layout.coordinate(self.rank, axis)
 
-    def coordinate_of(self, rank: int, axis: str) -> int:
-        """Any rank's index along an axis."""
-        if axis == CONTEXT:
-            return rank // self.size("tp") % self.size(CONTEXT)
-        index = AXES.index(axis)
-        inner = torch.Size(self.sizes[index + 1 :]).numel()
-        return rank // inner % self.sizes[index]
+    def is_first(self, parameters: Alike) -> bool:
+        """Whether this rank is the first along every axis whose ranks hold those parameters alike.
+
+        What such ranks all compute, a loss or a gradient, counts once: on this rank.
+        """
+        return all(self.coordinate(axis) == 0 for axis in alike(parameters))
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank's line along an axis. Raises ValueError on one device, which has none."""
-        if axis == CONTEXT and self.context_group is not None:
-            return self.context_group
-        return self.along(axis).get_group()
+        return self.folded_groups[axis] if axis in self.folded_groups else self.along(axis).get_group()
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """The process groups of the axes, CONTEXT among them, that have more than one rank."""
-        return {axis: self.group(axis) for axis in (*AXES, CONTEXT) if self.size(axis) > 1}
+        """The process groups of the axes that have more than one rank, the folded ones last."""
+        return {axis: self.group(axis) for axis in AXES if self.size(axis) > 1} | self.folded_groups
+
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        """Every process group of the mesh, of one rank or several. Raises ValueError on one device."""
+        return [*map(self.group, AXES), *self.folded_groups.values()]
 
     def along(self, *axes: str) -> DeviceMesh:
         """This rank's sub-mesh of some axes. Raises ValueError on one device."""
@@ -89,8 +83,7 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which part of the global batch this rank reads."""
-        index = self.coordinate("dp_replicate") * self.size("dp_shard") + self.coordinate("dp_shard")
-        return index // self.size(CONTEXT)
+        return self.layout.data_rank(self.rank)
 
     @property
     def is_main(self) -> bool:
@@ -101,8 +94,7 @@ class Mesh:
         """Destroys the mesh's process groups, though not the world's of several: each holds file descriptors."""
         if self.device_mesh is None:
             return
-        every = [*(self.group(axis) for axis in AXES), *([self.context_group] if self.context_group else [])]
-        groups = {id(group): group for group in every}
+        groups = {id(group): group for group in self.all_groups()}
         for group in groups.values():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
@@ -125,8 +117,8 @@ def build_mesh(config: ParallelismConfig) -> Mesh:
     rank, layout = dist.get_rank(), resolve(config, dist.get_world_size())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     mesh = mesh_over_world(device, layout, rank)
-    for axis in (*AXES, *([CONTEXT] if layout.context > 1 else [])):  # torch gives each half an hour
-        set_timeout(mesh.group(axis), config.timeout_seconds)
+    for group in mesh.all_groups():  # torch gives each half an hour
+        set_timeout(group, config.timeout_seconds)
     return mesh
 
 
@@ -134,9 +126,9 @@ def mesh_over_world(device: torch.device, layout: Layout, rank: int) -> Mesh:
     """A mesh of all ranks, whose groups are made. Collective."""
     ranks = torch.arange(layout.world_size)
     device_mesh = DeviceMesh(device.type, ranks.view(layout.sizes), mesh_dim_names=AXES)
-    context: Any = None
-    if layout.context > 1:
-        lines = ranks.view(-1, layout.context, layout.size("tp")).transpose(1, 2).flatten(0, 1).tolist()
+    groups = {}
+    for axis in (axis.name for axis in folded() if layout.size(axis.name) > 1):
+        lines = ranks.view(-1, layout.size(axis), layout.stride(axis)).transpose(1, 2).flatten(0, 1).tolist()
         # Described as DeviceMesh describes its own.
-        context, _ = dist.new_subgroups_by_enumeration(lines, group_desc=f"mesh_{CONTEXT}")
-    return Mesh(device, layout, rank, device_mesh, context)
+        groups[axis], _ = dist.new_subgroups_by_enumeration(lines, group_desc=f"mesh_{axis}")
+    return Mesh(device, layout, rank, device_mesh, groups)

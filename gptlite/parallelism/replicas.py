@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gptlite.parallelism.axes import AXES, Alike, alike
 from gptlite.parallelism.boxes import local_part
 from gptlite.parallelism.collectives import all_reduce, gather_objects
-from gptlite.parallelism.layout import AXES
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.tensor import is_cut
 
@@ -29,8 +29,9 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
     """
     named = list(parameters)
     hashes = torch.stack([fingerprint(local_part(tensor)) for _, tensor in named]).to(mesh.device)
-    tables = {"dp_replicate": [name for name, _ in named], "tp": [n for n, tensor in named if not is_cut(tensor)]}
-    tables["pp"] = list(tied)
+    whole = [name for name, tensor in named if not is_cut(tensor)]
+    copies: dict[Alike, Sequence[str]] = {"all": [name for name, _ in named], "uncut": whole, "tied": tied}
+    tables = {axis: names for which, names in copies.items() for axis in alike(which)}
     found: dict[tuple[str, str], list[int]] = {}
     for axis, names in tables.items():
         if mesh.size(axis) == 1 or not names:
@@ -80,7 +81,7 @@ def _message(found: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: in
         for number in found[rank][axis, name]:
             by_hash.setdefault(number, []).append(rank)
     sides = sorted(by_hash.values(), key=lambda ranks: (-len(ranks), ranks))
-    places = " and ".join(", ".join(str(mesh.coordinate_of(rank, axis)) for rank in side) for side in sides)
+    places = " and ".join(", ".join(str(mesh.layout.coordinate(rank, axis)) for rank in side) for side in sides)
     ranks = " and ".join(", ".join(map(str, side)) for side in sides)
     others = sorted({other for differing in found for _, other in differing} - {name})
     more = f"; so do {len(others)} more, such as {', '.join(others[: MORE - 1])}" if others else ""
@@ -89,4 +90,5 @@ def _message(found: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: in
 
 def _same_line(mesh: Mesh, rank: int, other: int, axis: str) -> bool:
     """Whether two ranks differ in their place along one axis alone."""
-    return all(mesh.coordinate_of(rank, each) == mesh.coordinate_of(other, each) for each in AXES if each != axis)
+    place = mesh.layout.coordinate
+    return all(place(rank, each) == place(other, each) for each in AXES if each != axis)

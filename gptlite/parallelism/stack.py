@@ -14,20 +14,12 @@ from types import FrameType
 
 import torch
 
+from gptlite.parallelism.axes import WORLD, every_axis
+
 # Files are told by where the packages are: a checkout or a user's own folder may have the same names in its path.
 PACKAGE, TORCH = f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/distributed/"
 COLLECTIVES = (f"{TORCH}distributed_c10d.py", f"{TORCH}_functional_collectives.py")
 STORE = f"{PACKAGE}parallelism/main_rank.py"  # waits there may take any time
-# The first of these files on the stack, from the inside, says the axis; of none: all ranks.
-AXIS_FILES = {
-    f"{TORCH}fsdp/": "dp",
-    f"{TORCH}pipelining/": "pp",
-    f"{PACKAGE}parallelism/pipeline.py": "pp",
-    f"{PACKAGE}parallelism/chain.py": "pp",
-    f"{PACKAGE}parallelism/tensor.py": "tp",
-    f"{PACKAGE}parallelism/context.py": "cp",
-}
-WORLD = "world"
 # What a function on the stack says of the phase, from the outside in; after "backward" nothing more is said.
 PHASES = {
     "prepare": "preparing data",
@@ -45,7 +37,7 @@ PHASES = {
 class Place:
     """Where a thread stands. `waits`: "collective", "store", or "" where it does not wait for other ranks.
 
-    `collective` is its name, "" where the stack does not tell; `axis` tp, cp, pp, dp or world; `words` the phase and
+    `collective` is its name, "" where the stack does not tell; `axis` a kind of axis, or world; `words` the phase and
     the line.
     """
 
@@ -85,6 +77,7 @@ def _waits_on_line(file: str, line: int | None) -> bool:
 
 
 def _axis(frame: FrameType) -> str:
+    # The first file on the stack, from the inside, that is an axis's; of none: all ranks.
     for outer in _outwards(frame):
         if axis := _axis_of_file(outer.f_code.co_filename):
             return axis
@@ -93,7 +86,13 @@ def _axis(frame: FrameType) -> str:
 
 @cache
 def _axis_of_file(file: str) -> str | None:
-    return next((axis for part, axis in AXIS_FILES.items() if file.startswith(part)), None)
+    return next((axis.kind for axis in every_axis() if file.startswith(tuple(map(_path, axis.files)))), None)
+
+
+def _path(file: str) -> str:
+    """Where a file or folder of the axes' table is."""
+    package, _, rest = file.partition("/")
+    return (PACKAGE if package == "gptlite" else TORCH.removesuffix("distributed/")) + rest
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from gptlite.parallelism.axes import every_axis
+
 SHOWN = 4  # ranks described one by one
 
 
@@ -50,8 +52,8 @@ class Word:
     @property
     def waiting_for(self) -> str:
         """`all_reduce over tp`."""
-        # Messages from one rank to another are a pipeline's, and have no name on the stack.
-        return f"{self.collective or ('send or receive' if self.axis == 'pp' else 'a collective')} over {self.axis}"
+        nameless = next((axis.waits for axis in every_axis() if axis.kind == self.axis), "a collective")
+        return f"{self.collective or nameless} over {self.axis}"
 
 
 @dataclass(frozen=True)

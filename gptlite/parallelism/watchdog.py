@@ -24,11 +24,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.comm_time import CommunicationTime
 from gptlite.parallelism.flight_recorder import counts, oldest_under_way
 from gptlite.parallelism.mailbox import Mailbox
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.stack import WORLD, Place, place_of, waits_along
+from gptlite.parallelism.stack import Place, place_of, waits_along
 from gptlite.parallelism.verdict import Verdict, Word, judge
 
 LOOK_SECONDS = 0.05

@@ -1,5 +1,6 @@
 """A layout in words, for the banner and for what a checkpoint remembers. No torch here."""
 
+from gptlite.parallelism.axes import every_axis
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout, stages_per_rank
 
@@ -10,18 +11,17 @@ def layout_words(config: ParallelismConfig, layout: Layout) -> str:
     """`pipeline 2 x data 2 (zero 1) x tensor 2, 1f1b`: all of a layout that decides how numbers are rounded."""
     if layout.world_size == 1:
         return ONE_RANK
-    axes = []
-    if (pipeline := layout.size("pp")) > 1:
-        axes.append(f"pipeline {pipeline}")
-    if layout.data_size > 1:
-        axes.append(f"data {layout.data_size} ({', '.join(_data_words(config, layout))})")
-    if layout.context > 1:
-        words = "" if layout.data_size > 1 else f" ({', '.join(_data_words(config, layout))})"
-        axes.append(f"context {layout.context}{words}")
-    if (tensor := layout.size("tp")) > 1:
-        axes.append(f"tensor {tensor}{' (sequence)' if config.sequence else ''}")
-    words = " x ".join(axes)
-    if pipeline > 1:
+    parts, data = [], f" ({', '.join(_data_words(config, layout))})"
+    for axis in every_axis():
+        size = layout.data_size if axis.key == "data" else layout.size(axis.name)
+        if size == 1 or not axis.label:
+            continue
+        words = " (sequence)" if axis.key == "tensor" and config.sequence else ""
+        if axis.key == "data" or axis.over:
+            words, data = data, ""  # with the first that is of data ranks
+        parts.append(f"{axis.label} {size}{words}")
+    words = " x ".join(parts)
+    if layout.size("pp") > 1:
         stages = stages_per_rank(config)
         words += f", {config.schedule}{f' with {stages} stages a rank' if stages > 1 else ''}"
     return words

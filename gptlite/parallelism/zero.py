@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from gptlite.parallelism.axes import DATA_AXES
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduceScatter
@@ -46,7 +47,7 @@ def shard(
     if mesh.fsdp_size == 1 and not offloads:
         return
     hybrid = mesh.fsdp_size > 1 and (config.zero == 0 or mesh.size("dp_replicate") > 1)
-    axes = ("dp_replicate", "dp_shard") if hybrid else ("dp_shard",)
+    axes = DATA_AXES if hybrid else ("dp_shard",)
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )

@@ -68,7 +68,7 @@ def evaluate(
 ) -> Evaluation | None:
     """The loss over all batches of all ranks, dropout off; None if `interrupted` came true meanwhile."""
     mesh = chain.mesh
-    counts = mesh.coordinate("tp") == 0  # all ranks of the tensor axis know the same loss
+    counts = mesh.is_first("uncut")  # the others have computed the same loss
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with chain.reading():
         for batch in batches:

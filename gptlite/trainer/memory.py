@@ -12,10 +12,10 @@ from gptlite.models.micro_batch import MicroBatch
 from gptlite.ops.select import Ops
 from gptlite.optimizer.state import optimizer_state
 from gptlite.optimizer.streamed import StreamedStep
+from gptlite.parallelism.axes import CONTEXT
 from gptlite.parallelism.collectives import all_reduce, gather_objects
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.host_copy import HostCopy
-from gptlite.parallelism.layout import CONTEXT
 from gptlite.parallelism.memory import (
     MASTER,
     StateBytes,

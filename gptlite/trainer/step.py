@@ -13,10 +13,10 @@ from gptlite.optimizer.clip import local_grad_norm
 from gptlite.optimizer.fused import FusedStep, clip_and_step
 from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.schedule import set_lr
+from gptlite.parallelism.axes import CONTEXT, DATA_AXES
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.host_copy import HostCopy, to_device
-from gptlite.parallelism.layout import CONTEXT
-from gptlite.parallelism.mesh import DATA_AXES, Mesh
+from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
 from gptlite.parallelism.tensor import is_cut
 from gptlite.trainer.decisions import Decisions
@@ -178,11 +178,11 @@ class Step:
             norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
             return norm, torch.stack([total, norm.to(total.device)])
         mesh = self.mesh
-        first_of_tensor = mesh.coordinate("tp") == 0
+        computes = mesh.is_first("uncut")
         # Each element of the gradient on one of the ranks that hold it.
-        counted = state.weights() if mesh.coordinate("dp_replicate") == 0 else ()
-        square = local_grad_norm((p for p in counted if first_of_tensor or is_cut(p)), fused).double() ** 2
-        loss = total.double() if first_of_tensor else torch.zeros_like(total, dtype=torch.float64)
+        counted = state.weights() if mesh.is_first("all") else ()
+        square = local_grad_norm((p for p in counted if computes or is_cut(p)), fused).double() ** 2
+        loss = total.double() if computes else torch.zeros_like(total, dtype=torch.float64)
         words = to_device(self.stopping.words(), loss.device)
         sums = all_reduce(torch.cat([torch.stack([loss, square.to(loss.device)]), words]), mesh)
         return sums[1].sqrt().float(), sums

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from distributed.ranks import Ranks
+from gptlite.parallelism.axes import kinds
 from gptlite.parallelism.collectives import all_reduce
-from gptlite.parallelism.comm_time import KINDS, summary
+from gptlite.parallelism.comm_time import summary
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.flight_recorder import shares_of
 from gptlite.parallelism.layout import Layout
@@ -53,9 +54,9 @@ def test_a_sleeping_rank_is_the_slowest(two: Ranks) -> None:
 
 
 def test_the_summary_of_a_layout():
-    shares = torch.zeros(4, len(KINDS))
-    shares[:, KINDS.index("tp")] = torch.tensor([0.2, 0.2, 0.3, 0.0])
-    shares[:, KINDS.index("pp")] = torch.tensor([0.4, 0.4, 0.0, 0.0])
+    shares = torch.zeros(4, len(kinds()))
+    shares[:, [*kinds()].index("tp")] = torch.tensor([0.2, 0.2, 0.3, 0.0])
+    shares[:, [*kinds()].index("pp")] = torch.tensor([0.4, 0.4, 0.0, 0.0])
     row = summary(shares, FOUR, 10.0)
     assert row["slowest_rank"] == 3
     assert row["slowest_rank_pp"] == 1  # the second stage

@@ -7,10 +7,9 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from gptlite.errors import ConfigError
+from gptlite.parallelism.axes import AXES, CONTEXT
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import (
-    AXES,
-    CONTEXT,
     MAX_MICRO_BATCH,
     SCHEDULES,
     Layout,
@@ -58,7 +57,7 @@ TORCH = {
 def test_data_is_what_is_left_of_the_world(config, world, sizes):
     layout = resolve(ParallelismConfig(**config), world)
     context = config.get("context", 1)
-    assert layout == Layout(sizes, context)
+    assert layout == Layout(sizes, (context,))
     assert layout.world_size == world
     assert layout.fsdp_size == sizes[1] * sizes[2]
     assert layout.data_size == world // (sizes[0] * context * sizes[3])

@@ -5,8 +5,9 @@ from itertools import product
 import pytest
 import torch
 
+from gptlite.parallelism.axes import AXES
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import AXES, Layout
+from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import Mesh, build_mesh
 
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def test_data_parallel_parts_span_replicate_and_shard():
 
 @pytest.mark.parametrize("sizes", [(2, 2, 6, 2), (2, 12, 1, 2)], ids=["shards", "copies"])
 def test_ranks_that_share_sequences_are_neighbours_and_read_the_same_samples(sizes):
-    meshes = [Mesh(CPU, Layout(sizes, context=3), rank) for rank in range(48)]
+    meshes = [Mesh(CPU, Layout(sizes, (3,)), rank) for rank in range(48)]
     assert {(mesh.data_size, mesh.fsdp_size, mesh.size("cp")) for mesh in meshes} == {(4, 12, 3)}
     for tp, line in product(range(2), range(8)):
         its = meshes[6 * line + tp : 6 * line + 6 : 2]
