@@ -78,7 +78,7 @@ def plain_profile(work: Workload) -> Profile:
         work.parallelism, activation_checkpointing=ActivationCheckpointing.none, schedule="1f1b", pipeline=2
     )
     degrees = (2, 1, 2 * work.layout.context, work.layout.size("tp"))
-    return profile_of(replace(work, parallelism=config, layout=Layout(degrees, work.layout.context)))
+    return profile_of(replace(work, parallelism=config, layout=Layout(degrees, work.layout.folded)))
 
 
 def _part(forward: Segment, backward: Segment, device: Device, links: Links) -> Part:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gptlite.parallelism.layout import AXES, CONTEXT, Layout
+from gptlite.parallelism.axes import WORLD
+from gptlite.parallelism.layout import Layout
 from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.cost_device import ranks_on_node
 from gptlite.plan.workload import Transfer
 
-WORLD = "world"
 # Times that a ring passes a tensor's (n-1)/n on.
 TURNS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
@@ -30,23 +30,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a layout's ranks. `shared`: whether the devices of a node have its network links together; if not,
-    each device has them all (an ablation)."""
+    """The links of a layout's ranks."""
 
     cluster: ClusterConfig
     layout: Layout
-    shared: bool = True
 
     def group(self, axis: str) -> Group:
         """The ranks of an axis, or of the world, as they lie on nodes."""
-        sizes, node = self.layout.sizes, ranks_on_node(self.cluster, self.layout.world_size)
-        if axis == WORLD:
-            ranks, stride = self.layout.world_size, 1
-        elif axis == CONTEXT:
-            ranks, stride = self.layout.context, self.layout.size("tp")
-        else:
-            place = AXES.index(axis)
-            ranks, stride = sizes[place], math.prod(sizes[place + 1 :])
+        node = ranks_on_node(self.cluster, self.layout.world_size)
+        its = self.layout
+        ranks, stride = (its.world_size, 1) if axis == WORLD else (its.size(axis), its.stride(axis))
         inside = min(ranks, max(1, node // stride))
         return Group(ranks, inside, -(-ranks // inside))
 
@@ -77,10 +70,7 @@ class Links:
 
     def _between(self, devices: int) -> float:
         """Bytes a second that a group with so many devices on a node sends to others."""
-        link = self.cluster.inter
-        if self.shared:
-            return self._of_device(link) * devices
-        return link.gb_per_second * 1e9 * link.efficiency * (self.cluster.devices_per_node or 1) / link.shared
+        return self._of_device(self.cluster.inter) * devices
 
     def _of_device(self, link: LinkConfig) -> float:
         users = min(link.shared, ranks_on_node(self.cluster, self.layout.world_size))

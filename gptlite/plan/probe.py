@@ -248,7 +248,7 @@ def _parameter(parameter: nn.Parameter, tied: bool) -> Parameter:
 def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
     """The model with so many blocks, as the ranks of the tensor and the context axis share it."""
     tensor, context, policy = work.layout.size("tp"), work.layout.context, policy_of(work)
-    layout = Layout((1, 1, context, tensor), context)
+    layout = Layout((1, 1, context, tensor), (context,))
     with mesh_of(layout, tp_rank) as mesh:
         model = Model.of(with_blocks(work.model, blocks), policy)
         # Without data ranks, so that FSDP2 does not hold it.
