@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch._C import _autograd
 from torch._C._profiler import RecordScope, _EventType
@@ -243,6 +244,27 @@ def imagined_world(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def flash_attention_only() -> Iterator[None]:
+    """While entered, SDPA is the op of a CPU's flash kernel: on the meta device torch would write out its scores."""
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if enable_gqa:
+            key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+    found = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = attend  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = found
 
 
 @contextmanager

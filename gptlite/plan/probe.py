@@ -28,8 +28,7 @@ from gptlite.ops.select import Ops
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.pipeline import known_upstream
-from gptlite.parallelism.torch_private import stage_backward_input, stage_backward_weight
+from gptlite.parallelism.torch_private import flash_attention_only, stage_backward_input, stage_backward_weight
 from gptlite.parallelism.zero import local_tensor
 from gptlite.plan.parameters import BLOCKS, Inventory, Parameter, with_blocks
 from gptlite.plan.profile import ADDED, GRADIENT, PARTS, UPSTREAM, Event, Halves, Op, Profile, Segment, Sent
@@ -135,7 +134,7 @@ class _Part:
         shape = (self.work.micro_batch_size, self.work.rank_length)
         targets, samples = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[:1], dtype=torch.int64)
         self.watch.leave_out(targets, samples)
-        return Inputs(targets, samples, None, known_upstream(torch.ones(())))
+        return Inputs(targets, samples, None, 1.0)
 
     def tokens(self) -> Tensor:
         """A micro-batch's, which do not count."""
@@ -254,20 +253,31 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
         # Without data ranks, so that FSDP2 does not hold it.
         there = replace(mesh, layout=replace(layout, sizes=(1, 1, 1, tensor)), device=torch.device(work.device))
         (module,) = build_parts(model, _alone(work.parallelism), there, policy, ops_of(work))
-        if work.sharded:
-            _as_gathered(model, module, policy)
-        with FakeTensorMode(allow_non_fake_inputs=True), as_on(work.device):
-            module.to_empty(device=CPU)
-            if work.layout.size("pp") == 1:  # a pipeline's ends have copies
-                model.tie(module)
+        _own_parameters(model, module, policy if work.sharded else None)
+        if work.layout.size("pp") == 1:  # a pipeline's ends have copies
+            model.tie(module)
+        with _tensors(model, module, work.device) as device:
             for parameter in () if work.sharded else module.parameters():
                 parameter.grad_dtype = torch.float32
             watch = Probe(mesh, work.device)
             watch.leave_out(*map(local_tensor, [*module.parameters(), *module.buffers()]))
             for parameter in module.parameters():
                 parameter.register_post_accumulate_grad_hook(watch.accumulated)
-            with watch:
+            with watch, device:
                 yield _Part(module, model, watch, work)
+
+
+@contextmanager
+def _tensors(model: Model, module: nn.Module, device: str) -> Iterator[torch.device]:
+    """Where tensors are made: on the meta device, which is quick; fake ones on a CPU under autocast, which has to know
+    a device's rules."""
+    if model.autocast is None:
+        with as_on(device, "meta"), flash_attention_only():
+            yield torch.device("meta")
+        return
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on(device, "cpu"):
+        module.to_empty(device=CPU)
+        yield CPU
 
 
 def _alone(config: ParallelismConfig) -> ParallelismConfig:
@@ -277,12 +287,14 @@ def _alone(config: ParallelismConfig) -> ParallelismConfig:
     return replace(config, zero=0, dp_replicate=1, offload=Offload.none, **pipeline)
 
 
-def _as_gathered(model: Model, module: nn.Module, policy: Policy) -> None:
-    """Gives parameters the dtype in which FSDP2 would gather them."""
-    dtype = policy.gather_dtype if model.autocast is None else policy.parameter_dtype
+def _own_parameters(model: Model, module: nn.Module, gathers: Policy | None) -> None:
+    """Makes each parameter of a module one by itself, in the dtype in which FSDP2 gathers it, if it does."""
+    dtype = None
+    if gathers is not None:
+        dtype = gathers.gather_dtype if model.autocast is None else gathers.parameter_dtype
     for each in module.modules():
         for name, parameter in each.named_parameters(recurse=False):
-            setattr(each, name, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
+            setattr(each, name, nn.Parameter(parameter.detach().to(dtype or parameter.dtype), parameter.requires_grad))
 
 
 def _watch_blocks(part: _Part) -> None:

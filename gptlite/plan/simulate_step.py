@@ -98,20 +98,17 @@ def mesh_of(layout: Layout, rank: int) -> Iterator[Mesh]:
 
 
 @contextmanager
-def as_on(device: str) -> Iterator[None]:
-    """Sets what ops decide by the kind of device."""
-    if device == "cpu":
-        yield
-        return
+def as_on(device: str, here: str = "cpu") -> Iterator[None]:
+    """Sets what ops decide by the kind of device: tensors `here` stand for those of another."""
     limits = cast(tuple[dict[str, Any], ...], (LOGIT_BYTES, SOFTMAX_BYTES, PRODUCTS))
-    before = [limit["cpu"] for limit in limits]
+    before = [limit[here] for limit in limits]
     for limit in limits:
-        limit["cpu"] = limit[device]
+        limit[here] = limit[device]
     try:
         yield
     finally:
         for limit, value in zip(limits, before, strict=True):
-            limit["cpu"] = value
+            limit[here] = value
 
 
 @contextmanager
