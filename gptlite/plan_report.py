@@ -24,7 +24,7 @@ from gptlite.plan.pictures import draw_plan, draw_timeline, make_folder
 from gptlite.plan.room import MEMORY_ERROR, rank_memory
 from gptlite.plan.search import ERROR, Candidate, distinct, equal_seconds, equals
 from gptlite.plan.timeline import Timeline, timeline
-from gptlite.planning import Plan, fixed_keys, limited, overrides, train_overrides
+from gptlite.planning import Plan, fixed_keys, limited, overrides, train_overrides, vocabulary_of
 
 WIDTH = 80
 EQUAL = "="  # marks a layout within the planner's error of the fastest
@@ -190,8 +190,7 @@ def _label(plan: Plan) -> str:
 
 
 def _vocabulary(plan: Plan) -> int | None:
-    model = plan.best.work.model
-    return spec_of(model).vocab_size(model)
+    return vocabulary_of(plan.best.work.model)
 
 
 def _words(each: Candidate) -> str:

@@ -224,7 +224,12 @@ def with_planned_vocabulary(config: Config, log: Log = print) -> tuple[Config, s
 
 def assumed_words(model: ModelConfig, assumed: str) -> str:
     """What follows a prediction whose vocabulary is a guess."""
-    return f"; vocabulary of {spec_of(model).vocab_size(model)} assumed: {assumed}" if assumed else ""
+    return f"; vocabulary of {vocabulary_of(model)} assumed: {assumed}" if assumed else ""
+
+
+def vocabulary_of(model: ModelConfig) -> int | None:
+    """How many token ids a model has."""
+    return spec_of(model).vocab_size(model)
 
 
 def too_small(config: Config, cluster: ClusterConfig, found: Found, world: int, log: Log, assumed: str = "") -> str:

@@ -77,7 +77,7 @@ def _state(work: Workload, held: list[Stage], pp_rank: int) -> tuple[int, int, i
     ]
     done = [0 if work.on_host else size for size in sizes]
     if zero < 2:
-        reduced = [size * shards * work.reduce_item // MASTER for size in sizes]
+        reduced = [work.reduce_item * stage.sharded(1) for stage in held]
     elif work.layout.size("dp_replicate") > 1:  # sums of a part of the ranks, in the dtype they are made in
         reduced = [size * work.reduce_item // MASTER for size in sizes]
     else:

@@ -104,7 +104,8 @@ def copies(held: list[Stage]) -> list[Parameter]:
 
 def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
     """The parameters of a model of any depth."""
-    return _inventory(_Shape(with_blocks(model, BLOCKS)), tensor, tp_rank)
+    few = with_blocks(model, BLOCKS)
+    return _inventory(_Shape(few, repr(few)), tensor, tp_rank)
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,7 @@ class _Shape:
     """A configuration that is compared by its words, since it is no key by itself."""
 
     model: ModelConfig = field(compare=False)
-    words: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "words", repr(self.model))
+    words: str
 
 
 @lru_cache(maxsize=256)

@@ -310,29 +310,29 @@ def _watch_blocks(part: _Part) -> None:
 def _enter(watch: Probe, name: str, first: bool, block: nn.Module, args: Any) -> None:
     watch.point(name)
     if first:
-        _when_all(args, lambda _: watch.point("begin back"))
+        _at_gradients(args, lambda first, _: watch.point("begin back") if first else None)
 
 
 def _leave(watch: Probe, name: str, last: bool, block: nn.Module, args: Any, out: Any) -> None:
-    def given(gradients: list[Tensor]) -> None:
-        watch.point(f"{name} back")
-        watch.upstream |= {number for each in gradients if (number := watch.number(each)) is not None}
+    def given(first: bool, gradient: Tensor) -> None:
+        if first:
+            watch.point(f"{name} back")
+        if (number := watch.number(gradient)) is not None:
+            watch.upstream.add(number)
 
-    _when_all(out, given)
+    _at_gradients(out, given)
     if last:
         watch.point_at_next_op("end")
 
 
-def _when_all(values: Any, then: Callable[[list[Tensor]], None]) -> None:
-    """Calls `then` once the gradients of all tensors among some values are there."""
-    tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.requires_grad]
-    found: list[Tensor] = []
+def _at_gradients(values: Any, then: Callable[[bool, Tensor], None]) -> None:
+    """Calls `then` with the gradient of each tensor among some values as it is used, and whether it is the first."""
+    seen: list[None] = []
 
     def hook(gradient: Tensor) -> None:
-        found.append(gradient)
-        if len(found) == len(tensors):
-            then(found)
-            found.clear()
+        seen.append(None)
+        then(len(seen) == 1, gradient)
 
-    for tensor in tensors:
-        tensor.register_hook(hook)
+    for each in tree_leaves(values):
+        if isinstance(each, Tensor) and each.requires_grad:
+            each.register_hook(hook)

@@ -30,7 +30,7 @@ def op_of(func: Any, args: Any, out: Any) -> Op | None:
     name = func._opname
     if name in NOTHING or func.namespace in SILENT or func.is_view:
         return None
-    moved, kept = float(_moved(name, args, out)), is_kept(func)
+    moved, kept = float(_moved(func, args, out)), is_kept(func)
     if name in PRODUCTS:
         batch, rows, inner, columns = PRODUCTS[name](*args)
         flops = 2.0 * batch * rows * inner * columns
@@ -42,8 +42,14 @@ def op_of(func: Any, args: Any, out: Any) -> Op | None:
     return Op(MOVE, moved) if moved else None
 
 
-def _moved(name: str, args: Any, out: Any) -> int:
-    written = sum(map(_bytes, _tensors(out)))
+def _moved(func: Any, args: Any, out: Any) -> int:
+    """Bytes that an op reads, those that it writes into its arguments, and those of new results."""
+    name, schema = func._opname, func._schema
+    given = zip(schema.arguments, args, strict=False)
+    mutated = [value for each, value in given if each.alias_info is not None and each.alias_info.is_write]
+    results = out if isinstance(out, list | tuple) else [out]
+    new = [value for each, value in zip(schema.returns, results, strict=False) if each.alias_info is None]
+    written = sum(map(_bytes, _tensors([*mutated, *new])))
     read = list(_tensors(args))
     if name in WRITES or name in LOOKUPS:
         read = read[1:]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from gptlite.models.config import ModelConfig
+from gptlite.models.spec import spec_of
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.config import Offload, ParallelismConfig
@@ -46,9 +48,12 @@ class Workload:
         """Bytes of a number in the compute dtype."""
         return 4 if self.dtype == "fp32" else 2
 
-    @property
+    @cached_property
     def gather_item(self) -> int:
-        """Bytes of a number that FSDP2 gathers: Apex's levels keep some parameters in fp32."""
+        """Bytes of a number that FSDP2 gathers: Apex's levels keep some parameters in fp32, and under autocast, where
+        products cast, parameters are gathered as they are."""
+        if not spec_of(self.model).casts and self.dtype != "fp32":
+            return self.stored
         return 4 if self.amp else self.itemsize
 
     @property

@@ -7,7 +7,6 @@ from typing import Any
 
 from gptlite.config import Config
 from gptlite.errors import ConfigError
-from gptlite.models.spec import spec_of
 from gptlite.parallelism.layout import Layout
 
 
@@ -18,7 +17,7 @@ def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
     """
     from gptlite.plan.cost import predict
     from gptlite.plan.local import this_machine
-    from gptlite.planning import given_keys, with_planned_vocabulary, workload_of
+    from gptlite.planning import given_keys, vocabulary_of, with_planned_vocabulary, workload_of
 
     try:
         cluster = this_machine(config.cluster, _unsaid, given=given_keys(config, "cluster"))

@@ -14,12 +14,13 @@ from gptlite.parallelism.config import ActivationCheckpointing, Offload, Paralle
 from gptlite.parallelism.layout import SCHEDULES, Layout, num_stages, resolve, schedule_refuses
 from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, predict
-from gptlite.plan.cost_block import Piece, Stack, Traffic, block
+from gptlite.plan.cost_block import model_seconds, plain_profile
 from gptlite.plan.cost_device import Device, device_of, rank_share, waiting_for_cores
 from gptlite.plan.cost_links import Group, Links
 from gptlite.plan.cost_pipeline import pipeline_seconds
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import stages
+from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op
 from gptlite.plan.timeline import timeline
 from gptlite.plan.workload import Transfer, Workload
 
@@ -64,28 +65,33 @@ def device(**keys):
     return replace(Device(1e14, 1.0, 0.0, 1e14, 1e12, 0.0, 2), **keys)
 
 
+def product(its, rows, inner, columns, itemsize=2):
+    """Seconds of [rows, inner] x [inner, columns], each number moved once."""
+    moved = (rows * inner + inner * columns + rows * columns) * itemsize
+    return its.seconds(Op(MATMUL, moved, 2 * rows * inner * columns, rows, inner, columns))
+
+
 def test_a_product_is_bound_by_arithmetic_or_by_memory():
-    assert device().matmul(4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 1e14)
+    assert product(device(), 4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 1e14)
     # Of one row nothing is used twice: 4096 x 4096 numbers of 2 bytes, and two rows.
-    assert device().matmul(1, 4096, 4096) == pytest.approx((4096**2 + 2 * 4096) * 2 / 1e12)
-    assert device(kernel=1e-5).matmul(1, 1, 1) == pytest.approx(1e-5, rel=1e-3)
-    assert device().matmul(512, 512, 512, batch=7) == pytest.approx(7 * device().matmul(512, 512, 512))
+    assert product(device(), 1, 4096, 4096) == pytest.approx((4096**2 + 2 * 4096) * 2 / 1e12)
+    assert product(device(kernel=1e-5), 1, 1, 1) == pytest.approx(1e-5, rel=1e-3)
 
 
 def test_a_product_reaches_half_of_its_speed_at_the_half_size():
-    large = device().matmul(1024, 256, 1024)
-    assert device(half_size=256).matmul(1024, 256, 1024) == pytest.approx(2 * large)
-    assert device(half_size=256).matmul(256, 1024, 1024) == pytest.approx(2 * large)  # the smallest, wherever it is
+    large = product(device(), 1024, 256, 1024)
+    assert product(device(half_size=256), 1024, 256, 1024) == pytest.approx(2 * large)
+    assert product(device(half_size=256), 256, 1024, 1024) == pytest.approx(2 * large)  # the smallest, wherever it is
 
 
 def test_a_product_off_the_tensor_cores_is_slower_but_sooner_busy():
     slow = device(multiple=8, unaligned=0.25, bandwidth=1e14)
-    assert slow.matmul(512, 512, 520) == device().matmul(512, 512, 520)
-    assert slow.matmul(512, 512, 516) == pytest.approx(4 * device().matmul(512, 512, 516))
-    assert replace(slow, itemsize=4).matmul(512, 512, 516) == pytest.approx(2 * 512 * 512 * 516 / 1e14)
+    assert product(slow, 512, 512, 520) == product(device(), 512, 512, 520)
+    assert product(slow, 512, 512, 516) == pytest.approx(4 * product(device(), 512, 512, 516))
+    assert product(replace(slow, itemsize=4), 512, 512, 516, 4) == pytest.approx(2 * 512 * 512 * 516 / 1e14)
     # Half of its speed is reached at a quarter of the size.
-    halved = replace(slow, half_size=400.0).matmul(4000, 100, 4000)
-    assert halved == pytest.approx(8 * device(bandwidth=1e14).matmul(4000, 100, 4000))
+    halved = product(replace(slow, half_size=400.0), 4000, 100, 4000)
+    assert halved == pytest.approx(8 * product(device(bandwidth=1e14), 4000, 100, 4000))
 
 
 def test_ideal_hardware_computes_the_models_flops():
@@ -124,23 +130,30 @@ def test_written_scores_cost_bytes_and_their_masked_half():
     assert flash.step_seconds < blocks.step_seconds < whole.step_seconds
 
 
-def test_pointwise_traffic_is_bytes_over_bandwidth():
-    none = Traffic(0, 0, 0, 0, 0)
-    bare = Stack(none, none, fused_attention=False, causal=1.0, logit=0, gradient=0, optimizer=0)
-    full = replace(bare, forward=Traffic(width=3, heads=5, inner=7, scores=11, ops=2))
-    piece, its = Piece(2, 512, tensor=4), device(kernel=1e-6)
-    model = replace(GPT, sequence_length=512)
-    there = block(model, piece, full, its).forward - block(model, piece, bare, its).forward
-    elements = 1024 * (3 * 2048 + (5 * 2048 + 7 * 8192 + 11 * 16 * 512) / 4)
-    assert there == pytest.approx(elements * 2 / 1e12 + 2e-6)
-    cut = replace(piece, sequence=True)
-    assert block(model, piece, full, its).forward - block(model, cut, full, its).forward == pytest.approx(
-        1024 * 3 * 2048 * 0.75 * 2 / 1e12
+def test_an_op_takes_its_arithmetic_or_its_bytes_and_a_start():
+    its = device(kernel=1e-6, attention=5e13)
+    assert its.seconds(Op(MOVE, 2e9)) == pytest.approx(2e-3 + 1e-6)
+    assert its.seconds(Op(ATTENTION, 1e6, 1e12)) == pytest.approx(1e12 / 5e13 + 1e-6)
+    assert its.seconds(Op(ATTENTION, 1e12, 1e6)) == pytest.approx(1.0 + 1e-6)
+
+
+def test_a_block_is_the_sum_of_its_ops():
+    """What is computed again is all of a forward pass, or all whose results are not kept: here its products."""
+    real = Links(REAL, Layout())
+    none, selective, full = (
+        model_seconds(work(1, activation_checkpointing=ActivationCheckpointing[mode]), device(), real).block.ops
+        for mode in ("none", "selective", "full")
     )
+    ops = plain_profile(work(1)).block.ops
+    assert none.forward == pytest.approx(sum(map(device().seconds, ops)))
+    assert full.backward - none.backward == pytest.approx(none.forward)
+    moves = [op for op in ops if op.kind == MOVE]
+    assert selective.backward - none.backward == pytest.approx(sum(map(device().seconds, moves)))
+    assert 2 * GPT.d_model * 2048 * 2 * len(moves) < sum(op.moved for op in moves) < 40 * GPT.d_model * 2048 * 2
 
 
-def links(sizes, cluster=REAL, **keys):
-    return Links(cluster, Layout(sizes), **keys)
+def links(sizes, cluster=REAL):
+    return Links(cluster, Layout(sizes))
 
 
 def test_ranks_lie_on_nodes_with_the_tensor_axis_innermost():
@@ -174,8 +187,6 @@ def test_a_groups_ranks_on_a_node_use_its_network_together():
     cards = replace(REAL, inter=replace(REAL.inter, shared=2))
     shared = links((1, 1, 2, 8), cards)
     assert shared.once("all_gather", 2e9, shared.group("dp_shard")) == pytest.approx(1e9 / 10e9 + 1e-5)
-    free = links((1, 1, 2, 8), cards, shared=False)
-    assert free.once("all_gather", 2e9, free.group("dp_shard")) == pytest.approx(1e9 / 80e9 + 1e-5)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
