@@ -50,19 +50,24 @@ def check(config: Config) -> None:
     _positive(config)
     check_data(config.data)
     _model(config)
-    _parallelism(config)
-    _batch(config)
     check_precision(config.precision)
-    _fp8(config)
-    _master_weights(config)
+    check_layout(config)
     _trainer(config)
     _spike(config)
     check_optimizer(config.optimizer, config.schedule, config.trainer.max_steps)
-    layout = config.parallelism
-    check_placement(config.optimizer, layout.zero, layout.tensor, layout.offload.value)
     _ops(config)
     _checkpoint(config.checkpoint)
     check_logger(config.logger)
+
+
+def check_layout(config: Config) -> None:
+    """The part of `check` that depends on `parallelism` and on the micro-batch. Raises ConfigError."""
+    layout = config.parallelism
+    _parallelism(config)
+    _batch(config)
+    _fp8(config)
+    _master_weights(config)
+    check_placement(config.optimizer, layout.zero, layout.tensor, layout.offload.value)
 
 
 def check_world(config: Config, world: int) -> Layout:

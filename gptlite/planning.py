@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
-from gptlite.checks import check
+from gptlite.checks import check_layout
 from gptlite.config import Config, hydra_value, with_vocabulary
 from gptlite.data.batches import batch_schedule
 from gptlite.data.vocabulary import find_vocabulary
@@ -155,7 +155,7 @@ def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> S
     def refuses(parallelism: ParallelismConfig, micro_batch: int) -> str:
         data = replace(config.data, micro_batch_size=micro_batch)
         try:
-            check(replace(config, parallelism=parallelism, data=data))
+            check_layout(replace(config, parallelism=parallelism, data=data))
         except ConfigError as error:
             return str(error)
         return ""

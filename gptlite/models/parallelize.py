@@ -180,16 +180,23 @@ def _cut_blocks(model: Model, whole: nn.Module, mesh: Mesh, config: ParallelismC
     return parts
 
 
+def layers_to_cut(model: Model, part: nn.Module) -> list[tuple[str, Cut]]:
+    """The layers of a part that the model's sharding plan names, and how the tensor axis shares each."""
+    plan = [(pattern.split("."), cut) for pattern, cut in model.spec.cuts(model.config).items()]
+
+    def matches(pattern: list[str], name: list[str]) -> bool:
+        return len(name) == len(pattern) and all(each in ("*", its) for each, its in zip(pattern, name, strict=True))
+
+    return [
+        (name, cut) for name, _ in part.named_modules() for pattern, cut in plan if matches(pattern, name.split("."))
+    ]
+
+
 def _cut_tensors(model: Model, part: nn.Module, axis: TensorAxis) -> None:
     """Swaps the layers that the model's sharding plan names for those that share their work over the axis."""
-    plan = [(pattern.split("."), cut) for pattern, cut in model.spec.cuts(model.config).items()]
-    for name, layer in list(part.named_modules()):
-        names = name.split(".")
-        for pattern, cut in plan:
-            if len(names) == len(pattern) and all(
-                each in ("*", mine) for each, mine in zip(pattern, names, strict=True)
-            ):
-                setattr(part.get_submodule(".".join(names[:-1])), names[-1], _shared(layer, cut, axis))
+    for name, cut in layers_to_cut(model, part):
+        path, _, last = name.rpartition(".")
+        setattr(part.get_submodule(path), last, _shared(part.get_submodule(name), cut, axis))
     model.tie(part)
     _tell(part, "tensor_axis", axis)
 

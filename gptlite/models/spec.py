@@ -39,6 +39,11 @@ class Cut(Enum):
     row = "row"  # each takes some of a linear layer's inputs, and the results are added up
     vocabulary = "vocabulary"  # each has some rows of an embedding, or of the head over it
 
+    @property
+    def dims(self) -> dict[str, int]:
+        """The parameters of such a layer that are cut, and along which dim; its others are whole on each rank."""
+        return {"weight": 1} if self is Cut.row else {"weight": 0, "bias": 0}
+
 
 @dataclass(frozen=True)
 class Normal:

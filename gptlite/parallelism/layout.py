@@ -33,22 +33,22 @@ class Layout:
         """The degree of each axis, by its name."""
         return dict(zip((*AXES, *(axis.name for axis in folded())), (*self.sizes, *self.folded), strict=True))
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks: the product of the sizes."""
         return math.prod(self.sizes)
 
-    @property
+    @cached_property
     def fsdp_size(self) -> int:
         """Ranks whose gradients are summed, each of other tokens: dp_replicate * dp_shard."""
         return self.size(*DATA_AXES)
 
-    @property
+    @cached_property
     def data_size(self) -> int:
         """Number of data-parallel parts of a global batch."""
         return self.fsdp_size // self.sharing
 
-    @property
+    @cached_property
     def sharing(self) -> int:
         """Number of data ranks that share each sample."""
         return math.prod([self.degrees[axis.name] for axis in folded() if axis.factor])
@@ -60,7 +60,7 @@ class Layout:
 
     def size(self, *axes: str) -> int:
         """Degree of an axis, by its name, or the product of several. Raises KeyError for one there is not."""
-        return math.prod([self.degrees[axis] for axis in axes])
+        return self.degrees[axes[0]] if len(axes) == 1 else math.prod([self.degrees[axis] for axis in axes])
 
     def stride(self, axis: str) -> int:
         """How far apart neighbours along an axis are, in ranks."""

@@ -1,20 +1,25 @@
 """The parameters that a pipeline rank holds, by what FSDP2 gathers and reduces together.
 
-They are those of the model that a run builds, cut over the tensor axis as a run cuts it; see `probe.py`.
+Their shapes are those of the model's own parameters, on the meta device; its sharding plan says which are cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptlite.models.config import ModelConfig
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank, stages_per_rank
 from gptlite.plan.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 BLOCKS = 2  # of a model that is asked: the last one is like any other
 Alike = tuple[tuple[int, ...], bool, bool]  # layers of a rank's stages, whether the model's ends are among them
@@ -103,24 +108,58 @@ def copies(held: list[Stage]) -> list[Parameter]:
 
 
 def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
-    """The parameters of a model of any depth."""
-    few = with_blocks(model, BLOCKS)
-    return _inventory(_Shape(few, repr(few)), tensor, tp_rank)
+    """The parameters of a model of any depth, on a rank of the tensor axis."""
+    return _inventory(Known(model), tensor, tp_rank)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """A configuration that is compared by its words, since it is no key by itself."""
+class Known:
+    """A model's configuration as a key of caches: dataclasses that can change have no hash.
 
-    model: ModelConfig = field(compare=False)
-    words: str
+    Two are equal if they hold the same object, or equal ones.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+
+    def __hash__(self) -> int:
+        return hash(type(self.model))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Known) and (self.model is other.model or self.model == other.model)
 
 
 @lru_cache(maxsize=256)
-def _inventory(shape: _Shape, tensor: int, tp_rank: int) -> Inventory:
-    from gptlite.plan.probe import take_inventory
+def _inventory(known: Known, tensor: int, tp_rank: int) -> Inventory:
+    from gptlite.models.model import Model
+    from gptlite.models.parallelize import layers_to_cut
+    from gptlite.ops.select import Ops
 
-    return take_inventory(shape.model, tensor, tp_rank)
+    model = Model.of(with_blocks(known.model, BLOCKS))
+    whole, spec, config = model.build(Ops(), 0), model.spec, model.config
+    layers = layers_to_cut(model, whole) if tensor > 1 else ()
+    dims = {f"{name}.{each}": dim for name, cut in layers for each, dim in cut.dims.items()}
+    ends = {*spec.tied(config), *spec.tied(config).values()}
+
+    def local(name: str, parameter: Tensor) -> Parameter:
+        shape, dim = [*parameter.shape, 1], dims.get(name)
+        if dim is not None:  # as torch.chunk cuts: the last ranks may have less
+            longest = -(-shape[dim] // tensor)
+            shape[dim] = max(0, min(longest, shape[dim] - tp_rank * longest))
+        return Parameter(shape[0], prod(shape[1:]), dim is not None, name in ends)
+
+    def listed(part: nn.Module, blocks: Iterable[nn.Module], inside: bool) -> tuple[Parameter, ...]:
+        """The parameters of a part that are in some of its blocks, or those that are not."""
+        held = {id(each) for block in blocks for each in block.parameters()}
+        return tuple(local(name, each) for name, each in part.named_parameters() if (id(each) in held) == inside)
+
+    blocks = list(model.blocks(whole).values())
+    ends_of_pipeline = []
+    for place in (0, len(blocks) - 1) if spec.num_blocks(config) is not None else ():
+        part = deepcopy(whole)
+        spec.keep(part, config, range(place, place + 1))
+        ends_of_pipeline.append(listed(part, model.blocks(part).values(), inside=False))
+    block = listed(whole, blocks[-1:], inside=True)
+    return Inventory(len(blocks), block, listed(whole, blocks, inside=False), *ends_of_pipeline or ((), ()))
 
 
 def with_blocks(model: Any, blocks: int) -> Any:
@@ -131,8 +170,13 @@ def with_blocks(model: Any, blocks: int) -> Any:
 
 def num_parameters(model: ModelConfig) -> int:
     """All parameters of the whole model."""
-    its = inventory(model, 1)
-    return shard_elements(its.whole, 1) + num_blocks(model) * shard_elements(its.block, 1)
+    return _num_parameters(Known(model))
+
+
+@lru_cache(maxsize=256)
+def _num_parameters(known: Known) -> int:
+    its = inventory(known.model, 1)
+    return sum(each.elements for each in its.whole) + num_blocks(known.model) * sum(each.elements for each in its.block)
 
 
 def num_blocks(model: ModelConfig) -> int:

@@ -7,8 +7,6 @@ where it holds the parameters they have the dtype that it gathers. See `simulate
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,19 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from gptlite.inputs import Inputs
-from gptlite.models.config import ModelConfig
 from gptlite.models.model import Model
-from gptlite.ops.select import Ops
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import flash_attention_only, stage_backward_input, stage_backward_weight
 from gptlite.parallelism.zero import local_tensor
-from gptlite.plan.parameters import BLOCKS, Inventory, Parameter, with_blocks
+from gptlite.plan.parameters import BLOCKS, with_blocks
 from gptlite.plan.profile import ADDED, GRADIENT, PARTS, UPSTREAM, Event, Halves, Op, Profile, Segment, Sent
 from gptlite.plan.simulate_ops import op_of
 from gptlite.plan.simulate_step import CPU, as_on, mesh_of, ops_of, policy_of
@@ -206,41 +201,6 @@ def _record_half(work: Workload, end: bool) -> tuple[dict[str, Segment], Segment
         last, before = (f"{number} back" for number in (first + PARTS - 1, first + PARTS - 2))
         segments = {"end": watch.segment("I", last), "block": watch.segment(last, before)}
         return segments, watch.segment("W", "done")
-
-
-def take_inventory(config: ModelConfig, tensor: int, tp_rank: int) -> Inventory:
-    """The parameters of a model on a rank of the tensor axis."""
-    model = Model.of(config)
-    with mesh_of(Layout((1, 1, 1, tensor)), tp_rank) as mesh:
-        plain, policy = model.build(Ops(), 0), Policy(torch.float32, "planned")
-        (module,) = build_parts(model, ParallelismConfig(tensor=tensor), mesh, policy, Ops())
-        tied = model.spec.tied(config)
-        ends = {*tied, *tied.values()}
-        found = {name: _parameter(each, name in ends) for name, each in module.named_parameters(remove_duplicate=False)}
-        blocks = list(model.blocks(module).values())
-        inside = {id(each) for block in blocks for each in block.parameters()}
-        beside = [name for name, each in module.named_parameters() if id(each) not in inside]
-        last = {id(each) for each in blocks[-1].parameters()}
-        block = tuple(found[name] for name, each in module.named_parameters() if id(each) in last)
-
-    def part(place: int) -> tuple[Parameter, ...]:
-        kept = copy.deepcopy(plain)
-        model.spec.keep(kept, config, range(place, place + 1))
-        there = {id(each) for each in model.blocks(kept)[place].parameters()}
-        return tuple(found[name] for name, each in kept.named_parameters() if id(each) not in there)
-
-    whole = tuple(found[name] for name in beside)
-    if model.spec.num_blocks(config) is None:  # it cannot be cut
-        return Inventory(len(blocks), block, whole, (), ())
-    return Inventory(len(blocks), block, whole, part(0), part(len(blocks) - 1))
-
-
-def _parameter(parameter: nn.Parameter, tied: bool) -> Parameter:
-    local = local_tensor(parameter)
-    rows = local.shape[0] if local.dim() else 1
-    cut = isinstance(parameter, DTensor) and any(each.is_shard() for each in parameter.placements)
-    width = math.prod(local.shape[1:])
-    return Parameter(rows, width, cut, tied)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from gptlite.parallelism.layout import splits_backward
+from gptlite.plan.parameters import Known
 from gptlite.plan.workload import Workload
 
 PLAIN, GRADIENT, ADDED, UPSTREAM = "plain", "gradient", "added", "upstream"
@@ -158,7 +159,7 @@ class Recipe:
         how = config.sequence, config.activation_checkpointing, splits_backward(config)
         sizes = work.micro_batch_size, work.sequence_length
         numbers = work.dtype, work.attention, work.device, work.master_weights, work.amp
-        return cls(work, (repr(work.model), *degrees, *how, *sizes, *numbers))
+        return cls(work, (Known(work.model), *degrees, *how, *sizes, *numbers))
 
     @property
     def tp_rank(self) -> int:

@@ -150,31 +150,54 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
 
 def _keep_fitting(found: Found, timed: Sequence[Candidate], cluster: ClusterConfig, world: int) -> None:
     """Moves the fastest that fit into `found`, until there are WANTED kinds of them."""
-    kinds, shared = set(), MemoryShared()
-    for index, each in enumerate(timed):
-        if len(kinds) == WANTED:
-            found.slower = len(timed) - index
-            return
-        rank, memory = most(each.work, shared)
+    kinds, shared, equal = set[tuple[int, ...]](), MemoryShared(), math.inf
+    thriftiest: dict[object, Workload] = {}
+    for work in (each.work for each in timed):
+        least = thriftiest.setdefault(_family(work), work)
+        thriftiest[_family(work)] = min(least, work, key=_thrift)
+    hopeless: dict[object, str] = {}
+
+    def asked(work: Workload) -> tuple[int, RankBytes, str]:
+        rank, memory = most(work, shared)
         if found.smallest is None or memory.total < found.smallest[0].total:
-            found.smallest = memory, each.work
-        if too_much := too_large(each.work, memory, cluster, world):
+            found.smallest = memory, work
+        return rank, memory, too_large(work, memory, cluster, world)
+
+    for each in timed:
+        family, seconds = _family(each.work), each.prediction.step_seconds
+        # Of a kind that is there only those that are as good as the fastest are of interest.
+        if len(kinds) == WANTED or (_kind(each) in kinds and seconds > equal):
+            found.slower += 1
+            continue
+        if family not in hopeless:  # if the least does not fit, none does
+            hopeless[family] = asked(thriftiest[family])[2]
+        rank, memory, too_much = (0, UNKNOWN[1], hopeless[family]) if hopeless[family] else asked(each.work)
+        if too_much:
             found.prune("does not fit", too_much)
             continue
         kinds.add(_kind(each))
-        known = replace(each.prediction, memory=memory, memory_rank=rank)
-        found.ranked.append(replace(each, prediction=known))
+        equal = min(equal, seconds * (1 + ERROR))
+        found.ranked.append(replace(each, prediction=replace(each.prediction, memory=memory, memory_rank=rank)))
+
+
+def _family(work: Workload) -> tuple[object, ...]:
+    """A layout without what always takes more memory, or always less: its micro-batch and its recomputation."""
+    config = work.parallelism
+    how = config.schedule, config.virtual_stages, config.zero, config.sequence, config.offload
+    return work.layout, *how
+
+
+def _thrift(work: Workload) -> tuple[int, ...]:
+    """Orders layouts by the memory they look like taking, the least first."""
+    modes = (ActivationCheckpointing.full, ActivationCheckpointing.selective)
+    mode = work.parallelism.activation_checkpointing
+    return work.micro_batch_size, modes.index(mode) if mode in modes else len(modes), -work.parallelism.zero
 
 
 def _smallest(works: Sequence[Workload]) -> tuple[RankBytes, Workload]:
     """The layout whose fullest rank takes least, of some that look thrifty."""
-
-    def thrift(work: Workload) -> tuple[int, bool, int]:
-        recomputes = work.parallelism.activation_checkpointing is ActivationCheckpointing.full
-        return work.micro_batch_size, not recomputes, -work.parallelism.zero
-
     shared = MemoryShared()
-    asked = [(most(work, shared)[1], work) for work in sorted(works, key=thrift)[:ASKED]]
+    asked = [(most(work, shared)[1], work) for work in sorted(works, key=_thrift)[:ASKED]]
     return min(asked, key=lambda each: each[0].total)
 
 

@@ -66,7 +66,7 @@ class Workload:
         """Bytes of a number between layers."""
         return 4 if self.amp == "o1" else self.itemsize
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         """Micro-batches that each data-parallel rank runs in a step."""
         return accumulation(self.global_batch_size, self.micro_batch_size, self.layout.data_size)
@@ -81,7 +81,7 @@ class Workload:
         """Positions of a micro-batch that a rank has."""
         return self.micro_batch_size * self.rank_length
 
-    @property
+    @cached_property
     def sharded(self) -> bool:
         """Whether FSDP2 holds the parameters: over several data ranks, or to offload."""
         return self.layout.fsdp_size > 1 or self.parallelism.offload is not Offload.none

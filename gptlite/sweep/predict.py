@@ -25,9 +25,7 @@ def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
         found = dataclasses.asdict(predict(workload_of(sized, layout, cluster), cluster))
     except ConfigError:
         return None
-    return found | (
-        {"assumed": f"vocabulary of {spec_of(sized.model).vocab_size(sized.model)}: {assumed}"} if assumed else {}
-    )
+    return found | ({"assumed": f"vocabulary of {vocabulary_of(sized.model)}: {assumed}"} if assumed else {})
 
 
 def _unsaid(text: str) -> None:
