@@ -164,4 +164,13 @@ def _buffers(work: Workload, held: list[Stage], message: int) -> int:
     # A split backward pass leaves its inputs' gradients to the end of the step, a stage after this rank's own too.
     count += sum(not stage.first and stage.number - 1 not in numbers for stage in held) if split else 0
     batches = work.micro_batches * work.rank_tokens * INDEX
-    return work.micro_batches * count * message + batches * (1 + (0 in numbers))
+    return (work.micro_batches * count + _sent(work, held)) * message + batches * (1 + (0 in numbers))
+
+
+def _sent(work: Workload, held: list[Stage]) -> int:
+    """Messages that 1F1B keeps in its steady phase, though they have been sent: an output and a gradient."""
+    (stage, *others) = held
+    if others or work.parallelism.schedule != "1f1b":
+        return 0
+    warm_up = work.layout.size("pp") - stage.number
+    return (work.micro_batches > warm_up) * ((not stage.first) + (not stage.last))

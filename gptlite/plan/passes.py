@@ -197,7 +197,8 @@ def _forward_level(its: _Model, groups: Groups, buffer: int, added: bool) -> _Le
         level.run(profile.begin.tape(added, its.holds))
     freed = groups.gathered if groups.frees else 0
     level.run([buffer + freed])
-    level.repeat(profile.block.tape(added, its.holds), stage.layers)
+    level.run(profile.block.tape(added, its.holds, given=stage.first))
+    level.repeat(profile.block.tape(added, its.holds), stage.layers - 1)
     level.run([-freed])
     if stage.last:
         level.run(profile.end.tape(added, its.holds))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gptlite.inputs import Inputs
 from gptlite.models.model import Model
@@ -44,7 +44,8 @@ class Probe(Watch):
         self.transfers: list[Sent] = []
         self.points: list[tuple[str, int, int, int]] = []
         self.gradients: dict[int, int] = {}  # by storage: the change after which it has been added to earlier ones
-        self.upstream = set[int]()  # storages of the gradients that segments are given
+        self.entered = set[int]()  # storages of what blocks are given
+        self.upstream = set[int]()  # and of the gradients that they are given
         self._next = ""
         self.unseen = set[int]()  # storages counted elsewhere
 
@@ -82,15 +83,17 @@ class Probe(Watch):
         if (number := self.number(parameter.grad)) is not None:
             self.gradients[number] = len(self.changes)
 
-    def segment(self, first: str, until: str) -> Segment:
-        """What happened between two points."""
+    def segment(self, first: str, until: str, entered: bool = False) -> Segment:
+        """What happened between two points. `entered`: the segment is a block's forward pass."""
         places = {name: place for name, *place in self.points}
         (change, op, sent), (last, last_op, last_sent) = places[first], places[until]
         return Segment(
-            tuple(self._events(change, last)), tuple(self.ops[op:last_op]), tuple(self.transfers[sent:last_sent])
+            tuple(self._events(change, last, self.entered if entered else self.upstream)),
+            tuple(self.ops[op:last_op]),
+            tuple(self.transfers[sent:last_sent]),
         )
 
-    def _events(self, first: int, last: int) -> Iterator[Event]:
+    def _events(self, first: int, last: int, given: set[int]) -> Iterator[Event]:
         done: dict[int, list[int]] = {}
         for number, at in self.gradients.items():
             done.setdefault(at, []).append(number)
@@ -109,7 +112,7 @@ class Probe(Watch):
             if number in self.gradients:
                 if size > 0:
                     yield Event(float(size), GRADIENT)
-            elif number in self.upstream and size < 0:
+            elif number in given and size < 0:
                 yield Event(float(size), UPSTREAM)
             else:
                 yield Event(float(size))
@@ -162,7 +165,7 @@ def record(work: Workload, tp_rank: int = 0) -> Profile:
     last, before = f"{numbers[-1]}", f"{numbers[-2]} back" if len(numbers) > 1 else "begin back"
     return Profile(
         begin=watch.segment("begin", f"{numbers[0]}"),
-        block=watch.segment(last, "end"),
+        block=watch.segment(last, "end", entered=True),
         end=watch.segment("end", "end back"),
         begin_back=watch.segment("begin back", "done"),
         block_back=watch.segment(f"{last} back", before),
@@ -220,6 +223,7 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
             for parameter in () if work.sharded else module.parameters():
                 parameter.grad_dtype = torch.float32
             watch = Probe(mesh, work.device)
+            watch.stand_in = device.type
             watch.leave_out(*map(local_tensor, [*module.parameters(), *module.buffers()]))
             for parameter in module.parameters():
                 parameter.register_post_accumulate_grad_hook(watch.accumulated)
@@ -263,12 +267,21 @@ def _watch_blocks(part: _Part) -> None:
     *_, last = blocks
     for number, block in blocks.items():
         first = number == next(iter(blocks))
+        if first and part.work.layout.size("pp") > 1:
+            block.register_forward_pre_hook(_received)
         block.register_forward_pre_hook(partial(_enter, watch, str(number), first), prepend=True)
         block.register_forward_hook(partial(_leave, watch, str(number), number == last))
 
 
+def _received(block: nn.Module, args: Any) -> Any:
+    """What a pipeline's part is given is contiguous, as the one before has sent it."""
+    return tree_map(lambda value: value.contiguous() if isinstance(value, Tensor) else value, args)
+
+
 def _enter(watch: Probe, name: str, first: bool, block: nn.Module, args: Any) -> None:
     watch.point(name)
+    numbers = (watch.number(each) for each in tree_leaves(args) if isinstance(each, Tensor))
+    watch.entered |= {number for number in numbers if number is not None}
     if first:
         _at_gradients(args, lambda first, _: watch.point("begin back") if first else None)
 

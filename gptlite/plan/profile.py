@@ -69,7 +69,8 @@ class Segment:
 
     def tape(self, added: bool, held: bool, given: bool = True) -> list[int]:
         """Bytes in order. `added`: gradients come on top of earlier ones, else the new ones are model state. `held`:
-        they stay until they are reduced. `given`: the gradient given to the segment is of this rank's own tensors."""
+        they stay until they are reduced. `given`: what the segment is given (a gradient, a block's input) is this
+        rank's own, not a buffer of its pipeline."""
         dropped = {UPSTREAM} if not given else set()
         if not added:
             dropped |= {GRADIENT, ADDED}
@@ -191,10 +192,10 @@ def _halves(recipe: Recipe) -> Halves:
     return _scaled(recipe, _halves) or record_halves(recipe.work)
 
 
-def _scaled(recipe: Recipe, recorded: Callable[[Recipe], Any]) -> Any:
+def _scaled(recipe: Recipe, recorded: Callable[..., Any]) -> Any:
     """From two smaller micro-batches, where a large one is asked for."""
     work = recipe.work
     if work.micro_batch_size <= SIZES[-1] or work.rank_length < SHORTEST:
         return None
-    records = [recorded(Recipe.of(replace(work, micro_batch_size=size), recipe.tp_rank)) for size in SIZES]
-    return between(*records, work.micro_batch_size)
+    small, large = (recorded(Recipe.of(replace(work, micro_batch_size=size), recipe.tp_rank)) for size in SIZES)
+    return between(small, large, work.micro_batch_size)

@@ -58,6 +58,7 @@ class Watch(TorchDispatchMode):
         self.sent: Counter[Sent] = Counter()
         self.flops = 0
         self.phase = "step"
+        self.stand_in = "cpu"  # the device whose tensors are counted
         self.state: Callable[[], dict[str, list[Tensor]]] = dict  # the tensors of the model state, by category
         self._mesh = mesh
         self._axes = {group.group_name: axis for axis, group in mesh.groups().items()}
@@ -173,6 +174,8 @@ class Watch(TorchDispatchMode):
 
     def _saw(self, out: Any) -> None:
         if isinstance(out, Tensor):
+            if out.device.type != self.stand_in:
+                return
             storage = out.untyped_storage()
             if storage._cdata not in self._storages:
                 self._known(storage, storage.nbytes())

@@ -1,11 +1,16 @@
 """The engine trains a model that it knows through its spec alone, and refuses by name what the spec does not have."""
 
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from distributed.ranks import Ranks
-from models.toy import ConvConfig, config_of, train
+from models.toy import RUN, SYNTHETIC, ConvConfig, config_of, train
 from run_files import read_metrics
 
 from gptlite.build import build_run
@@ -15,7 +20,7 @@ from gptlite.memory_advice import advice_lines
 from gptlite.models.model import Model
 from gptlite.offload_space import check_offload_space
 from gptlite.parallelism.layout import Layout
-from gptlite.planning import with_planned_vocabulary
+from gptlite.planning import vocabulary_of, with_planned_vocabulary
 from gptlite.sweep.predict import predicted
 from gptlite.trainer.state import model_tensors
 
@@ -129,12 +134,29 @@ def test_a_configuration_without_a_spec_is_named():
     assert Model.of(ConvConfig(symbols=3)).spec.name == "conv"
 
 
-def test_the_planner_says_that_it_does_not_know_it(tmp_path):
+def test_it_is_planned_with_nothing_written_for_it(tmp_path):
     config = config_of(f"run.dir={tmp_path}")
-    with pytest.raises(ConfigError, match="the planner knows no conv model"):
-        with_planned_vocabulary(config)
-    assert predicted(config, Layout()) is None  # a sweep runs its cells all the same
-    assert advice_lines(config, 1) == []
+    sized, _ = with_planned_vocabulary(config)
+    assert vocabulary_of(sized.model) == 61
+    found = predicted(config, Layout())
+    assert found is not None
+    assert found["step_seconds"] > 0
+    assert found["memory"]["activations"] > 0
+    assert any("data.micro_batch_size" in line for line in advice_lines(config, 1))
+
+
+def test_it_is_swept(tmp_path):
+    """Two layouts of it, each planned and trained to the same losses."""
+    tests = Path(__file__).parents[1]
+    words = ("plugins=[models.toy]", *SYNTHETIC, *RUN, "parallelism.pipeline=1,2", "trainer.max_steps=2")
+    command = [sys.executable, str(tests.parent / "train.py"), "-m", *words, f"hydra.sweep.dir={tmp_path}"]
+    environment = os.environ | {"PYTHONPATH": str(tests)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/result.json"))]
+    assert [each["status"] for each in records] == ["done", "done"]
+    one, two = (losses(path.parent) for path in sorted(tmp_path.glob("*/result.json")))
+    assert one == pytest.approx(two, rel=1e-5)
 
 
 def test_moments_in_files_change_nothing(alone, tmp_path):
