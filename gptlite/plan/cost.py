@@ -100,9 +100,10 @@ def cost_per_billion_tokens(prediction: Prediction, cluster: ClusterConfig, worl
 
 def flops_per_token(work: Workload) -> float:
     """FLOPs of a token, forward and backward, recomputation left out: by the model's own count, else by its ops."""
-    blocks, its = num_blocks(work.model), plain_profile(work)
+    blocks = num_blocks(work.model)
     if (found := spec_of(work.model).flops(work.model, work.sequence_length)) is not None:
         return blocks * found[0] + found[1]
+    its = plain_profile(work)
     ends, block = (
         sum(op.flops for segment in segments for op in segment.ops)
         for segments in ((its.begin, its.begin_back, its.end, its.end_back), (its.block, its.block_back))
