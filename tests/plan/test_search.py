@@ -87,7 +87,7 @@ def test_what_layouts_share_changes_no_number(given):
     config = config_of(*given)
     world = (config.cluster.nodes or 1) * (config.cluster.devices_per_node or 1)
     found = search(space_of(config, config.cluster, fixed_keys(config)), config.cluster, world)
-    assert len(found.ranked) > 90
+    assert len(found.ranked) > 20
     for each in found.ranked:
         assert each.prediction == predict(each.work, config.cluster), each.words
 
@@ -105,7 +105,7 @@ def test_a_schedule_is_laid_out_once_not_for_each_layout(plan, monkeypatch):
         cache.cache_clear()
     found = make_plan(plan.config, log=silent).found
     assert max(Counter(laid_out).values()) <= 2  # for time, and for memory
-    assert len(laid_out) < len(found.ranked) / 2
+    assert len(laid_out) < found.tried / 4
     assert found.ranked == plan.found.ranked
 
 
