@@ -77,10 +77,13 @@ def watched_step(work: Workload, rank: int, micro_batches: int, ops: Ops, compil
 
 
 def ops_of(work: Workload) -> Ops:
-    """The ops that a run with that attention takes: our kernels where it does, or where it is on GPUs."""
+    """The ops that a run with that attention takes: references with `matmul`, which is `ops=reference` on a CPU, else
+    our kernels."""
     attention = Attention.sdpa if work.attention is Attention.auto else work.attention
-    wanted = work.device == "cuda" or attention in (Attention.fused, Attention.fused_softmax)
-    if not wanted or not isinstance(load("cpu", lambda _: None), Loaded):
+    wanted = work.device == "cuda" or attention is not Attention.matmul
+    if not wanted:
+        return Ops(attention, CrossEntropy.reference)
+    if not isinstance(load("cpu", lambda _: None), Loaded):
         return Ops(attention)
     table, gpu = work.device == "cpu", work.device == "cuda"
     plain = dict.fromkeys(("layer_norm", "bias_gelu", "dropout", "adamw"), True)
