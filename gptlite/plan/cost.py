@@ -4,7 +4,7 @@ links they cross, the pipeline's bubble in closed form, and what of it hides beh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gptlite.models.spec import spec_of
 from gptlite.optimizer.config import AdafactorConfig, AdamW8bitConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
@@ -17,8 +17,8 @@ from gptlite.plan.cost_offload import offloaded
 from gptlite.plan.cost_pipeline import busy, pipeline_seconds
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import Alike, Cut, cut, num_blocks, stages
-from gptlite.plan.traffic import message_bytes, outside_layers
-from gptlite.plan.workload import Prediction, RankBytes, Workload
+from gptlite.plan.traffic import message_bytes, outside_layers, reductions
+from gptlite.plan.workload import Prediction, RankBytes, Transfer, Workload
 
 DATA = ("dp_replicate", "dp_shard")
 # Bytes that the clipping and the update read and write for each parameter: Adam's in one kernel, those written here op
@@ -125,13 +125,19 @@ class _Inside:
 @dataclass(frozen=True)
 class _Outside:
     """Seconds of a step's collectives beside layers, all of them, by what they can hide behind; and the bytes that
-    FSDP2 copies for them, in how many collectives."""
+    FSDP2 copies for them, in how many collectives. `again`: seconds, bytes and collectives of reducing once more."""
 
     step: float
     forward: float
     backward: float
     copied: int
     count: int
+    again: tuple[float, int, int]
+
+    def reducing(self, times: int) -> _Outside:
+        """With each gradient reduced so often."""
+        seconds, copied, count = ((times - 1) * each for each in self.again)
+        return replace(self, backward=self.backward + seconds, copied=self.copied + copied, count=self.count + count)
 
 
 @dataclass
@@ -168,7 +174,8 @@ def _ranks(work: Workload, cluster: ClusterConfig, shared: Shared) -> dict[Alike
             shared.inside[inside] = _inside(work, cluster, device, rank, shared.model[model])
         if outside not in shared.outside:
             shared.outside[outside] = _outside(work, links, rank)
-        found[kind] = _rank(work, cluster, device, rank, shared.inside[inside], shared.outside[outside])
+        beside = shared.outside[outside].reducing(reductions(work))
+        found[kind] = _rank(work, cluster, device, rank, shared.inside[inside], beside)
     return found
 
 
@@ -187,9 +194,9 @@ def _model_key(work: Workload) -> tuple[object, ...]:
 
 def _outside_key(work: Workload, kind: Alike, rank: int) -> tuple[object, ...]:
     """What `_outside` reads, of what a search varies: a schedule only where parameters are gathered for each pass."""
-    config, count = work.parallelism, work.micro_batches
-    order = (config.schedule, rank) if config.zero == 3 else ()
-    return work.layout, config.zero, config.sequence, count, kind, order
+    config = work.parallelism
+    order = (config.schedule, rank, work.micro_batches) if config.zero == 3 else ()
+    return work.layout, config.sequence, kind, order
 
 
 def _inside(work: Workload, cluster: ClusterConfig, device: Device, rank: int, its: ModelSeconds) -> _Inside:
@@ -212,8 +219,13 @@ def _outside(work: Workload, links: Links, rank: int) -> _Outside:
         sum(links.seconds(each) for each in some if each.phase == phase)
         for some, phase in ((sent, "step"), (data, "forward"), (data, "backward"))
     )
-    copied = sum(COPIES * each.payload * each.count for each in data if each.phase != "step")
-    return _Outside(step, forward, backward, copied, sum(each.count for each in data))
+    again = [each for each in data if each.kind == "reduce_scatter"]
+    more = sum(map(links.seconds, again)), _copied(again), sum(each.count for each in again)
+    return _Outside(step, forward, backward, _copied(data), sum(each.count for each in data), more)
+
+
+def _copied(sent: list[Transfer]) -> int:
+    return sum(COPIES * each.payload * each.count for each in sent if each.phase != "step")
 
 
 def _rank(

@@ -197,15 +197,15 @@ class Cut:
 
 def cut(work: Workload) -> Cut:
     """How the pipeline of a layout divides its model."""
-    config, spec = work.parallelism, spec_of(work.model)
-    costs = spec.flops(work.model, spec.max_length(work.model) or 1) or (1, 0)  # as Model.stage_blocks has it
-    return _cut(num_blocks(work.model), config.pipeline, stages_per_rank(config), config.schedule, *costs)
+    config = work.parallelism
+    return _cut(Known(work.model), config.pipeline, stages_per_rank(config), config.schedule)
 
 
 @lru_cache(maxsize=1024)
-def _cut(num_layers: int, pipeline: int, virtual: int, schedule: str, layer_cost: float, head_cost: float) -> Cut:
-    config = ParallelismConfig(pipeline=pipeline, schedule=schedule, virtual_stages=virtual)
-    layers = tuple(split_layers(num_layers, num_stages(config), layer_cost, head_cost))
+def _cut(known: Known, pipeline: int, virtual: int, schedule: str) -> Cut:
+    config, spec = ParallelismConfig(pipeline=pipeline, schedule=schedule, virtual_stages=virtual), spec_of(known.model)
+    costs = spec.flops(known.model, spec.max_length(known.model) or 1) or (1, 0)  # as Model.stage_blocks has it
+    layers = tuple(split_layers(num_blocks(known.model), num_stages(config), *costs))
     held = tuple(tuple(stages_of_rank(config, rank)) for rank in range(pipeline))
     kinds = tuple((tuple(len(layers[stage]) for stage in its), 0 in its, len(layers) - 1 in its) for its in held)
     return Cut(layers, held, kinds, {kind: kinds.index(kind) for kind in kinds})

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from gptlite.optimizer.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig
-from gptlite.parallelism.config import Offload
+from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
+from gptlite.parallelism.layout import rule, stages_per_rank
 from gptlite.plan.config import ClusterConfig
+from gptlite.plan.cost_block import plain_profile
 from gptlite.plan.cost_device import ranks_on_node
 from gptlite.plan.offload import file_bytes
-from gptlite.plan.parameters import num_parameters
+from gptlite.plan.parameters import cut, num_parameters
 from gptlite.plan.workload import MASTER, RankBytes, Workload
 
 GIB = 2**30
+Kept = dict[tuple[object, ...], int]
 MEMORY_ERROR = 0.05  # of `memory.most`, on 64 layouts of up to eight real ranks (docs/planner_memory.md)
 
 
@@ -29,10 +32,40 @@ def too_large(work: Workload, memory: RankBytes, cluster: ClusterConfig, world: 
     )
 
 
-def state_too_large(work: Workload, cluster: ClusterConfig, world: int) -> str:
-    """As `too_large`, of the least that a layout can take. Quick, so that the exact count is spared what cannot fit."""
+def least_too_large(work: Workload, cluster: ClusterConfig, world: int, kept: Kept) -> str:
+    """As `too_large`, of the least that a layout can take. Quick, so that the exact count is spared what cannot fit.
+
+    `kept`: bytes that a block keeps of a micro-batch, known so far for the layouts of one search.
+    """
     host = _state_bytes(work, copies=2) if work.on_host else 0.0  # parameters, gradients and the optimizer's state
-    return _on_device(least_bytes(work), cluster, world, "model state alone") or _on_host(host, cluster, world)
+    if too_much := _on_device(least_bytes(work), cluster, world, "model state alone") or _on_host(host, cluster, world):
+        return too_much
+    least = least_bytes(work) + _least_activations(work, kept)
+    return _on_device(least, cluster, world, "model state and kept activations alone")
+
+
+def _least_activations(work: Workload, kept: Kept) -> float:
+    """What blocks keep on the first pipeline rank when it holds most micro-batches; with recomputation nothing."""
+    config, layout = work.parallelism, work.layout
+    if config.activation_checkpointing is not ActivationCheckpointing.none:
+        return 0.0
+    key = layout.size("tp"), layout.context, config.sequence, work.micro_batch_size
+    if key not in kept:
+        kept[key] = plain_profile(work).block.left
+    layers = min(cut(work).kinds[0][0])
+    return least_in_flight(config, work.micro_batches) * layers * kept[key]
+
+
+def least_in_flight(config: ParallelismConfig, micro_batches: int) -> int:
+    """Forward passes of single stages that the first pipeline rank runs before its first backward pass."""
+    ranks, stages, its = config.pipeline, stages_per_rank(config), rule(config)
+    if ranks == 1 or config.schedule == "gpipe":
+        return micro_batches if ranks > 1 else 1
+    if its.v_shape:
+        return min(2 * ranks - 1, micro_batches)
+    # As `timeline` orders them: one step further from the end costs a pass more, two where backward passes are whole.
+    distance = 1 if its.splits_backward or config.schedule == "1f1b" else 2
+    return min(distance * (ranks - 1) + (stages - 1) * ranks + 1, stages * micro_batches)
 
 
 def least_bytes(work: Workload) -> float:

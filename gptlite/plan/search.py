@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from gptlite.errors import ConfigError
@@ -17,7 +20,7 @@ from gptlite.plan.cost import Shared, predict_shared
 from gptlite.plan.memory import Shared as MemoryShared
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import num_blocks
-from gptlite.plan.room import least_bytes, state_too_large, too_large
+from gptlite.plan.room import Kept, least_bytes, least_too_large, too_large
 from gptlite.plan.workload import Prediction, RankBytes, Workload
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -94,6 +97,23 @@ def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress 
     `progress` is called now and then with how much of it is done, and how much there is. Raises ConfigError where no
     layout is legal, whatever the memory.
     """
+    with _no_collection():
+        return _search(space, cluster, world, progress)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage collection is off while entered: it would go through all layouts kept, again and again, and find none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _search(space: Space, cluster: ClusterConfig, world: int, progress: Progress) -> Found:
     found = _searched(space, cluster, world, progress)
     base = space.work.parallelism
     if "offload" in space.fixed or base.offload is not Offload.none:
@@ -121,7 +141,7 @@ def _offloads(base: ParallelismConfig, cluster: ClusterConfig) -> Iterator[Paral
 
 
 def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progress) -> Found:
-    found, timed, shared = Found(), list[Candidate](), Shared()
+    found, timed, shared, kept = Found(), list[Candidate](), Shared(), Kept()
     least, thriftiest = math.inf, list[Workload]()
     for work, reason in workloads(space, cluster, world, progress):
         found.tried += 1
@@ -133,7 +153,7 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
             least, thriftiest = bound, []
         if bound == least:  # of the state's mean over the ranks: what a rank takes differs by ten times
             thriftiest.append(work)
-        if too_much := state_too_large(work, cluster, world):
+        if too_much := least_too_large(work, cluster, world, kept):
             found.prune("does not fit", too_much)
             continue
         timed.append(Candidate(work, predict_shared(work, cluster, UNKNOWN, shared)))
@@ -155,13 +175,21 @@ def _keep_fitting(found: Found, timed: Sequence[Candidate], cluster: ClusterConf
     for work in (each.work for each in timed):
         least = thriftiest.setdefault(_family(work), work)
         thriftiest[_family(work)] = min(least, work, key=_thrift)
-    hopeless: dict[object, str] = {}
+    refused: dict[object, list[tuple[tuple[int, ...], str]]] = {}
 
     def asked(work: Workload) -> tuple[int, RankBytes, str]:
         rank, memory = most(work, shared)
         if found.smallest is None or memory.total < found.smallest[0].total:
             found.smallest = memory, work
-        return rank, memory, too_large(work, memory, cluster, world)
+        too_much = too_large(work, memory, cluster, world)
+        if too_much:
+            refused[_family(work)].append((_thrift(work), too_much))
+        return rank, memory, too_much
+
+    def refusal(work: Workload) -> str:
+        """Why a thriftier layout of the family did not fit, if one did not."""
+        mine = _thrift(work)
+        return next((why for its, why in refused[_family(work)] if all(map(operator.le, its, mine))), "")
 
     for each in timed:
         family, seconds = _family(each.work), each.prediction.step_seconds
@@ -169,9 +197,11 @@ def _keep_fitting(found: Found, timed: Sequence[Candidate], cluster: ClusterConf
         if len(kinds) == WANTED or (_kind(each) in kinds and seconds > equal):
             found.slower += 1
             continue
-        if family not in hopeless:  # if the least does not fit, none does
-            hopeless[family] = asked(thriftiest[family])[2]
-        rank, memory, too_much = (0, UNKNOWN[1], hopeless[family]) if hopeless[family] else asked(each.work)
+        if family not in refused:  # if the least does not fit, none does
+            refused[family] = []
+            asked(thriftiest[family])
+        why = refusal(each.work)
+        rank, memory, too_much = (*UNKNOWN, why) if why else asked(each.work)
         if too_much:
             found.prune("does not fit", too_much)
             continue

@@ -47,7 +47,7 @@ def transfers(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Transfer]:
     shards are the longest. Compiled blocks gather less under sequence and context parallelism than is counted here.
     """
     found, held = _Sum(), stages(work, pp_rank, tp_rank)
-    _outside(found, work, held)
+    _outside(found, work, held, reductions(work))
     for stage in held:
         _passes(found, work, stage, tp_rank)
         _pipeline(found, work, stage, pp_rank)
@@ -55,15 +55,20 @@ def transfers(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Transfer]:
 
 
 def outside_layers(work: Workload, held: list[Stage]) -> list[Transfer]:
-    """Those of `transfers` along the data axes, and those that a step makes once."""
+    """Those of `transfers` along the data axes with gradients reduced once, and those that a step makes once."""
     found = _Sum()
-    _outside(found, work, held)
+    _outside(found, work, held, 1)
     return found.transfers()
 
 
-def _outside(found: _Sum, work: Workload, held: list[Stage]) -> None:
+def reductions(work: Workload) -> int:
+    """How often a step reduces each gradient."""
+    return work.micro_batches if work.parallelism.zero >= 2 else 1
+
+
+def _outside(found: _Sum, work: Workload, held: list[Stage], times: int) -> None:
     for stage in held:
-        _data(found, work, stage)
+        _data(found, work, stage, times)
         _sliced(found, work, stage)
     _ends(found, work, held)
     for axis in ("dp_replicate", "dp_shard"):
@@ -87,8 +92,8 @@ def _passes(found: _Sum, work: Workload, stage: Stage, tp_rank: int) -> None:
             found.sent(sent, times * work.micro_batches)
 
 
-def _data(found: _Sum, work: Workload, stage: Stage) -> None:
-    """Along the data axes: FSDP2's, one for each group of parameters."""
+def _data(found: _Sum, work: Workload, stage: Stage, reduced: int) -> None:
+    """Along the data axes: FSDP2's, one for each group of parameters. `reduced`: times that gradients are."""
     if work.layout.fsdp_size == 1:
         return
     shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
@@ -96,8 +101,7 @@ def _data(found: _Sum, work: Workload, stage: Stage) -> None:
         elements = padded(group, shards)
         for phase, times in gathered(work, stage.number, group is not stage.others).items():
             found.add("dp_shard", "all_gather", shards, elements * work.gather_item, phase, number * times)
-        reductions = work.micro_batches if work.parallelism.zero >= 2 else 1
-        found.add("dp_shard", "reduce_scatter", shards, elements * work.reduce_item, "backward", number * reductions)
+        found.add("dp_shard", "reduce_scatter", shards, elements * work.reduce_item, "backward", number * reduced)
         found.add("dp_replicate", "all_reduce", copies, elements // shards * work.reduce_item, "backward", number)
 
 
