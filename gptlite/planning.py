@@ -23,7 +23,7 @@ from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost_device import ranks_on_node
 from gptlite.plan.local import this_machine
 from gptlite.plan.room import rank_memory
-from gptlite.plan.search import Candidate, Found, Space, search
+from gptlite.plan.search import WANTED, Candidate, Found, Space, search
 from gptlite.plan.workload import Workload
 from gptlite.precision import SCALED, Precision, Reduce
 
@@ -53,8 +53,8 @@ class Plan:
         return self.found.ranked[0]
 
 
-def make_plan(config: Config, world: int | None = None, log: Log = print) -> Plan:
-    """The plan of a configuration on its `cluster`, or on `world` ranks of it.
+def make_plan(config: Config, world: int | None = None, log: Log = print, wanted: int = WANTED) -> Plan:
+    """The plan of a configuration on its `cluster`, or on `world` ranks of it, with so many kinds of layouts.
 
     What `config.run.overrides` gives of `parallelism` and `data.micro_batch_size` stays. Raises ConfigError where
     nothing is legal, or nothing fits: then with how much is missing and what would fit.
@@ -66,7 +66,7 @@ def make_plan(config: Config, world: int | None = None, log: Log = print) -> Pla
     refusal: ConfigError | None = None
     for each in worlds:
         try:
-            results.append(searched(sized, cluster, each, log))
+            results.append(searched(sized, cluster, each, log, wanted))
         except ConfigError as error:
             refusal = error
     found = merged(results)
@@ -80,7 +80,7 @@ def make_plan(config: Config, world: int | None = None, log: Log = print) -> Pla
 
 def chosen(config: Config, world: int | None = None, log: Log = print) -> Config:
     """The configuration with the layout of its plan's best. Raises ConfigError as `make_plan` does."""
-    plan = make_plan(config, world, log)
+    plan = make_plan(config, world, log, wanted=1)
     best = plan.best
     log(
         f"parallelism=auto: {best.words}; {best.prediction.step_seconds:.3g} s a step predicted, the fastest of "
@@ -119,10 +119,11 @@ def train_overrides(given: Iterable[str], work: Workload) -> list[str]:
     return [*(each for each in kept if not each.startswith(("parallelism=", "cluster"))), *decided]
 
 
-def searched(config: Config, cluster: ClusterConfig, world: int, log: Log = print) -> Found:
+def searched(config: Config, cluster: ClusterConfig, world: int, log: Log = print, wanted: int = WANTED) -> Found:
     """All layouts of a configuration on that many ranks. Raises ConfigError where none is legal."""
     here = limited(cluster, config, world)
-    return search(space_of(config, here, fixed_keys(config)), here, world, _Progress(log, world))
+    space = replace(space_of(config, here, fixed_keys(config)), wanted=wanted)
+    return search(space, here, world, _Progress(log, world))
 
 
 def limited(cluster: ClusterConfig, config: Config, world: int) -> ClusterConfig:
@@ -256,7 +257,7 @@ def enough_nodes(config: Config, cluster: ClusterConfig, world: int, log: Log) -
     saving = fixed_keys(config) | {"zero", "activation_checkpointing", "micro_batch_size", "schedule", "dp_replicate"}
     while cluster.device == "cuda" and (nodes := nodes * 2) <= MOST_NODES:
         larger = replace(cluster, nodes=nodes)
-        space = space_of(replace(config, parallelism=thrifty, data=data), larger, saving)
+        space = replace(space_of(replace(config, parallelism=thrifty, data=data), larger, saving), wanted=1)
         try:
             if search(space, larger, nodes * (cluster.devices_per_node or 1)).ranked:
                 return nodes

@@ -22,6 +22,7 @@ from gptlite.metrics.console import format_count
 from gptlite.plan.search import Candidate, distinct
 from gptlite.planning import Plan, overrides, train_overrides
 
+TRIED = 3  # layouts looked at, for each that is measured
 STOP_SECONDS = 20.0  # that a run has to stop before it is killed
 # Nothing but steps: the first rows warm up, the median of the others counts.
 BARE = ("trainer.eval_interval=0", "trainer.eval_samples=1", "trainer.sample_tokens=0", "trainer.log_interval=1")
@@ -113,7 +114,7 @@ def preset_text(given: Sequence[str], candidate: Candidate, best: Trial | None, 
 
 def _in_order(plan: Plan, k: int) -> list[Candidate]:
     """The plan's layouts as they are to be tried: the distinct ones, and last the one that takes least memory."""
-    order = distinct(plan.found, 3 * k)
+    order = distinct(plan.found, TRIED * k)
     thriftiest = min(plan.found.ranked, key=lambda each: each.prediction.memory.total)
     return order if thriftiest in order else [*order, thriftiest]
 

@@ -68,7 +68,7 @@ def plan(own: dict[str, str], given: list[str]) -> int:
     from gptlite import plan_report as show
     from gptlite.planning import make_plan
 
-    made = make_plan(config)
+    made = make_plan(config, wanted=top)
     print(show.report(made, top, tokens))
     if simulate:
         print(show.simulated(made))

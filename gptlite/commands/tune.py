@@ -55,6 +55,7 @@ def run(arguments: list[str]) -> int:
     config = load(["parallelism=auto", *given])
     config.run.overrides = given
     from gptlite.planning import make_plan
-    from gptlite.tuning import tune
+    from gptlite.tuning import TRIED, tune
 
-    return tune(make_plan(config), given, preset, settings.k, settings.steps, 60 * settings.minutes)
+    plan = make_plan(config, wanted=TRIED * settings.k)
+    return tune(plan, given, preset, settings.k, settings.steps, 60 * settings.minutes)

@@ -40,11 +40,11 @@ def least_too_large(work: Workload, cluster: ClusterConfig, world: int, kept: Ke
     host = _state_bytes(work, copies=2) if work.on_host else 0.0  # parameters, gradients and the optimizer's state
     if too_much := _on_device(least_bytes(work), cluster, world, "model state alone") or _on_host(host, cluster, world):
         return too_much
-    least = least_bytes(work) + _least_activations(work, kept)
+    least = least_bytes(work) + least_activations(work, kept)
     return _on_device(least, cluster, world, "model state and kept activations alone")
 
 
-def _least_activations(work: Workload, kept: Kept) -> float:
+def least_activations(work: Workload, kept: Kept) -> float:
     """What blocks keep on the first pipeline rank when it holds most micro-batches; with recomputation nothing."""
     config, layout = work.parallelism, work.layout
     if config.activation_checkpointing is not ActivationCheckpointing.none:

@@ -24,7 +24,7 @@ from gptlite.plan.room import Kept, least_bytes, least_too_large, too_large
 from gptlite.plan.workload import Prediction, RankBytes, Workload
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-WANTED = 30  # kinds of layouts that fit, of those with other degrees or another ZeRO stage
+WANTED = 30  # kinds of layouts that fit, where nobody says how many are shown
 ASKED = 300  # layouts that are counted exactly where nothing fits, to say how little would do
 SHORTEST_CHUNK = 1024  # positions: with shorter ones another axis divides the same work for less traffic
 UNKNOWN = (0, RankBytes(0, 0, 0, 0))  # the memory of a layout that has only been timed
@@ -42,12 +42,14 @@ class Space:
     """What is searched: `work` has the model, the batch and the dtype, and the values of the keys in `fixed`, fields of
     ParallelismConfig and `micro_batch_size`, which stay as they are.
 
-    `refuses` gives the reason why a run with a layout and a micro-batch could not be configured, or nothing.
+    `refuses` gives the reason why a run with a layout and a micro-batch could not be configured, or nothing. `wanted`:
+    kinds of layouts that fit, of those with other degrees or another ZeRO stage, after which slower ones are left out.
     """
 
     work: Workload
     fixed: frozenset[str]
     refuses: Refuses
+    wanted: int = WANTED
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Found:
 
 
 def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress = lambda done, total: None) -> Found:
-    """All layouts on `world` ranks by predicted speed, those that do not fit left out until WANTED kinds do.
+    """All layouts on `world` ranks by predicted speed, those that do not fit left out until `space.wanted` kinds do.
 
     Where none fits in the devices' memory alone, and nothing is said of offload, the same with offload to their hosts',
     if it is known how much memory these have, and then with the optimizer's state on disks, if it is known where they
@@ -161,15 +163,15 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
         reason = found.examples.get("illegal", "no layout has that many ranks")
         raise ConfigError(f"no layout of {world} ranks is legal: {reason}")
     timed.sort(key=lambda each: each.prediction.step_seconds)
-    _keep_fitting(found, timed, cluster, world)
+    _keep_fitting(found, timed, cluster, world, space.wanted)
     if not found.ranked and found.smallest is None:
         found.smallest = _smallest(thriftiest)
     found.ranked.sort(key=lambda each: (each.prediction.step_seconds, each.prediction.memory.total))
     return found
 
 
-def _keep_fitting(found: Found, timed: Sequence[Candidate], cluster: ClusterConfig, world: int) -> None:
-    """Moves the fastest that fit into `found`, until there are WANTED kinds of them."""
+def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, world: int, wanted: int) -> None:
+    """Moves the fastest that fit into `found`: all that are equal to the fastest, then until there are enough kinds."""
     kinds, shared, equal = set[tuple[int, ...]](), MemoryShared(), math.inf
     thriftiest: dict[object, Workload] = {}
     for work in (each.work for each in timed):
@@ -194,7 +196,7 @@ def _keep_fitting(found: Found, timed: Sequence[Candidate], cluster: ClusterConf
     for each in timed:
         family, seconds = _family(each.work), each.prediction.step_seconds
         # Of a kind that is there only those that are as good as the fastest are of interest.
-        if len(kinds) == WANTED or (_kind(each) in kinds and seconds > equal):
+        if seconds > equal and (len(kinds) >= wanted or _kind(each) in kinds):
             found.slower += 1
             continue
         if family not in refused:  # if the least does not fit, none does

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -11,9 +12,9 @@ from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import resolve
 from gptlite.plan import traffic, walk
 from gptlite.plan.cost import predict
-from gptlite.plan.memory import most
+from gptlite.plan.memory import Shared, most
 from gptlite.plan.offload import file_bytes
-from gptlite.plan.room import rank_memory
+from gptlite.plan.room import Kept, least_activations, least_bytes, rank_memory
 from gptlite.plan.search import ERROR, distinct, equals, layouts, search, workloads
 from gptlite.plan.timeline import order
 from gptlite.planning import apply, chosen, fixed_keys, make_plan, overrides, space_of, too_small
@@ -187,14 +188,26 @@ def test_distinct_has_one_of_each_kind(plan):
     assert degrees.count((1, 1)) == 4  # the stages of ZeRO
 
 
-def test_what_is_slower_is_not_asked_whether_it_fits(plan, monkeypatch):
-    """And what is kept are the fastest."""
-    monkeypatch.setattr("gptlite.plan.search.WANTED", 2)
-    found = make_plan(plan.config, log=silent).found
+def test_what_is_slower_is_not_asked_whether_it_fits(plan):
+    """The layouts equal to the fastest, and as many kinds as are wanted."""
+    found = make_plan(plan.config, log=silent, wanted=2).found
     assert found.slower > 0
     assert found.tried == len(found.ranked) + sum(found.pruned.values()) + found.slower
     assert found.ranked[0] == plan.best
-    assert len(distinct(found, 100)) == 2
+    assert equals(found) == equals(plan.found)
+    assert len(distinct(found, 100)) == max(2, len(distinct(replace(found, ranked=equals(found)), 100)))
+
+
+def test_no_layout_takes_less_than_the_least_it_may_take(plan):
+    """By which the search leaves layouts out before it prices them."""
+    config = config_of("data.global_batch_size=32")
+    space = space_of(config, config.cluster, fixed_keys(config))
+    kept, shared = Kept(), Shared()
+    legal = [work for work, why in workloads(space, config.cluster, 4) if not why]
+    least = [least_bytes(work) + least_activations(work, kept) for work in legal]
+    taken = [most(work, shared)[1].total for work in legal]
+    assert [work for work, low, high in zip(legal, least, taken, strict=True) if low > high] == []
+    assert max(low / high for low, high in zip(least, taken, strict=True)) > 0.5  # else the bound would be no help
 
 
 def test_auto_takes_the_best(plan):
