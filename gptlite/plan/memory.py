@@ -59,12 +59,6 @@ def _estimate(work: Workload, pp_rank: int, tp_rank: int, shared: Shared) -> Ran
     return RankBytes(parameters, gradients, optimizer, activations, host)
 
 
-def zero_paper_bytes(parameters: float, ranks: int, stage: int) -> float:
-    """The ZeRO paper's count (arXiv:1910.02054, section 3): 16-bit parameters and gradients and 12 bytes for Adam."""
-    divided = {0: 0, 1: 12, 2: 14, 3: 16}[stage]
-    return parameters * (16 - divided + divided / ranks)
-
-
 def _state(work: Workload, held: list[Stage], pp_rank: int) -> tuple[int, int, int]:
     """Parameters, gradients and the optimizer's state, at the instant when their sum is most: where a backward pass
     begins, or at the update."""

@@ -56,28 +56,6 @@ class Timeline:
         """Share of the step that a rank waits."""
         return 1 - self.busy(rank) / self.seconds if self.seconds else 0.0
 
-    def in_flight(self, rank: int) -> list[tuple[float, int]]:
-        """How many (stage, micro-batch) pairs a rank keeps activations of, from each time at which that changes."""
-        changes = defaultdict(int)
-        for event in self.of_rank(rank):
-            if event.kind == "F":
-                changes[event.start] += 1
-            elif event.kind in "BW":
-                changes[event.end] -= 1
-        counts, now = [], 0
-        for time in sorted(changes):
-            now += changes[time]
-            counts.append((time, now))
-        return counts
-
-    def most_in_flight(self, rank: int) -> int:
-        """The most pairs at once. It follows from the order alone, whatever a pass takes."""
-        now = most = 0
-        for event in self.of_rank(rank):
-            now += {"F": 1, "I": 0}.get(event.kind, -1)
-            most = max(most, now)
-        return most
-
     @cached_property
     def _by_rank(self) -> dict[int, list[Event]]:
         by_rank: dict[int, list[Event]] = {rank: [] for rank in range(self.ranks)}

@@ -7,8 +7,9 @@ import pytest
 from marking import combinations, marked
 
 from gptlite.optimizer.config import AdafactorConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
+from gptlite.parallelism.memory import paper_bytes_a_parameter
 from gptlite.plan import profile, simulate_watch
-from gptlite.plan.memory import estimate, most, zero_paper_bytes
+from gptlite.plan.memory import estimate, most
 from gptlite.plan.simulate import simulate
 from gptlite.precision import cpu_flags
 from plan.truth import workload
@@ -67,7 +68,7 @@ def test_there_are_more_than_thirty_layouts_and_every_schedule_among_them():
 
 def test_the_paper_is_reproduced_to_the_printed_digit():
     """ZeRO, arXiv:1910.02054, figure 1: 7.5 billion parameters over 64 ranks."""
-    printed = [round(zero_paper_bytes(7.5e9, 64, stage) / 1e9, 1) for stage in range(4)]
+    printed = [round(7.5 * paper_bytes_a_parameter(stage, 64, 2), 1) for stage in range(4)]
     assert printed == [120.0, 31.4, 16.6, 1.9]
 
 
