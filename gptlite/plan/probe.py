@@ -67,7 +67,7 @@ class _Part:
 
     def segment(self, first: str, until: str, entered: bool = False) -> Segment:
         """What happened between two marks. `entered`: the segment is a block's forward pass."""
-        log = self.watch.log[self.marks[first] : self.marks[until]]
+        log = self.watch.log[self._place(first) : self._place(until)]
         given = self.entered if entered else self.upstream
         changes = (each for each in log if isinstance(each, Change) and each.number not in self.unseen)
         return Segment(
@@ -75,6 +75,16 @@ class _Part:
             tuple(each for each in log if isinstance(each, Op)),
             tuple(each for each in log if isinstance(each, Sent)),
         )
+
+    def _place(self, name: str) -> int:
+        """Where a segment begins. A gradient that is complete before anything else happens is of the one before, and
+        so is all that is given back before the first op of the model's end."""
+        log, place = self.watch.log, self.marks[name]
+        while place < len(log) and isinstance(change := log[place], Change) and change.size < 0:
+            if name != "end" and change.number not in self.gradients:
+                break
+            place += 1
+        return place
 
     def _role(self, change: Change, given: set[int]) -> str:
         if change.number in self.gradients:
@@ -109,7 +119,6 @@ def record(work: Workload, tp_rank: int = 0) -> Profile:
     with _recorded(work, tp_rank, BLOCKS) as part:
         numbers = _mark_blocks(part)
         loss = part.forward(part.zeros(work.micro_batch_size, work.rank_length))
-        _end_with_next_op(part)
         loss.register_hook(lambda _: part.mark("end back"))
         loss.backward()
         part.mark("done")
@@ -124,20 +133,15 @@ def record(work: Workload, tp_rank: int = 0) -> Profile:
     )
 
 
-def _end_with_next_op(part: _Part) -> None:
-    """What is given back before the next op is the last block's."""
-    while isinstance(change := part.watch.log[part.marks["end"]], Change) and change.size < 0:
-        part.marks["end"] += 1
-
-
 def record_halves(work: Workload) -> Halves:
     """Both halves of backward passes: of a part with blocks alone, and of one with the end of the model."""
     inputs, weights = _record_half(work, end=False)
     inputs_end, weights_end = _record_half(work, end=True)
-    return Halves(inputs["block"], inputs_end["end"], weights, weights_end)
+    return Halves(inputs, inputs_end, weights, weights_end)
 
 
-def _record_half(work: Workload, end: bool) -> tuple[dict[str, Segment], Segment]:
+def _record_half(work: Workload, end: bool) -> tuple[Segment, Segment]:
+    """The half of the input's gradient, of a block or of the `end`, and the other half of the whole part."""
     with _recorded(work, 0, PARTS + 2) as part:
         first = 2 if end else 1
         part.model.spec.keep(part.module, part.model.config, range(first, first + PARTS))
@@ -154,8 +158,8 @@ def _record_half(work: Workload, end: bool) -> tuple[dict[str, Segment], Segment
         for weight in weights:
             part.accumulated(weight)
         part.mark("done")
-        segments = {"end": part.segment("I", last), "block": part.segment(last, before)}
-        return segments, part.segment("W", "done")
+    inputs = part.segment("I", last) if end else part.segment(last, before)
+    return inputs, part.segment("W", "done")
 
 
 @contextmanager
@@ -216,12 +220,13 @@ def _own_parameters(model: Model, module: nn.Module, gathers: Policy | None) -> 
 def _mark_blocks(part: _Part) -> list[int]:
     """Has a segment begin at each block, forward and backward. Returns their numbers."""
     blocks = part.model.blocks(part.module)
-    *_, last = blocks.values()
+    first, last = (list(blocks.values())[place] for place in (0, -1))
+    if part.work.layout.size("pp") > 1:
+        first.register_forward_pre_hook(_received)
+    first.register_forward_pre_hook(
+        lambda _, args: _at_gradients(args, lambda _: part.mark("begin back")), prepend=True
+    )
     for number, block in blocks.items():
-        if block is next(iter(blocks.values())):
-            if part.work.layout.size("pp") > 1:
-                block.register_forward_pre_hook(_received)
-            block.register_forward_pre_hook(lambda _, args: _at_gradients(args, lambda _: part.mark("begin back")))
         block.register_forward_pre_hook(partial(_enter, part, f"{number}"), prepend=True)
         block.register_forward_hook(partial(_leave, part, f"{number} back"))
     last.register_forward_hook(lambda *_: part.mark("end"))

@@ -8,14 +8,17 @@ more of the same: see `simulate`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
 from gptlite.parallelism.layout import rule
 from gptlite.plan.profile import Op, Sent
-from gptlite.plan.simulate_step import Seen, seen_step
+from gptlite.plan.simulate_step import watched_step
 from gptlite.plan.watch import Change
 from gptlite.plan.workload import RankBytes, Transfer, Workload
+
+State = dict[str, dict[int, int]]  # bytes of storages by their numbers, by category
 
 
 @dataclass(frozen=True)
@@ -73,24 +76,21 @@ def enough(work: Workload) -> tuple[int, int]:
 
 def counted(work: Workload, rank: int, micro_batches: int) -> Counter[str | Sent]:
     """What a step of so many micro-batches counts: see `Simulation.of`."""
-    seen = seen_step(work, rank, micro_batches)
-    found = Counter[str | Sent](each for each in seen.log if isinstance(each, Sent))
-    found["flops"] = sum(int(each.flops) for each in seen.log if isinstance(each, Op))
-    found.update(peak(seen))
+    watch = watched_step(work, rank, micro_batches)
+    found = Counter[str | Sent](each for each in watch.log if isinstance(each, Sent))
+    found["flops"] = sum(int(each.flops) for each in watch.log if isinstance(each, Op))
+    found.update(peak(watch.log, watch.begin, watch.samples))
     return found
 
 
-def peak(seen: Seen) -> dict[str, int]:
+def peak(log: Sequence[Change | Op | Sent], begin: int, samples: Sequence[State]) -> dict[str, int]:
     """Model state, by category, at the instant of those sampled when it was most, and the most that all else took at
-    one instant, as `parallelism.memory_watch` counts.
+    one instant from `begin` on, as `parallelism.memory_watch` counts.
 
     A storage that is model state in some sample is so all its life. Raises ValueError without samples.
     """
-    if not seen.samples:
-        raise ValueError("no step was watched")
-    state = {number for sample in seen.samples for sizes in sample.values() for number in sizes}
-    changes = (each if isinstance(each, Change) and each.number not in state else None for each in seen.log)
-    beside = accumulate((0 if each is None else each.size for each in changes), initial=0)
-    sums = [{name: sum(sizes.values()) for name, sizes in sample.items()} for sample in seen.samples]
-    fullest = max(sums, key=lambda sample: sum(sample.values()))
-    return {**fullest, "activations": max(islice(beside, seen.begin, None))}
+    state = {number for sample in samples for sizes in sample.values() for number in sizes}
+    sizes = (each.size if isinstance(each, Change) and each.number not in state else 0 for each in log)
+    beside = islice(accumulate(sizes, initial=0), begin, None)
+    sums = ({name: sum(sizes.values()) for name, sizes in sample.items()} for sample in samples)
+    return {**max(sums, key=lambda sample: sum(sample.values())), "activations": max(beside)}

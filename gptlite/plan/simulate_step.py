@@ -8,16 +8,15 @@ the device is decided as there: attention by SDPA's flash kernel, how many logit
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gptlite.data.batches import BatchSchedule
@@ -35,12 +34,11 @@ from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.memory_watch import state_tensors, where_backward_begins
 from gptlite.parallelism.mesh import Mesh, mesh_over_world
-from gptlite.parallelism.pipeline import OnePart, Pipeline
+from gptlite.parallelism.pipeline import OnePart
 from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduceScatter
 from gptlite.parallelism.torch_private import imagined_world, schedule_stages
 from gptlite.parallelism.zero import sharded_modules
-from gptlite.plan.profile import Op, Sent
-from gptlite.plan.watch import Change, Watch
+from gptlite.plan.watch import Watch
 from gptlite.plan.workload import Workload
 from gptlite.precision import Policy, Precision, Reduce
 from gptlite.trainer.build import build_parts, build_updates
@@ -59,44 +57,145 @@ ASKED = {
 }
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What is seen of a step: its log begins at `begin`, after what builds it. samples: bytes of each storage that is
-    model state, by category, where backward passes and the update begin."""
+class StepWatch(Watch):
+    """A watch of a step, which begins at `begin` of the log, after what builds it. samples: bytes of each storage that
+    is model state, by category, where backward passes and the update begin: the gradients of earlier micro-batches are
+    there, and what a pass needs is gathered."""
 
-    log: Sequence[Change | Op | Sent]
-    begin: int
-    samples: Sequence[dict[str, dict[int, int]]]
+    def __init__(self, mesh: Mesh, device: str) -> None:
+        super().__init__(mesh, device)
+        self.begin = 0
+        self.samples: list[dict[str, dict[int, int]]] = []
+
+    def run(self, step: Step, state: TrainState) -> None:
+        """Takes the step, whose passes tell where they are and what they send."""
+
+        def sample() -> None:
+            held = state_tensors(state.parts, state.optimizer)
+            self.samples.append({name: self.held(tensors) for name, tensors in held.items()})
+
+        def updates(*_: object) -> None:
+            self.world = False
+            sample()
+
+        passes = step.passes
+        passes.run = self._during("forward", passes.run)  # type: ignore[method-assign]
+        for part in state.parts:
+            part.register_forward_pre_hook(lambda *_: setattr(self, "phase", "forward"), prepend=True)
+            # Before FSDP2 gathers for the backward pass, and after.
+            part.register_forward_hook(_at_backward(lambda: setattr(self, "phase", "backward")), prepend=True)
+            part.register_forward_hook(_at_backward(sample))
+        for stage in [] if isinstance(passes, OnePart) else schedule_stages(passes.schedule):
+            self._hook(stage, sample)
+        state.optimizer.register_step_pre_hook(updates)
+        self.begin = len(self.log)
+        # Between its gradients and its update a step asks all ranks.
+        step(state, lambda _: setattr(self, "world", True))
+
+    def _hook(self, stage: Any, sample: Callable[[], None]) -> None:
+        weights = self._during("backward", stage.backward_weight_one_chunk)
+
+        def sampled(*args: Any, **options: Any) -> None:
+            sample()
+            weights(*args, **options)
+
+        stage.backward_one_chunk = self._during("backward", stage.backward_one_chunk)
+        stage.backward_weight_one_chunk = sampled
+        for name, phase in ASKED.items():
+            setattr(stage, name, self._during(phase, self._told(getattr(stage, name))))
+
+    def _during(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that sets the phase while it runs."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            before, self.phase = self.phase, phase
+            try:
+                return call(*args, **options)
+            finally:
+                self.phase = before
+
+        return run
+
+    def _told(self, ask: Callable[[int], list[dist.P2POp]]) -> Callable[[int], list[dist.P2POp]]:
+        """A function that notes the messages which another one returns."""
+
+        def told(chunk: int) -> list[dist.P2POp]:
+            ops = ask(chunk)
+            for op in ops:
+                self.sent(op.group, "send" if op.op is dist.isend else "recv", op.tensor.nbytes)
+            return ops
+
+        return told
 
 
-def seen_step(work: Workload, rank: int, micro_batches: int) -> Seen:
+def _at_backward(call: Callable[[], None]) -> Callable[[nn.Module, Any, Tensor], None]:
+    return lambda part, inputs, out: where_backward_begins(out, call)
+
+
+class _Pairwise:
+    """A collective of FSDP2 made of messages between pairs of ranks, counted as what it does."""
+
+    def __init__(self, collective: PairwiseAllGather | PairwiseReduceScatter, kind: str, watch: Watch) -> None:
+        self.allocate, self._call, self._kind, self._watch = collective.allocate, collective, kind, watch
+
+    def __call__(self, **given: Any) -> None:
+        whole = given["output_tensor" if self._kind == "all_gather" else "input_tensor"]
+        self._watch.sent(given["group"], self._kind, whole.nbytes)
+        self._call(**given)
+
+
+def watched_step(work: Workload, rank: int, micro_batches: int) -> StepWatch:
     """What one step of so many micro-batches does on a rank of the world."""
     with mesh_of(work.layout, rank) as mesh, warnings.catch_warnings():
-        parts, samples = _parts(work, mesh), list[dict[str, dict[int, int]]]()
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # to compare two of them
+        policy = policy_of(work)
+        model = Model.of(work.model, policy)
+        there = replace(mesh, device=torch.device(work.device))  # which decides by what ZeRO gathers
+        parts = build_parts(model, work.parallelism, there, policy, ops_of(work))
+        watch = StepWatch(mesh, work.device)
+        for module in (module for part in parts for module in sharded_modules(part)):
+            if work.device == "cpu" and mesh.size("dp_shard") > 1:
+                module.set_custom_all_gather(_Pairwise(PairwiseAllGather(), "all_gather", watch))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(_Pairwise(PairwiseReduceScatter(), "reduce_scatter", watch))  # type: ignore[arg-type]
         with FakeTensorMode(allow_non_fake_inputs=True), as_on(work.device):
-            watch = Watch(mesh, work.device)
             loader = _loader(work, micro_batches, watch)
             with watch:
-                state, passes = _build(work, mesh, parts, loader, micro_batches)
+                watch.run(*_build(work, mesh, model, parts, loader))
+    return watch
 
-                def sample() -> None:
-                    held = state_tensors(parts, state.optimizer)
-                    samples.append({name: watch.held(tensors) for name, tensors in held.items()})
 
-                def updates(*_: object) -> None:
-                    watch.world = False
-                    sample()
+def _build(work: Workload, mesh: Mesh, model: Model, parts: list[nn.Module], loader: Loader) -> tuple[Step, TrainState]:
+    """What `pretrain` builds of them, but for the data and the initial weights."""
+    config, chain, policy = work.parallelism, Chain(parts, mesh, work.parallelism), policy_of(work)
+    materialize(model, parts, CPU)
+    on_device = replace(config, offload=Offload.none)
+    optimizer = build_updates(work.optimizer, model, parts, on_device, mesh, policy, ops_of(work))
+    optimizer_state(optimizer)  # creates it
+    passes = build_passes(
+        model,
+        chain,
+        config,
+        micro_batches=loader.num_micro_batches,
+        micro_batch_size=work.micro_batch_size,
+        sequence_length=work.sequence_length,
+    )
+    step = Step(mesh, passes, work.optimizer.lr, work.optimizer.clip_norm, Stopping(mesh, StopSignal()))
+    return step, TrainState(model, chain, optimizer, Schedule(ConstantConfig(), 1), loader, {})
 
-                _hook(passes, watch, sample)
-                if work.device == "cpu" and mesh.size("dp_shard") > 1:
-                    _count_pairwise(parts, watch)
-                state.optimizer.register_step_pre_hook(updates)
-                begin = len(watch.log)
-                step = Step(mesh, passes, work.optimizer.lr, work.optimizer.clip_norm, Stopping(mesh, StopSignal()))
-                # Between its gradients and its update a step asks all ranks.
-                step(state, lambda _: setattr(watch, "world", True))
-    return Seen(watch.log, begin, samples)
+
+def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:
+    """As much of a loader as a step asks for. On a CPU a thread of its own makes the batches, which do not count."""
+    shape = (work.micro_batch_size, work.rank_length)
+    tensors = [torch.zeros(size, dtype=torch.int64) for size in (shape, shape, shape[:1])]
+    watch.leave_out(*tensors)
+
+    def batch(consumed_samples: int, micro_index: int) -> Batch:
+        tokens, targets, sample_ids = (each if work.device == "cpu" else each.clone() for each in tensors)
+        return Batch(tokens, targets, sample_ids)
+
+    loader = SimpleNamespace(batch=batch, schedule=BatchSchedule(work.global_batch_size))
+    loader.num_micro_batches, loader.micro_batches = micro_batches, lambda consumed_samples: micro_batches
+    return cast(Loader, loader)
 
 
 def ops_of(work: Workload) -> Ops:
@@ -137,13 +236,6 @@ def as_on(device: str, here: str = "cpu") -> Iterator[None]:
             limit[here] = value
 
 
-def _parts(work: Workload, mesh: Mesh) -> list[nn.Module]:
-    """This rank's parts of the model, on the meta device: what is not there yet takes no memory."""
-    there = replace(mesh, device=torch.device(work.device))  # which decides by what ZeRO gathers
-    policy = policy_of(work)
-    return build_parts(Model.of(work.model, policy), work.parallelism, there, policy, ops_of(work))
-
-
 def policy_of(work: Workload) -> Policy:
     """What a run computes, gathers and reduces in."""
     precision = Precision[f"amp_{work.amp}"] if work.amp else Precision.auto
@@ -154,98 +246,3 @@ def policy_of(work: Workload) -> Policy:
         reduce=Reduce.compute if work.half_sums else Reduce.fp32,
         master_weights=work.master_weights,
     )
-
-
-def _build(
-    work: Workload, mesh: Mesh, parts: list[nn.Module], loader: Loader, micro_batches: int
-) -> tuple[TrainState, OnePart | Pipeline]:
-    """What `pretrain` builds of them, but for the data and the initial weights."""
-    policy, config = policy_of(work), work.parallelism
-    model, chain = Model.of(work.model, policy), Chain(parts, mesh, config)
-    materialize(model, parts, CPU)
-    on_device = replace(config, offload=Offload.none)
-    optimizer = build_updates(work.optimizer, model, parts, on_device, mesh, policy, ops_of(work))
-    optimizer_state(optimizer)  # creates it
-    sizes = {"micro_batch_size": work.micro_batch_size, "sequence_length": work.sequence_length}
-    passes = build_passes(model, chain, config, micro_batches=micro_batches, **sizes)
-    return TrainState(model, chain, optimizer, Schedule(ConstantConfig(), 1), loader, {}), passes
-
-
-def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:
-    """As much of a loader as a step asks for. On a CPU a thread of its own makes the batches, which do not count."""
-    shape = (work.micro_batch_size, work.rank_length)
-    batch = Batch(*(torch.zeros(size, dtype=torch.int64) for size in (shape, shape, shape[:1])))
-    watch.leave_out(batch.tokens, batch.targets, batch.sample_ids)
-
-    def copied(consumed_samples: int, micro_index: int) -> Batch:
-        if work.device == "cpu":
-            return batch
-        return Batch(batch.tokens.clone(), batch.targets.clone(), batch.sample_ids.clone())
-
-    schedule = BatchSchedule(work.global_batch_size)
-    asked = SimpleNamespace(schedule=schedule, batch=copied, micro_batches=lambda consumed_samples: micro_batches)
-    return cast(Loader, asked)
-
-
-def _hook(passes: OnePart | Pipeline, watch: Watch, sample: Callable[[], None]) -> None:
-    """Has the passes of a step tell the watch where they are, and what they send; samples model state where a backward
-    pass begins: the gradients of earlier ones are there, and what it needs is gathered."""
-    to_forward, to_backward = partial(setattr, watch, "phase", "forward"), partial(setattr, watch, "phase", "backward")
-    passes.run = _during(watch, "forward", passes.run)  # type: ignore[method-assign]
-    for part in [passes.part] if isinstance(passes, OnePart) else passes.parts:
-        part.register_forward_pre_hook(lambda *_: to_forward(), prepend=True)
-        # Before FSDP2 gathers for it, and after.
-        part.register_forward_hook(lambda part, inputs, out: where_backward_begins(out, to_backward), prepend=True)
-        part.register_forward_hook(lambda part, inputs, out: where_backward_begins(out, sample))
-    for stage in [] if isinstance(passes, OnePart) else schedule_stages(passes.schedule):
-        _hook_stage(stage, watch, sample)
-
-
-def _hook_stage(stage: Any, watch: Watch, sample: Callable[[], None]) -> None:
-    weights = _during(watch, "backward", stage.backward_weight_one_chunk)
-
-    def sampled(*args: Any, **options: Any) -> None:
-        sample()
-        weights(*args, **options)
-
-    stage.backward_one_chunk = _during(watch, "backward", stage.backward_one_chunk)
-    stage.backward_weight_one_chunk = sampled
-    for name, phase in ASKED.items():
-        setattr(stage, name, _asking(getattr(stage, name), phase, watch))
-
-
-def _during(watch: Watch, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **options: Any) -> Any:
-        with watch.during(phase):
-            return call(*args, **options)
-
-    return run
-
-
-def _asking(ask: Callable[[int], list[dist.P2POp]], phase: str, watch: Watch) -> Callable[[int], list[dist.P2POp]]:
-    def asked(chunk: int) -> list[dist.P2POp]:
-        ops = ask(chunk)
-        with watch.during(phase):
-            for op in ops:
-                watch.sent(op.group, "send" if op.op is dist.isend else "recv", op.tensor.nbytes)
-        return ops
-
-    return asked
-
-
-class _Pairwise:
-    """A collective of FSDP2 made of messages between pairs of ranks, counted as what it does."""
-
-    def __init__(self, collective: PairwiseAllGather | PairwiseReduceScatter, kind: str, watch: Watch) -> None:
-        self.allocate, self._call, self._kind, self._watch = collective.allocate, collective, kind, watch
-
-    def __call__(self, **given: Any) -> None:
-        whole = given["output_tensor" if self._kind == "all_gather" else "input_tensor"]
-        self._watch.sent(given["group"], self._kind, whole.nbytes)
-        self._call(**given)
-
-
-def _count_pairwise(parts: Iterable[nn.Module], watch: Watch) -> None:
-    for module in (module for part in parts for module in sharded_modules(part)):
-        module.set_custom_all_gather(_Pairwise(PairwiseAllGather(), "all_gather", watch))  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(_Pairwise(PairwiseReduceScatter(), "reduce_scatter", watch))  # type: ignore[arg-type]

@@ -7,10 +7,10 @@ What an op takes inside itself, for a moment, is not seen, but for our kernels' 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ class Watch(TorchDispatchMode):
         self._copied = GLOO_COPIES if device == "cpu" else ()
         self._open = ExitStack()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         for patch in (watched_resizes(self._resized), shapes_unseen(), held_messages()):
             self._open.enter_context(patch)
         super().__enter__()
@@ -88,7 +88,9 @@ class Watch(TorchDispatchMode):
             self.log.append(op)
         for each in tree_leaves(out):
             if isinstance(each, Tensor) and each.device.type == self._counted:
-                self._saw(each.untyped_storage())
+                storage = each.untyped_storage()
+                if storage._cdata not in self._storages:
+                    self._known(storage, storage.nbytes())
         if moment:
             self.log += [Change(self._count, moment), Change(self._count, -moment)]
             self._count += 1
@@ -109,15 +111,6 @@ class Watch(TorchDispatchMode):
         axis = "world" if self.world else self._axes.get(group.group_name, "world")
         self.log.append(Sent(axis, kind, 2 if kind in MESSAGES else group.size(), float(payload), self.phase))
 
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Sets the phase while entered."""
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
-
     def _transferred(self, name: str, args: Any) -> int:
         """Notes a collective, and returns what it takes of memory for itself."""
         kind = KINDS.get(name)
@@ -127,10 +120,6 @@ class Watch(TorchDispatchMode):
         payload = sum(tensor.nbytes for tensor in (whole if isinstance(whole, list) else [whole]))
         self.sent(dist.ProcessGroup.unbox(args[2 if kind in GLOO_COPIES else 1]), kind, payload)  # after its tensors
         return payload if kind in self._copied else 0
-
-    def _saw(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._storages:
-            self._known(storage, storage.nbytes())
 
     def _known(self, storage: torch.UntypedStorage, size: int) -> None:
         address, number = storage._cdata, self._count

@@ -17,7 +17,6 @@ from gptlite.parallelism.layout import resolve
 from gptlite.parallelism.torch_private import imagined_world
 from gptlite.plan.simulate import Simulation, enough, peak, simulate
 from gptlite.plan.simulate import counted as counted_of
-from gptlite.plan.simulate_step import Seen
 from gptlite.plan.watch import Change
 from gptlite.plan.workload import Transfer
 from plan.truth import BASE, Counted, counted, workload
@@ -159,11 +158,9 @@ def test_bytes_of_a_hand_made_step():
     """A weight of 10 from before the step, a gradient of 4 that is state once sampled, and activations of 3 and 5."""
     changes = [(0, 10), (1, 3), (2, 5), (1, -3), (3, 4), (2, -5), (3, -4)]
     state = {"parameters": {0: 10}, "gradients": {3: 4}, "optimizer": dict[int, int]()}
-    seen = Seen([Change(*each) for each in changes], 1, [state])
-    assert peak(seen) == {"parameters": 10, "gradients": 4, "optimizer": 0, "activations": 8}
-    assert peak(replace(seen, begin=4))["activations"] == 5
-    with pytest.raises(ValueError, match="no step was watched"):
-        peak(Seen([], 0, []))
+    log = [Change(*each) for each in changes]
+    assert peak(log, 1, [state]) == {"parameters": 10, "gradients": 4, "optimizer": 0, "activations": 8}
+    assert peak(log, 4, [state])["activations"] == 5
 
 
 def test_what_cannot_be_simulated():
