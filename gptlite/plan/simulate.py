@@ -14,11 +14,9 @@ from itertools import accumulate, islice
 
 from gptlite.parallelism.layout import rule
 from gptlite.plan.profile import Op, Sent
-from gptlite.plan.simulate_step import watched_step
+from gptlite.plan.simulate_step import State, watched_step
 from gptlite.plan.watch import Change
 from gptlite.plan.workload import RankBytes, Transfer, Workload
-
-State = dict[str, dict[int, int]]  # bytes of storages by their numbers, by category
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 
+State = dict[str, dict[int, int]]  # bytes of storages by their numbers, by category
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What torch's stage calls to learn what it sends and receives around a pass, and which pass that is.
@@ -65,7 +66,7 @@ class StepWatch(Watch):
     def __init__(self, mesh: Mesh, device: str) -> None:
         super().__init__(mesh, device)
         self.begin = 0
-        self.samples: list[dict[str, dict[int, int]]] = []
+        self.samples: list[State] = []
 
     def run(self, step: Step, state: TrainState) -> None:
         """Takes the step, whose passes tell where they are and what they send."""
