@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,154 +22,114 @@ from gptlite.inputs import Inputs
 from gptlite.models.model import Model
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, splits_backward
-from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import flash_attention_only, stage_backward_input, stage_backward_weight
 from gptlite.parallelism.zero import local_tensor
 from gptlite.plan.parameters import BLOCKS, with_blocks
-from gptlite.plan.profile import ADDED, GRADIENT, PARTS, UPSTREAM, Event, Halves, Op, Profile, Segment, Sent
-from gptlite.plan.simulate_ops import op_of
+from gptlite.plan.profile import ADDED, GRADIENT, PARTS, PLAIN, UPSTREAM, Event, Halves, Op, Profile, Segment, Sent
 from gptlite.plan.simulate_step import CPU, as_on, mesh_of, ops_of, policy_of
-from gptlite.plan.simulate_watch import Watch
+from gptlite.plan.watch import Change, Watch
 from gptlite.plan.workload import Workload
 from gptlite.precision import Policy
 from gptlite.trainer.build import build_parts
 
 
-class Probe(Watch):
-    """A watch that also keeps each op and transfer in order, and which storages are gradients."""
-
-    def __init__(self, mesh: Mesh, device: str) -> None:
-        super().__init__(mesh, device)
-        self.ops: list[Op] = []
-        self.transfers: list[Sent] = []
-        self.points: list[tuple[str, int, int, int]] = []
-        self.gradients: dict[int, int] = {}  # by storage: the change after which it has been added to earlier ones
-        self.entered = set[int]()  # storages of what blocks are given
-        self.upstream = set[int]()  # and of the gradients that they are given
-        self._next = ""
-        self.unseen = set[int]()  # storages counted elsewhere
-
-    def point(self, name: str) -> None:
-        """A segment begins."""
-        self.points.append((name, len(self.changes), len(self.ops), len(self.transfers)))
-
-    def point_at_next_op(self, name: str) -> None:
-        """A segment begins with the next op: what is given back until then is of the one before."""
-        self._next = name
-
-    def count(self, axis: str, kind: str, ranks: int, payload: int) -> None:
-        """Notes one transfer, in order."""
-        super().count(axis, kind, ranks, payload)
-        self.transfers.append(Sent(axis, kind, ranks, float(payload), self.phase))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._next and func is not torch.ops.prim.device.default:
-            self.point(self._next)
-            self._next = ""
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _ran(self, func: Any, args: Any, out: Any) -> None:
-        if (op := op_of(func, args, out)) is not None:
-            self.ops.append(op)
-
-    def number(self, tensor: Tensor) -> int | None:
-        """The number of a tensor's storage, if it is known."""
-        entry = self._storages.get(local_tensor(tensor).untyped_storage()._cdata)
-        return None if entry is None else entry[0]
-
-    def accumulated(self, parameter: nn.Parameter) -> None:
-        """A parameter's gradient is complete."""
-        assert parameter.grad is not None
-        if (number := self.number(parameter.grad)) is not None:
-            self.gradients[number] = len(self.changes)
-
-    def segment(self, first: str, until: str, entered: bool = False) -> Segment:
-        """What happened between two points. `entered`: the segment is a block's forward pass."""
-        places = {name: place for name, *place in self.points}
-        (change, op, sent), (last, last_op, last_sent) = places[first], places[until]
-        return Segment(
-            tuple(self._events(change, last, self.entered if entered else self.upstream)),
-            tuple(self.ops[op:last_op]),
-            tuple(self.transfers[sent:last_sent]),
-        )
-
-    def _events(self, first: int, last: int, given: set[int]) -> Iterator[Event]:
-        done: dict[int, list[int]] = {}
-        for number, at in self.gradients.items():
-            done.setdefault(at, []).append(number)
-        sizes = dict[int, int]()
-        for number, size in self.changes:
-            if number in self.gradients:
-                sizes[number] = max(sizes.get(number, 0), size)
-        for place in range(first, last + 1):
-            if place > first or first == 0:
-                yield from (Event(float(-sizes[number]), ADDED) for number in done.get(place, ()))
-            if place == last:
-                return
-            number, size = self.changes[place]
-            if number in self.unseen:
-                continue
-            if number in self.gradients:
-                if size > 0:
-                    yield Event(float(size), GRADIENT)
-            elif number in given and size < 0:
-                yield Event(float(size), UPSTREAM)
-            else:
-                yield Event(float(size))
-
-
 @dataclass(frozen=True)
 class _Part:
-    """A part of the model that is recorded."""
+    """A part of the model that is recorded: by name the places of the watch's log where segments begin, and the numbers
+    of storages that are parameters' gradients, what blocks are given, the gradients that they are given, and not seen.
+    """
 
-    module: nn.Module
-    model: Model
-    watch: Probe
     work: Workload
+    model: Model
+    module: nn.Module
+    watch: Watch
+    marks: dict[str, int] = field(default_factory=dict)
+    gradients: set[int] = field(default_factory=set)
+    entered: set[int] = field(default_factory=set)
+    upstream: set[int] = field(default_factory=set)
+    unseen: set[int] = field(default_factory=set)
 
-    def inputs(self) -> Inputs:
-        """Targets and sample numbers of a micro-batch, which do not count."""
-        shape = (self.work.micro_batch_size, self.work.rank_length)
-        targets, samples = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[:1], dtype=torch.int64)
-        self.watch.leave_out(targets, samples)
-        return Inputs(targets, samples, None, 1.0)
+    def mark(self, name: str) -> None:
+        """A segment begins, where none of the name has."""
+        self.marks.setdefault(name, len(self.watch.log))
 
-    def tokens(self) -> Tensor:
-        """A micro-batch's, which do not count."""
-        tokens = torch.zeros((self.work.micro_batch_size, self.work.rank_length), dtype=torch.int64)
-        self.watch.leave_out(tokens)
-        return tokens
+    def numbers(self, values: Any) -> set[int]:
+        """The storages of the tensors among some values."""
+        tensors = (local_tensor(each) for each in tree_leaves(values) if isinstance(each, Tensor))
+        return set(self.watch.held(tensors))
+
+    def accumulated(self, parameter: nn.Parameter) -> None:
+        """A parameter's gradient is complete: noted as if it were given back, as one is that is added to others."""
+        assert parameter.grad is not None
+        held = self.watch.held([local_tensor(parameter.grad)])
+        self.gradients.update(held)
+        self.watch.log += [Change(number, -size) for number, size in held.items()]
+
+    def segment(self, first: str, until: str, entered: bool = False) -> Segment:
+        """What happened between two marks. `entered`: the segment is a block's forward pass."""
+        log = self.watch.log[self._place(first) : self._place(until)]
+        given = self.entered if entered else self.upstream
+        changes = (each for each in log if isinstance(each, Change) and each.number not in self.unseen)
+        return Segment(
+            tuple(Event(float(change.size), self._role(change, given)) for change in changes),
+            tuple(each for each in log if isinstance(each, Op)),
+            tuple(each for each in log if isinstance(each, Sent)),
+        )
+
+    def _place(self, name: str) -> int:
+        """Where a segment begins. A gradient that is complete before anything else happens is of the one before, and
+        so is all that is given back before the first op of the model's end."""
+        log, place = self.watch.log, self.marks[name]
+        while place < len(log) and isinstance(change := log[place], Change) and change.size < 0:
+            if name != "end" and change.number not in self.gradients:
+                break
+            place += 1
+        return place
+
+    def _role(self, change: Change, given: set[int]) -> str:
+        if change.number in self.gradients:
+            return GRADIENT if change.size > 0 else ADDED
+        return UPSTREAM if change.size < 0 and change.number in given else PLAIN
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """A tensor that does not count."""
+        tensor = torch.zeros(shape, dtype=dtype)
+        self.watch.leave_out(tensor)
+        return tensor
 
     def activations(self) -> Tensor:
         """What a part is given by the one before, or the gradient of what it gives: counted as a pipeline's buffer."""
         slices = self.work.layout.size("tp") if self.work.parallelism.sequence else 1
         shape = self.model.activations(self.work.micro_batch_size, self.work.rank_length // slices)
-        x = torch.zeros(shape, dtype=self.model.dtype)
-        self.watch.leave_out(x)
-        return x
+        return self.zeros(*shape, dtype=self.model.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Runs it on a micro-batch, whose targets do not count either."""
+        rows = self.work.micro_batch_size
+        inputs = Inputs(self.zeros(rows, self.work.rank_length), self.zeros(rows), None, 1.0)
+        self.watch.phase = "forward"
+        self.mark("begin")
+        out = self.model.forward(self.module, x, inputs)
+        self.watch.phase = "backward"
+        return out
 
 
 def record(work: Workload, tp_rank: int = 0) -> Profile:
     """The profile of a workload's model at its own size of micro-batch."""
     with _recorded(work, tp_rank, BLOCKS) as part:
-        watch, numbers = part.watch, list(part.model.blocks(part.module))
-        _watch_blocks(part)
-        x, inputs = part.tokens(), part.inputs()
-        watch.phase = "forward"
-        watch.point("begin")
-        loss = part.model.forward(part.module, x, inputs)
-        loss.register_hook(lambda _: watch.point("end back"))
-        watch.phase = "backward"
+        numbers = _mark_blocks(part)
+        loss = part.forward(part.zeros(work.micro_batch_size, work.rank_length))
+        loss.register_hook(lambda _: part.mark("end back"))
         loss.backward()
-        watch.point("done")
+        part.mark("done")
     last, before = f"{numbers[-1]}", f"{numbers[-2]} back" if len(numbers) > 1 else "begin back"
     return Profile(
-        begin=watch.segment("begin", f"{numbers[0]}"),
-        block=watch.segment(last, "end", entered=True),
-        end=watch.segment("end", "end back"),
-        begin_back=watch.segment("begin back", "done"),
-        block_back=watch.segment(f"{last} back", before),
-        end_back=watch.segment("end back", f"{last} back"),
+        begin=part.segment("begin", f"{numbers[0]}"),
+        block=part.segment(last, "end", entered=True),
+        end=part.segment("end", "end back"),
+        begin_back=part.segment("begin back", "done"),
+        block_back=part.segment(f"{last} back", before),
+        end_back=part.segment("end back", f"{last} back"),
     )
 
 
@@ -177,33 +137,29 @@ def record_halves(work: Workload) -> Halves:
     """Both halves of backward passes: of a part with blocks alone, and of one with the end of the model."""
     inputs, weights = _record_half(work, end=False)
     inputs_end, weights_end = _record_half(work, end=True)
-    return Halves(inputs["block"], inputs_end["end"], weights, weights_end)
+    return Halves(inputs, inputs_end, weights, weights_end)
 
 
-def _record_half(work: Workload, end: bool) -> tuple[dict[str, Segment], Segment]:
+def _record_half(work: Workload, end: bool) -> tuple[Segment, Segment]:
+    """The half of the input's gradient, of a block or of the `end`, and the other half of the whole part."""
     with _recorded(work, 0, PARTS + 2) as part:
-        watch, model = part.watch, part.model
         first = 2 if end else 1
-        model.spec.keep(part.module, model.config, range(first, first + PARTS))
-        _watch_blocks(part)
-        x, inputs = part.activations().requires_grad_(), part.inputs()
+        part.model.spec.keep(part.module, part.model.config, range(first, first + PARTS))
+        *_, before, last = (f"{number} back" for number in _mark_blocks(part))
+        x = part.activations().requires_grad_()
         gradient = None if end else [part.activations()]
-        watch.phase = "forward"
-        out = model.forward(part.module, x, inputs)
-        watch.phase = "backward"
-        watch.point("I")
+        out = part.forward(x)
+        part.mark("I")
         weights = list(part.module.parameters())
         found, groups = stage_backward_input([out], gradient, [x], iter(weights))
-        watch.point("W")
-        if found[0] is not None and (number := watch.number(found[0])) is not None:
-            watch.unseen.add(number)  # a buffer of the pipeline's, to the end of the step
+        part.mark("W")
+        part.unseen.update(part.numbers(found[0]))  # a buffer of the pipeline's, to the end of the step
         stage_backward_weight(iter(weights), groups)
         for weight in weights:
-            watch.accumulated(weight)
-        watch.point("done")
-        last, before = (f"{number} back" for number in (first + PARTS - 1, first + PARTS - 2))
-        segments = {"end": watch.segment("I", last), "block": watch.segment(last, before)}
-        return segments, watch.segment("W", "done")
+            part.accumulated(weight)
+        part.mark("done")
+    inputs = part.segment("I", last) if end else part.segment(last, before)
+    return inputs, part.segment("W", "done")
 
 
 @contextmanager
@@ -222,13 +178,13 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
         with _tensors(model, module, work.device) as device:
             for parameter in () if work.sharded else module.parameters():
                 parameter.grad_dtype = torch.float32
-            watch = Probe(mesh, work.device)
-            watch.stand_in = device.type
+            watch = Watch(mesh, work.device, device.type)
             watch.leave_out(*map(local_tensor, [*module.parameters(), *module.buffers()]))
+            part = _Part(work, model, module, watch)
             for parameter in module.parameters():
-                parameter.register_post_accumulate_grad_hook(watch.accumulated)
+                parameter.register_post_accumulate_grad_hook(part.accumulated)
             with watch, device:
-                yield _Part(module, model, watch, work)
+                yield part
 
 
 @contextmanager
@@ -261,16 +217,20 @@ def _own_parameters(model: Model, module: nn.Module, gathers: Policy | None) -> 
             setattr(each, name, nn.Parameter(parameter.detach().to(dtype or parameter.dtype), parameter.requires_grad))
 
 
-def _watch_blocks(part: _Part) -> None:
-    """Has a segment begin at each block, forward and backward."""
-    watch, blocks = part.watch, part.model.blocks(part.module)
-    *_, last = blocks
+def _mark_blocks(part: _Part) -> list[int]:
+    """Has a segment begin at each block, forward and backward. Returns their numbers."""
+    blocks = part.model.blocks(part.module)
+    first, last = (list(blocks.values())[place] for place in (0, -1))
+    if part.work.layout.size("pp") > 1:
+        first.register_forward_pre_hook(_received)
+    first.register_forward_pre_hook(
+        lambda _, args: _at_gradients(args, lambda _: part.mark("begin back")), prepend=True
+    )
     for number, block in blocks.items():
-        first = number == next(iter(blocks))
-        if first and part.work.layout.size("pp") > 1:
-            block.register_forward_pre_hook(_received)
-        block.register_forward_pre_hook(partial(_enter, watch, str(number), first), prepend=True)
-        block.register_forward_hook(partial(_leave, watch, str(number), number == last))
+        block.register_forward_pre_hook(partial(_enter, part, f"{number}"), prepend=True)
+        block.register_forward_hook(partial(_leave, part, f"{number} back"))
+    last.register_forward_hook(lambda *_: part.mark("end"))
+    return list(blocks)
 
 
 def _received(block: nn.Module, args: Any) -> Any:
@@ -278,34 +238,21 @@ def _received(block: nn.Module, args: Any) -> Any:
     return tree_map(lambda value: value.contiguous() if isinstance(value, Tensor) else value, args)
 
 
-def _enter(watch: Probe, name: str, first: bool, block: nn.Module, args: Any) -> None:
-    watch.point(name)
-    numbers = (watch.number(each) for each in tree_leaves(args) if isinstance(each, Tensor))
-    watch.entered |= {number for number in numbers if number is not None}
-    if first:
-        _at_gradients(args, lambda first, _: watch.point("begin back") if first else None)
+def _enter(part: _Part, name: str, block: nn.Module, args: Any) -> None:
+    part.mark(name)
+    part.entered.update(part.numbers(args))
 
 
-def _leave(watch: Probe, name: str, last: bool, block: nn.Module, args: Any, out: Any) -> None:
-    def given(first: bool, gradient: Tensor) -> None:
-        if first:
-            watch.point(f"{name} back")
-        if (number := watch.number(gradient)) is not None:
-            watch.upstream.add(number)
+def _leave(part: _Part, name: str, block: nn.Module, args: Any, out: Any) -> None:
+    def given(gradient: Tensor) -> None:
+        part.mark(name)
+        part.upstream.update(part.numbers(gradient))
 
     _at_gradients(out, given)
-    if last:
-        watch.point_at_next_op("end")
 
 
-def _at_gradients(values: Any, then: Callable[[bool, Tensor], None]) -> None:
-    """Calls `then` with the gradient of each tensor among some values as it is used, and whether it is the first."""
-    seen: list[None] = []
-
-    def hook(gradient: Tensor) -> None:
-        seen.append(None)
-        then(len(seen) == 1, gradient)
-
+def _at_gradients(values: Any, then: Callable[[Tensor], None]) -> None:
+    """Calls `then` with the gradient of each tensor among some values as it is used."""
     for each in tree_leaves(values):
         if isinstance(each, Tensor) and each.requires_grad:
-            each.register_hook(hook)
+            each.register_hook(then)

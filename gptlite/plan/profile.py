@@ -9,7 +9,6 @@ is recorded itself. No torch here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -122,50 +121,45 @@ class Profile:
 
 def between(small: Any, large: Any, sequences: int) -> Any:
     """The Profile or Halves of so many sequences, from those of SIZES; None where these differ in more than sizes."""
-    share = (sequences - SIZES[0]) / (SIZES[1] - SIZES[0])
-    segments = [_segment(getattr(small, each.name), getattr(large, each.name), share) for each in fields(small)]
-    return None if None in segments else type(small)(*segments)
-
-
-def _segment(one: Segment, two: Segment, share: float) -> Segment | None:
-    rows = [_rows(a, b, share) for a, b in ((one.events, two.events), (one.ops, two.ops), (one.sent, two.sent))]
-    return None if None in rows else Segment(rows[0], rows[1], rows[2])  # type: ignore[arg-type]
-
-
-def _rows(one: Sequence[tuple], two: Sequence[tuple], share: float) -> tuple | None:
-    """Each number between that of one record and that of the other, if all else is equal."""
-    if len(one) != len(two):
+    try:
+        return _between(small, large, (sequences - SIZES[0]) / (SIZES[1] - SIZES[0]))
+    except ValueError:
         return None
-    found = []
-    for a, b in zip(one, two, strict=True):
-        if any(x != y for x, y in zip(a, b, strict=True) if not isinstance(x, float)):
-            return None
-        row = (x + (y - x) * share if isinstance(x, float) else x for x, y in zip(a, b, strict=True))
-        found.append(type(a)(*row))
-    return tuple(found)
+
+
+def _between(one: Any, two: Any, share: float) -> Any:
+    """Each float between that of one record and that of the other. Raises ValueError if anything else differs."""
+    if isinstance(one, float):
+        return one + (two - one) * share
+    if isinstance(one, tuple):
+        found = [_between(a, b, share) for a, b in zip(one, two, strict=True)]
+        return type(one)(*found) if isinstance(one, Event | Op | Sent) else tuple(found)
+    if isinstance(one, Profile | Halves | Segment):
+        return type(one)(*(_between(getattr(one, each.name), getattr(two, each.name), share) for each in fields(one)))
+    if one != two:
+        raise ValueError(f"{one} is not {two}")
+    return one
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a profile depends on, of a workload: `work`, with the rest as it is left out. `key` stands for it."""
+    """What a profile, or where `halves` those of backward passes in halves, depends on: of a workload that which `key`
+    has, and a rank of the tensor axis."""
 
     work: Workload = field(compare=False)
+    tp_rank: int
+    halves: bool
     key: tuple[object, ...]
 
     @classmethod
-    def of(cls, work: Workload, tp_rank: int = 0) -> Recipe:
-        """Of a rank of the tensor axis."""
+    def of(cls, work: Workload, tp_rank: int = 0, halves: bool = False) -> Recipe:
+        """Of a workload, with the rest of it as it is left out."""
         config, layout = work.parallelism, work.layout
-        degrees = layout.size("tp"), layout.context, tp_rank, layout.size("pp") == 1, work.sharded
+        degrees = layout.size("tp"), layout.context, layout.size("pp") == 1, work.sharded
         how = config.sequence, config.activation_checkpointing, splits_backward(config)
         sizes = work.micro_batch_size, work.sequence_length
         numbers = work.dtype, work.attention, work.device, work.master_weights, work.amp
-        return cls(work, (Known(work.model), *degrees, *how, *sizes, *numbers))
-
-    @property
-    def tp_rank(self) -> int:
-        """The rank of the tensor axis."""
-        return self.key[3]  # type: ignore[return-value]
+        return cls(work, tp_rank, halves, (Known(work.model), *degrees, *how, *sizes, *numbers))
 
 
 def profile_of(work: Workload, tp_rank: int = 0) -> Profile:
@@ -175,27 +169,18 @@ def profile_of(work: Workload, tp_rank: int = 0) -> Profile:
 
 def halves_of(work: Workload) -> Halves:
     """What parts of a pipeline do whose backward passes are in halves."""
-    return _halves(Recipe.of(work))
+    return _profile(Recipe.of(work, halves=True))
 
 
-@lru_cache(maxsize=1024)
-def _profile(recipe: Recipe) -> Profile:
-    from gptlite.plan.probe import record
+@lru_cache(maxsize=2048)
+def _profile(recipe: Recipe) -> Any:
+    """Recorded; from two smaller micro-batches where a large one is asked for."""
+    from gptlite.plan.probe import record, record_halves
 
-    return _scaled(recipe, _profile) or record(recipe.work, recipe.tp_rank)
-
-
-@lru_cache(maxsize=1024)
-def _halves(recipe: Recipe) -> Halves:
-    from gptlite.plan.probe import record_halves
-
-    return _scaled(recipe, _halves) or record_halves(recipe.work)
-
-
-def _scaled(recipe: Recipe, recorded: Callable[..., Any]) -> Any:
-    """From two smaller micro-batches, where a large one is asked for."""
     work = recipe.work
-    if work.micro_batch_size <= SIZES[-1] or work.rank_length < SHORTEST:
-        return None
-    small, large = (recorded(Recipe.of(replace(work, micro_batch_size=size), recipe.tp_rank)) for size in SIZES)
-    return between(small, large, work.micro_batch_size)
+    if work.micro_batch_size > SIZES[-1] and work.rank_length >= SHORTEST:
+        smaller = [replace(work, micro_batch_size=size) for size in SIZES]
+        small, large = (_profile(Recipe.of(each, recipe.tp_rank, recipe.halves)) for each in smaller)
+        if (found := between(small, large, work.micro_batch_size)) is not None:
+            return found
+    return record_halves(work) if recipe.halves else record(work, recipe.tp_rank)

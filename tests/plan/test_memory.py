@@ -8,7 +8,7 @@ from marking import combinations, marked
 
 from gptlite.optimizer.config import AdafactorConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
 from gptlite.parallelism.memory import paper_bytes_a_parameter
-from gptlite.plan import profile, simulate_watch
+from gptlite.plan import profile, watch
 from gptlite.plan.memory import estimate, most
 from gptlite.plan.simulate import simulate
 from gptlite.precision import cpu_flags
@@ -141,7 +141,7 @@ def test_a_longer_reduction_is_seen(monkeypatch: pytest.MonkeyPatch):
     """The comparison has teeth: the planner's figures change with what it believes of the engine."""
     work = workload(Layout(2, "zero=3 micro=2").config(), 2)
     before = estimate(work, 0).activations
-    monkeypatch.setattr(simulate_watch, "moment_bytes", lambda *_: 0)
+    monkeypatch.setattr(watch, "moment_bytes", lambda *_: 0)
     profile._profile.cache_clear()
     assert estimate(work, 0).activations < 0.95 * before
     profile._profile.cache_clear()

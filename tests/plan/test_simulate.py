@@ -15,10 +15,10 @@ from gptlite.models.gpt.flops import matmul_parameters
 from gptlite.ops.config import Attention
 from gptlite.parallelism.layout import resolve
 from gptlite.parallelism.torch_private import imagined_world
-from gptlite.plan.simulate import Simulation, _run, simulate
-from gptlite.plan.simulate_bytes import step_bytes
-from gptlite.plan.simulate_step import ops_of
-from gptlite.plan.workload import RankBytes, Transfer
+from gptlite.plan.simulate import Simulation, enough, peak, simulate
+from gptlite.plan.simulate import counted as counted_of
+from gptlite.plan.watch import Change
+from gptlite.plan.workload import Transfer
 from plan.truth import BASE, Counted, counted, workload
 
 # Small blocks of 64 x 64 weights and 128 tokens: activations are what there is most of.
@@ -120,10 +120,8 @@ def test_further_micro_batches_are_more_of_the_same(schedule):
     """All of them simulated, and the first ones with the difference for each of the others."""
     layers = 4 if schedule == "interleaved_1f1b" else 2
     work = workload(config(f"pipeline=2 schedule={schedule}", layers, micro_batches=8), 2)
-    few, all_of_them = simulate(work, 0), _run(work, 0, 8, ops_of(work), False)
-    assert (few.simulated, all_of_them.simulated) == (6 if "inter" in schedule else 4, 8)
-    assert (few.peak, few.at_once) == (all_of_them.peak, all_of_them.at_once)
-    assert (few.transfers, few.flops) == (all_of_them.transfers, all_of_them.flops)
+    assert enough(work)[1] == (6 if "inter" in schedule else 4)
+    assert simulate(work, 0) == Simulation.of(counted_of(work, 0, 8))
 
 
 def test_the_micro_batches_in_flight_come_out():
@@ -154,24 +152,15 @@ def test_any_rank_of_a_thousand():
         ("all_reduce", "step"): 1,
     }
     assert {each.ranks for each in found.transfers if each.axis == "dp_replicate"} == {64}
-    assert found.history[0][0] == "batch"
-    assert [label for label, _ in found.history if label.startswith("F 2 ")][:3] == ["F 2 0", "F 2 1", "F 2 2"]
 
 
 def test_bytes_of_a_hand_made_step():
     """A weight of 10 from before the step, a gradient of 4 that is state once sampled, and activations of 3 and 5."""
     changes = [(0, 10), (1, 3), (2, 5), (1, -3), (3, 4), (2, -5), (3, -4)]
-    state = {"parameters": {0}, "gradients": {3}, "optimizer": set[int]()}
-    found = step_bytes(changes, [(1, "F"), (3, "B"), (6, "end")], [(5, state)])
-    assert found.peak == RankBytes(10, 4, 0, 8)
-    assert found.at_once == RankBytes(10, 4, 0, 5)
-    assert found.history == [
-        ("F", RankBytes(10, 0, 0, 8)),
-        ("B", RankBytes(10, 4, 0, 5)),
-        ("end", RankBytes(10, 4, 0, 0)),
-    ]
-    with pytest.raises(ValueError, match="no step was watched"):
-        step_bytes(changes, [], [])
+    state = {"parameters": {0: 10}, "gradients": {3: 4}, "optimizer": dict[int, int]()}
+    log = [Change(*each) for each in changes]
+    assert peak(log, 1, [state]) == {"parameters": 10, "gradients": 4, "optimizer": 0, "activations": 8}
+    assert peak(log, 4, [state])["activations"] == 5
 
 
 def test_what_cannot_be_simulated():
