@@ -18,7 +18,7 @@ from gptlite.models.spec import spec_of
 from gptlite.ops.config import LayerNorm
 from gptlite.optimizer.checks import check_device as check_optimizer_device
 from gptlite.optimizer.checks import check_optimizer, check_placement
-from gptlite.optimizer.config import ELEMENTWISE
+from gptlite.optimizer.config import OPTIMIZERS
 from gptlite.parallelism.axes import every_axis
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import (
@@ -159,8 +159,8 @@ def _offload(config: Config) -> None:
         raise ConfigError(
             "parallelism.offload=nvme needs a folder for its files; give parallelism.offload_path=/nvme/run1, say"
         )
-    if type(config.optimizer) not in ELEMENTWISE:
-        listed = ", ".join(f"optimizer={_optimizer_name(kind)}" for kind in ELEMENTWISE)
+    if not config.optimizer.elementwise:
+        listed = ", ".join(f"optimizer={name}" for name, kind in OPTIMIZERS.items() if kind.elementwise)
         raise ConfigError(
             f"parallelism.offload=nvme steps pieces of parameters by themselves, which optimizer="
             f"{_optimizer_name(type(config.optimizer))} does not allow; use parallelism.offload=cpu, or {listed}"
@@ -168,7 +168,7 @@ def _offload(config: Config) -> None:
 
 
 def _optimizer_name(kind: type) -> str:
-    return kind.__name__.removesuffix("Config").replace("Apex", "Apex_").replace("8bit", "_8bit").lower()
+    return next(name for name, its in OPTIMIZERS.items() if its is kind)
 
 
 def _context(config: Config) -> None:
@@ -243,8 +243,8 @@ def _master_weights(config: Config) -> None:
     if config.precision.master_weights:
         return
     key, layout = "precision.master_weights=false", config.parallelism
-    if type(config.optimizer) not in ELEMENTWISE:
-        listed = ", ".join(f"optimizer={_optimizer_name(kind)}" for kind in ELEMENTWISE)
+    if not config.optimizer.elementwise:
+        listed = ", ".join(f"optimizer={name}" for name, kind in OPTIMIZERS.items() if kind.elementwise)
         raise ConfigError(
             f"{key} steps parameters one at a time in fp32, which optimizer={_optimizer_name(type(config.optimizer))} "
             f"does not allow; use precision=bf16, or {listed}"

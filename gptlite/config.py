@@ -31,6 +31,7 @@ from gptlite.models.config import ModelConfig
 from gptlite.models.spec import spec_of
 from gptlite.ops.config import OpsConfig
 from gptlite.optimizer import config as optimizers
+from gptlite.optimizer import registry as optimizer_registry
 from gptlite.optimizer.config import OptimizerConfig, ScheduleConfig
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.plan.config import ClusterConfig
@@ -95,18 +96,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "tokens_schema": TokensConfig,
         "synthetic_schema": SyntheticConfig,
     },
-    "optimizer": {
-        "adamw_schema": optimizers.AdamWConfig,
-        "adamw_8bit_schema": optimizers.AdamW8bitConfig,
-        "adam_schema": optimizers.AdamConfig,
-        "sgd_schema": optimizers.SGDConfig,
-        "lamb_schema": optimizers.LambConfig,
-        "apex_adam_schema": optimizers.ApexAdamConfig,
-        "apex_lamb_schema": optimizers.ApexLambConfig,
-        "lion_schema": optimizers.LionConfig,
-        "muon_schema": optimizers.MuonConfig,
-        "adafactor_schema": optimizers.AdafactorConfig,
-    },
+    "optimizer": optimizer_registry.SCHEMAS,
     "schedule": {
         "constant_schema": optimizers.ConstantConfig,
         "cosine_schema": optimizers.CosineConfig,
@@ -228,7 +218,8 @@ def choices(group: str) -> str:
 def presets_of(group: str) -> list[str]:
     """What GROUP=... can be; of data also the prepared folders."""
     names = sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
-    return names + {"data": prepared_folders, "model": lambda: registry.PRESETS}.get(group, list)()
+    others = {"data": prepared_folders, "model": lambda: registry.PRESETS, "optimizer": lambda: optimizers.OPTIMIZERS}
+    return names + [name for name in others.get(group, list)() if name not in names]
 
 
 def to_dict(config: Config) -> dict[str, Any]:

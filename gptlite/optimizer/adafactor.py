@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from gptlite.optimizer.base import OwnOptimizer, local_gradients, local_parameters, step_count
+from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters, step_count
 from gptlite.optimizer.clip import square_norms
+from gptlite.optimizer.config import AdafactorConfig
 from gptlite.parallelism.boxes import Cut, cuts, local_box
 from gptlite.parallelism.collectives import sum_over_cuts
 from gptlite.parallelism.zero import local_tensor
@@ -45,6 +46,17 @@ class _Work:
     def along(self, dim: int) -> list[Cut]:
         """The cuts of a dim."""
         return [cut for cut in self.cuts if cut.dim == dim]
+
+
+def build(config: AdafactorConfig, context: BuildContext) -> Adafactor:
+    """The optimizer of a configuration."""
+    return Adafactor(
+        context.groups,
+        lr=config.lr,
+        decay=config.decay,
+        clip_threshold=config.clip_threshold,
+        eps=(config.eps1, config.eps2),
+    )
 
 
 class Adafactor(OwnOptimizer):

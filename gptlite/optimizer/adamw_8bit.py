@@ -15,13 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptlite.optimizer.base import OwnOptimizer, local_gradients, local_parameters, step_count
-from gptlite.optimizer.config import BLOCK_8BIT, in_8_bits
+from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters, step_count
+from gptlite.optimizer.config import BLOCK_8BIT, AdamW8bitConfig, in_8_bits
 from gptlite.parallelism.boxes import cut_like
 from gptlite.parallelism.zero import local_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PIECE = 2**20  # elements stepped at a time where nothing is compiled: bounds the memory of a step
+
+
+def build(config: AdamW8bitConfig, context: BuildContext) -> AdamW8bit:
+    """The optimizer of a configuration."""
+    return AdamW8bit(context.groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
 class AdamW8bit(OwnOptimizer):

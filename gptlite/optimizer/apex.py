@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gptlite.optimizer.base import OwnOptimizer, local_gradients, local_parameters, step_count
+from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters, step_count
+from gptlite.optimizer.config import ApexAdamConfig, ApexLambConfig
+
+
+def build(config: ApexAdamConfig | ApexLambConfig, context: BuildContext) -> ApexOptimizer:
+    """The optimizer of a configuration."""
+    optimizers = import_module("apex.optimizers")  # `check_optimizer` has found it
+
+    options: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    if isinstance(config, ApexAdamConfig):
+        return ApexOptimizer(context.groups, optimizers.FusedAdam, config.lr, options | {"adam_w_mode": True})
+    # LAMB clips by itself, by a norm of this rank's gradients, unless its limit cannot be reached.
+    return ApexOptimizer(context.groups, optimizers.FusedLAMB, config.lr, options | {"max_grad_norm": math.inf})
 
 
 class ApexOptimizer(OwnOptimizer):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gptlite.parallelism.zero import local_tensor
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a rule builds its optimizer from, beside the configuration. kernels: options of torch's optimizers that
+    choose the fastest. See `build_optimizer` for `fused_adam` and `stacked`."""
+
+    groups: list[dict[str, Any]]
+    fused_adam: bool
+    kernels: dict[str, Any]
+    stacked: Mapping[str, tuple[int, int]]
 
 
 class OwnOptimizer(Optimizer):

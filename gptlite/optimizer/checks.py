@@ -1,26 +1,18 @@
 """What is known to be wrong with an optimizer or a schedule before anything starts. No torch here."""
 
-import math
-
 from gptlite import apex, torchao
 from gptlite.errors import ConfigError
 from gptlite.optimizer.config import (
-    AdafactorConfig,
-    AdamConfig,
     AdamW8bitConfig,
-    AdamWConfig,
     ApexAdamConfig,
     ApexLambConfig,
     CosineConfig,
-    LambConfig,
     LinearConfig,
-    LionConfig,
-    MuonConfig,
     OptimizerConfig,
     ScheduleConfig,
-    SGDConfig,
     WarmupConfig,
     WSDConfig,
+    require,
 )
 from gptlite.optimizer.schedule import resolve_warmup_steps
 
@@ -30,7 +22,7 @@ INSTEAD = {"optimizer=apex_adam": "optimizer=adamw", "optimizer=apex_lamb": "opt
 
 def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_steps: int) -> None:
     """Raise ConfigError, naming the key and the fix, for values that could not train for `max_steps`."""
-    _check_update(optimizer)
+    optimizer.check()
     _check_apex(optimizer)
     _check_torchao(optimizer)
     _check_shape(schedule)
@@ -74,80 +66,20 @@ def _check_torchao(optimizer: OptimizerConfig) -> None:
         raise ConfigError(f"optimizer=adamw_8bit: {reason}, or use optimizer=adamw")
 
 
-def _check_update(config: OptimizerConfig) -> None:
-    _require(0 < config.lr < math.inf, "optimizer.lr", config.lr, "must be above 0 and finite, e.g. optimizer.lr=6e-4")
-    _require(0 <= config.weight_decay < math.inf, "optimizer.weight_decay", config.weight_decay, "must be 0 or more")
-    _require(
-        0 <= config.clip_norm < math.inf, "optimizer.clip_norm", config.clip_norm, "must be 0 (no clipping) or more"
-    )
-    match config:
-        case AdamConfig() | AdamWConfig() | AdamW8bitConfig() | LambConfig():
-            _check_adam(config)
-        case LionConfig():
-            _check_betas(config)
-        case MuonConfig():
-            _check_muon(config)
-        case AdafactorConfig():
-            _check_adafactor(config)
-        case SGDConfig():
-            _check_momentum(config)
-            _require(
-                config.momentum > 0 or not config.nesterov,
-                "optimizer.nesterov",
-                config.nesterov,
-                "needs a momentum; set optimizer.momentum=0.9 or optimizer.nesterov=false",
-            )
-
-
-def _check_adam(config: AdamConfig | AdamWConfig | AdamW8bitConfig | LambConfig | MuonConfig) -> None:
-    _check_betas(config)
-    _require(0 < config.eps < math.inf, "optimizer.eps", config.eps, "must be above 0, e.g. 1e-8")
-
-
-def _check_betas(config: AdamConfig | AdamWConfig | AdamW8bitConfig | LambConfig | LionConfig | MuonConfig) -> None:
-    _require(0 <= config.beta1 < 1, "optimizer.beta1", config.beta1, "must be in [0, 1), e.g. 0.9")
-    _require(0 <= config.beta2 < 1, "optimizer.beta2", config.beta2, "must be in [0, 1), e.g. 0.95")
-
-
-def _check_momentum(config: SGDConfig | MuonConfig) -> None:
-    _require(0 <= config.momentum < 1, "optimizer.momentum", config.momentum, "must be in [0, 1), e.g. 0.9")
-
-
-def _check_muon(config: MuonConfig) -> None:
-    _check_adam(config)
-    _check_momentum(config)
-    steps, ratio = config.newton_schulz_steps, config.adamw_lr_ratio
-    _require(1 <= steps <= 100, "optimizer.newton_schulz_steps", steps, "must be from 1 to 100; 5 is usual")
-    _require(0 < ratio < math.inf, "optimizer.adamw_lr_ratio", ratio, "must be above 0 and finite, e.g. 1.0")
-
-
-def _check_adafactor(config: AdafactorConfig) -> None:
-    least = 1e-37  # fp32 has no normal number below
-    _require(0 < config.decay <= 1, "optimizer.decay", config.decay, "must be above 0 and at most 1, e.g. 0.8")
-    _require(
-        0 < config.clip_threshold < math.inf,
-        "optimizer.clip_threshold",
-        config.clip_threshold,
-        "must be above 0 and finite, e.g. 1.0",
-    )
-    _require(least <= config.eps1 < math.inf, "optimizer.eps1", config.eps1, f"must be {least:g} or more, e.g. 1e-30")
-    _require(0 < config.eps2 < math.inf, "optimizer.eps2", config.eps2, "must be above 0, e.g. 1e-3")
-
-
 def _check_shape(config: ScheduleConfig) -> None:
     warmup = config.warmup_steps
-    _require(warmup is None or warmup >= 0, "schedule.warmup_steps", warmup, "must be 0 or more; null chooses it")
+    require(warmup is None or warmup >= 0, "schedule.warmup_steps", warmup, "must be 0 or more; null chooses it")
     if isinstance(config, CosineConfig | LinearConfig | WSDConfig | WarmupConfig):
-        _require(0 <= config.min_ratio <= 1, "schedule.min_ratio", config.min_ratio, "is a fraction: give 0 to 1")
+        require(0 <= config.min_ratio <= 1, "schedule.min_ratio", config.min_ratio, "is a fraction: give 0 to 1")
     if isinstance(config, WSDConfig):
         fraction = config.decay_fraction
-        _require(0 < fraction <= 1, "schedule.decay_fraction", fraction, "must be above 0 and at most 1, e.g. 0.2")
+        require(0 < fraction <= 1, "schedule.decay_fraction", fraction, "must be above 0 and at most 1, e.g. 0.2")
 
 
 def _check_length(config: ScheduleConfig, max_steps: int) -> None:
     """The warmup must leave steps at the peak, and no step may have a rate of 0 because the decay ended early."""
     warmup = resolve_warmup_steps(config, max_steps)
-    _require(
+    require(
         warmup == 0 or warmup < max_steps,
         "schedule.warmup_steps",
         warmup,
@@ -155,21 +87,16 @@ def _check_length(config: ScheduleConfig, max_steps: int) -> None:
     )
     if not isinstance(config, CosineConfig | LinearConfig | WSDConfig) or config.decay_steps is None:
         return
-    _require(
+    require(
         config.decay_steps > warmup,
         "schedule.decay_steps",
         config.decay_steps,
         f"must be above schedule.warmup_steps={warmup}; null ends the decay at trainer.max_steps",
     )
-    _require(
+    require(
         config.min_ratio > 0 or config.decay_steps >= max_steps,
         "schedule.decay_steps",
         config.decay_steps,
         f"leaves a rate of 0 until trainer.max_steps={max_steps}; "
         "set schedule.decay_steps=null or schedule.min_ratio=0.1",
     )
-
-
-def _require(legal: bool, key: str, value: object, fix: str) -> None:
-    if not legal:
-        raise ConfigError(f"{key}={'null' if value is None else value} {fix}")

@@ -1,52 +1,144 @@
-"""Optimizers and learning-rate schedules. One dataclass each: builders match on the class."""
+"""Optimizers and learning-rate schedules. One dataclass each; an optimizer's has all that others ask of it."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar, NamedTuple
+
+from gptlite.errors import ConfigError
+
+FP32 = 4  # bytes
+BLOCK_8BIT = 256  # elements that share a scale
+LEAST_8BIT = 4096  # with fewer elements a tensor's moments are fp32
+CODES_8BIT = 256  # numbers that 8 bits stand for, in a table for each of the two moments
+
+
+def require(legal: bool, key: str, value: object, fix: str) -> None:
+    """Raises ConfigError with the key, its value and the fix, unless the value is legal."""
+    if not legal:
+        raise ConfigError(f"{key}={'null' if value is None else value} {fix}")
+
+
+class Shard(NamedTuple):
+    """Elements that a rank holds of a parameter, in rows of `width`, `count` times. `in_block`: of a repeated block."""
+
+    elements: int
+    width: int
+    in_block: bool
+    count: int
 
 
 @dataclass
 class OptimizerConfig:
-    """What every optimizer has. Weight decay skips biases and norms; `clip_norm: 0` turns clipping off."""
+    """What every optimizer has. Weight decay skips biases and norms; `clip_norm: 0` turns clipping off.
+
+    rule: the module whose `build(config, context)` makes the optimizer (`build.py`). moments: fp32 numbers of state for
+    each element of a parameter, of those that are always there. counts: whether each parameter has a count of steps.
+    elementwise: each element is updated by its own gradient and state alone, so that any piece of a parameter can be
+    stepped. update_bytes: what clipping and the update read and write for each element, for the planner.
+    """
+
+    rule: ClassVar[str] = "gptlite.optimizer.torch_rules"
+    moments: ClassVar[int] = 2
+    counts: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = False
+    update_bytes: ClassVar[int] = 40  # Adam's, in one kernel
 
     lr: float = 6e-4
     weight_decay: float = 0.1
     clip_norm: float = 1.0
 
+    def check(self) -> None:
+        """Raises ConfigError for values out of range."""
+        lr, decay, norm = self.lr, self.weight_decay, self.clip_norm
+        require(0 < lr < math.inf, "optimizer.lr", lr, "must be above 0 and finite, e.g. optimizer.lr=6e-4")
+        require(0 <= decay < math.inf, "optimizer.weight_decay", decay, "must be 0 or more")
+        require(0 <= norm < math.inf, "optimizer.clip_norm", norm, "must be 0 (no clipping) or more")
+
+    def state_elements(self) -> int:
+        """fp32 numbers of state for each element of a parameter."""
+        return self.moments
+
+    def state_bytes(self, shards: Sequence[Shard]) -> int:
+        """Bytes of a rank's state."""
+        elements = sum(each.elements * each.count for each in shards)
+        return FP32 * (self.state_elements() * elements + self.counts * sum(each.count for each in shards))
+
+
+def _check_momentum(momentum: float) -> None:
+    require(0 <= momentum < 1, "optimizer.momentum", momentum, "must be in [0, 1), e.g. 0.9")
+
+
+def _check_betas(beta1: float, beta2: float) -> None:
+    require(0 <= beta1 < 1, "optimizer.beta1", beta1, "must be in [0, 1), e.g. 0.9")
+    require(0 <= beta2 < 1, "optimizer.beta2", beta2, "must be in [0, 1), e.g. 0.95")
+
 
 @dataclass
-class AdamWConfig(OptimizerConfig):
+class _TwoMoments(OptimizerConfig):
+    """Running means of the gradient and of its square."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+    def check(self) -> None:
+        """Raises ConfigError for values out of range."""
+        super().check()
+        _check_betas(self.beta1, self.beta2)
+        require(0 < self.eps < math.inf, "optimizer.eps", self.eps, "must be above 0, e.g. 1e-8")
+
+
+@dataclass
+class AdamWConfig(_TwoMoments):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    elementwise: ClassVar[bool] = True
 
 
 @dataclass
-class AdamConfig(OptimizerConfig):
+class AdamConfig(_TwoMoments):
     """Adam (Kingma and Ba 2015, arXiv:1412.6980); weight decay is the L2 penalty."""
 
+    elementwise: ClassVar[bool] = True
+
     weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
 
 
 @dataclass
 class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent with (Nesterov) momentum."""
 
+    moments: ClassVar[int] = 0
+    counts: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
+    update_bytes: ClassVar[int] = 24
+
     weight_decay: float = 0.0
     momentum: float = 0.9
     nesterov: bool = False
 
+    def check(self) -> None:
+        """Raises ConfigError for values out of range."""
+        super().check()
+        _check_momentum(self.momentum)
+        fix = "needs a momentum; set optimizer.momentum=0.9 or optimizer.nesterov=false"
+        require(self.momentum > 0 or not self.nesterov, "optimizer.nesterov", self.nesterov, fix)
+
+    def state_elements(self) -> int:
+        """A momentum, if there is one."""
+        return 1 if self.momentum else 0
+
 
 @dataclass
-class LambConfig(OptimizerConfig):
+class LambConfig(_TwoMoments):
     """Adam's update as long as the matrix it is for, times the rate (You et al. 2019, arXiv:1904.00962)."""
 
+    rule: ClassVar[str] = "gptlite.optimizer.lamb"
+    update_bytes: ClassVar[int] = 128
+
     weight_decay: float = 0.01
-    beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-6
 
@@ -55,28 +147,37 @@ class LambConfig(OptimizerConfig):
 class ApexAdamConfig(AdamWConfig):
     """AdamW by NVIDIA Apex's FusedAdam."""
 
+    rule: ClassVar[str] = "gptlite.optimizer.apex"
+    elementwise: ClassVar[bool] = False
+
 
 @dataclass
 class ApexLambConfig(LambConfig):
     """LAMB by NVIDIA Apex's FusedLAMB, whose norms are of what a rank holds."""
+
+    rule: ClassVar[str] = "gptlite.optimizer.apex"
+    update_bytes: ClassVar[int] = 40
 
 
 @dataclass
 class LionConfig(OptimizerConfig):
     """The sign of a momentum (Chen et al. 2023, arXiv:2302.06675)."""
 
+    rule: ClassVar[str] = "gptlite.optimizer.lion"
+    moments: ClassVar[int] = 1
+    counts: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
+    update_bytes: ClassVar[int] = 64
+
     lr: float = 1e-4
     weight_decay: float = 1.0
     beta1: float = 0.95
     beta2: float = 0.98
 
-
-# Rules that update each element by its own gradient and state alone, so that any piece of a parameter can be stepped.
-ELEMENTWISE: tuple[type[OptimizerConfig], ...] = (AdamWConfig, AdamConfig, SGDConfig, LionConfig)
-
-
-BLOCK_8BIT = 256  # elements that share a scale
-LEAST_8BIT = 4096  # with fewer elements a tensor's moments are fp32
+    def check(self) -> None:
+        """Raises ConfigError for values out of range."""
+        super().check()
+        _check_betas(self.beta1, self.beta2)
 
 
 def in_8_bits(elements: int) -> bool:
@@ -84,13 +185,23 @@ def in_8_bits(elements: int) -> bool:
     return elements >= LEAST_8BIT and elements % BLOCK_8BIT == 0
 
 
+def state_in_8_bits(elements: int) -> int:
+    """Two moments, a byte an element and a scale a block, or in fp32 where they are; and a count of steps."""
+    moment = elements + FP32 * elements // BLOCK_8BIT if in_8_bits(elements) else FP32 * elements
+    return 2 * moment + FP32
+
+
 @dataclass
-class AdamW8bitConfig(OptimizerConfig):
+class AdamW8bitConfig(_TwoMoments):
     """AdamW with moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861), by torchao."""
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    rule: ClassVar[str] = "gptlite.optimizer.adamw_8bit"
+    moments: ClassVar[int] = 0
+    update_bytes: ClassVar[int] = 28
+
+    def state_bytes(self, shards: Sequence[Shard]) -> int:
+        """Bytes of a rank's state, with the tables of what 8 bits stand for."""
+        return sum(state_in_8_bits(each.elements) * each.count for each in shards) + 2 * FP32 * CODES_8BIT
 
 
 class MuonScale(Enum):
@@ -111,6 +222,10 @@ class MuonDtype(Enum):
 class MuonConfig(OptimizerConfig):
     """Orthogonal momentum for the matrices inside layers (Jordan et al. 2024), AdamW for all else."""
 
+    rule: ClassVar[str] = "gptlite.optimizer.muon"
+    moments: ClassVar[int] = 1
+    update_bytes: ClassVar[int] = 84  # what it multiplies and sends is left out
+
     momentum: float = 0.95
     nesterov: bool = True
     newton_schulz_steps: int = 5
@@ -121,10 +236,31 @@ class MuonConfig(OptimizerConfig):
     beta2: float = 0.95
     eps: float = 1e-8
 
+    def check(self) -> None:
+        """Raises ConfigError for values out of range."""
+        super().check()
+        _check_betas(self.beta1, self.beta2)
+        require(0 < self.eps < math.inf, "optimizer.eps", self.eps, "must be above 0, e.g. 1e-8")
+        _check_momentum(self.momentum)
+        steps, ratio = self.newton_schulz_steps, self.adamw_lr_ratio
+        require(1 <= steps <= 100, "optimizer.newton_schulz_steps", steps, "must be from 1 to 100; 5 is usual")
+        require(0 < ratio < math.inf, "optimizer.adamw_lr_ratio", ratio, "must be above 0 and finite, e.g. 1.0")
+
+    def state_bytes(self, shards: Sequence[Shard]) -> int:
+        """One moment of each matrix of a block; Adam's two and a count of all else."""
+        matrices = [each for each in shards if each.in_block and each.width > 1]
+        others = [each for each in shards if not (each.in_block and each.width > 1)]
+        alone = FP32 * sum(each.elements * each.count for each in matrices)
+        return alone + FP32 * sum((2 * each.elements + 1) * each.count for each in others)
+
 
 @dataclass
 class AdafactorConfig(OptimizerConfig):
     """Second moments by row and column (Shazeer and Stern 2018, arXiv:1804.04235); `lr` is relative to the weights."""
+
+    rule: ClassVar[str] = "gptlite.optimizer.adafactor"
+    moments: ClassVar[int] = 0
+    update_bytes: ClassVar[int] = 88
 
     lr: float = 1e-2
     weight_decay: float = 0.0
@@ -132,6 +268,39 @@ class AdafactorConfig(OptimizerConfig):
     clip_threshold: float = 1.0  # on the RMS of each update
     eps1: float = 1e-30  # added to squared gradients
     eps2: float = 1e-3  # the least RMS a parameter is taken to have
+
+    def check(self) -> None:
+        """Raises ConfigError for values out of range."""
+        super().check()
+        least, clip = 1e-37, self.clip_threshold  # fp32 has no normal number below
+        fix = f"must be {least:g} or more, e.g. 1e-30"
+        require(0 < self.decay <= 1, "optimizer.decay", self.decay, "must be above 0 and at most 1, e.g. 0.8")
+        require(0 < clip < math.inf, "optimizer.clip_threshold", clip, "must be above 0 and finite, e.g. 1.0")
+        require(least <= self.eps1 < math.inf, "optimizer.eps1", self.eps1, fix)
+        require(0 < self.eps2 < math.inf, "optimizer.eps2", self.eps2, "must be above 0, e.g. 1e-3")
+
+    def state_bytes(self, shards: Sequence[Shard]) -> int:
+        """A mean for each row and each column of a matrix, or for each element of a vector (a column of rows)."""
+        columns = (each.width if each.width > 1 else 0 for each in shards)
+        numbers = (
+            (1 + each.elements // each.width + wide) * each.count for each, wide in zip(shards, columns, strict=True)
+        )
+        return FP32 * sum(numbers)
+
+
+# By the names of their presets.
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+    "adamw": AdamWConfig,
+    "adamw_8bit": AdamW8bitConfig,
+    "adam": AdamConfig,
+    "sgd": SGDConfig,
+    "lamb": LambConfig,
+    "apex_adam": ApexAdamConfig,
+    "apex_lamb": ApexLambConfig,
+    "lion": LionConfig,
+    "muon": MuonConfig,
+    "adafactor": AdafactorConfig,
+}
 
 
 @dataclass

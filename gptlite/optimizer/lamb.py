@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gptlite.optimizer.base import OwnOptimizer, local_gradients, local_parameters, step_count
+from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters, step_count
 from gptlite.optimizer.clip import square_norms
+from gptlite.optimizer.config import LambConfig
 from gptlite.parallelism.boxes import cuts
 from gptlite.parallelism.collectives import sum_over_cuts
+
+
+def build(config: LambConfig, context: BuildContext) -> Lamb:
+    """The optimizer of a configuration."""
+    return Lamb(context.groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
 class Lamb(OwnOptimizer):

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptlite.optimizer.base import OwnOptimizer, local_gradients, local_parameters
+from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters
+from gptlite.optimizer.config import LionConfig
+
+
+def build(config: LionConfig, context: BuildContext) -> Lion:
+    """The optimizer of a configuration."""
+    return Lion(context.groups, lr=config.lr, betas=(config.beta1, config.beta2))
 
 
 class Lion(OwnOptimizer):

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from gptlite.optimizer.base import OwnOptimizer, local_parameters
+from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_parameters
+from gptlite.optimizer.config import MuonConfig, MuonDtype, MuonScale
+from gptlite.optimizer.fused import FusedAdamW
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.owners import change_whole
 from gptlite.parallelism.zero import local_tensor
@@ -44,6 +46,29 @@ class Stack:
         """The other way."""
         rows = matrices.view(self.count, self.groups, -1, matrices.shape[2])
         return rows.transpose(0, 1).reshape(-1, matrices.shape[2])
+
+
+def build(config: MuonConfig, context: BuildContext) -> Muon:
+    """The optimizer of a configuration."""
+    names = [name for group in context.groups for name in group["names"]]
+    return Muon(
+        context.groups,
+        FusedAdamW if context.fused_adam else AdamW,
+        {"betas": (config.beta1, config.beta2), "eps": config.eps, **context.kernels},
+        lr=config.lr,
+        adamw_lr_ratio=config.adamw_lr_ratio,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        steps=config.newton_schulz_steps,
+        dtype=torch.bfloat16 if config.newton_schulz_dtype is MuonDtype.bf16 else torch.float32,
+        match_rms_adamw=config.scale is MuonScale.match_rms_adamw,
+        stacks={name: Stack(*sizes) for name in names for end, sizes in context.stacked.items() if name.endswith(end)},
+    )
+
+
+def group_keys(edges: tuple[str, ...], name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    """Whether Muon steps a parameter itself."""
+    return {"muon": parameter.ndim == 2 and not name.endswith(edges)}
 
 
 class Muon(OwnOptimizer):

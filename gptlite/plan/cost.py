@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from gptlite.models.spec import spec_of
-from gptlite.optimizer.config import AdafactorConfig, AdamW8bitConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
 from gptlite.parallelism.layout import splits_backward
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost_block import ModelSeconds, Part, Passes, model_seconds, plain_profile
@@ -21,10 +20,6 @@ from gptlite.plan.traffic import message_bytes, outside_layers, reductions
 from gptlite.plan.workload import Prediction, RankBytes, Transfer, Workload
 
 DATA = ("dp_replicate", "dp_shard")
-# Bytes that the clipping and the update read and write for each parameter: Adam's in one kernel, those written here op
-# by op. What Muon multiplies and sends is left out.
-ADAM_UPDATE = 40
-UPDATE = {SGDConfig: 24, AdamW8bitConfig: 28, LionConfig: 64, MuonConfig: 84, AdafactorConfig: 88, LambConfig: 128}
 COPIES = 2  # times that FSDP2 reads and writes what it gathers or reduces
 COPY_OPS = 12  # kernels of one of its collectives
 
@@ -237,7 +232,7 @@ def _rank(
     waiting = waiting_for_cores(cluster, work.layout.world_size)
     data = _data(work, cluster, outside, passes) + waiting * copies
     shard = inside.parameters / (work.layout.size("dp_shard") if work.parallelism.zero else 1)
-    update = device.move(UPDATE.get(type(work.optimizer), ADAM_UPDATE) * shard, 12 * (layers + 1))
+    update = device.move(work.optimizer.update_bytes * shard, 12 * (layers + 1))
     computing = work.micro_batches * (passes.forward + passes.backward)
     offload, update = offloaded(work, cluster, device, rank, computing, update)
     return _Rank(layers, passes.plus(inside.tensor), exposed, data + offload, update)

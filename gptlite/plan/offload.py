@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gptlite.optimizer.config import LionConfig, OptimizerConfig, SGDConfig
 from gptlite.parallelism.config import Offload
 from gptlite.plan.parameters import Parameter, Stage, padded, stages
 from gptlite.plan.traffic import gathered
@@ -44,22 +43,15 @@ def file_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> int:
         return 0
     shards = work.layout.size("dp_shard")
     sizes = (MASTER * p.shard(shards) for stage in stages(work, pp_rank, tp_rank) for p in stage.parameters())
-    return moments(work.optimizer) * sum(-(-size // PAGE) * PAGE for size in sizes)
+    return work.optimizer.state_elements() * sum(-(-size // PAGE) * PAGE for size in sizes)
 
 
 def buffers_bytes(work: Workload, parameters: Iterable[Parameter]) -> int:
     """Of the two buffers that a rank's optimizer state passes through: no more than it has."""
-    rows, shards = moments(work.optimizer), work.layout.size("dp_shard")
+    rows, shards = work.optimizer.state_elements(), work.layout.size("dp_shard")
     pages = sum(-(-MASTER * parameter.shard(shards) // PAGE) for parameter in parameters)
     most = work.parallelism.offload_buffer_mib * 2**20 // max(1, rows * PAGE)
     return 2 * rows * PAGE * max(1, min(most, -(-pages // 2)))
-
-
-def moments(optimizer: OptimizerConfig) -> int:
-    """Elements of state that an elementwise optimizer has for each of a parameter's."""
-    if isinstance(optimizer, SGDConfig):
-        return 1 if optimizer.momentum else 0
-    return 1 if isinstance(optimizer, LionConfig) else 2
 
 
 def _stage(work: Workload, stage: Stage) -> tuple[int, int]:

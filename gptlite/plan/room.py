@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gptlite.optimizer.config import AdamConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import rule, stages_per_rank
 from gptlite.plan.config import ClusterConfig
@@ -75,8 +74,7 @@ def least_bytes(work: Workload) -> float:
 
 
 def _state_bytes(work: Workload, copies: int) -> float:
-    moments = {AdamWConfig: 2, AdamConfig: 2, LambConfig: 2, LionConfig: 1, MuonConfig: 1}.get(type(work.optimizer), 0)
-    kept = 0 if work.parallelism.offload is Offload.nvme else moments
+    kept = 0 if work.parallelism.offload is Offload.nvme else work.optimizer.moments
     cut = work.layout.size("tp") * work.layout.size("pp") * work.layout.size("dp_shard")
     return MASTER * (copies + kept) * num_parameters(work.model) / cut
 

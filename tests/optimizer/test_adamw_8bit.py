@@ -18,10 +18,9 @@ from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.optimizer.adamw_8bit import AdamW8bit
 from gptlite.optimizer.build import build_optimizer
-from gptlite.optimizer.config import AdamW8bitConfig, AdamWConfig
+from gptlite.optimizer.config import CODES_8BIT, AdamW8bitConfig, AdamWConfig, state_in_8_bits
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.parallelism.memory import state_of, storage_sizes
-from gptlite.plan.moments import CODES, state_in_8_bits
 
 SHAPES = {"w": (300, 256), "small": (64, 64), "odd": (70, 60), "bias": (5000,), "few": (15, 256)}
 IN_8_BITS = {"w", "small"}
@@ -132,7 +131,7 @@ def test_the_plan_knows_its_bytes():
     run = Run(AdamW8bitConfig)
     run.train(0, 1)
     sizes = [state_in_8_bits(parameter.numel()) for parameter in run.parameters.values()]
-    assert sum(storage_sizes(state_of(run.optimizer)).values()) == sum(sizes) + 2 * 4 * CODES
+    assert sum(storage_sizes(state_of(run.optimizer)).values()) == sum(sizes) + 2 * 4 * CODES_8BIT
 
 
 def test_a_run_resumes_to_the_bit_and_goes_on_with_fp32_moments(run, tmp_path: Path):
