@@ -168,7 +168,8 @@ def _offload(config: Config) -> None:
 
 
 def _optimizer_name(kind: type) -> str:
-    return next(name for name, its in OPTIMIZERS.items() if its is kind)
+    names = {its: name for name, its in OPTIMIZERS.items()}
+    return names.get(kind, kind.__name__.removesuffix("Config").lower())  # of a class that nobody registered
 
 
 def _context(config: Config) -> None:
