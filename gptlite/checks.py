@@ -18,7 +18,7 @@ from gptlite.models.spec import spec_of
 from gptlite.ops.config import LayerNorm
 from gptlite.optimizer.checks import check_device as check_optimizer_device
 from gptlite.optimizer.checks import check_optimizer, check_placement
-from gptlite.optimizer.config import OPTIMIZERS
+from gptlite.optimizer.registry import elementwise_optimizers, optimizer_name
 from gptlite.parallelism.axes import every_axis
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import (
@@ -160,16 +160,11 @@ def _offload(config: Config) -> None:
             "parallelism.offload=nvme needs a folder for its files; give parallelism.offload_path=/nvme/run1, say"
         )
     if not config.optimizer.elementwise:
-        listed = ", ".join(f"optimizer={name}" for name, kind in OPTIMIZERS.items() if kind.elementwise)
         raise ConfigError(
             f"parallelism.offload=nvme steps pieces of parameters by themselves, which optimizer="
-            f"{_optimizer_name(type(config.optimizer))} does not allow; use parallelism.offload=cpu, or {listed}"
+            f"{optimizer_name(type(config.optimizer))} does not allow; use parallelism.offload=cpu, or "
+            f"{elementwise_optimizers()}"
         )
-
-
-def _optimizer_name(kind: type) -> str:
-    names = {its: name for name, its in OPTIMIZERS.items()}
-    return names.get(kind, kind.__name__.removesuffix("Config").lower())  # of a class that nobody registered
 
 
 def _context(config: Config) -> None:
@@ -245,10 +240,9 @@ def _master_weights(config: Config) -> None:
         return
     key, layout = "precision.master_weights=false", config.parallelism
     if not config.optimizer.elementwise:
-        listed = ", ".join(f"optimizer={name}" for name, kind in OPTIMIZERS.items() if kind.elementwise)
         raise ConfigError(
-            f"{key} steps parameters one at a time in fp32, which optimizer={_optimizer_name(type(config.optimizer))} "
-            f"does not allow; use precision=bf16, or {listed}"
+            f"{key} steps parameters one at a time in fp32, which optimizer={optimizer_name(type(config.optimizer))} "
+            f"does not allow; use precision=bf16, or {elementwise_optimizers()}"
         )
     if layout.offload is Offload.nvme:
         raise ConfigError(f"{key} cannot step pieces from files, as parallelism.offload=nvme does; use precision=bf16, "

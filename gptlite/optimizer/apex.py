@@ -18,7 +18,6 @@ from gptlite.optimizer.config import ApexAdamConfig, ApexLambConfig
 def build(config: ApexAdamConfig | ApexLambConfig, context: BuildContext) -> ApexOptimizer:
     """The optimizer of a configuration."""
     optimizers = import_module("apex.optimizers")  # `check_optimizer` has found it
-
     options: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps}
     if isinstance(config, ApexAdamConfig):
         return ApexOptimizer(context.groups, optimizers.FusedAdam, config.lr, options | {"adam_w_mode": True})

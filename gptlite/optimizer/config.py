@@ -75,6 +75,10 @@ def _check_betas(beta1: float, beta2: float) -> None:
     require(0 <= beta2 < 1, "optimizer.beta2", beta2, "must be in [0, 1), e.g. 0.95")
 
 
+def _check_eps(eps: float) -> None:
+    require(0 < eps < math.inf, "optimizer.eps", eps, "must be above 0, e.g. 1e-8")
+
+
 @dataclass
 class _TwoMoments(OptimizerConfig):
     """Running means of the gradient and of its square."""
@@ -87,7 +91,7 @@ class _TwoMoments(OptimizerConfig):
         """Raises ConfigError for values out of range."""
         super().check()
         _check_betas(self.beta1, self.beta2)
-        require(0 < self.eps < math.inf, "optimizer.eps", self.eps, "must be above 0, e.g. 1e-8")
+        _check_eps(self.eps)
 
 
 @dataclass
@@ -240,7 +244,7 @@ class MuonConfig(OptimizerConfig):
         """Raises ConfigError for values out of range."""
         super().check()
         _check_betas(self.beta1, self.beta2)
-        require(0 < self.eps < math.inf, "optimizer.eps", self.eps, "must be above 0, e.g. 1e-8")
+        _check_eps(self.eps)
         _check_momentum(self.momentum)
         steps, ratio = self.newton_schulz_steps, self.adamw_lr_ratio
         require(1 <= steps <= 100, "optimizer.newton_schulz_steps", steps, "must be from 1 to 100; 5 is usual")

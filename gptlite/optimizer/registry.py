@@ -21,3 +21,14 @@ def register_optimizer(name: str, kind: type[OptimizerConfig]) -> None:
     store = ConfigStore.instance()
     store.store(group="optimizer", name=f"{name}_schema", node=kind)
     store.store(group="optimizer", name=name, node=kind)
+
+
+def optimizer_name(kind: type[OptimizerConfig]) -> str:
+    """The name of an optimizer's preset; of a class that nobody registered its own."""
+    names = {its: name for name, its in OPTIMIZERS.items()}
+    return names.get(kind, kind.__name__.removesuffix("Config").lower())
+
+
+def elementwise_optimizers() -> str:
+    """`optimizer=adamw, optimizer=adam, ...`: those that can step any piece of a parameter."""
+    return ", ".join(f"optimizer={name}" for name, kind in OPTIMIZERS.items() if kind.elementwise)

@@ -19,6 +19,7 @@ from gptlite.optimizer.config import OPTIMIZERS, LionConfig, SGDConfig
 from gptlite.optimizer.registry import register_optimizer
 from gptlite.parallelism.config import Offload
 from gptlite.plan.memory import estimate
+from gptlite.plan.parameters import num_parameters
 
 TRAIN = str(CONF_DIR.parent / "train.py")
 OWN = "plugins=[signum] optimizer=signum data=synthetic data.num_tokens=20000 precision=fp32 run.dir=run"
@@ -58,6 +59,7 @@ def test_its_values_are_checked_before_anything_runs(folder):
 def test_the_planner_counts_its_state():
     """A moment, as Lion's and SGD's, in memory and in files."""
     work = workload(Layout(1, "").config(), 1)
+    assert estimate(replace(work, optimizer=SignumConfig()), 0).optimizer == 4 * num_parameters(work.model)
     files = replace(work, parallelism=replace(work.parallelism, offload=Offload.nvme))
     for each in (work, files):
         mine = estimate(replace(each, optimizer=SignumConfig()), 0).optimizer
