@@ -68,7 +68,7 @@ def run(options: Options) -> int:
         return 1
     copy = copy_speed(torch.device(options.device))
     print(f"{loaded.isa}; {torch.get_num_threads()} threads; a copy moves {copy / 1e9:.1f} GB/s")
-    print(table([HEADER, *map(_cells, rows(options, copy))]))
+    print(table([HEADER, *map(cells, rows(options, copy))]))
     return 0
 
 
@@ -230,7 +230,8 @@ def _working(tasks: dict[str, Task], inputs: Inputs, log: Log) -> dict[str, Task
 HEADER = ("op", "size", "direction", "ours ms", "GB/s", "of copy", "eager", "compiled", "others")
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def cells(row: Row) -> tuple[str, ...]:
+    """A row of HEADER's table."""
     ratios = {name: f"{each:.1f}x" for name, each in row.ratios.items()}
     eager, compiled = ratios.pop("eager", "-"), ratios.pop("compiled", "-")
     rest = ", ".join(f"{name} {ratio}" for name, ratio in ratios.items())

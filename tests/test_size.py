@@ -47,4 +47,4 @@ def test_only_files_over_the_limit_are_flagged(checkout):
 
 @pytest.mark.parametrize(("name", "limit"), [("train.py", 80), ("gptlite/trainer/loop.py", 300)])
 def test_the_files_read_first_stay_short(name, limit):
-    assert SIZE["count_lines"](ROOT / name) < limit
+    assert len((ROOT / name).read_bytes().splitlines()) < limit

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench_step import Size, batch
+from nanogpt import Size, nanogpt_model, random_batch
 
 from gptlite.errors import ConfigError
 
@@ -34,37 +34,22 @@ def deepspeed_step(layout: str, size: Size, precision: str, fused: bool, nanogpt
     except ImportError:
         raise ConfigError("peer=deepspeed is not installed: DS_BUILD_OPS=0 pip install deepspeed") from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    sys.path.insert(0, str(nanogpt))
-    import model as nano  # pyright: ignore[reportMissingImports]
-
-    shape = nano.GPTConfig(
-        block_size=size.sequence_length,
-        vocab_size=size.vocab_size,
-        n_layer=size.num_layers,
-        n_head=size.num_heads,
-        n_embd=size.d_model,
-        dropout=0.0,
-        bias=False,
-    )
     stage, share = int(layout.removeprefix("zero")), size.batch_size // dist.get_world_size()
-    zero: dict[str, Any] = {"stage": stage}
-    if stage == 1:
-        zero["reduce_scatter"] = False
     config = {
         "train_micro_batch_size_per_gpu": share,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": stage, **({"reduce_scatter": False} if stage == 1 else {})},
         "bf16": {"enabled": precision == "bf16"},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
     with redirect_stdout(StringIO()):
         deepspeed.init_distributed(dist_backend="gloo")
-        model: Any = nano.GPT(shape)
+        model = nanogpt_model(nanogpt, size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    tokens, targets = (each[:share] for each in batch(size, torch.device("cpu")))
+    tokens, targets = (each[:share] for each in random_batch(size, torch.device("cpu")))
 
     def step() -> None:
         loss = engine(tokens, targets)[1]
@@ -100,8 +85,13 @@ def picotron_step(layout: str, size: Size, micro_batches: int, fused: bool, clon
         optimizer.zero_grad()
         if layout == "pp2":
             pipeline_parallel.train_step_pipeline_1f1b(model, loader, shape, torch.device("cpu"), torch.float32)
-        else:
-            _picotron_pass(model, next(loader))
+        else:  # picotron's train.py, train_step, of one micro-batch
+            given = next(loader)
+            targets = given["target_ids"].reshape(-1)
+            logits = model(input_ids=given["input_ids"]).view(len(targets), -1)
+            loss = F.cross_entropy(logits, targets, reduction="mean")
+            loss.backward()
+            loss.item()
         optimizer.step()
 
     return step
@@ -129,51 +119,32 @@ def _llama_config(size: Size) -> Any:
     )
 
 
-def _picotron_pass(model: Any, batch: dict[str, Any]) -> float:
-    """picotron's train.py, train_step, of one micro-batch."""
-    outputs = model(input_ids=batch["input_ids"])
-    targets = batch["target_ids"].reshape(-1)
-    loss = F.cross_entropy(outputs.view(len(targets), -1), targets, reduction="mean")
-    loss.backward()
-    return loss.item()
-
-
 class _Batches:
     """picotron's loader as its pipeline wants it: random tokens, the same in every step."""
 
     def __init__(self, size: Size, micro_batches: int) -> None:
-        self.grad_acc_steps = micro_batches
-        self.micro_batch_size = size.batch_size // micro_batches
-        self._tokens, self._targets = (each[: self.micro_batch_size] for each in batch(size, torch.device("cpu")))
+        self.grad_acc_steps, self.micro_batch_size = micro_batches, size.batch_size // micro_batches
+        tokens, targets = (each[: self.micro_batch_size] for each in random_batch(size, torch.device("cpu")))
+        positions = torch.arange(size.sequence_length).expand(len(tokens), -1)
+        self._batch = {"input_ids": tokens, "target_ids": targets, "position_ids": positions, "hidden_states": None}
 
     def __next__(self) -> dict[str, Any]:
-        positions = torch.arange(self._tokens.shape[1]).expand(len(self._tokens), -1)
-        return {
-            "input_ids": self._tokens,
-            "target_ids": self._targets,
-            "position_ids": positions,
-            "hidden_states": None,
-        }
+        return dict(self._batch)
 
 
 def _import_picotron(clone: Path) -> None:
     """Makes picotron importable without the GPU packages it imports and, in its CPU mode, never calls."""
     os.environ.update(FLASH_ATTEN="0", DEVICE="cpu", DTYPE="float32")  # how its train.py speaks to its model.py
     sys.path.insert(0, str(clone))
-    unused = {
-        "flash_attn.flash_attn_interface": "flash_attn_func",
-        "flash_attn.layers.rotary": "apply_rotary_emb",
-        "flash_attn.ops.triton.layer_norm": "layer_norm_fn",
-    }
-    for module, name in unused.items():
-        sys.modules.setdefault(module, _stub(module, name))
+    for module, name in (
+        ("flash_attn.flash_attn_interface", "flash_attn_func"),
+        ("flash_attn.layers.rotary", "apply_rotary_emb"),
+        ("flash_attn.ops.triton.layer_norm", "layer_norm_fn"),
+    ):
+        stub = ModuleType(module)
+        setattr(stub, name, None)
+        sys.modules.setdefault(module, stub)
     from picotron.pipeline_parallel import pp_communications  # pyright: ignore[reportMissingImports]
 
     # It waits for the GPU after each message, which a torch without CUDA refuses.
     pp_communications.torch = SimpleNamespace(empty=torch.empty, cuda=SimpleNamespace(synchronize=lambda: None))
-
-
-def _stub(module: str, name: str) -> ModuleType:
-    stub = ModuleType(module)
-    setattr(stub, name, None)
-    return stub

@@ -10,34 +10,21 @@ fp32, which is its CPU mode, and under torch.autocast (bf16; bf16_compile: compi
 """
 
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from io import StringIO
-from pathlib import Path
 from statistics import median
 from typing import Any
+
+from nanogpt import Size, check_clone, nanogpt_step
+from timing import in_turn, seconds
 
 from gptlite.errors import ConfigError
 from gptlite.tool import run_tool
 
-WARM = 3  # the first steps compile, allocate and fill the caches
 ASLEEP = 0.05  # seconds after which the threads of the one before no longer spin, waiting for work, on the cores
 STEP_SECONDS = 600  # more than the slowest first step takes, compiling
-
-
-@dataclass(frozen=True)
-class Size:
-    """The work of a step."""
-
-    vocab_size: int
-    d_model: int
-    num_heads: int
-    num_layers: int
-    sequence_length: int
-    batch_size: int
 
 
 SIZES = {
@@ -46,7 +33,6 @@ SIZES = {
     "gpt2v": Size(50304, 256, 4, 4, 256, 8),
     "gpt-lite": Size(4096, 256, 8, 4, 256, 16),
 }
-PEER_MODES = ("fp32", "bf16", "bf16_compile")
 
 
 @dataclass
@@ -65,27 +51,29 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Prints a line for each size and contender, and the ratios."""
-    sizes, modes = arguments.sizes.split(","), arguments.peer_modes.split(",")
-    for key, given, known in (("sizes", sizes, SIZES), ("peer_modes", modes, PEER_MODES)):
-        if unknown := set(given) - set(known):
-            raise ConfigError(f"{key}={','.join(given)}: {', '.join(unknown)} unknown; there are {', '.join(known)}")
-    for key, value, known in (
-        ("precision", arguments.precision, ("fp32", "bf16")),
-        ("ops", arguments.ops, ("auto", "fused", "reference")),
+    for key, known, several in (
+        ("sizes", SIZES, True),
+        ("peer_modes", ("fp32", "bf16", "bf16_compile"), True),
+        ("precision", ("fp32", "bf16"), False),
+        ("ops", ("auto", "fused", "reference"), False),
     ):
-        if value not in known:
-            raise ConfigError(f"{key}={value} is not one of {', '.join(known)}")
+        given = getattr(arguments, key)
+        if unknown := set(given.split(",") if several else [given]) - set(known):
+            raise ConfigError(f"{key}={given}: {', '.join(unknown)} unknown; there are {', '.join(known)}")
     if arguments.repeats < 1:
         raise ConfigError(f"repeats={arguments.repeats} must be at least 1")
-    if arguments.peer and not (Path(arguments.peer) / "model.py").exists():
-        raise ConfigError(f"peer={arguments.peer} holds no model.py; give a clone of nanoGPT")
-    for name in sizes:
+    if arguments.peer:
+        check_clone(arguments.peer)
+    for name in arguments.sizes.split(","):
         with ExitStack() as running:
-            steps = {"gptlite": running.enter_context(elsewhere(our_step, SIZES[name], arguments))}
-            steps["floor"] = running.enter_context(elsewhere(floor_step, SIZES[name], arguments))
-            for mode in modes if arguments.peer else ():
-                steps[f"nanoGPT {mode}"] = running.enter_context(elsewhere(peer_step, SIZES[name], arguments, mode))
-            report(name, SIZES[name], measure(steps, arguments.repeats))
+            size = SIZES[name]
+            steps = {"gptlite": running.enter_context(elsewhere(our_step, size, arguments))}
+            steps["floor"] = running.enter_context(elsewhere(floor_step, size, arguments))
+            for mode in arguments.peer_modes.split(",") if arguments.peer else ():
+                step = running.enter_context(elsewhere(nanogpt_step, arguments.peer, size, mode))
+                steps[f"nanoGPT {mode}"] = step
+            times = in_turn(steps, arguments.repeats)
+        report(name, size, {who: median(each) for who, each in times.items()})
 
 
 @contextmanager
@@ -122,9 +110,7 @@ def serve(pipe: Any, build: Callable[..., Callable[[], None]], given: tuple[Any,
         while True:
             time.sleep(ASLEEP)
             step()  # as in training, where the step before was one's own
-            start = time.perf_counter()
-            step()
-            pipe.send(time.perf_counter() - start)
+            pipe.send(seconds(step))
             pipe.recv()
     except EOFError:
         pass
@@ -132,21 +118,10 @@ def serve(pipe: Any, build: Callable[..., Callable[[], None]], given: tuple[Any,
         pipe.send(str(error))
 
 
-def measure(steps: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, in turn, so that a drift of the machine's speed meets all alike."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(repeats + WARM):
-        for name, step in steps.items():
-            seconds = step()
-            if repeat >= WARM:
-                times[name].append(seconds)
-    return {name: median(values) for name, values in times.items()}
-
-
-def report(name: str, size: Size, seconds: dict[str, float]) -> None:
+def report(name: str, size: Size, times: dict[str, float]) -> None:
     """A line each, with how many times as long as ours a contender takes; of the floor, ours over it."""
-    tokens, ours = size.batch_size * size.sequence_length, seconds["gptlite"]
-    for who, value in seconds.items():
+    tokens, ours = size.batch_size * size.sequence_length, times["gptlite"]
+    for who, value in times.items():
         words = {"gptlite": "", "floor": f"gptlite takes {ours / value:.2f}x the floor"}.get(
             who, f"gptlite is {value / ours:.2f}x as fast"
         )
@@ -154,49 +129,27 @@ def report(name: str, size: Size, seconds: dict[str, float]) -> None:
 
 
 def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
-    """A step of this project's, without its data loader and log."""
+    """A step of the trainer's, without its data loader and log."""
     from gptlite.launch import keep_freed_memory
 
     if arguments.keep_freed_memory:
         keep_freed_memory()  # before torch makes a tensor, which some imports do: it asks only once for huge pages
     import torch
+    from real_step import build_step, config_of
 
-    from gptlite.models.gpt.config import GPTConfig
-    from gptlite.models.gpt.model import GPT
-    from gptlite.models.init import init_weights
-    from gptlite.models.model import Model
-    from gptlite.models.parallelize import parallelize
     from gptlite.ops.config import Implementation, OpsConfig
     from gptlite.ops.select import select_ops
-    from gptlite.optimizer.build import build_optimizer
-    from gptlite.optimizer.clip import local_grad_norm
-    from gptlite.optimizer.config import AdamWConfig
-    from gptlite.optimizer.fused import clip_and_step
     from gptlite.parallelism.config import ParallelismConfig
     from gptlite.parallelism.mesh import build_mesh
-    from gptlite.parallelism.pipeline import known_upstream
     from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 
     mesh = build_mesh(ParallelismConfig())
     policy = resolve_precision(PrecisionConfig(Precision[arguments.precision]), mesh.device)
-    shape = {key: getattr(size, key) for key in ("vocab_size", "d_model", "num_heads", "num_layers", "sequence_length")}
-    config = GPTConfig(**shape, bias=False)
     ops = select_ops(OpsConfig(Implementation[arguments.ops]), mesh.device)
-    with mesh.device:
-        model = GPT(config, ops)
-    (part,) = parallelize(Model.of(config, policy), model, mesh, ParallelismConfig(), policy, compile=arguments.compile)
-    init_weights(Model.of(config), part, seed=0)
-    optimizer = build_optimizer(AdamWConfig(lr=1e-3), part.named_parameters(), ops.adamw)
-    tokens, targets = batch(size, mesh.device)
-    valid = torch.tensor(targets.numel(), device=mesh.device)
-    upstream = known_upstream(valid)
+    take = build_step(config_of(size), ops, policy, mesh, size.batch_size, compile=arguments.compile)
 
     def step() -> None:
-        loss = part(tokens, targets, upstream=upstream) / valid
-        loss.backward()
-        norm = local_grad_norm(part.parameters(), ops.adamw)
-        clip_and_step(optimizer, part.parameters(), 1.0, norm)
-        optimizer.zero_grad(set_to_none=True)
+        take()
         if mesh.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -260,51 +213,6 @@ def attention_products(matrices: int, length: int, width: int, dtype: Any, devic
         lambda: torch.bmm(p, k, out=back),
         lambda: torch.bmm(p.mT, q, out=back),
     ]
-
-
-def peer_step(size: Size, arguments: Arguments, mode: str = "bf16") -> Callable[[], None]:
-    """A step of nanoGPT's model as its train.py takes it."""
-    import torch
-
-    assert arguments.peer is not None
-    sys.path.insert(0, arguments.peer)
-    import model as nanogpt  # pyright: ignore[reportMissingImports]
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = nanogpt.GPTConfig(
-        block_size=size.sequence_length,
-        vocab_size=size.vocab_size,
-        n_layer=size.num_layers,
-        n_head=size.num_heads,
-        n_embd=size.d_model,
-        dropout=0.0,
-        bias=False,
-    )
-    with redirect_stdout(StringIO()):
-        model: Any = nanogpt.GPT(config).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    forward = torch.compile(model) if mode == "bf16_compile" else model
-    tokens, targets = batch(size, device)
-
-    def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=mode != "fp32"):
-            loss = forward(tokens, targets)[1]
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return step
-
-
-def batch(size: Size, device: Any) -> tuple[Any, Any]:
-    """Random tokens and targets, int64[B, S]."""
-    import torch
-
-    shape = (size.batch_size, size.sequence_length)
-    return tuple(torch.randint(size.vocab_size, shape, device=device) for _ in range(2))  # pyright: ignore[reportReturnType]
 
 
 if __name__ == "__main__":

@@ -7,17 +7,16 @@ matters: Adam turns rounding noise into whole steps where gradients are tiny, an
 right programs differ by 5e-3.
 """
 
-import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
-from gptlite.errors import ConfigError
+from nanogpt import Size, check_clone, nanogpt_model
+
 from gptlite.tool import run_tool
 
-VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 512, 128, 4, 4, 64, 8
+SIZE = Size(vocab_size=512, d_model=128, num_heads=4, num_layers=4, sequence_length=64, batch_size=8)
 
 
 @dataclass
@@ -34,23 +33,18 @@ class Arguments:
 def main(arguments: Arguments) -> int:
     """Returns the exit code."""
     import torch
+    from real_step import config_of
 
-    from gptlite.models.gpt.config import Activation, GPTConfig
+    from gptlite.models.gpt.config import Activation
     from gptlite.models.gpt.model import GPT
     from gptlite.optimizer.build import build_optimizer
     from gptlite.optimizer.clip import clip_grad_norm
     from gptlite.optimizer.config import AdamWConfig
 
-    peer: Any = peer_model(Path(arguments.peer))
-    config = GPTConfig(
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        d_model=WIDTH,
-        vocab_size=VOCABULARY,
-        sequence_length=LENGTH,
-        activation=Activation.gelu_erf,
-    )
-    ours = GPT(config)
+    check_clone(arguments.peer)
+    torch.manual_seed(0)
+    peer = nanogpt_model(arguments.peer, SIZE, bias=True)
+    ours = GPT(replace(config_of(SIZE), bias=True, activation=Activation.gelu_erf))
     ours.load_state_dict(translated(peer.state_dict()))
     optimizer = build_optimizer(AdamWConfig(lr=0.0), ours.named_parameters())
     with redirect_stdout(StringIO()):
@@ -60,8 +54,8 @@ def main(arguments: Arguments) -> int:
     print("step      nanoGPT      gptlite   relative difference")
     for step in range(arguments.steps):
         # Tokens that follow from their predecessor, so that there is something to learn.
-        start = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
-        tokens = (start + 7 * torch.arange(LENGTH + 1)) % VOCABULARY
+        start = torch.randint(SIZE.vocab_size, (SIZE.batch_size, 1), generator=generator)
+        tokens = (start + 7 * torch.arange(SIZE.sequence_length + 1)) % SIZE.vocab_size
         x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         for each in (optimizer, peer_optimizer):
             for group in each.param_groups:
@@ -80,23 +74,6 @@ def main(arguments: Arguments) -> int:
         print(f"{step + 1:4d} {peer_loss.item():12.7f} {loss.item():12.7f}   {difference:.1e}")
     print(f"largest relative difference over {arguments.steps} steps: {worst:.1e} (tolerance {arguments.tolerance:g})")
     return int(worst > arguments.tolerance)
-
-
-def peer_model(folder: Path) -> Any:
-    """nanoGPT's model with weights from a fixed seed. Raises ConfigError if it is not in `folder`."""
-    if not (folder / "model.py").exists():
-        raise ConfigError(f"peer={folder} holds no model.py; give a clone of nanoGPT")
-    import torch
-
-    sys.path.insert(0, str(folder))
-    import model as nanogpt  # pyright: ignore[reportMissingImports]
-
-    torch.manual_seed(0)
-    config = nanogpt.GPTConfig(
-        block_size=LENGTH, vocab_size=VOCABULARY, n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH, dropout=0.0, bias=True
-    )
-    with redirect_stdout(StringIO()):
-        return nanogpt.GPT(config)
 
 
 def translated(state: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +96,9 @@ def translated(state: dict[str, Any]) -> dict[str, Any]:
         for theirs, our in names.items():
             key = key.replace(theirs, our)
         if ".qkv." in key:
-            value = value.view(3, HEADS, WIDTH // HEADS, -1).transpose(0, 1).reshape(value.shape)
+            value = (
+                value.view(3, SIZE.num_heads, SIZE.d_model // SIZE.num_heads, -1).transpose(0, 1).reshape(value.shape)
+            )
         result[key] = value
     return result
 

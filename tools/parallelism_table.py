@@ -54,16 +54,18 @@ def main(arguments: Arguments) -> int:
     if not arguments.only_missing:
         known = {}
     run([cell for cell in CELLS if cell.id not in known], known, file)
-    rows = [table_row(cell.id, known[cell.id]) for cell in CELLS]
     refusals = [f"| `{each.overrides}`{world(each.world)} | {each.reason()} |" for each in REFUSED]
+    results = {name: [known[cell.id] for cell in CELLS if cell.precision == name] for name in STATED}
+    tables = {
+        "cells": [in_short([known[cell.id] for cell in CELLS], results["fp32"]), "", HEADS["cells"]],
+        "bounds": [HEADS["bounds"], *(bounds_row(name, results[name], STATED[name]) for name in STATED)],
+        "refused": [HEADS["refused"], *refusals],
+    }
+    tables["cells"] += [table_row(cell.id, known[cell.id]) for cell in CELLS]
     output = Path(arguments.output)
     text = output.read_text(encoding="utf-8")
-    lead = in_short([known[cell.id] for cell in CELLS], [known[cell.id] for cell in CELLS if cell.precision == "fp32"])
-    text = replaced(text, "cells", "\n".join([lead, "", HEADS["cells"], *rows]))
-    halves = {name: [known[cell.id] for cell in CELLS if cell.precision == name] for name in STATED}
-    bounds = [bounds_row(name, halves[name], STATED[name]) for name in STATED]
-    text = replaced(text, "bounds", "\n".join([HEADS["bounds"], *bounds]))
-    text = replaced(text, "refused", "\n".join([HEADS["refused"], *refusals]))
+    for name, lines in tables.items():
+        text = replaced(text, name, "\n".join(lines))
     write_whole(output, text)
     same = sum(known[cell.id]["same"] for cell in CELLS)
     print(f"wrote {arguments.output}: {same} of {len(CELLS)} layouts train as one process does")
@@ -111,11 +113,16 @@ def largest(steps: list[dict[str, float]]) -> tuple[float, str]:
     return max(pairs, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
 
 
+def worst(results: list[Result]) -> list[float]:
+    """The largest errors of losses, gradient norms, gradients and values, of those that ran."""
+    ran = [each for each in results if "loss" in each]
+    numbers = [[each["loss"], each["grad_norm"], each["gradient"][0], each["value"][0]] for each in ran]
+    return [max(column) for column in zip(*numbers, strict=True)]
+
+
 def in_short(results: list[Result], exact: list[Result]) -> str:
     """How many are the same, and the largest errors of those that compute in fp32."""
-    same, measured = sum(each["same"] for each in results), [each for each in exact if "loss" in each]
-    loss, norm = (max(each[key] for each in measured) for key in ("loss", "grad_norm"))
-    gradient, value = (max(each[key][0] for each in measured) for key in ("gradient", "value"))
+    same, (loss, norm, gradient, value) = sum(each["same"] for each in results), worst(exact)
     return (
         f"{same} of {len(results)} layouts train as one process does. Largest errors in fp32: loss {loss:.0e}, "
         f"gradient norm {norm:.0e}, gradients {gradient:.0e}, values {value:.0e}."
@@ -133,11 +140,8 @@ def table_row(name: str, result: Result) -> str:
 
 def bounds_row(name: str, results: list[Result], stated: Any) -> str:
     """`| bf16 | 30 | 1e-05 (3e-05) | ... |`: the largest error of a precision's layouts, and what it may be."""
-    measured = [each for each in results if "loss" in each]
-    found = [max(each[key] for each in measured) for key in ("loss", "grad_norm")]
-    found += [max(each[key][0] for each in measured) for key in ("gradient", "value")]
     bounds = (stated.loss, stated.grad_norm, stated.gradient, stated.value)
-    errors = " | ".join(f"{error:.0e} ({bound:.0e})" for error, bound in zip(found, bounds, strict=True))
+    errors = " | ".join(f"{error:.0e} ({bound:.0e})" for error, bound in zip(worst(results), bounds, strict=True))
     return f"| {name} | {len(results)} | {errors} |"
 
 

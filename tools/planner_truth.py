@@ -6,9 +6,10 @@ python tools/planner_truth.py            # a few minutes; rewrites the table in 
 import sys
 from pathlib import Path
 
+from parallelism_table import replaced
+
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "planner_memory.md"
-BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
 
 def main() -> None:
@@ -17,13 +18,12 @@ def main() -> None:
     from plan.truth_layouts import LAYOUTS
     from plan.truth_table import HEAD, worst_rows
 
-    lines = []
+    lines = [HEAD]
     for row in worst_rows(LAYOUTS):
         lines.append(row.line())
         print(lines[-1], flush=True)
     text = DOCUMENT.read_text(encoding="utf-8")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{HEAD}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+    DOCUMENT.write_text(replaced(text, "table", "\n".join(lines)), encoding="utf-8")
 
 
 if __name__ == "__main__":

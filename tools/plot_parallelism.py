@@ -3,8 +3,6 @@
 python tools/plot_parallelism.py [folder=docs/pictures]
 """
 
-import re
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +13,11 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.files import replacing
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, num_stages, resolve, split_layers, stages_of_rank
+from gptlite.plan.timeline import Timeline, timeline
 from gptlite.tool import run_tool
 
 INK, MUTED, GRID, EMPTY = "#1c1c1c", "#6b6b6b", "#d9d9d9", "#f6f6f6"
@@ -185,39 +183,20 @@ def zero() -> Figure:
     return figure
 
 
-# Pipeline schedules, from the lists of actions that torch.distributed.pipelining runs.
+# Pipeline schedules, from the planner's orders of passes, which tests compare with those that torch runs.
 
 RANKS, MICRO_BATCHES = 4, 8
 COLORS = {"F": BLUE, "B": ORANGE, "I": ORANGE, "W": GREEN}
 LIGHT = {BLUE: "#8fb3e6", ORANGE: "#efc08f", GREEN: "#9cc9ae"}  # of a rank's second part
 
 
-@dataclass(frozen=True)
-class Action:
-    """A part's forward (F), whole backward (B), or its halves for inputs (I) and weights (W), of one micro-batch."""
-
-    kind: str
-    stage: int
-    micro_batch: int
-
-
-@dataclass(frozen=True)
-class Bar:
-    """An action and when it runs, in forward passes of a quarter of the model."""
-
-    action: Action
-    start: float
-    length: float
-
-
 def pipeline() -> Figure:
     """Five timelines, drawn to one scale."""
     figure = Figure(figsize=(13, 11), layout=ConstrainedLayoutEngine(hspace=0.07))
-    lists = {name: actions_of(name) for name in SCHEDULES}
-    lines = {name: timeline(actions, num_stages(config(name))) for name, actions in lists.items()}
-    end = max(bar.start + bar.length for ranks in lines.values() for bars in ranks for bar in bars)
-    for axes, (name, ranks) in zip(figure.subplots(len(lines), 1, sharex=True), lines.items(), strict=True):
-        draw_timeline(axes, name, ranks)
+    lines = {name: timeline_of(ParallelismConfig(pipeline=RANKS, schedule=name)) for name in SCHEDULES}
+    end = max(line.seconds for line in lines.values())
+    for axes, (name, line) in zip(figure.subplots(len(lines), 1, sharex=True), lines.items(), strict=True):
+        draw_timeline(axes, name, line)
         axes.set_xlim(-0.1, end + 0.1)
     handles = [Rectangle((0, 0), 1, 1, facecolor=color) for color in (BLUE, ORANGE, GREEN)]
     words = ["forward", "backward, or its half for the inputs", "half for the weights  (light: a rank's second part)"]
@@ -226,101 +205,30 @@ def pipeline() -> Figure:
     return figure
 
 
-def draw_timeline(axes: Axes, name: str, ranks: list[list[Bar]]) -> None:
+def timeline_of(config: ParallelismConfig) -> Timeline:
+    """When each pass runs, in forward passes of a quarter of the model. Messages take no time."""
+    stages = num_stages(config)
+    return timeline(config, MICRO_BATCHES, [RANKS / stages] * stages, [2 * RANKS / stages] * stages, message=0.0)
+
+
+def draw_timeline(axes: Axes, name: str, line: Timeline) -> None:
     """A row a rank; numbers are micro-batches, light bars a rank's second part."""
-    span = max(bar.start + bar.length for bars in ranks for bar in bars)
-    busy = sum(bar.length for bars in ranks for bar in bars)
-    for rank, bars in enumerate(ranks):
-        first = min(bar.action.stage for bar in bars)
-        for bar in bars:
-            color = COLORS[bar.action.kind]
-            color = color if bar.action.stage == first else LIGHT[color]
-            corner = (bar.start, rank + 0.08)
-            axes.add_patch(Rectangle(corner, bar.length, 0.84, facecolor=color, edgecolor="white", linewidth=0.8))
-            words = {"x": bar.start + bar.length / 2, "y": rank + 0.52, "s": str(bar.action.micro_batch)}
-            dark = color in LIGHT.values()
-            axes.text(**words, ha="center", va="center", fontsize=7.5, color=INK if dark else "white")
-    axes.set(ylim=(len(ranks), 0))
-    axes.set_yticks([rank + 0.5 for rank in range(len(ranks))], [f"rank {rank}" for rank in range(len(ranks))])
+    for event in line.events:
+        first = min(each.stage for each in line.of_rank(event.rank))
+        color = COLORS[event.kind]
+        color = color if event.stage == first else LIGHT[color]
+        corner, length = (event.start, event.rank + 0.08), event.end - event.start
+        axes.add_patch(Rectangle(corner, length, 0.84, facecolor=color, edgecolor="white", linewidth=0.8))
+        if length:
+            place = event.start + length / 2, event.rank + 0.52
+            ink = INK if color in LIGHT.values() else "white"
+            axes.text(*place, str(event.micro_batch), ha="center", va="center", fontsize=7.5, color=ink)
+    axes.set(ylim=(RANKS, 0))
+    axes.set_yticks([rank + 0.5 for rank in range(RANKS)], [f"rank {rank}" for rank in range(RANKS)])
     axes.tick_params(colors=MUTED, length=0)
     axes.spines[:].set_visible(False)
-    title = f"{name}: {1 - busy / (span * len(ranks)):.0%} of the time idle"
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
-
-
-def config(schedule: str) -> ParallelismConfig:
-    """The layout of a timeline."""
-    return ParallelismConfig(pipeline=RANKS, schedule=schedule)
-
-
-def actions_of(schedule: str) -> list[list[Action]]:
-    """What each rank does, in order, of the schedule object that training would run. Nothing is sent."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from gptlite.parallelism.mesh import build_mesh
-    from gptlite.parity.record import build
-
-    run = load(
-        [
-            *"data=synthetic data.vocab_size=16 data.num_tokens=1000 data.micro_batch_size=1 precision=fp32".split(),
-            *"model.num_layers=8 model.num_heads=1 model.d_model=8 model.sequence_length=8".split(),
-            *(f"parallelism.pipeline={RANKS}", f"parallelism.schedule={schedule}"),
-            f"data.global_batch_size={MICRO_BATCHES}",
-        ]
-    )
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    try:
-        mesh = build_mesh(run.parallelism)
-        state, step = build(run, mesh)
-        state.loader.close()
-        order = step.passes.schedule.pipeline_order  # type: ignore[union-attr]
-    finally:
-        dist.destroy_process_group()
-    result = []
-    for rank in range(RANKS):
-        # Numbered anew: torch's own list of 1F1B counts the last rank's forward passes from 1.
-        seen: dict[tuple[str, int], int] = defaultdict(int)
-        actions = []
-        for each in order[rank]:
-            if found := re.fullmatch(r"(\d+)([FBIW])\d+", str(each)):
-                stage, kind = int(found[1]), found[2]
-                actions.append(Action(kind, stage, seen[kind, stage]))
-                seen[kind, stage] += 1
-        result.append(actions)
-    return result
-
-
-def timeline(lists: list[list[Action]], stages: int) -> list[list[Bar]]:
-    """When each action runs: as soon as its rank is free and what it needs has been computed. Messages take no time."""
-    parts = stages // len(lists)
-    length = {"F": 1 / parts, "B": 2 / parts, "I": 1 / parts, "W": 1 / parts}
-    ends: dict[tuple[str, int, int], float] = {}
-    bars: list[list[Bar]] = [[] for _ in lists]
-    waiting = [list(actions) for actions in lists]
-    while any(waiting):
-        before = len(ends)
-        for rank, queue in enumerate(waiting):
-            while queue and all(need in ends for need in needs(queue[0], stages)):
-                action = queue.pop(0)
-                free = bars[rank][-1].start + bars[rank][-1].length if bars[rank] else 0.0
-                start = max([free, *(ends[need] for need in needs(action, stages))])
-                bars[rank].append(Bar(action, start, length[action.kind]))
-                kind = "B" if action.kind == "I" else action.kind
-                ends[kind, action.stage, action.micro_batch] = start + length[action.kind]
-        assert len(ends) > before, "the schedule waits for itself"
-    return bars
-
-
-def needs(action: Action, stages: int) -> list[tuple[str, int, int]]:
-    """The kind, stage and micro-batch of what must have been computed before; a backward pass counts from its inputs'
-    half on."""
-    stage, micro_batch = action.stage, action.micro_batch
-    if action.kind == "F":
-        return [("F", stage - 1, micro_batch)] if stage else []
-    if action.kind == "W":
-        return [("B", stage, micro_batch)]
-    return [("F", stage, micro_batch), *([("B", stage + 1, micro_batch)] if stage + 1 < stages else [])]
+    idle = sum(line.bubble(rank) for rank in range(RANKS)) / RANKS
+    axes.set_title(f"{name}: {idle:.0%} of the time idle", loc="left", fontsize=11, fontweight="bold", color=INK)
 
 
 if __name__ == "__main__":

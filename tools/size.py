@@ -32,11 +32,6 @@ def source_files(root: Path) -> Iterator[Path]:
             yield relative
 
 
-def count_lines(path: Path) -> int:
-    """Lines of a file; a last one without a newline counts."""
-    return len(path.read_bytes().splitlines())
-
-
 def room(path: Path) -> str:
     """Where a file counts: its package in gptlite/, else its top-level folder; for a top-level script, its name."""
     top, *inner = path.parts
@@ -44,25 +39,18 @@ def room(path: Path) -> str:
 
 
 def report(root: Path) -> str:
-    """The table of rooms, and the largest files."""
-    lines = {path: count_lines(root / path) for path in source_files(root)}
-    code = {path: count for path, count in lines.items() if path.parts[0] != "tests"}
-    tests = {path: count for path, count in lines.items() if path.parts[0] == "tests"}
-    return "\n".join([*_rooms(code, tests), "", *_largest(code, "files"), "", *_largest(tests, "tests")])
-
-
-def _rooms(code: dict[Path, int], tests: dict[Path, int]) -> Iterator[str]:
+    """The table of rooms, and the largest files. A last line without a newline counts."""
+    lines = {path: len((root / path).read_bytes().splitlines()) for path in source_files(root)}
     rooms: dict[str, dict[Path, int]] = defaultdict(dict)
-    for path, count in code.items():
+    for path, count in lines.items():
         rooms[room(path)][path] = count
+    tests = rooms.pop("tests", {})
+    code = {path: count for path, count in lines.items() if path not in tests}
     header = f"{'room':<22}{'files':>7}" + "".join(f"{column:>9}" for column in COLUMNS)
     rule = "-" * len(header)
-    yield header
-    yield rule
-    yield from (_row(name, files) for name, files in sorted(rooms.items()))
-    yield rule
-    yield _row("all but tests", code)
-    yield _row("tests", tests)
+    rows = [_row(name, files) for name, files in sorted(rooms.items())]
+    table = [header, rule, *rows, rule, _row("all but tests", code), _row("tests", tests)]
+    return "\n".join([*table, "", *_largest(code, "files"), "", *_largest(tests, "tests")])
 
 
 def _row(name: str, files: dict[Path, int]) -> str:

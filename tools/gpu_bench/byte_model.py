@@ -6,15 +6,14 @@ product of 8192 cubed runs at 790 TFLOP/s. What is not known to be slower runs a
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from torch.utils import flop_counter
 
-from .step_trace import Op, Operand, Trace
+from .step_trace import Op, Trace
 
 COPY, PRODUCT = 4.3e12, 790e12  # bytes and FLOPs a second
 # Causal attention, forward and backward together, FLOP/s by the width of a head, from published kernels:
@@ -57,15 +56,15 @@ PRODUCTS: dict[str, Callable[..., int]] = {
 }
 COPIES = ("copy_", "clone", "_to_copy", "cat", "stack", "slice_backward", "contiguous", "zero_", "fill_", "zeros")
 WRITE_ONLY = ("copy_", "zero_", "fill_")
+OURS = (  # by what the op's name holds, the first that it does
+    *(("gelu", "GELU"), ("cross_entropy", "loss"), ("adamw", "optimizer"), ("_norm", "norm + residual")),
+    *(("norm", "optimizer"), ("sum", "bias sums")),
+)
 
 
-def _lists(length: int, extra: int, each: int) -> Callable[[Op], int]:
-    """Launches of a kernel over many tensors, `length` of them in a launch's arguments."""
-    return lambda op: each * -(-_listed(op) // length) + extra
-
-
-def _listed(op: Op) -> int:
-    return max(1, len(op.operands) // (5 if "adamw" in op.name else 1))
+def _of_lists(length: int, each: int, extra: int, lists: int) -> Callable[[Op], int]:
+    """Launches of a kernel over `lists` lists of tensors, which takes `length` of each in its arguments."""
+    return lambda op: extra + each * -(-max(1, len(op.operands) // lists) // length)
 
 
 # What a call launches: ours by their launchers in kernels/cuda, torch's where it is not one.
@@ -73,8 +72,8 @@ LAUNCHES: dict[str, int | Callable[[Op], int]] = {
     **dict.fromkeys(("gptlite.layer_norm", "gptlite.residual_norm", "gptlite.bias_gelu", "gptlite.dropout"), 1),
     **dict.fromkeys(("gptlite.layer_norm_backward", "gptlite.residual_norm_backward", "gptlite.bias_gelu_backward"), 2),
     **dict.fromkeys(("gptlite.cross_entropy_", "gptlite.cross_entropy_stats", "gptlite.cross_entropy_gradient_"), 1),
-    "gptlite.norm": _lists(128, extra=1, each=1),
-    "gptlite.adamw_": _lists(64, extra=0, each=2),
+    "gptlite.norm": _of_lists(128, each=1, extra=1, lists=1),
+    "gptlite.adamw_": _of_lists(64, each=2, extra=0, lists=5),
     "aten._scaled_dot_product_flash_attention": 1,
     "aten._scaled_dot_product_flash_attention_backward": 3,  # dy·y, the gradients, dq rounded
     "aten.embedding_dense_backward": 12,  # about: indices are sorted, then summed by segments
@@ -104,17 +103,16 @@ class Model:
 
     trace: Trace
     rows: list[Row]
-    undeclared: list[str] = field(default_factory=list)  # ops of ours whose launches are not in LAUNCHES
 
     def by_class(self, slower: bool = False) -> dict[str, float]:
-        """ns a token of each class."""
+        """ns a token of each class; `slower`: with FlashAttention 2."""
         sums = dict.fromkeys(CLASSES, 0.0)
         for row in self.rows:
             sums[row.group] += (row.slower_ns if slower else row.ns) / self.trace.tokens
         return sums
 
     def ns_a_token(self, slower: bool = False) -> float:
-        """The sum; `slower`: with FlashAttention 2."""
+        """The sum."""
         return sum(self.by_class(slower).values())
 
     @property
@@ -127,50 +125,41 @@ class Model:
         """Products off 16 bytes."""
         return [row for row in self.rows if row.misaligned]
 
+    @property
+    def undeclared(self) -> list[str]:
+        """Ops of ours whose launches are not in LAUNCHES."""
+        return sorted({row.op for row in self.rows if row.op.startswith("gptlite.") and row.op not in LAUNCHES})
+
 
 def model_of_trace(trace: Trace) -> Model:
     """Adds up a trace."""
     rows: dict[tuple[str, ...], Row] = {}
-    undeclared: set[str] = set()
     for op in trace.ops:
-        if not _on_device(op):
+        if op.view or all(each.host for each in op.tensors):
             continue
         shapes = " ".join("x".join(map(str, each.shape)) or "1" for each in op.operands[:3]) or "-"
         key = (class_of(op, trace), op.name, op.phase, shapes)
         row = rows.setdefault(key, Row(*key))
-        if op.name.startswith("gptlite.") and op.name not in LAUNCHES:
-            undeclared.add(op.name)
-        moved, flops = bytes_of(op), flops_of(op)
+        launches, moved, flops = LAUNCHES.get(op.name, 1), bytes_of(op), flops_of(op)
         row.calls += 1
-        row.launches += launches_of(op)
+        row.launches += launches if isinstance(launches, int) else launches(op)
         row.bytes += moved
         row.flops += flops
         row.misaligned += misaligned(op)
         row.ns += 1e9 * seconds_of(op, trace, moved, flops, "FA3")
         row.slower_ns += 1e9 * seconds_of(op, trace, moved, flops, "FA2")
-    return Model(trace, sorted(rows.values(), key=lambda row: -row.ns), sorted(undeclared))
-
-
-def _on_device(op: Op) -> bool:
-    return not op.view and not all(each.host for each in [*op.operands, *op.results])
-
-
-def launches_of(op: Op) -> int:
-    """Kernels and copies that a call of it starts."""
-    count = LAUNCHES.get(op.name, 1)
-    return count if isinstance(count, int) else count(op)
+    return Model(trace, sorted(rows.values(), key=lambda row: -row.ns))
 
 
 def bytes_of(op: Op) -> int:
     """Read and written in the device's memory; results count once, operands written in place twice."""
-    name = op.name.partition(".")[2]
-    tensors = [each for each in [*op.operands, *op.results] if not each.host]
+    name, results = op.name.partition(".")[2], sum(each.touched for each in op.results)
     if name == "embedding":  # the rows looked up, not the table
-        return 2 * sum(each.touched for each in op.results) + op.operands[1].touched
+        return 2 * results + op.operands[1].touched
     if name == "embedding_dense_backward":  # a table of zeros, and rows added to it
-        return 3 * op.operands[0].touched + sum(each.touched for each in op.results)
+        return 3 * op.operands[0].touched + results
+    tensors = [each for each in op.tensors if not each.host]
     if name in WRITE_ONLY and op.operands[0].written:
-        tensors = [each for each in op.operands if not each.host]
         return sum(each.touched for each in tensors)
     return sum(each.touched * (each.read + each.written) for each in tensors)
 
@@ -188,17 +177,10 @@ def flops_of(op: Op) -> int:
 
 
 def misaligned(op: Op) -> bool:
-    """Whether a product has a 16-bit operand or result whose rows or columns do not start at 16 bytes."""
-    if op.name not in PRODUCTS:
-        return False
-    matrices = [each for each in [*op.operands, *op.results] if len(each.shape) >= 2 and each.item == 2]
-    return any(leading_dim(each) % ALIGNED for each in matrices)
-
-
-def leading_dim(matrix: Operand) -> int:
-    """Elements from one row to the next, or, of a matrix stored by columns, from one column to the next."""
-    rows, columns = matrix.stride[-2:]
-    return rows if columns == 1 else columns
+    """Whether a product has a 16-bit operand or result whose rows, or columns if it is stored by them, do not start at
+    16 bytes."""
+    matrices = [each.stride[-2:] for each in op.tensors if len(each.shape) >= 2 and each.item == 2]
+    return op.name in PRODUCTS and any((rows if columns == 1 else columns) % ALIGNED for rows, columns in matrices)
 
 
 def seconds_of(op: Op, trace: Trace, moved: int, flops: int, attention: str) -> float:
@@ -223,15 +205,16 @@ def share_of_copy(op: Op) -> float:
 def class_of(op: Op, trace: Trace) -> str:
     """Which of CLASSES a call belongs to."""
     space, _, name = op.name.partition(".")
-    shapes = [each.shape for each in [*op.operands, *op.results]]
+    shapes = [each.shape for each in op.tensors]
     largest = max(shapes, key=prod, default=[])
-    table = any(size in _vocabulary(trace) for shape in shapes for size in shape)
+    vocabulary = trace.vocabulary, -(-trace.vocabulary // 128) * 128  # padded
+    table = any(size in vocabulary for shape in shapes for size in shape)
     if op.name in PRODUCTS or "_mm" in name:
         return "GEMM head" if table else "GEMM block"
     if "attention" in name:
         return "attention"
     if space == "gptlite" or "gelu" in name:
-        return _class_of_ours(name)
+        return next((group for part, group in OURS if part in name), "other")
     if "embedding" in name:
         return "other"
     if name in COPIES:
@@ -243,24 +226,3 @@ def class_of(op: Op, trace: Trace) -> str:
     if name in ("add", "add_") and trace.width in largest:
         return "norm + residual"
     return "optimizer" if op.phase == "update" else "other"
-
-
-def _class_of_ours(name: str) -> str:
-    known = (("gelu", "GELU"), ("cross_entropy", "loss"), ("adamw", "optimizer"), ("_norm", "norm + residual"))
-    for part, group in (*known, ("norm", "optimizer"), ("sum", "bias sums")):
-        if part in name:
-            return group
-    return "other"
-
-
-def _vocabulary(trace: Trace) -> tuple[int, ...]:
-    padded = -(-trace.vocabulary // 128) * 128
-    return trace.vocabulary, padded
-
-
-def totals(models: Iterable[Model]) -> dict[str, dict[str, float]]:
-    """ns a token by model and class, for comparison."""
-    found: dict[str, dict[str, float]] = defaultdict(dict)
-    for model in models:
-        found[model.trace.model] = model.by_class()
-    return dict(found)

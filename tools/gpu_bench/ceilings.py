@@ -2,82 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from gptlite.kernels.bench import COPY_BYTES, copy_speed
+from gptlite.kernels.timing import Task, clock_of, measure
+
 from .report import Part
-from .timing import Timer
 
-COPY_BYTES = {False: 4 * 2**30, True: 2**20}
-SQUARE = {False: 8192, True: 128}
-TOKENS, WIDTHS = {False: 16384, True: 64}, {False: (768, 2048), True: (32,)}
-COLUMNS = {False: (50257, 50304), True: (251, 256)}
-REPEATS = {False: 30, True: 3}
+if TYPE_CHECKING:
+    from bench_gpu import Arguments
+
+REPEATS = 30
 
 
-@dataclass(frozen=True)
-class Product:
-    """One matrix product, with its operands' shapes."""
-
-    what: str
-    call: Callable[[], Any]
-    flops: int
-
-
-def run(part: Part, device: torch.device, tiny: bool) -> None:
+def run(part: Part, options: Arguments) -> None:
     """Prints and keeps bytes and FLOPs a second."""
-    timer, repeats = Timer(device), REPEATS[tiny]
-    copy = copy_rate(timer, COPY_BYTES[tiny], repeats)
-    part.text(
-        f"A device-to-device copy of {COPY_BYTES[tiny] / 1e9:.1f} GB moves **{copy / 1e12:.3f} TB/s**, read and "
-        "written."
-    )
+    device = torch.device(options.device)
+    copy = copy_speed(device)
+    size = COPY_BYTES[device.type] / 1e9
+    part.text(f"A device-to-device copy of {size:.1f} GB moves **{copy / 1e12:.3f} TB/s**, read and written.")
     part.put("copy_bytes_per_second", copy)
-    side, rows = SQUARE[tiny], []
-    products = [Product(f"{side} cubed", *_square(side, device))]
-    for width in WIDTHS[tiny]:
-        for columns in COLUMNS[tiny]:
-            products += head_products(TOKENS[tiny], width, columns, device)
-    for index, product in enumerate(products):
-        if part.deadline.over:
-            part.failed(f"the time was over before {product.what}")
-            break
-        seconds = timer.seconds(product.call, repeats)
-        rate = product.flops / seconds
-        part.put(product.what, {"seconds": seconds, "flops_per_second": rate})
-        rows.append((product.what, f"{seconds * 1e3:.3f}", f"{rate / 1e12:.1f}"))
-        part.progress(index + 1, len(products), product.what)
+    rows: list[tuple[str, ...]] = []
     part.table(("bf16 product, random data", "ms", "TFLOP/s"), rows)
+    for name, a, b in products(device, options.size == "tiny"):
+        if part.over:
+            part.failed(f"the time was over before {name}")
+            break
+        product = Task(lambda out, a=a, b=b: torch.mm(a, b, out=out))
+        seconds = measure({name: product}, [a @ b], REPEATS, clock_of(device))[name]
+        rate = 2 * a.numel() * b.shape[1] / seconds
+        rows.append((name, f"{seconds * 1e3:.3f}", f"{rate / 1e12:.1f}"))
+        part.put(name, {"seconds": seconds, "flops_per_second": rate})
+        part.log(f"{name}: {' ms, '.join(rows[-1][1:])} TFLOP/s")
 
 
-def copy_rate(timer: Timer, size: int, repeats: int) -> float:
-    """Bytes a second that a copy of `size` bytes reads and writes."""
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=timer.device)
-    target = torch.empty_like(source)
-    return 2 * size / timer.seconds(lambda: target.copy_(source), repeats)
-
-
-def head_products(tokens: int, width: int, columns: int, device: torch.device) -> list[Product]:
-    """The head's three: logits, the gradient of what it is given, and the table's. Rows of `columns`, odd or not."""
-    hidden, table, logits = (_random(shape, device) for shape in ((tokens, width), (columns, width), (tokens, columns)))
-    flops, label = 2 * tokens * width * columns, f"head {tokens}x{width}x{columns}"
-    out = {"logits": torch.empty_like(logits), "hidden": torch.empty_like(hidden), "table": torch.empty_like(table)}
-    return [
-        Product(f"{label}, forward", lambda: torch.mm(hidden, table.t(), out=out["logits"]), flops),
-        Product(f"{label}, its input's gradient", lambda: torch.mm(logits, table, out=out["hidden"]), flops),
-        Product(f"{label}, its table's gradient", lambda: torch.mm(logits.t(), hidden, out=out["table"]), flops),
-    ]
-
-
-def _square(side: int, device: torch.device) -> tuple[Callable[[], Any], int]:
-    a, b = (_random((side, side), device) for _ in range(2))
-    out = torch.empty_like(a)
-    return lambda: torch.mm(a, b, out=out), 2 * side**3
-
-
-def _random(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16, device=device)
+def products(device: torch.device, tiny: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """A large one; and the head's: logits, the gradients of its input and of its table, rows of odd length or not."""
+    side, tokens = (128, 64) if tiny else (8192, 16384)
+    random = partial(torch.randn, dtype=torch.bfloat16, device=device)
+    yield f"{side} cubed", random(side, side), random(side, side)
+    for width in (32,) if tiny else (768, 2048):
+        for columns in (251, 256) if tiny else (50257, 50304):
+            label = f"head {tokens}x{width}x{columns}"
+            hidden, table, logits = random(tokens, width), random(columns, width), random(tokens, columns)
+            yield f"{label}, forward", hidden, table.t()
+            yield f"{label}, its input's gradient", logits, table
+            yield f"{label}, its table's gradient", logits.t(), hidden

@@ -8,15 +8,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .environment import child_environment
-from .gradients import gradient_rows
 from .report import Part
+
+if TYPE_CHECKING:
+    from bench_gpu import Arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "tests/gpu"
@@ -25,8 +27,7 @@ ONCE = "import sys; from gpu_bench.sanitized import main; sys.exit(main())"
 TAIL = 12  # lines of a failure that the report keeps
 
 
-@dataclass(frozen=True)
-class Gate:
+class Gate(NamedTuple):
     """A command that must end with 0."""
 
     name: str
@@ -34,15 +35,16 @@ class Gate:
     share: float  # of the part's time that it may take at most
 
 
-def run(part: Part, device: torch.device, tests: str) -> None:
+def run(part: Part, options: Arguments) -> None:
     """Runs all gates that this machine has the tools for."""
-    gradients(part, device)
-    gates = [Gate(f"pytest {tests}", pytest_command(tests), 0.6 if device.type == "cuda" else 1.0)]
-    if device.type == "cuda":
-        gates += sanitizers(part)
+    cuda = options.device == "cuda"
+    gradients(part, torch.device(options.device))
+    gates = [Gate(f"pytest {options.tests}", pytest_command(options.tests), 0.6 if cuda else 1.0)]
+    gates += sanitizers(part) if cuda else []
+    environment = {**child_environment(), **({} if cuda else {"CUDA_VISIBLE_DEVICES": ""})}
     for index, gate in enumerate(gates):
         part.progress(index, len(gates), gate.name)
-        ended(part, gate, device)
+        ended(part, gate, environment)
     part.progress(len(gates), len(gates), "done")
 
 
@@ -66,14 +68,12 @@ def sanitizers(part: Part) -> list[Gate]:
     ]
 
 
-def ended(part: Part, gate: Gate, device: torch.device) -> None:
+def ended(part: Part, gate: Gate, environment: dict[str, str]) -> None:
     """Runs a gate, and reports how it ended."""
-    limit = min(part.deadline.left, gate.share * part.deadline.seconds)
+    limit = min(part.seconds - part.spent, gate.share * part.seconds)
     if limit < 1:
         part.failed(f"{gate.name}: no time left for it")
         return
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
-    environment = {**child_environment(), **hidden}
     file = part.folder / f"gates-{re.sub(r'[^a-z0-9]+', '-', gate.name.lower())}.log"
     with file.open("w") as log:
         process = subprocess.Popen(
@@ -82,16 +82,19 @@ def ended(part: Part, gate: Gate, device: torch.device) -> None:
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
+            os.killpg(process.pid, 9)  # its workers too
             process.wait()
-            part.failed(f"{gate.name}: not done after {limit:.0f} s; its last line: {_last(file)}")
-            return
-    part.put(gate.name, {"exit_code": code, "last_line": _last(file)})
+            code = None
+    lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
+    if code is None:
+        part.failed(f"{gate.name}: not done after {limit:.0f} s; its last line: {lines[-1].strip()}")
+        return
+    part.put(gate.name, {"exit_code": code, "last_line": lines[-1].strip()})
     if code:
-        part.failed(f"{gate.name}: exit code {code}; {_last(file)}")
-        part.text("```\n" + "\n".join(file.read_text(errors="replace").splitlines()[-TAIL:]) + "\n```")
+        part.failed(f"{gate.name}: exit code {code}; {lines[-1].strip()}")
+        part.text("```\n" + "\n".join(lines[-TAIL:]) + "\n```")
     else:
-        part.text(f"{gate.name}: passed. {_last(file)}")
+        part.text(f"{gate.name}: passed. {lines[-1].strip()}")
 
 
 def gradients(part: Part, device: torch.device) -> None:
@@ -100,16 +103,47 @@ def gradients(part: Part, device: torch.device) -> None:
     part.table(
         ("attention", "worst error of a gradient", "its parameter", "error of the loss", "allowed", ""),
         [
-            (row.attention, f"{row.worst:.2e}", row.parameter, f"{row.loss:.1e}", f"{row.limit:.2e}", row.verdict)
-            for row in rows
+            (name, f"{row['worst']:.2e}", row["parameter"], f"{row['loss']:.1e}", f"{row['limit']:.2e}", row["verdict"])
+            for name, row in rows.items()
         ],
     )
-    part.put("gradients", [vars(row) for row in rows])
-    for row in rows:
-        if row.verdict not in ("fine", "reference") and not row.verdict.startswith("not here"):
-            part.failed(f"gradients in bf16, attention {row.attention}: {row.verdict}")
+    part.put("gradients", [{"attention": name, **row} for name, row in rows.items()])
+    for name, row in rows.items():
+        if row["verdict"] not in ("fine", "reference") and not row["verdict"].startswith("not here"):
+            part.failed(f"gradients in bf16, attention {name}: {row['verdict']}")
 
 
-def _last(file: Path) -> str:
-    lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no output"
+def gradient_rows(device: torch.device) -> dict[str, dict[str, Any]]:
+    """What tests/gpu/test_whole_model.py measures, by attention, relative to each gradient's norm, and its verdict."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from gpu import device as place  # pyright: ignore[reportMissingImports]
+
+    from gptlite.ops.config import OpsConfig
+    from gptlite.ops.select import select_ops
+
+    place.DEVICE = device
+    from gpu import test_whole_model as whole  # pyright: ignore[reportMissingImports]
+
+    ops = select_ops(OpsConfig(), device)
+    plain = whole.reference_errors(whole.BF16, 0.0)
+    worst = max(plain.keys() - {"loss"}, key=lambda name: plain[name])
+    numbers = {"worst": plain[worst], "parameter": worst, "loss": plain["loss"], "limit": plain[worst]}
+    rows: dict[str, dict[str, Any]] = {"reference ops": {**numbers, "verdict": "reference"}}
+    cases = [each for each in whole.CASES if each.dtype == whole.BF16 and not each.dropout]
+    for case in [whole.Case(whole.BF16, whole.Attention.sdpa), *cases]:
+        name = case.attention.value + (f", {case.backend.name.lower()}" if case.backend else "")
+        nothing = {"worst": float("nan"), "parameter": "", "loss": float("nan"), "limit": float("nan")}
+        try:
+            errors = whole.errors_of(case, ops)
+        except RuntimeError as error:
+            missing = "No available kernel" in str(error)
+            what = "not here: torch has no such kernel for it" if missing else str(error).splitlines()[0]
+            rows[name] = {**nothing, "verdict": what}
+            continue
+        limits = whole.limits_of(case)
+        worst = max(errors, key=lambda name: errors[name] / limits[name] if errors[name] == errors[name] else torch.inf)
+        off = f"{worst} is off by {errors[worst]:.2e}, more than {limits[worst]:.2e}"
+        fine = all(errors[name] <= limits[name] for name in errors)  # NaN is not
+        numbers = {"worst": errors[worst], "parameter": worst, "loss": errors["loss"], "limit": limits[worst]}
+        rows[name] = {**numbers, "verdict": "fine" if fine else off}
+    return rows

@@ -7,47 +7,40 @@ import subprocess
 import sys
 import time
 import traceback
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
+from nanogpt import check_clone
 
 from gptlite.errors import ConfigError, did_you_mean
 
 from .environment import child_environment
-from .report import PARTS, Deadline, Part, assemble
+from .report import Part, add_failure, assemble
+
+if TYPE_CHECKING:
+    from bench_gpu import Arguments
 
 # Minutes of each where all run, after the kernels were built; together at most 20.
 SHARES = {"gates": 4.5, "ceilings": 0.7, "kernels": 3.3, "steps": 5.0, "profile": 1.5, "peer": 2.0, "model": 1.5}
 BUILD = 1.5
 GRACE = 15.0  # seconds over its time after which a part is ended
 CPU_PARTS = ("gates", "model")  # that say something of use without a GPU at full size
+MODULES = {"kernels": "kernel_rows", "profile": "profiled", "model": "model_part"}  # others are called as their part
 
 
-class Options(Protocol):
-    """The command line, see tools/bench_gpu.py."""
-
-    part: str
-    device: str
-    size: str
-    minutes: float
-    output: str | None
-    peer: str | None
-    tree: str | None
-    tests: str
-    wheels: str
-
-
-def run(options: Options) -> int:
+def run(options: Arguments) -> int:
     """Runs what is asked for. Returns the exit code. Raises ConfigError."""
     check(options)
     folder = Path(options.output or f"outputs/bench_gpu/{time.strftime('%Y-%m-%d_%H-%M-%S')}").expanduser()
     return _all(options, folder) if options.part == "all" else _one(options, folder)
 
 
-def check(options: Options) -> None:
+def check(options: Arguments) -> None:
     """Raises ConfigError, one line, for what cannot run here."""
-    names = (*PARTS, "all", "wheels")
+    names = (*SHARES, "all", "wheels")
     if options.part not in names:
         raise ConfigError(f"part={options.part} is not one of {', '.join(names)}{did_you_mean(options.part, names)}")
     if options.device not in ("cuda", "cpu"):
@@ -56,12 +49,12 @@ def check(options: Options) -> None:
         raise ConfigError(f"size={options.size} is neither full nor tiny")
     if not 0 < options.minutes <= 600:
         raise ConfigError(f"minutes={options.minutes:g} must be above 0 and at most 600")
-    if options.peer and not (Path(options.peer).expanduser() / "model.py").is_file():
-        raise ConfigError(f"peer={options.peer} holds no model.py; give a clone of nanoGPT")
+    if options.peer:
+        check_clone(options.peer)
     if options.part == "peer" and not options.peer:
         raise ConfigError("part=peer needs peer=NANOGPT, a clone of nanoGPT")
-    if options.tree and not (Path(options.tree).expanduser() / "gptlite" / "__init__.py").is_file():
-        raise ConfigError(f"tree={options.tree} is no source tree of gptlite")
+    if options.tree and not (Path(options.tree).expanduser() / "tools" / "gpu_bench").is_dir():
+        raise ConfigError(f"tree={options.tree} is no source tree of gptlite that has tools/gpu_bench")
     if options.part != "model" and options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"part={options.part}: torch {torch.__version__} finds no GPU; part=model needs none, and device=cpu "
@@ -71,9 +64,9 @@ def check(options: Options) -> None:
         raise ConfigError(f"part={options.part} device=cpu would take hours at full size; add size=tiny")
 
 
-def _all(options: Options, folder: Path) -> int:
+def _all(options: Arguments, folder: Path) -> int:
     """Every part with its share of the time. A part that fails or hangs is recorded, and the rest goes on."""
-    names = [name for name in PARTS if name != "peer" or options.peer]
+    names = [name for name in SHARES if name != "peer" or options.peer]
     started = time.monotonic()
     _build_kernels()
     for index, name in enumerate(names):
@@ -95,97 +88,45 @@ def _build_kernels() -> None:
         print("the kernels are not built yet: the first part goes on with it", flush=True)
 
 
-def _in_a_process(options: Options, name: str, folder: Path) -> None:
+def _in_a_process(options: Arguments, name: str, folder: Path) -> None:
     program = Path(__file__).resolve().parents[1] / "bench_gpu.py"
     minutes = min(options.minutes, SHARES[name])
     given = {"part": name, "minutes": minutes, "output": folder, "device": options.device, "size": options.size}
     given |= {"tests": options.tests, **{k: v for k in ("peer", "tree") if (v := getattr(options, k))}}
     command = [sys.executable, str(program), *(f"{key}={value}" for key, value in given.items())]
-    for before in (folder / f"{name}.json", folder / f"{name}.md"):  # of an earlier run into the same folder
-        before.unlink(missing_ok=True)
+    for ending in ("json", "md"):  # of an earlier run into the same folder
+        (folder / f"{name}.{ending}").unlink(missing_ok=True)
     limit = 60 * minutes + GRACE
-    process = subprocess.Popen(command, env=child_environment())
     try:
-        code = process.wait(limit)
+        code = subprocess.run(command, env=child_environment(), timeout=limit).returncode
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        code = -1
-    if code == -1 or (code and not _failures(folder, name)):
-        why = f"was ended after {limit:.0f} s" if code == -1 else f"ended with exit code {code} and said no more"
-        _record(folder, name, f"the part {why}")
-
-
-def _record(folder: Path, name: str, failure: str) -> None:
-    """Adds a failure to what a part, which is gone, has written."""
-    file, section = folder / f"{name}.json", folder / f"{name}.md"
-    if not file.exists():
-        Part(folder, name, Deadline(0)).failed(failure)
+        add_failure(folder, name, f"the part was ended after {limit:.0f} s")
         return
-    data = json.loads(file.read_text())
-    data["failures"].append(failure)
-    file.write_text(json.dumps(data, indent=1))
-    section.write_text(section.read_text() + f"\n**Failed:** {failure}\n")
-    print(f"{name}: FAILED: {failure}", flush=True)
+    if code and not _failures(folder, name):
+        add_failure(folder, name, f"the part ended with exit code {code} and said no more")
 
 
 def _failures(folder: Path, name: str) -> list[str]:
-    """What a part has recorded; nothing where it has written nothing, see `_record`."""
+    """What a part has recorded."""
     file = folder / f"{name}.json"
     return json.loads(file.read_text())["failures"] if file.exists() else []
 
 
-def _one(options: Options, folder: Path) -> int:
-    part = Part(folder, options.part, Deadline(options.minutes), log=lambda line: print(line, flush=True))
+def _one(options: Arguments, folder: Path) -> int:
+    part = Part(folder, options.part, options.minutes, partial(print, flush=True))
     try:
-        _dispatch(part, options)
+        import_module(f".{MODULES.get(part.name, part.name)}", __package__).run(part, options)
     except ConfigError:
         raise
     except Exception as error:
         traceback.print_exc()
-        words_of_it = (str(error).strip() or type(error).__name__).splitlines()[0]
-        part.failed(f"{type(error).__name__}: {words_of_it}")
+        part.failed(f"{type(error).__name__}: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
     part.flush()
     print(f"written: {assemble(folder, words(options))}")
     return int(bool(part.failures))
 
 
-def _dispatch(part: Part, options: Options) -> None:
-    """Imports the part's module alone, and runs it."""
-    device, tiny = torch.device(options.device), options.size == "tiny"
-    match part.name:
-        case "gates":
-            from . import gates
-
-            gates.run(part, device, options.tests)
-        case "ceilings":
-            from . import ceilings
-
-            ceilings.run(part, device, tiny)
-        case "kernels":
-            from . import kernel_rows
-
-            kernel_rows.run(part, device, tiny)
-        case "steps":
-            from . import steps
-
-            steps.run(part, device, tiny)
-        case "profile":
-            from . import profiled
-
-            profiled.run(part, device, tiny)
-        case "peer":
-            from . import peer
-
-            peer.run(part, device, tiny, Path(options.peer or "").expanduser())
-        case "model":
-            from . import model_part
-
-            tree = str(Path(options.tree).expanduser()) if options.tree else None
-            model_part.run(part, ("tiny",) if tiny else ("small", "xl"), tree)
-
-
-def words(options: Options) -> str:
+def words(options: Arguments) -> str:
     """What this was taken on, and when."""
     device = "the CPU alone"
     if options.device == "cuda" and torch.cuda.is_available():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-SIZE, DPI = (9.0, 4.2), 100
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 COLOURS = {
     "GEMM block": "#4477aa",
     "GEMM head": "#66ccee",
@@ -27,18 +28,16 @@ NARROWEST = 0.04  # of the axis: a narrower piece has no number on it
 
 def stacked_classes(file: Path, title: str, bars: Mapping[str, Mapping[str, float]], goal: float | None) -> None:
     """A bar for each name, its classes beside one another in ns a token; `goal` is a line."""
-    plot = _pyplot()
-    figure, axes = plot.subplots(figsize=SIZE, dpi=DPI)
-    names = list(bars)[::-1]
+    figure = Figure(figsize=(9.0, 4.2), dpi=100)
+    axes, names = figure.subplots(), list(bars)[::-1]
     most = max(sum(bar.values()) for bar in bars.values())
     left = [0.0] * len(names)
     for group, colour in COLOURS.items():
         widths = [bars[name].get(group, 0.0) for name in names]
-        axes.barh(names, widths, left=left, color=colour, label=group, edgecolor="white", linewidth=0.6, height=0.6)
-        for row, (start, width) in enumerate(zip(left, widths, strict=True)):
-            if width > NARROWEST * most:
-                ink = "white" if group in DARK else "black"
-                axes.text(start + width / 2, row, f"{width:.0f}", ha="center", va="center", fontsize=8, color=ink)
+        drawn = axes.barh(names, widths, left=left, color=colour, label=group, edgecolor="white", linewidth=0.6)
+        numbers = [f"{width:.0f}" if width > NARROWEST * most else "" for width in widths]
+        ink = "white" if group in DARK else "black"
+        axes.bar_label(drawn, numbers, label_type="center", fontsize=8, color=ink)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for row, total in enumerate(left):
         place = total + 0.012 * most, row
@@ -48,44 +47,29 @@ def stacked_classes(file: Path, title: str, bars: Mapping[str, Mapping[str, floa
         axes.text(goal, len(names) - 0.56, f"goal {goal:,.0f}", fontsize=9, va="bottom", ha="center", bbox=PLAIN)
     axes.set_xlim(0, 1.1 * max(most, goal or 0.0))
     axes.set_ylim(-0.55, len(names) - 0.3)
+    _save(axes, title, file, columns=6)
+
+
+def beside_floor(file: Path, title: str, measured: Mapping[str, float], floor: Mapping[str, float]) -> None:
+    """For each class the measured ns a token over the least possible."""
+    axes = Figure(figsize=(9.0, 4.2), dpi=100).subplots()
+    drawn = axes.barh([row - 0.2 for row in range(len(measured))], measured.values(), 0.38, color="#4477aa")
+    axes.barh([row + 0.2 for row in range(len(floor))], floor.values(), 0.38, color="#ccbb44", label="floor")
+    drawn.set_label("measured")
+    words = [
+        f"{its:.0f}   {its / floor[name]:.1f}x the floor" if floor[name] > 0.5 else f"{its:.0f}"
+        for name, its in measured.items()
+    ]
+    axes.bar_label(drawn, words, padding=4, fontsize=8)
+    axes.set_yticks(range(len(measured)), list(measured))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.3 * max([*measured.values(), *floor.values(), 1e-9]))
+    _save(axes, title, file, columns=2)
+
+
+def _save(axes: Axes, title: str, file: Path, columns: int) -> None:
     axes.set_xlabel("ns a token")
     axes.set_title(title, pad=14)
-    axes.legend(ncols=6, fontsize=8, loc="upper center", bbox_to_anchor=(0.45, -0.16), frameon=False)
-    _save(plot, figure, file)
-
-
-def beside_floor(
-    file: Path, title: str, groups: Sequence[str], measured: Sequence[float], floor: Sequence[float]
-) -> None:
-    """For each class the measured ns a token over the least possible."""
-    plot = _pyplot()
-    figure, axes = plot.subplots(figsize=SIZE, dpi=DPI)
-    places = list(range(len(groups)))
-    axes.barh([place + 0.2 for place in places], measured, height=0.38, color="#4477aa", label="measured")
-    axes.barh([place - 0.2 for place in places], floor, height=0.38, color="#ccbb44", label="floor")
-    most = max([*measured, *floor, 1e-9])
-    for place, (its, least) in enumerate(zip(measured, floor, strict=True)):
-        ratio = f"{its:.0f}   {its / least:.1f}x the floor" if least > 0.5 else f"{its:.0f}"
-        axes.text(its + 0.01 * most, place + 0.2, ratio, va="center", fontsize=8)
-    axes.set_yticks(places, groups)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * most)
-    axes.set_xlabel("ns a token")
-    axes.set_title(title)
-    axes.legend(ncols=2, fontsize=8, loc="upper center", bbox_to_anchor=(0.45, -0.14), frameon=False)
-    _save(plot, figure, file)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plot
-
-    return plot
-
-
-def _save(plot: Any, figure: Any, file: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(file)
-    plot.close(figure)
+    axes.legend(ncols=columns, fontsize=8, loc="upper center", bbox_to_anchor=(0.45, -0.16), frameon=False)
+    axes.figure.tight_layout()  # type: ignore[union-attr]
+    axes.figure.savefig(file)  # type: ignore[union-attr]

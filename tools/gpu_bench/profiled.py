@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from real_step import build_step, model_of
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import select_ops
+from gptlite.parallelism.mesh import Mesh
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 
 from .byte_model import CLASSES, Model, class_of, model_of_trace
 from .pictures import beside_floor
-from .real_step import build_step, model_of
 from .report import Part
 from .step_trace import Op, Operand, Trace, trace_step
+
+if TYPE_CHECKING:
+    from bench_gpu import Arguments
 
 BATCH = {"small": 16, "tiny": 2}
 STEPS, WARM_UP, TOP = 3, 3, 20
@@ -32,8 +35,7 @@ BY_NAME = (
 )
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """Time on the device: a kernel, and the op that launched it with the shapes of what it was given."""
 
     kernel: str
@@ -42,38 +44,37 @@ class Slice:
     seconds: float
 
 
-def run(part: Part, device: torch.device, tiny: bool) -> None:
+def run(part: Part, options: Arguments) -> None:
     """Profiles the step of GPT-3 Small, bf16, eager."""
-    size = "tiny" if tiny else "small"
-    model = model_of_trace(trace_step(size, BATCH[size]))
+    size, device = "tiny" if options.size == "tiny" else "small", torch.device(options.device)
+    model, config = model_of_trace(trace_step(size, BATCH[size])), model_of(size)
     policy = resolve_precision(PrecisionConfig(Precision.bf16), device)
-    taken = build_step(model_of(size), select_ops(OpsConfig(), device), policy, device, BATCH[size])
-    slices = slices_of(taken.step, device)
+    step = build_step(config, select_ops(OpsConfig(), device), policy, Mesh(device), BATCH[size])
+    slices = slices_of(step, device.type == "cuda")
     if not slices:
         part.failed("the profiler recorded nothing on the device")
         return
-    total = sum(each.seconds for each in slices) / STEPS
+    total, tokens = sum(each.seconds for each in slices) / STEPS, BATCH[size] * config.sequence_length
     part.text(
-        f"{size}, {BATCH[size]} x {taken.config.sequence_length} tokens, bf16, eager: {total * 1e3:.2f} ms of kernels "
-        f"a step, {len(slices) / STEPS:.0f} of them, {total * 1e9 / taken.tokens:.0f} ns a token."
+        f"{size}, {BATCH[size]} x {config.sequence_length} tokens, bf16, eager: {total * 1e3:.2f} ms of kernels a "
+        f"step, {len(slices) / STEPS:.0f} of them, {total * 1e9 / tokens:.0f} ns a token."
     )
     _top(part, slices, model.trace, total)
-    _classes(part, slices, model, taken.tokens)
+    _classes(part, slices, model, tokens)
 
 
-def slices_of(step: Callable[[], Any], device: torch.device) -> list[Slice]:
+def slices_of(step: Callable[[], Any], cuda: bool) -> list[Slice]:
     """What STEPS steps do on the device; on a CPU an op's own time stands for a kernel."""
     for _ in range(WARM_UP):
         step()
-    cuda = device.type == "cuda"
     if cuda:
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities, record_shapes=True) as recorded:
         for _ in range(STEPS):
             step()
         if cuda:
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize()
     events = list(recorded.events() or ())
     return list(_kernels(events) if cuda else _ops(events))
 
@@ -114,47 +115,38 @@ def group_of(each: Slice, trace: Trace) -> str:
 
 
 def _top(part: Part, slices: list[Slice], trace: Trace, total: float) -> None:
-    seconds: dict[tuple[str, str], float] = defaultdict(float)
-    calls: Counter[tuple[str, str]] = Counter()
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for each in slices:
-        key = each.kernel, group_of(each, trace)
-        seconds[key] += each.seconds / STEPS
-        calls[key] += 1
-    longest = sorted(seconds, key=lambda key: -seconds[key])[:TOP]
+        found[each.kernel, group_of(each, trace)].append(each.seconds)
+    longest = sorted(((sum(times), len(times), *key) for key, times in found.items()), reverse=True)
     part.table(
         ("kernel", "class", "calls a step", "us a call", "ms a step", "share"),
         [
             (
-                *(kernel[:NAME], group, f"{calls[kernel, group] / STEPS:.0f}"),
-                f"{seconds[kernel, group] * STEPS * 1e6 / calls[kernel, group]:.1f}",
-                *(f"{seconds[kernel, group] * 1e3:.3f}", f"{seconds[kernel, group] / total:.1%}"),
+                *(kernel[:NAME], group, f"{calls / STEPS:.0f}", f"{seconds * 1e6 / calls:.1f}"),
+                *(f"{seconds / STEPS * 1e3:.3f}", f"{seconds / STEPS / total:.1%}"),
             )
-            for kernel, group in longest
+            for seconds, calls, kernel, group in longest[:TOP]
         ],
     )
-    every = [{"kernel": kernel, "class": group, "seconds": seconds[kernel, group]} for kernel, group in seconds]
-    part.put("kernels", sorted(every, key=lambda row: -row["seconds"]))
+    every = [{"kernel": kernel, "class": group, "seconds": each / STEPS} for each, _, kernel, group in longest]
+    part.put("kernels", every)
 
 
 def _classes(part: Part, slices: list[Slice], model: Model, tokens: int) -> None:
-    measured = dict.fromkeys(CLASSES, 0.0)
+    measured, floor = dict.fromkeys(CLASSES, 0.0), model.by_class()
     for each in slices:
         measured[group_of(each, model.trace)] += each.seconds * 1e9 / STEPS / tokens
-    floor = model.by_class()
-    rows = [
-        (name, f"{measured[name]:.1f}", f"{floor[name]:.1f}", _ratio(measured[name], floor[name])) for name in CLASSES
-    ]
-    whole = sum(measured.values()), sum(floor.values())
+    pairs = {name: (measured[name], floor[name]) for name in CLASSES}
+    pairs["sum"] = sum(measured.values()), sum(floor.values())
     part.table(
         ("class", "ns a token", "floor", "times the floor"),
-        [*rows, ("sum", f"{whole[0]:.1f}", f"{whole[1]:.1f}", _ratio(*whole))],
+        [
+            (name, f"{its:.1f}", f"{least:.1f}", f"{its / least:.2f}" if least > 0 else "")
+            for name, (its, least) in pairs.items()
+        ],
     )
     part.put("classes", {name: {"ns_a_token": measured[name], "floor": floor[name]} for name in CLASSES})
     file = part.folder / "profile.png"
-    title = f"{model.trace.model}: kernels of a step by class"
-    beside_floor(file, title, CLASSES, [measured[name] for name in CLASSES], [floor[name] for name in CLASSES])
+    beside_floor(file, f"{model.trace.model}: kernels of a step by class", measured, floor)
     part.picture(file, "Kernels of a step by class, beside their floor")
-
-
-def _ratio(measured: float, floor: float) -> str:
-    return f"{measured / floor:.2f}" if floor > 0 else ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PARTS = ("gates", "ceilings", "kernels", "steps", "profile", "peer", "model")
+from gptlite.files import write_whole
+
 TITLES = {
     "gates": "Gates: is it right",
     "ceilings": "Ceilings of this device",
@@ -21,115 +21,102 @@ TITLES = {
 }
 
 
-class Deadline:
-    """The time a part has; `left` is in seconds."""
-
-    def __init__(self, minutes: float) -> None:
-        self.seconds = 60 * minutes
-        self._end = time.monotonic() + self.seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds, 0 when the time is over."""
-        return max(0.0, self._end - time.monotonic())
-
-    @property
-    def over(self) -> bool:
-        """Whether there is none left."""
-        return self.left == 0.0
-
-
 class Part:
-    """One part's section: text, tables, pictures, and numbers for the JSON. Each addition is flushed to disk."""
+    """One part's section: text, tables, pictures, and numbers for the JSON; and the time that it has."""
 
-    def __init__(self, folder: Path, name: str, deadline: Deadline, log: Callable[[str], None] = print) -> None:
-        self.folder, self.name, self.deadline, self._log = folder, name, deadline, log
+    def __init__(self, folder: Path, name: str, minutes: float, log: Callable[[str], None] = print) -> None:
+        self.folder, self.name, self.log, self.seconds = folder, name, log, 60 * minutes
         self.failures: list[str] = []
         self.data: dict[str, Any] = {"part": name, "failures": self.failures}
-        self._blocks: list[str] = []
+        self._blocks: list[Callable[[], str]] = []
         self._started = time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
 
+    @property
+    def spent(self) -> float:
+        """Seconds since the part began."""
+        return time.monotonic() - self._started
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no time left."""
+        return self.spent >= self.seconds
+
     def progress(self, done: int, total: int, what: str) -> None:
         """One line with how far the part is and when it will be over."""
-        spent = time.monotonic() - self._started
-        eta = f"{spent * (total - done) / done:.0f} s" if done else "unknown"
-        self._log(f"{self.name}: {done}/{total}, {what}; {spent:.0f} s so far, ETA {eta}")
+        eta = f"{self.spent * (total - done) / done:.0f} s" if done else "unknown"
+        self.log(f"{self.name}: {done}/{total}, {what}; {self.spent:.0f} s so far, ETA {eta}")
 
     def text(self, line: str) -> None:
         """A paragraph, printed too."""
-        self._log(line)
-        self._add(line)
+        self.log(line)
+        self._add(lambda: line)
 
-    def table(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """A table, printed too."""
-        lines = markdown_table(head, rows)
-        self._log(lines)
-        self._add(lines)
-
-    def replace_table(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """The last table again, with more rows; not printed."""
-        self._blocks[-1:] = [markdown_table(head, rows)]
-        self.flush()
-
-    def reprint(self) -> None:
-        """Prints the last table."""
-        self._log(self._blocks[-1])
+    def table(self, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """A table, printed too. Rows that are added to an empty one are written from then on, and not printed."""
+        if rows:
+            self.log(markdown_table(head, rows))
+        self._add(lambda: markdown_table(head, rows))
 
     def picture(self, file: Path, alt: str) -> None:
         """A picture in the folder."""
-        self._add(f"![{alt}]({file.name})")
+        self._add(lambda: f"![{alt}]({file.name})")
 
     def failed(self, what: str) -> None:
         """Records a failure: the exit code will be 1."""
         self.failures.append(what)
-        self._log(f"{self.name}: FAILED: {what}")
-        self._add(f"**Failed:** {what}")
+        self.log(f"{self.name}: FAILED: {what}")
+        self._add(lambda: f"**Failed:** {what}")
 
     def put(self, key: str, value: Any) -> None:
         """A value of the JSON."""
         self.data[key] = value
         self.flush()
 
-    def record(self, what: str) -> None:
-        """A failure that a table's row shows."""
-        self.failures.append(what)
-        self._log(f"{self.name}: FAILED: {what}")
-        self.flush()
+    def flush(self) -> None:
+        """Writes NAME.md, then NAME.json."""
+        self.data["seconds"] = round(self.spent, 1)
+        text = "\n\n".join([f"## {TITLES[self.name]}", *(block() for block in self._blocks)])
+        write_whole(self.folder / f"{self.name}.md", text + "\n")
+        write_whole(self.folder / f"{self.name}.json", json.dumps(self.data, indent=1))
 
-    def _add(self, block: str) -> None:
+    def _add(self, block: Callable[[], str]) -> None:
         self._blocks.append(block)
         self.flush()
 
-    def flush(self) -> None:
-        """Writes NAME.json and NAME.md."""
-        self.data["seconds"] = round(time.monotonic() - self._started, 1)
-        _write(self.folder / f"{self.name}.json", json.dumps(self.data, indent=1))
-        _write(self.folder / f"{self.name}.md", "\n\n".join([f"## {TITLES[self.name]}", *self._blocks]) + "\n")
+
+def add_failure(folder: Path, name: str, failure: str) -> None:
+    """Adds a failure to what a part, which is gone, has written."""
+    file, section = folder / f"{name}.json", folder / f"{name}.md"
+    if not file.exists():
+        Part(folder, name, 0).failed(failure)
+        return
+    data = json.loads(file.read_text())
+    data["failures"].append(failure)
+    write_whole(section, section.read_text() + f"\n**Failed:** {failure}\n")
+    write_whole(file, json.dumps(data, indent=1))
+    print(f"{name}: FAILED: {failure}", flush=True)
 
 
-def assemble(folder: Path, words: str = "") -> Path:
+def assemble(folder: Path, words: str) -> Path:
     """Joins what the parts have written into report.md and report.json. Returns the first."""
-    sections = [folder / f"{name}.md" for name in PARTS if (folder / f"{name}.md").exists()]
-    found = {name: folder / f"{name}.json" for name in PARTS if (folder / f"{name}.json").exists()}
-    data = {name: json.loads(file.read_text()) for name, file in found.items()}
+    files = {name: folder / f"{name}.json" for name in TITLES}
+    data = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     failures = [f"- {name}: {each}" for name, its in data.items() for each in its["failures"]]
-    head = [
-        "# GPU report",
-        *([words] if words else []),
-        "Failures:\n" + "\n".join(failures) if failures else "No failures.",
-    ]
+    head = ["# GPU report", words, "Failures:\n" + "\n".join(failures) if failures else "No failures."]
+    sections = [(folder / f"{name}.md").read_text().rstrip() for name in data]
     report = folder / "report.md"
-    _write(report, "\n\n".join([*head, *(section.read_text().rstrip() for section in sections)]) + "\n")
-    _write(folder / "report.json", json.dumps(data, indent=1))
+    write_whole(report, "\n\n".join([*head, *sections]) + "\n")
+    write_whole(folder / "report.json", json.dumps(data, indent=1))
     return report
 
 
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns as wide as their longest cell, numbers to the right."""
     cells = [[str(cell).replace("|", "/") for cell in row] for row in rows]
-    widths = [max(len(cell) for cell in column) for column in zip(head, *cells, strict=True)]
-    right = [bool(cells) and all(_is_number(row[i]) for row in cells) for i in range(len(head))]
+    columns = list(zip(head, *cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [bool(cells) and all(map(_is_number, column[1:])) for column in columns]
     rule = "|".join("-" * (width + 1) + (":" if end else "-") for width, end in zip(widths, right, strict=True))
 
     def line(row: Sequence[str]) -> str:
@@ -141,9 +128,3 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str
 
 def _is_number(cell: str) -> bool:
     return cell[:1].isdigit() or cell in ("-", "") or (cell[:1] in "+-" and cell[1:2].isdigit())
-
-
-def _write(file: Path, text: str) -> None:
-    unfinished = file.with_suffix(file.suffix + ".part")
-    unfinished.write_text(text)
-    os.replace(unfinished, file)

@@ -27,7 +27,3 @@ def main(device: str = "cuda") -> int:
             torch.cuda.synchronize()
     print(f"{len(cases)} ops, {len(SHAPES)} shapes, {len(DTYPES)} dtypes")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

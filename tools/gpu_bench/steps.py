@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import gc
-import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from real_step import build_step, model_of
+from torch.utils.benchmark import Timer
 
 from gptlite.metrics.devices import device_peak_flops
+from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import Ops, select_ops
+from gptlite.parallelism.mesh import Mesh
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 
-from .real_step import Taken, build_step, model_of
-from .report import Part
+from .report import Part, markdown_table
 
-WARM_UP, REPEATS = 3, 10
+if TYPE_CHECKING:
+    from bench_gpu import Arguments
+
+REPEATS = 10
 HEAD = (
     *("model", "precision", "micro-batch", "blocks", "ms a step", "predicted", "tokens/s", "MFU", "launches", "syncs"),
     *("peak GiB", "predicted GiB"),
@@ -39,10 +42,19 @@ class Cell:
     compile: bool = False
 
     @property
+    def blocks(self) -> str:
+        """How its blocks run."""
+        return "compiled" if self.compile else "eager"
+
+    @property
     def words(self) -> str:
         """For a line of progress."""
-        blocks = "compiled" if self.compile else "eager"
-        return f"{self.size}, {self.precision}, micro-batch {self.micro_batch}, {blocks}"
+        return f"{self.size}, {self.precision}, micro-batch {self.micro_batch}, {self.blocks}"
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.micro_batch * model_of(self.size).sequence_length
 
 
 # The most informative first: what is not reached in the time is missed least.
@@ -71,7 +83,7 @@ class Expected:
     memory: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measured:
     """One cell's result; `memory` is the most that torch's allocator held, 0 on a CPU."""
 
@@ -83,9 +95,9 @@ class Measured:
     memory: int
 
 
-def run(part: Part, device: torch.device, tiny: bool) -> None:
+def run(part: Part, options: Arguments) -> None:
     """Predicts all cells, then measures them in order until the time is over."""
-    cells = TINY if tiny else CELLS
+    device, cells = torch.device(options.device), TINY if options.size == "tiny" else CELLS
     expected = {cell: predicted(cell) for cell in cells}
     part.text(
         "One step: forward, backward, gradient norm, clipping and AdamW of one micro-batch of whole sequences, by the "
@@ -94,41 +106,38 @@ def run(part: Part, device: torch.device, tiny: bool) -> None:
     )
     part.table(
         ("cell", "predicted ms", "predicted tokens/s", "predicted GiB"),
-        [(cell.words, *_numbers(expected[cell], tokens_of(cell))) for cell in cells],
+        [
+            (cell.words, f"{its.seconds * 1e3:.1f}", f"{cell.tokens / its.seconds:,.0f}", f"{its.memory / 2**30:.1f}")
+            for cell, its in expected.items()
+        ],
     )
-    part.table(HEAD, [])
     rows: list[tuple[str, ...]] = []
+    part.table(HEAD, rows)
     ops = select_ops(OpsConfig(), device)
     part.put("ops", list(ops.reasons))
     for index, cell in enumerate(cells):
         part.progress(index, len(cells), cell.words)
-        if part.deadline.over:
+        if part.over:
             part.put("not_reached", [each.words for each in cells[index:]])
-            rows.append(_row(cell, "not reached in time", expected[cell]))
+            rows.append(row(cell, "not reached in time", expected[cell]))
             break
+        found: Measured | str
         try:
             found = measured(cell, device, ops)
-        except torch.OutOfMemoryError:  # a result: the prediction stands beside it
-            rows.append(_row(cell, "out of memory", expected[cell]))
-            part.put(cell.words, {"error": "out of memory", "predicted": asdict(expected[cell])})
-        except Exception as error:
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            rows.append(_row(cell, f"failed: {type(error).__name__}", expected[cell]))
-            part.record(f"{cell.words}: {type(error).__name__}: {line}")
-            if "CUDA error" in line:  # the context is gone: no cell after it would run
-                part.replace_table(HEAD, rows)
-                break
-        else:
-            rows.append(_row(cell, found, expected[cell]))
             part.put(cell.words, {**asdict(found), "predicted": asdict(expected[cell])})
-        part.replace_table(HEAD, rows)
-        _forget(device)
-    part.reprint()
-
-
-def tokens_of(cell: Cell) -> int:
-    """Tokens of a step."""
-    return cell.micro_batch * model_of(cell.size).sequence_length
+        except torch.OutOfMemoryError:  # a result: the prediction stands beside it
+            found = "out of memory"
+            part.put(cell.words, {"error": found, "predicted": asdict(expected[cell])})
+        except Exception as error:
+            found = f"failed: {type(error).__name__}"
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            part.failed(f"{cell.words}: {type(error).__name__}: {line}")
+        rows.append(row(cell, found, expected[cell]))
+        part.flush()
+        if part.failures and "CUDA error" in part.failures[-1]:  # the context is gone: no cell after it would run
+            break
+        forget(device)
+    part.log(markdown_table(HEAD, rows))
 
 
 def predicted(cell: Cell) -> Expected:
@@ -163,89 +172,66 @@ def measured(cell: Cell, device: torch.device, ops: Ops) -> Measured:
     policy = resolve_precision(PrecisionConfig(Precision[cell.precision]), device)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    taken = build_step(config, ops, policy, device, cell.micro_batch, compile=cell.compile)
-    seconds = step_seconds(taken, device)
+    step = build_step(config, ops, policy, Mesh(device), cell.micro_batch, compile=cell.compile)
+    seconds = step_seconds(step)
     memory = torch.cuda.max_memory_allocated(device) if cuda else 0
+    rate = cell.tokens / seconds
+    return Measured(seconds, rate, mfu(rate, config, device), launches(step, cuda), syncs(step, cuda), memory)
+
+
+def step_seconds(step: Callable[[], Any]) -> float:
+    """The mean of steps in a row, as a run takes them: a step may end on the host before it does on the device."""
+    step()
+    timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+    return timer.timeit(REPEATS).mean  # after two more that are not timed
+
+
+def mfu(rate: float, config: GPTConfig, device: torch.device) -> float | None:
+    """Of tokens a second; None where the device's peak is not known."""
     peak = device_peak_flops(device, torch.bfloat16)
-    rate = taken.tokens / seconds
-    mfu = None if peak is None else rate * flops_per_token(config, config.sequence_length) / peak
-    return Measured(seconds, rate, mfu, launches(taken.step, device), syncs(taken.step, device), memory)
+    return None if peak is None else rate * flops_per_token(config, config.sequence_length) / peak
 
 
-def step_seconds(taken: Taken, device: torch.device) -> float:
-    """The median of steps in a row, as a run takes them: a step may end on the host before it does on the device."""
-    for _ in range(WARM_UP):
-        taken.step()
-    _wait(device)
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        taken.step()
-        times.append(time.perf_counter() - start)
-    start = time.perf_counter()
-    _wait(device)
-    times[-1] += time.perf_counter() - start
-    if device.type != "cuda":
-        return median(times)
-    return sum(times) / REPEATS  # where the host runs ahead, single steps' times say nothing
-
-
-def launches(step: Callable[[], Any], device: torch.device) -> int:
+def launches(step: Callable[[], Any], cuda: bool) -> int:
     """Kernels and copies that a step starts on a GPU; on a CPU the ops it calls."""
     from torch.profiler import DeviceType, ProfilerActivity, profile
 
-    kinds = [ProfilerActivity.CUDA] if device.type == "cuda" else [ProfilerActivity.CPU]
-    with profile(activities=kinds) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
         step()
-        _wait(device)
-    wanted = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+        if cuda:
+            torch.cuda.synchronize()
+    wanted = DeviceType.CUDA if cuda else DeviceType.CPU
     return sum(event.device_type == wanted for event in profiled.events() or ())
 
 
-def syncs(step: Callable[[], Any], device: torch.device) -> int:
+def syncs(step: Callable[[], Any], cuda: bool) -> int:
     """How often a step's host waits for the device, by torch's own warning."""
-    if device.type != "cuda":
+    if not cuda:
         return 0
-    with warnings.catch_warnings(record=True) as found, _warning_of_syncs():
+    with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        step()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(each.message) for each in found)
 
 
-@contextmanager
-def _warning_of_syncs() -> Any:
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _forget(device: torch.device) -> None:
+def forget(device: torch.device) -> None:
+    """Gives back what the last cell held."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _numbers(expected: Expected, tokens: int) -> tuple[str, ...]:
-    rate = tokens / expected.seconds
-    return f"{expected.seconds * 1e3:.1f}", f"{rate:,.0f}", f"{expected.memory / 2**30:.1f}"
-
-
-def _row(cell: Cell, found: Measured | str, expected: Expected) -> tuple[str, ...]:
-    blocks = "compiled" if cell.compile else "eager"
-    what = (cell.size, cell.precision, str(cell.micro_batch), blocks)
+def row(cell: Cell, found: Measured | str, expected: Expected) -> tuple[str, ...]:
+    """A cell's row of the table."""
+    what = (cell.size, cell.precision, str(cell.micro_batch), cell.blocks)
     before, memory = f"{expected.seconds * 1e3:.1f}", f"{expected.memory / 2**30:.1f}"
     if isinstance(found, str):
         return (*what, found, before, "", "", "", "", "", memory)
-    mfu = "n/a" if found.mfu is None else f"{found.mfu:.1%}"
-    rate = f"{found.tokens_per_second:,.0f}"
-    most = f"{found.memory / 2**30:.1f}"
-    counts = (str(found.launches), str(found.syncs))
-    return (*what, f"{found.seconds * 1e3:.1f}", before, rate, mfu, *counts, most, memory)
+    share = "n/a" if found.mfu is None else f"{found.mfu:.1%}"
+    numbers = (f"{found.tokens_per_second:,.0f}", share, str(found.launches), str(found.syncs))
+    return (*what, f"{found.seconds * 1e3:.1f}", before, *numbers, f"{found.memory / 2**30:.1f}", memory)

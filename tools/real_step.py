@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from nanogpt import Size
 
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
@@ -34,61 +35,57 @@ MODELS = {
     "xl": GPTConfig("gpt3-xl", num_layers=24, num_heads=16, d_model=2048, sequence_length=2048),
     "tiny": GPTConfig("tiny", num_layers=2, num_heads=2, d_model=64, sequence_length=64),
 }
-VOCABULARY = {"small": 50257, "xl": 50257, "tiny": 501}
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A step that can be taken again and again."""
-
-    step: Callable[[], Any]
-    state: TrainState
-    config: GPTConfig
-    tokens: int  # of a step
 
 
 def model_of(size: str) -> GPTConfig:
     """The configuration of a model by its short name."""
-    return replace(MODELS[size], vocab_size=VOCABULARY[size])
+    return replace(MODELS[size], vocab_size=501 if size == "tiny" else 50257)
+
+
+def config_of(size: Size, **options: Any) -> GPTConfig:
+    """Our model of nanoGPT's size, without biases."""
+    shape = {key: getattr(size, key) for key in ("vocab_size", "d_model", "num_heads", "num_layers", "sequence_length")}
+    return GPTConfig(**shape, bias=False, **options)
 
 
 def build_step(
     config: GPTConfig,
     ops: Ops,
     policy: Policy,
-    device: torch.device,
+    mesh: Mesh,
     micro_batch: int,
     *,
+    layout: ParallelismConfig | None = None,
+    micro_batches: int = 1,
     compile: bool = False,
-    drawn: bool = True,
-) -> Taken:
-    """One device, one micro-batch of `micro_batch` whole sequences a step, AdamW, clipping at 1.
+) -> Callable[[], Any]:
+    """A step of `micro_batches` of whole sequences a rank, AdamW, clipping at 1, built as pretrain.py builds it.
 
-    Built as pretrain.py builds it. `drawn`: with initial weights; a meta device has none.
+    It is taken as the training loop takes it: on a GPU the result of one is read when the next has been enqueued. On a
+    meta device there are no initial weights.
     """
-    mesh, layout = Mesh(device), ParallelismConfig()
+    layout, device = layout or ParallelismConfig(), mesh.device
     model = Model.of(config, policy)
     parts = build_parts(model, layout, mesh, policy, ops, compile=compile)
     materialize(model, parts, device)
-    for part in parts if drawn else ():
+    for part in parts if device.type != "meta" else ():
         init_weights(model, part, seed=0)
     optimizer = build_updates(AdamWConfig(), model, parts, layout, mesh, policy, ops)
     optimizer_state(optimizer)  # creates it: the first step is like the others
     if ops.weight_copies and not compile:
         copy_weights(parts, mesh, policy)
-    loader = SameBatch(config, micro_batch, device)
-    chain = Chain(parts, mesh, layout)
+    chain, loader = Chain(parts, mesh, layout), SameBatch(config, mesh, micro_batch, micro_batches)
     state = TrainState(model, chain, optimizer, Schedule(ConstantConfig(), 1000), cast(Loader, loader), {})
     passes = build_passes(
-        model, chain, layout, micro_batches=1, micro_batch_size=micro_batch, sequence_length=config.sequence_length
+        model,
+        chain,
+        layout,
+        micro_batches=micro_batches,
+        micro_batch_size=micro_batch,
+        sequence_length=config.sequence_length,
     )
     step = Step(mesh, passes, AdamWConfig().lr, AdamWConfig().clip_norm, Stopping(mesh, StopSignal()))
-    return Taken(_taking(step, state, device), state, config, micro_batch * config.sequence_length)
-
-
-def _taking(step: Step, state: TrainState, device: torch.device) -> Callable[[], Any]:
-    """Steps as the training loop takes them: on a GPU the result of one is read when the next has been enqueued."""
-    steps = Steps(step, lag_of(state.optimizer, device, 1 if device.type == "meta" else None))
+    steps = Steps(step, lag_of(optimizer, device, 1 if device.type == "meta" else None))
 
     def take() -> Any:
         steps.begin(state)
@@ -100,20 +97,19 @@ def _taking(step: Step, state: TrainState, device: torch.device) -> Callable[[],
 class SameBatch:
     """As much of a loader as a step asks for: one batch in host memory, page-locked for a GPU, copied at each step."""
 
-    num_micro_batches = 1
-
-    def __init__(self, config: GPTConfig, micro_batch: int, device: torch.device) -> None:
+    def __init__(self, config: GPTConfig, mesh: Mesh, micro_batch: int, micro_batches: int) -> None:
         generator = torch.Generator().manual_seed(0)
         shape = (micro_batch, config.sequence_length + 1)
         rows = torch.randint(config.vocab_size or 1, shape, generator=generator, device="cpu")
         batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), torch.arange(micro_batch, device="cpu"))
-        self._batch = batch.pin_memory() if device.type == "cuda" else batch
-        self._device = device
-        self.schedule = BatchSchedule(micro_batch)
+        self._batch = batch.pin_memory() if mesh.device.type == "cuda" else batch
+        self._device = mesh.device
+        self.schedule = BatchSchedule(micro_batch * micro_batches * mesh.data_size)
+        self.num_micro_batches = micro_batches
 
     def micro_batches(self, consumed_samples: int) -> int:
-        """One in every step."""
-        return 1
+        """The same in every step."""
+        return self.num_micro_batches
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """The batch on the device."""
