@@ -13,19 +13,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.kernels.case import Case, Inputs, Tensors, differentiate, size_of
-from gptlite.kernels.cases import CASES
-from gptlite.kernels.cases_rows import EPS
+from gptlite.kernels.cases import CASES, EPS
 from gptlite.kernels.check import check_device
 from gptlite.kernels.library import Unavailable, load
 from gptlite.kernels.tables import table
 from gptlite.kernels.timing import Clock, Task, clock_of, measure
-from gptlite.progress import Log
 
 DTYPES = ("float32", "bfloat16", "float16")
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
@@ -83,26 +80,26 @@ def check(options: Options) -> None:
     _chosen(options)
 
 
-def rows(options: Options, copy: float | None = None, log: Log = print, clock: Clock | None = None) -> Iterator[Row]:
+def rows(options: Options, copy: float | None = None) -> Iterator[Row]:
     """Measures row by row; the kernels are loaded. `copy`, bytes a second, is measured if it is not given.
 
-    What torch.compile or another library fails at is told to `log` and left out of the row. Raises ConfigError.
+    On a GPU each direction is measured by itself. What torch.compile or another library fails at is told and left out
+    of the row. Raises ConfigError.
     """
     check(options)
-    device = torch.device(options.device)
-    clock = clock or clock_of(device)
-    bench = Bench(options, device, copy or copy_speed(device, clock), clock, log, apart=device.type == "cuda")
+    cuda, clock = options.device == "cuda", clock_of(torch.device(options.device))
+    copy = copy or copy_speed(torch.device(options.device))
     for case in _chosen(options):
-        for size in case.gpu_sizes if device.type == "cuda" else case.sizes:
-            yield from bench.rows(case, size)
+        for size in case.gpu_sizes if cuda else case.sizes:
+            yield from rows_of(case, size, options, copy, clock, apart=cuda)
 
 
-def copy_speed(device: torch.device, clock: Clock | None = None) -> float:
+def copy_speed(device: torch.device) -> float:
     """Bytes a second that a copy reads and writes."""
     source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     copy = Task(lambda buffers: buffers[1].copy_(buffers[0]))
-    seconds = measure({"copy": copy}, [(source, target)], 10, clock or clock_of(device))["copy"]
+    seconds = measure({"copy": copy}, [(source, target)], 10, clock_of(device))["copy"]
     return 2 * COPY_BYTES[device.type] / seconds
 
 
@@ -117,35 +114,24 @@ def _chosen(options: Options) -> list[Case]:
     return [names[name] for name in options.ops.split(",")]
 
 
-@dataclass(frozen=True)
-class Bench:
-    """How cases are measured. `apart`: each direction by itself, on sets of buffers that rotate."""
-
-    options: Options
-    device: torch.device
-    copy: float
-    clock: Clock
-    log: Log
-    apart: bool
-
-    def rows(self, case: Case, size: tuple[int, int]) -> Iterator[Row]:
-        """A row for each direction of a case."""
-        torch.manual_seed(0)
-        make = partial(case.make, *size, getattr(torch, self.options.dtype), self.device)
-        sets = [make()]
-        while self.apart and len(sets) * size_of(sets[0]) < ROTATED_BYTES:
-            sets.append(make())
-        for direction in directions(case, self.apart):
-            yield self._row(case, direction, sets)
-
-    def _row(self, case: Case, direction: str, sets: list[Inputs]) -> Row:
-        tasks = {"ours": kernel_task(case, direction), **_others(case, direction, self.options)}
-        seconds = measure(_working(tasks, sets[0], self.log), sets, self.options.repeats, self.clock)
-        ours, traffic = seconds.pop("ours"), case.traffic(sets[0])
+def rows_of(
+    case: Case, size: tuple[int, int], options: Options, copy: float, clock: Clock, apart: bool
+) -> Iterator[Row]:
+    """A row for each direction of a case. `apart`: by itself, on sets of buffers that rotate."""
+    torch.manual_seed(0)
+    make = partial(case.make, *size, getattr(torch, options.dtype), torch.device(options.device))
+    sets = [make()]
+    while apart and len(sets) * size_of(sets[0]) < ROTATED_BYTES:
+        sets.append(make())
+    traffic, (first, *_) = case.traffic(sets[0]), sets[0].values()
+    shape = tuple((first[0] if isinstance(first, list) else first).shape)
+    for direction in directions(case, apart):
+        tasks = {"ours": kernel_task(case, direction), **_others(case, direction, options)}
+        seconds = measure(_working(tasks, sets[0]), sets, options.repeats, clock)
+        ours = seconds.pop("ours")
         moved = {FORWARD: traffic[0], BACKWARD: traffic[-1], BOTH: sum(traffic)}[direction]
         ratios = {name: each / ours for name, each in seconds.items()}
-        shape, share = tuple(_first(sets[0]).shape), moved / ours / self.copy
-        return Row(case.ops[0], direction, shape, self.options.dtype, ours, moved, share, ratios)
+        yield Row(case.ops[0], direction, shape, options.dtype, ours, moved, moved / ours / copy, ratios)
 
 
 def directions(case: Case, apart: bool) -> list[str]:
@@ -212,18 +198,17 @@ def _libraries(case: Case, device: str) -> dict[str, Forward]:
     return found
 
 
-def _working(tasks: dict[str, Task], inputs: Inputs, log: Log) -> dict[str, Task]:
+def _working(tasks: dict[str, Task], inputs: Inputs) -> dict[str, Task]:
     """Those that run once; ours, whose failure is one of the benchmark, whatever it does."""
     found = {}
     for name, task in tasks.items():
         try:
             task.call(task.before(inputs))
+            found[name] = task
         except Exception as error:
             if name == "ours":
                 raise
-            log(f"{name} left out: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
-            continue
-        found[name] = task
+            print(f"{name} left out: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
     return found
 
 
@@ -239,8 +224,3 @@ def cells(row: Row) -> tuple[str, ...]:
     speed = f"{row.bytes / row.seconds / 1e9:.1f}"
     share = f"{row.share_of_copy:.0%}"
     return row.op, shape, row.direction, f"{row.seconds * 1e3:.3f}", speed, share, eager, compiled, rest
-
-
-def _first(inputs: Inputs) -> torch.Tensor:
-    first: Any = next(iter(inputs.values()))
-    return first[0] if isinstance(first, list) else first

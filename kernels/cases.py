@@ -1,19 +1,191 @@
 """Every op with made-up arguments, and the same in torch's own ops: for `test` and `bench`."""
 
-from functools import partial
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import functional
 
-from gptlite.kernels.case import Case, Inputs, Tensors, ops, pair, size_of, times
-from gptlite.kernels.cases_rows import ROWS, SCALE
+from gptlite.kernels.case import Case, Inputs, Tensors, size_of
 
+OPS = torch.ops.gptlite
+SCALE, EPS, P, SEED = 0.3, 1e-5, 0.2, 1234
 IGNORE, SMOOTHING, Z_LOSS = -100, 0.1, 1e-3
 ADAM = (1e-3, 0.9, 0.95, 1e-8, 0.1)  # lr, beta1, beta2, eps, weight_decay
+# On a CPU so small that the runs take seconds; a GPU's are GPT-3 Small's and XL's, and larger than its cache.
+SQUARE = ((256, 256), (1024, 1024)), ((1024, 1024), (2048, 2048))
+WIDE = ((1024, 768), (2048, 2048)), ((8192, 768), (8192, 2048))
+HIDDEN = ((1024, 768), (2048, 2048)), ((8192, 3072), (8192, 8192))
 VOCABULARY = ((1024, 8192), (1024, 50304)), ((8192, 8192), (8192, 50304))
 LISTS = ((1024, 768), (2048, 2048)), ((2048, 2048), (16384, 8192))
 HEADS = ((256, 64), (1024, 64)), ()
+
+
+def _pair(name: str) -> tuple[str, str]:
+    return name, f"{name}_backward"
+
+
+def _times(*passes: float) -> Callable[[Inputs], tuple[float, ...]]:
+    """So many times the bytes of the first input."""
+    return lambda inputs: tuple(each * size_of(next(iter(inputs.values()))) for each in passes)
+
+
+# Softmax.
+
+
+def _softmax_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+    x = torch.randn(2, 4, rows, width, dtype=dtype, device=device)
+    mask = torch.rand(2, 1, rows, width, device=device) < 0.3
+    mask[0, 0, 0] = True  # a row with all left out
+    return {"x": x, "mask": mask, "dy": torch.randn_like(x)}
+
+
+def _torch_masked_softmax(inputs: Inputs) -> Tensors:
+    scores = (inputs["x"] * SCALE).masked_fill(inputs["mask"], torch.finfo(inputs["x"].dtype).min)
+    return (torch.softmax(scores, dim=-1) * ~inputs["mask"],)
+
+
+def _torch_causal_softmax(inputs: Inputs) -> Tensors:
+    x = inputs["x"]
+    mask = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1 + x.shape[-1] - x.shape[-2])
+    return _torch_masked_softmax(inputs | {"mask": mask})
+
+
+SOFTMAX = (
+    Case(
+        _pair("masked_softmax"),
+        _softmax_inputs,
+        lambda given: (OPS.masked_softmax(given["x"], given["mask"], SCALE),),
+        lambda given, results: (OPS.masked_softmax_backward(given["dy"], results[0], SCALE),),
+        _torch_masked_softmax,
+        ("x",),
+        *SQUARE,
+        traffic=lambda given: (2 * size_of(given["x"]) + size_of(given["mask"]), 3 * size_of(given["x"])),
+    ),
+    Case(
+        _pair("causal_softmax"),
+        _softmax_inputs,
+        lambda given: (OPS.causal_softmax(given["x"], SCALE),),
+        lambda given, results: (OPS.causal_softmax_backward(given["dy"], results[0], SCALE),),
+        _torch_causal_softmax,
+        ("x",),
+        *SQUARE,
+        traffic=_times(1.5, 2),
+    ),
+)
+
+
+# Norms, GELU and dropout.
+
+
+def _row_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+    x = torch.randn(3, rows, width, dtype=dtype, device=device)
+    vectors = torch.randn(3, width, dtype=dtype, device=device)
+    others = {"residual": torch.randn_like(x), "dy": torch.randn_like(x)}
+    weight, beta, bias = vectors.unbind()
+    key = {"site": torch.tensor(7, device=device), "ids": torch.tensor([5, 2**33 + 1, 0], device=device)}
+    return {"x": x, "weight": weight.clone(), "beta": beta.clone(), "bias": bias.clone(), **others, **key}
+
+
+def _dropout_key(inputs: Inputs) -> tuple[Any, ...]:
+    return P, SEED, inputs["site"], inputs["ids"], 3
+
+
+def _layer_norm_backward(inputs: Inputs, results: Tensors) -> Tensors:
+    return OPS.layer_norm_backward(inputs["dy"], inputs["x"], inputs["weight"], *results[1:], True)
+
+
+def _torch_layer_norm(inputs: Inputs) -> Tensors:
+    return (F.layer_norm(inputs["x"], inputs["weight"].shape, inputs["weight"], inputs["beta"], EPS),)
+
+
+def _residual_norm(inputs: Inputs) -> Tensors:
+    tensors = (inputs[name] for name in ("x", "bias", "residual", "weight", "beta"))
+    return OPS.residual_norm(*tensors, EPS, *_dropout_key(inputs))
+
+
+def _residual_norm_backward(inputs: Inputs, results: Tensors) -> Tensors:
+    options = True, True, *_dropout_key(inputs)
+    return OPS.residual_norm_backward(inputs["dy"], None, results[1], inputs["weight"], *results[2:], *options)
+
+
+def _torch_residual_norm(inputs: Inputs) -> Tensors:
+    h = inputs["residual"] + _torch_dropout(inputs | {"x": inputs["x"] + inputs["bias"]})[0]
+    return *_torch_layer_norm(inputs | {"x": h}), h
+
+
+def _plain_residual_norm(inputs: Inputs) -> Tensors:
+    h = inputs["residual"] + F.dropout(inputs["x"] + inputs["bias"], P)
+    return *_torch_layer_norm(inputs | {"x": h}), h
+
+
+def _torch_dropout(inputs: Inputs) -> Tensors:
+    """The mask of [B, S, C] is as the header defines it: Philox4x32-10."""
+    x, ids = inputs["x"], inputs["ids"].view(-1, 1, 1)
+    lane = torch.arange(-(-x.shape[-1] // 4), device=x.device)
+    position = torch.arange(3, 3 + x.shape[1], device=x.device).view(-1, 1)
+    word = 0xFFFFFFFF
+    c = list(torch.broadcast_tensors(lane, position, ids & word, ids >> 32 << 16))
+    k0, k1 = SEED, inputs["site"]
+    for _ in range(10):
+        first, second = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [(second >> 32 & word) ^ c[1] ^ k0, second & word, (first >> 32 & word) ^ c[3] ^ k1, first & word]
+        k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
+    keep = torch.stack(c, dim=-1).flatten(-2)[..., : x.shape[-1]] >= int(P * 2**32)
+    return (x * keep / (1 - P),)
+
+
+def _bias_gelu(name: str, tanh: bool) -> Case:
+    return Case(
+        (f"bias_gelu{name}", f"bias_gelu_backward{name}"),
+        _row_inputs,
+        lambda given: (OPS.bias_gelu(given["x"], given["bias"], tanh),),
+        lambda given, _: OPS.bias_gelu_backward(given["dy"], given["x"], given["bias"], tanh),
+        lambda given: (F.gelu(given["x"] + given["bias"], approximate="tanh" if tanh else "none"),),
+        ("x", "bias"),
+        *HIDDEN,
+        traffic=_times(2, 3),
+    )
+
+
+ROWS = (
+    Case(
+        _pair("layer_norm"),
+        _row_inputs,
+        lambda given: OPS.layer_norm(given["x"], given["weight"], given["beta"], EPS),
+        _layer_norm_backward,
+        _torch_layer_norm,
+        ("x", "weight", "beta"),
+        *WIDE,
+        traffic=_times(2, 3),
+    ),
+    Case(
+        _pair("residual_norm"),
+        *(_row_inputs, _residual_norm, _residual_norm_backward, _torch_residual_norm),
+        ("x", "residual", "bias", "weight", "beta"),
+        *WIDE,
+        traffic=_times(4, 4),
+        plain=_plain_residual_norm,
+        compared=2,
+    ),
+    _bias_gelu("", tanh=True),
+    _bias_gelu(" erf", tanh=False),
+    Case(
+        ("dropout",),
+        _row_inputs,
+        lambda given: (OPS.dropout(given["x"], *_dropout_key(given), 0),),
+        None,
+        _torch_dropout,
+        (),
+        *WIDE,
+        traffic=_times(2),
+        plain=lambda given: (F.dropout(given["x"], P),),
+    ),
+)
+
+
+# Cross entropy.
 
 
 def _loss_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -23,15 +195,10 @@ def _loss_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device
     return {"logits": logits, "targets": targets, "dy": torch.ones(rows, device=device)}
 
 
-def _cross_entropy(inputs: Inputs, smoothing: float, z_loss: float) -> Tensors:
-    logits, targets = inputs["logits"], inputs["targets"]
-    return ops().cross_entropy_(logits, targets, smoothing, z_loss, IGNORE, True), logits
-
-
 def _stats(inputs: Inputs) -> Tensors:
     """Of the columns in two parts, as two ranks would have them."""
     columns = inputs["logits"].shape[1]
-    return tuple(ops().cross_entropy_stats(part, inputs["targets"], at, columns, IGNORE) for at, part in _parts(inputs))
+    return tuple(OPS.cross_entropy_stats(part, inputs["targets"], at, columns, IGNORE) for at, part in _parts(inputs))
 
 
 def _losses_of_stats(inputs: Inputs, parts: Tensors) -> Tensors:
@@ -44,10 +211,9 @@ def _losses_of_stats(inputs: Inputs, parts: Tensors) -> Tensors:
 
 
 def _sharded_gradient(inputs: Inputs, results: Tensors) -> Tensors:
-    columns = inputs["logits"].shape[1]
-    options = columns, SMOOTHING, Z_LOSS, IGNORE
+    options = inputs["logits"].shape[1], SMOOTHING, Z_LOSS, IGNORE
     for at, part in _parts(inputs):
-        ops().cross_entropy_gradient_(part, inputs["targets"], results[1], at, *options)
+        OPS.cross_entropy_gradient_(part, inputs["targets"], results[1], at, *options)
     return (inputs["logits"],)
 
 
@@ -56,13 +222,45 @@ def _parts(inputs: Inputs) -> list[tuple[int, Tensor]]:
     return [(0, inputs["logits"][:, :cut]), (cut, inputs["logits"][:, cut:])]
 
 
-def _torch_cross_entropy(inputs: Inputs, smoothing: float = SMOOTHING, z_loss: float = Z_LOSS) -> Tensors:
+def _torch_loss(inputs: Inputs, smoothing: float = SMOOTHING, z_loss: float = Z_LOSS) -> Tensors:
     logits, targets = inputs["logits"], inputs["targets"]
     x = logits if logits.dtype == torch.float64 else logits.float()
-    losses = functional.cross_entropy(x, targets, reduction="none", label_smoothing=smoothing, ignore_index=IGNORE)
-    if not z_loss:
-        return (losses,)
-    return (losses + z_loss * x.logsumexp(1) ** 2 * (targets != IGNORE),)
+    losses = F.cross_entropy(x, targets, reduction="none", label_smoothing=smoothing, ignore_index=IGNORE)
+    return (losses + z_loss * x.logsumexp(1) ** 2 * (targets != IGNORE) if z_loss else losses,)
+
+
+def _whole_loss(name: str, smoothing: float, z_loss: float) -> Case:
+    def kernel(inputs: Inputs) -> Tensors:
+        logits, targets = inputs["logits"], inputs["targets"]
+        return OPS.cross_entropy_(logits, targets, smoothing, z_loss, IGNORE, True), logits
+
+    return Case(
+        (f"cross_entropy_{name}", f"cross_entropy_{name} gradient"),
+        _loss_inputs,
+        kernel,
+        None,
+        lambda given: _torch_loss(given, smoothing, z_loss),
+        ("logits",),
+        *VOCABULARY,
+        traffic=_times(2),
+    )
+
+
+LOSSES = (
+    _whole_loss("", SMOOTHING, Z_LOSS),
+    _whole_loss(" plain", 0.0, 0.0),
+    Case(
+        ("cross_entropy_stats", "cross_entropy_gradient_"),
+        *(_loss_inputs, _stats, _sharded_gradient, _torch_loss),
+        ("logits",),
+        *VOCABULARY,
+        traffic=_times(1, 2),
+        between=_losses_of_stats,
+    ),
+)
+
+
+# Lists of tensors: the norm of gradients, and AdamW.
 
 
 def _list_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -72,45 +270,64 @@ def _list_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device
     return {"gradients": gradients, **state, "steps": [torch.tensor(3.0, device=device) for _ in shapes]}
 
 
-def _norm(inputs: Inputs) -> Tensors:
-    return (ops().norm(inputs["gradients"]),)
-
-
-def _torch_norm(inputs: Inputs) -> Tensors:
-    return (torch.nn.utils.get_total_norm(inputs["gradients"]),)
+def _lists(inputs: Inputs) -> list[list[Tensor]]:
+    return [inputs[name] for name in ("parameters", "gradients", "m", "v", "steps")]
 
 
 def _adamw(inputs: Inputs) -> Tensors:
-    lists = [inputs[name] for name in ("parameters", "gradients", "m", "v", "steps")]
-    ops().adamw_(*lists, *ADAM, False, None, None)
-    return tuple(tensor for each in (lists[0], *lists[2:]) for tensor in each)
-
-
-def _adamw_traffic(inputs: Inputs) -> tuple[float, ...]:
-    """Parameters and both moments are read and written, gradients read."""
-    state = sum(size_of(inputs[name]) for name in ("parameters", "m", "v"))
-    return (size_of(inputs["gradients"]) + 2 * state,)
+    OPS.adamw_(*_lists(inputs), *ADAM, False, None, None)
+    parameters, _, *state = _lists(inputs)
+    return tuple(tensor for each in (parameters, *state) for tensor in each)
 
 
 def _torch_adamw(inputs: Inputs) -> Tensors:
     lr, beta1, beta2, eps, decay = ADAM
-    new: list[list[Tensor]] = [[], [], [], []]
-    lists = [inputs[name] for name in ("parameters", "gradients", "m", "v", "steps")]
-    for p, g, m, v, step in zip(*lists, strict=True):
+    new: list[tuple[Tensor, ...]] = []
+    for p, g, m, v, step in zip(*_lists(inputs), strict=True):
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
         update = m / (1 - beta1 ** (step + 1)) / ((v / (1 - beta2 ** (step + 1))).sqrt() + eps)
-        for each, tensor in zip(new, (p - lr * (decay * p + update), m, v, step + 1), strict=True):
-            each.append(tensor)
-    return tuple(tensor for each in new for tensor in each)
+        new.append((p - lr * (decay * p + update), m, v, step + 1))
+    return tuple(tensor for each in zip(*new, strict=True) for tensor in each)
 
 
 def _plain_adamw(inputs: Inputs) -> Tensors:
     lr, beta1, beta2, eps, decay = ADAM
-    lists = [inputs[name] for name in ("parameters", "gradients", "m", "v")]
-    lists[1] = [gradient.float() for gradient in lists[1]]
+    parameters, gradients, m, v, steps = _lists(inputs)
     settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
-    torch._fused_adamw_(*lists, [], inputs["steps"], amsgrad=False, maximize=False, **settings)
+    fp32 = [gradient.float() for gradient in gradients]
+    torch._fused_adamw_(parameters, fp32, m, v, [], steps, amsgrad=False, maximize=False, **settings)
     return ()
+
+
+def _adamw_traffic(inputs: Inputs) -> tuple[float, ...]:
+    """Parameters and both moments are read and written, gradients read."""
+    parameters, gradients, m, v, _ = _lists(inputs)
+    return (size_of(gradients) + 2 * size_of([parameters, m, v]),)
+
+
+UPDATES = (
+    Case(
+        ("norm",),
+        _list_inputs,
+        lambda given: (OPS.norm(given["gradients"]),),
+        None,
+        lambda given: (torch.nn.utils.get_total_norm(given["gradients"]),),
+        (),
+        *LISTS,
+        traffic=_times(1),
+    ),
+    Case(
+        ("adamw_",),
+        *(_list_inputs, _adamw, None, _torch_adamw, ()),
+        *LISTS,
+        traffic=_adamw_traffic,
+        plain=_plain_adamw,
+        compared=None,
+    ),
+)
+
+
+# Attention. The first input has queries, keys and values: a third each.
 
 
 def _attention_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -119,27 +336,19 @@ def _attention_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.d
     return {"qkv": qkv, "q": q, "k": k, "v": v, "dy": torch.randn_like(q).transpose(1, 2).contiguous().transpose(1, 2)}
 
 
-def _attention(inputs: Inputs) -> Tensors:
-    return ops().attention(*(inputs[name] for name in "qkv"), SCALE)
-
-
-def _attention_backward(inputs: Inputs, results: Tensors) -> Tensors:
-    return ops().attention_backward(inputs["dy"], *results, *(inputs[name] for name in "qkv"), SCALE)
-
-
 def _torch_attention(inputs: Inputs) -> Tensors:
     q, k, v = (inputs[name] for name in "qkv")
-    return (functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE),)
+    return (F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE),)
 
 
 def _attention_packed(inputs: Inputs) -> Tensors:
-    out, lse = ops().attention_packed(inputs["qkv"], SCALE)
+    out, lse = OPS.attention_packed(inputs["qkv"], SCALE)
     return out.transpose(1, 2), lse
 
 
 def _attention_packed_backward(inputs: Inputs, results: Tensors) -> Tensors:
     dout, out = (each.transpose(1, 2) for each in (inputs["dy"], results[0]))
-    return (ops().attention_packed_backward(dout, out, results[1], inputs["qkv"], SCALE),)
+    return (OPS.attention_packed_backward(dout, out, results[1], inputs["qkv"], SCALE),)
 
 
 def _torch_attention_packed(inputs: Inputs) -> Tensors:
@@ -147,42 +356,26 @@ def _torch_attention_packed(inputs: Inputs) -> Tensors:
     return _torch_attention(inputs | parts)
 
 
-CASES = (
-    *ROWS,
-    *(
-        Case(
-            (f"cross_entropy_{name}", f"cross_entropy_{name} gradient"),
-            *(_loss_inputs, partial(_cross_entropy, smoothing=smoothing, z_loss=z_loss), None),
-            *(partial(_torch_cross_entropy, smoothing=smoothing, z_loss=z_loss), ("logits",), *VOCABULARY),
-            traffic=times(2),
-        )
-        for name, smoothing, z_loss in (("", SMOOTHING, Z_LOSS), (" plain", 0.0, 0.0))
-    ),
+ATTENTION = (
     Case(
-        ("cross_entropy_stats", "cross_entropy_gradient_"),
-        *(_loss_inputs, _stats, _sharded_gradient, _torch_cross_entropy, ("logits",), *VOCABULARY),
-        traffic=times(1, 2),
-        between=_losses_of_stats,
-    ),
-    Case(("norm",), _list_inputs, _norm, None, _torch_norm, (), *LISTS, traffic=times(1)),
-    Case(
-        ("adamw_",),
-        *(_list_inputs, _adamw, None, _torch_adamw, (), *LISTS),
-        traffic=_adamw_traffic,
-        plain=_plain_adamw,
-        compared=None,
-    ),
-    # The first input has queries, keys and values: a third each.
-    Case(
-        pair("attention"),
-        *(_attention_inputs, _attention, _attention_backward, _torch_attention, ("q", "k", "v"), *HEADS),
-        traffic=times(4 / 3, 8 / 3),
+        _pair("attention"),
+        _attention_inputs,
+        lambda given: OPS.attention(*(given[name] for name in "qkv"), SCALE),
+        lambda given, results: OPS.attention_backward(given["dy"], *results, *(given[name] for name in "qkv"), SCALE),
+        _torch_attention,
+        ("q", "k", "v"),
+        *HEADS,
+        traffic=_times(4 / 3, 8 / 3),
         cpu_only=True,
     ),
     Case(
-        pair("attention_packed"),
-        *(_attention_inputs, _attention_packed, _attention_packed_backward, _torch_attention_packed, ("qkv",), *HEADS),
-        traffic=times(4 / 3, 8 / 3),
+        _pair("attention_packed"),
+        *(_attention_inputs, _attention_packed, _attention_packed_backward, _torch_attention_packed),
+        ("qkv",),
+        *HEADS,
+        traffic=_times(4 / 3, 8 / 3),
         cpu_only=True,
     ),
 )
+
+CASES = (*SOFTMAX, *ROWS, *LOSSES, *UPDATES, *ATTENTION)

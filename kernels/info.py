@@ -28,35 +28,29 @@ def run(options: Options) -> int:
     """Prints the tables."""
     library = compiled()
     loaded = load("cpu") if library else _lacking()
+    said = f"not compiled yet: `{command('kernels')} build`, or the first run that uses it"
+    if library:
+        kinds = "CPU and CUDA" if library.record.cuda else "CPU"
+        said = f"{library.path.name}: {kinds} kernels, compiled in {library.record.seconds:.0f} s"
     rows = [
         ("machine", f"{platform.system()} {platform.machine()}, torch {torch.__version__}"),
         ("C++ compiler", _found(find_cxx)),
         ("nvcc", _found(find_nvcc)),
         ("GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
         ("cache", ", ".join(map(str, known_folders()))),
+        ("library", said),
     ]
-    if library:
-        kinds = "CPU and CUDA" if library.record.cuda else "CPU"
-        rows.append(("library", f"{library.path.name}: {kinds} kernels, compiled in {library.record.seconds:.0f} s"))
-    else:
-        rows.append(("library", f"not compiled yet: `{command('kernels')} build`, or the first run that uses it"))
+    cpu = products = path_of(loaded, "cpu")
+    cuda = path_of(load("cuda") if library else loaded, "cuda")
     if isinstance(loaded, Loaded):
         rows.append(("instruction sets", f"{loaded.isa} used here; compiled for baseline, avx2, avx512"))
-    print(table(rows))
-    print()
-    cpu = path_of(loaded, "cpu")
-    cuda = path_of(load("cuda") if library else loaded, "cuda")
+    if not isinstance(loaded, Loaded) or "avx512_bf16" not in loaded.isa:
+        products = "reference (no AVX512-BF16)"
     ops = [("op", "cpu", "cuda")]
-    products = cpu if isinstance(loaded, Loaded) and "avx512_bf16" in loaded.isa else "reference (no AVX512-BF16)"
-    ops += [
-        (
-            name,
-            products if name == "weight_gradient" else cpu,
-            "reference (CPUs alone)" if name.startswith(CPU_ONLY) else cuda,
-        )
-        for name in FAKES
-    ]
-    print(table(ops))
+    for name in FAKES:
+        on_gpu = "reference (CPUs alone)" if name.startswith(CPU_ONLY) else cuda
+        ops.append((name, products if name == "weight_gradient" else cpu, on_gpu))
+    print(f"{table(rows)}\n\n{table(ops)}")
     return 0
 
 

@@ -5,8 +5,8 @@ import hashlib
 import platform
 import tempfile
 import time
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -50,11 +50,7 @@ class Library:
     why_no_cuda: str
 
 
-@dataclass(frozen=True)
-class _Log:
-    """All are equal: `cache` tells calls apart by their other arguments."""
-
-    write: Log = field(compare=False)
+_LOADED: list[Loaded | Unavailable] = []  # what the first call of `load` found
 
 
 def load(device_type: str, log: Log = print) -> Loaded | Unavailable:
@@ -67,7 +63,9 @@ def load(device_type: str, log: Log = print) -> Loaded | Unavailable:
         return Unavailable(f"there are kernels for cpu and cuda, not for {device_type}")
     if device_type == "cuda" and not torch.cuda.is_available():
         return Unavailable("torch finds no CUDA device")
-    loaded = _load_once(_Log(log))
+    if not _LOADED:
+        _LOADED.append(_load(log))
+    (loaded,) = _LOADED
     if device_type == "cuda" and isinstance(loaded, Loaded):
         if not loaded.cuda:
             return Unavailable(loaded.why_no_cuda)
@@ -81,16 +79,15 @@ def knows_stream(path: Path) -> bool:
     return bool(ctypes.CDLL(str(path)).gptlite_cuda_knows_stream())
 
 
-@cache
-def _load_once(log: _Log) -> Loaded | Unavailable:
+def _load(log: Log) -> Loaded | Unavailable:
     try:
-        library = prepare(torch.cuda.is_available(), log.write)
+        library = prepare(torch.cuda.is_available(), log)
         try:
             torch.ops.load_library(library.path)
         except OSError as error:
-            log.write(f"kernels: {library.path} does not load ({error}): compiling it again")
+            log(f"kernels: {library.path} does not load ({error}): compiling it again")
             forget(library.path)
-            library = prepare(torch.cuda.is_available(), log.write)
+            library = prepare(torch.cuda.is_available(), log)
             torch.ops.load_library(library.path)
         fakes.register()
         isa = ctypes.CDLL(str(library.path)).gptlite_cpu_isa
@@ -111,23 +108,26 @@ def prepare(cuda: bool, log: Log, arch: str | None = None) -> Library:
     if platform.system() != "Linux":
         raise BuildError(f"the kernels are for Linux, this is {platform.system()}")
     tools = _tools(cuda, arch)
-    if isinstance(tools, Library):
-        return tools
-    path, record, cached = _cached_or_compiled(tools, log)
-    return Library(path, record, cached, tools.why_no_cuda or record.why_no_cuda)
+    if found := tools if isinstance(tools, Library) else _find(tools.names, why_no_cuda=tools.why_no_cuda):
+        return found
+    folder = writable_folder(log)
+    path = folder / tools.names[0]
+    with locked(folder, log):
+        cached = record = lookup(path)  # another process may have been there first
+        if record is None:
+            if path.exists():
+                log(f"kernels: {path} is damaged: compiling it again")
+            record = _compile(path, tools, log)
+    return Library(path, record, cached is not None, tools.why_no_cuda or record.why_no_cuda)
 
 
 def compiled() -> Library | None:
     """What `prepare` would return without compiling."""
     try:
         tools = _tools(torch.cuda.is_available(), None)
-        if isinstance(tools, Library):
-            return tools
-        if found := _cached(tools):
-            return Library(*found, True, tools.why_no_cuda or found[1].why_no_cuda)
+        return tools if isinstance(tools, Library) else _find(tools.names, why_no_cuda=tools.why_no_cuda)
     except (BuildError, OSError):  # what `prepare` would raise: there is none either way
-        pass
-    return None
+        return None
 
 
 def gpu_arch() -> str:
@@ -183,24 +183,13 @@ def _serving(arch: str) -> tuple[str, ...]:
     return (arch, "") if arch and int(arch) >= OLDEST_PORTABLE else (arch,)
 
 
-def _cached_or_compiled(tools: _Tools, log: Log) -> tuple[Path, Record, bool]:
-    if found := _cached(tools):
-        return *found, True
-    folder = writable_folder(log)
-    library = folder / tools.names[0]
-    with locked(folder, log):
-        if record := lookup(library):
-            return library, record, True
-        if library.exists():
-            log(f"kernels: {library} is damaged: compiling it again")
-        return library, _compile(library, tools, log), False
-
-
-def _cached(tools: _Tools) -> tuple[Path, Record] | None:
-    for name in tools.names:
-        for folder in known_folders():  # one that is read-only now may have it all the same
-            if record := lookup(folder / name):
-                return folder / name, record
+def _find(patterns: Iterable[str], cuda: bool = False, why_no_cuda: str = "") -> Library | None:
+    """A compiled library of such a name. One that is read-only now will do."""
+    for pattern in patterns:
+        for path in (path for folder in known_folders() for path in sorted(folder.glob(pattern))):
+            record = lookup(path)
+            if record and record.cuda >= cuda:
+                return Library(path, record, True, why_no_cuda or record.why_no_cuda)
     return None
 
 
@@ -220,12 +209,7 @@ def _compile(library: Path, tools: _Tools, log: Log) -> Record:
 
 
 def _from_elsewhere(cuda: bool, archs: tuple[str, ...]) -> Library | None:
-    for prefix in _prefixes(cuda, archs):
-        for path in (path for folder in known_folders() for path in sorted(folder.glob(f"{prefix}-*.so"))):
-            record = lookup(path)
-            if record and record.cuda >= cuda:
-                return Library(path, record, True, record.why_no_cuda)
-    return None
+    return _find((f"{prefix}-*.so" for prefix in _prefixes(cuda, archs)), cuda)
 
 
 def _prefixes(cuda: bool, archs: tuple[str, ...]) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,23 +22,16 @@ class Task:
     before: Callable[[Any], Any] = lambda buffers: buffers
 
 
-class Clock(Protocol):
-    """What times a round of calls."""
-
-    def seconds(self, name: str, calls: Iterable[Callable[[], Any]]) -> float:
-        """That all of the calls take."""
-        ...
+# Seconds that all of some calls take; the name is the task's.
+Clock = Callable[[str, Iterable[Callable[[], Any]]], float]
 
 
-class HostClock:
+def host_clock(name: str, calls: Iterable[Callable[[], Any]]) -> float:
     """For a CPU, whose ops are done when they return."""
-
-    def seconds(self, name: str, calls: Iterable[Callable[[], Any]]) -> float:
-        """By the clock on the wall."""
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        return time.perf_counter() - start
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    return time.perf_counter() - start
 
 
 @dataclass
@@ -50,8 +43,7 @@ class EventClock:
 
     issuing: dict[str, float] = field(default_factory=dict)  # seconds that the host took the last time
 
-    def seconds(self, name: str, calls: Iterable[Callable[[], Any]]) -> float:
-        """By the device's own clock."""
+    def __call__(self, name: str, calls: Iterable[Callable[[], Any]]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         torch.cuda._sleep(int(min(MOST_SPIN, 1.5 * self.issuing.get(name, 0.0)) * SPIN_HZ))
@@ -67,7 +59,7 @@ class EventClock:
 
 def clock_of(device: torch.device) -> Clock:
     """The clock of a device."""
-    return EventClock() if device.type == "cuda" else HostClock()
+    return EventClock() if device.type == "cuda" else host_clock
 
 
 def measure(tasks: dict[str, Task], sets: Sequence[Any], repeats: int, clock: Clock) -> dict[str, float]:
@@ -79,7 +71,7 @@ def measure(tasks: dict[str, Task], sets: Sequence[Any], repeats: int, clock: Cl
     for repeat in range(WARM_UP + repeats):
         for name, task in tasks.items():
             ready = [task.before(buffers) for buffers in sets]
-            seconds = clock.seconds(name, [partial(task.call, each) for each in ready])
+            seconds = clock(name, [partial(task.call, each) for each in ready])
             del ready  # before the next task makes its own
             if repeat >= WARM_UP:
                 times[name].append(seconds / len(sets))

@@ -13,42 +13,40 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+from timing import in_turn, own_arguments, seconds
 
 from gptlite.cli import guarded
 from gptlite.config import load
 from gptlite.errors import ConfigError
 
-OWN = {"megabytes": 1000, "steps": 100, "repeats": 5}
+
+@dataclass
+class Arguments:
+    """The tool's own part of the command line."""
+
+    megabytes: int = 1000
+    steps: int = 100
+    repeats: int = 5
+    folder: str = "."
 
 
 def main(arguments: list[str]) -> int:
     """Measures and prints. Raises ConfigError for what cannot be measured."""
-    if {"-h", "--help"} & set(arguments):
-        print((__doc__ or "").strip())
-        return 0
-    numbers, overrides, where = dict(OWN), [], "."
-    for each in arguments:
-        key, _, value = each.partition("=")
-        if key in OWN:
-            if not value.isdigit():
-                raise ConfigError(f"{each}: give a whole number")
-            numbers[key] = int(value)
-        elif key == "folder":
-            where = value
-        else:
-            overrides.append(each)
-    if not Path(where).is_dir():
-        raise ConfigError(f"folder={where} is not a folder; give one on the disk to measure")
-    if numbers["repeats"] < 1:
-        raise ConfigError("repeats=0: at least 1")
-    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=where) as folder:
-        if numbers["megabytes"]:
-            against_dd(Path(folder), numbers["megabytes"], numbers["repeats"])
-        if numbers["steps"]:
-            intervals(Path(folder), overrides, numbers["steps"], numbers["repeats"])
+    given, overrides = own_arguments(Arguments, arguments, __doc__)
+    if not Path(given.folder).is_dir():
+        raise ConfigError(f"folder={given.folder} is not a folder; give one on the disk to measure")
+    if given.repeats < 1 or min(given.megabytes, given.steps) < 0:
+        raise ConfigError(f"repeats={given.repeats}: at least 1; megabytes={given.megabytes}, steps={given.steps}: 0")
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given.folder) as folder:
+        if given.megabytes:
+            against_dd(Path(folder), given.megabytes, given.repeats)
+        if given.steps:
+            intervals(Path(folder), overrides, given.steps, given.repeats)
     return 0
 
 
@@ -61,35 +59,33 @@ def against_dd(folder: Path, megabytes: int, repeats: int) -> None:
 
     tensors = {f"w{index}": torch.randn(megabytes * 250_000 // 20) for index in range(20)}
     checkpointer = Checkpointer(CheckpointConfig(keep=0), folder)
-    size = sum(tensor.nbytes for tensor in tensors.values())
+    size, saved, target = sum(tensor.nbytes for tensor in tensors.values()), [], folder / "dd"
     # The same bytes for dd, out of memory: a disk may be quick with zeros.
     with tempfile.NamedTemporaryFile(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as source:
         for tensor in tensors.values():
             source.write(tensor.numpy().data)
         source.flush()
-        seconds: dict[str, list[float]] = {"dd": [], "save": []}
-        for step in range(1, repeats + 2):
-            target = folder / "dd"
-            command = ["dd", f"if={source.name}", f"of={target}", "bs=4M", "conv=fsync", "status=none"]
-            start = time.perf_counter()
-            subprocess.run(command, check=True)
-            dd = time.perf_counter() - start
+        command = ["dd", f"if={source.name}", f"of={target}", "bs=4M", "conv=fsync", "status=none"]
+
+        def dd() -> float:
+            took = seconds(lambda: subprocess.run(command, check=True))
             target.unlink()
             os.sync()
-            start = time.perf_counter()
-            saved = checkpointer.save(tensors, {"step": step}, "", None, lambda _: None)
-            save = time.perf_counter() - start
-            shutil.rmtree(saved)
+            return took
+
+        def save() -> float:
+            meta: dict[str, Any] = {"step": len(saved) + 1}
+            took = seconds(lambda: saved.append(checkpointer.save(tensors, meta, "", None, lambda _: None)))
+            shutil.rmtree(saved[-1])
             os.sync()
-            if step > 1:
-                seconds["dd"].append(dd)
-                seconds["save"].append(save)
-    rates = {name: size / median(each) / 1e6 for name, each in seconds.items()}
-    ratio = median(dd / save for dd, save in zip(seconds["dd"], seconds["save"], strict=True))
-    pairs = ", ".join(f"{dd / save:.0%}" for dd, save in zip(*seconds.values(), strict=True))
+            return took
+
+        times = in_turn({"dd": dd, "save": save}, repeats, warm_up=1)
+    rates = {name: size / median(each) / 1e6 for name, each in times.items()}
+    shares = [dd / save for dd, save in zip(*times.values(), strict=True)]
     print(
         f"{size / 1e6:.0f} MB: dd with fsync {rates['dd']:.0f} MB/s, synchronous save {rates['save']:.0f} MB/s: "
-        f"{ratio:.0%} (median of {repeats} pairs: {pairs})",
+        f"{median(shares):.0%} (median of {repeats} pairs: {', '.join(f'{share:.0%}' for share in shares)})",
         flush=True,
     )
 
@@ -111,29 +107,35 @@ def intervals(folder: Path, overrides: list[str], steps: int, repeats: int) -> N
     checkpointer = Checkpointer(CheckpointConfig(async_save=True, keep=1), folder / "run", mesh)
     for _ in range(5):
         take_step(state)
-    seconds: dict[bool, list[float]] = {False: [], True: []}
     blocked, size = [], checkpointer.size(state.tensors())
-    for _ in range(repeats + 1):  # the first one allocates the copy, and is left out
-        for saving in (False, True):
-            start = time.perf_counter()
+
+    def save() -> None:
+        checkpointer.save(state.tensors(), state.meta(), to_yaml(config), None, lambda _: None)
+
+    def interval(saving: bool) -> float:
+        def work() -> None:
             if saving:
-                checkpointer.save(state.tensors(), state.meta(), to_yaml(config), None, lambda _: None)
-                blocked.append(time.perf_counter() - start)
+                blocked.append(seconds(save))
             for _ in range(steps):
                 take_step(state)
-            seconds[saving].append(time.perf_counter() - start)
-            if saving:
-                checkpointer.finish()
-            print(f"interval {'with' if saving else 'without'} a save: {seconds[saving][-1]:.3f} s", flush=True)
+
+        took = seconds(work)
+        if saving:
+            checkpointer.finish()
+        print(f"interval {'with' if saving else 'without'} a save: {took:.3f} s", flush=True)
+        return took
+
+    kinds = {"without": lambda: interval(False), "with": lambda: interval(True)}
+    times = in_turn(kinds, repeats, warm_up=1)  # the first one allocates the copy
     checkpointer.close()
     state.loader.close()
-    without, with_ = (median(seconds[saving][1:]) for saving in (False, True))
-    longer = median(b / a - 1 for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True))
-    block = median(blocked[1:])
+    without, block = median(times["without"]), median(blocked[1:])
+    longer = median(b / a - 1 for a, b in zip(*times.values(), strict=True))
     print(
-        f"{size / 1e6:.1f} MB, every {steps} steps: an interval takes {without:.2f} s without and {with_:.2f} s with "
-        f"an asynchronous save ({longer:+.2%}); the save blocks for {block * 1e3:.1f} ms ({block / without:.2%}), the "
-        f"first one for {blocked[0] * 1e3:.1f}; commits within {checkpointer.save_seconds:.2f} s (medians of {repeats})"
+        f"{size / 1e6:.1f} MB, every {steps} steps: an interval takes {without:.2f} s without and "
+        f"{median(times['with']):.2f} s with an asynchronous save ({longer:+.2%}); the save blocks for "
+        f"{block * 1e3:.1f} ms ({block / without:.2%}), the first one for {blocked[0] * 1e3:.1f}; commits within "
+        f"{checkpointer.save_seconds:.2f} s (medians of {repeats})"
     )
 
 

@@ -11,17 +11,18 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from timing import in_turn, own_arguments, seconds
 
 from gptlite.cli import guarded
-from gptlite.config import load, parse_arguments
+from gptlite.config import load
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Loader
 from gptlite.data.stream import SampleStream
@@ -46,16 +47,12 @@ class Arguments:
 
 def main(arguments: list[str]) -> int:
     """Prints both tables. Raises ConfigError."""
-    if {"-h", "--help"} & set(arguments):
-        print((__doc__ or "").strip())
-        return 0
-    own = [each for each in arguments if each.partition("=")[0] in Arguments.__dataclass_fields__]
-    settings = parse_arguments(Arguments, own)
+    settings, overrides = own_arguments(Arguments, arguments, __doc__)
     if settings.tokens < 10 * LENGTHS[-1] or min(settings.steps, settings.repeats) < 1:
         raise ConfigError(
             f"tokens={settings.tokens:g} must be at least {10 * LENGTHS[-1]}, steps and repeats at least 1"
         )
-    config = load([each for each in arguments if each not in own])
+    config = load(overrides)
     with tempfile.TemporaryDirectory() as folder, one_core():
         rates(written(Path(folder), int(settings.tokens)), settings.repeats)
     share(config, settings.steps)
@@ -105,21 +102,19 @@ def reading(loader: Loader, tokens: int) -> float:
     """Tokens a second over about READ tokens, the first step's left out; `tokens` are those of a micro-batch."""
     with closing(loader):
         size, steps = loader.global_batch_size, max(1, round(READ / (8 * tokens)))
-        for micro in range(8):
-            loader.batch(0, micro)
-        began = time.perf_counter()
-        for step in range(1, steps + 1):
-            for micro in range(8):
-                loader.batch(step * size, micro)
-        return steps * 8 * tokens / (time.perf_counter() - began)
+
+        def read(numbers: range) -> None:
+            for number in numbers:
+                for micro in range(8):
+                    loader.batch(number * size, micro)
+
+        read(range(1))
+        return steps * 8 * tokens / seconds(lambda: read(range(1, steps + 1)))
 
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Everything of this process on one core meanwhile, where the system can do that."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
+    """Everything of this process on one core meanwhile."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -133,22 +128,17 @@ def share(config, steps: int) -> None:
     from gptlite.parity.record import build
 
     state, step = build(config, build_mesh(ParallelismConfig()))
-    for _ in range(3):
-        step(state)
-    seconds = []
-    for _ in range(steps):
-        began = time.perf_counter()
-        step(state)
-        seconds.append(time.perf_counter() - began)
-    reads = []
-    for number in range(steps):  # far from what is read ahead, so that each is read now
-        position = state.consumed_samples + (2 * number + 10) * state.loader.global_batch_size
-        began = time.perf_counter()
+    whole = statistics.median(in_turn({"step": lambda: seconds(lambda: step(state))}, steps)["step"])
+
+    def read(position: int) -> None:
         for micro in range(state.loader.micro_batches(position)):
             state.loader.batch(position, micro)
-        reads.append(time.perf_counter() - began)
+
+    # Far from what is read ahead, so that each is read now.
+    size, first = state.loader.global_batch_size, state.consumed_samples
+    positions = [first + (2 * number + 10) * size for number in range(steps)]
+    reading = statistics.median(seconds(partial(read, position)) for position in positions)
     state.loader.close()
-    whole, reading = statistics.median(seconds), statistics.median(reads)
     print(f"\nstep {1e3 * whole:.1f} ms, reading its batches {1e3 * reading:.3f} ms: {reading / whole:.2%} of it")
 
 

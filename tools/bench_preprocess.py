@@ -29,9 +29,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,8 +62,7 @@ class Arguments:
     folder: str | None = None
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What one command took: seconds, seconds of CPU, MiB of its largest process and of all together."""
 
     seconds: float
@@ -71,12 +71,7 @@ class Run:
     together: float
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """How many, and a hash of them as int32."""
-
-    count: int = 0
-    digest: str = ""
+Tokens = tuple[int, str]  # how many, and a hash of them as int32
 
 
 def main(arguments: Arguments) -> int:
@@ -88,14 +83,12 @@ def main(arguments: Arguments) -> int:
     sizes, _ = numbers(arguments.megabytes, "megabytes"), numbers(arguments.workers, "workers")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}", flush=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        folder = Path(name)
         if arguments.input is not None:
-            return 0 if bench(Path(arguments.input), arguments, folder) else 1
-        same = True
+            return 0 if bench(Path(arguments.input), arguments, Path(name)) else 1
+        same, corpus = True, Path(name, "corpus.jsonl")
         for megabytes in sizes:
-            corpus = folder / "corpus.jsonl"
             make_corpus(Path(str(arguments.text)), corpus, round(megabytes * 1e6))
-            same &= bench(corpus, arguments, folder)
+            same &= bench(corpus, arguments, Path(name))
     return 0 if same else 1
 
 
@@ -139,26 +132,22 @@ def bench(corpus: Path, arguments: Arguments, folder: Path) -> bool:
     starts: dict[str, list[float]] = {name: [] for name in names}
     runs: dict[Case, list[Run]] = {(name, workers): [] for workers in counts for name in names}
     print(f"{corpus.stat().st_size / 1e6:,.1f} MB of JSON lines", flush=True)
-    tokens, same = Tokens(), True
+    tokens: set[Tokens] = set()
     for _ in range(arguments.repeats):
         for name in names:
             starts[name].append(run((name, counts[0]), one, arguments, folder)[0].seconds)
         for case, made in runs.items():
             last, found = run(case, corpus, arguments, folder)
             made.append(last)
-            tokens = tokens if tokens.count else found
-            print(line(case, last, found.count), flush=True)
-            if tokens != found:
-                same = False
+            print(line(case, last, found[0]), flush=True)
+            if tokens and found not in tokens:
                 print(f"{case[0]} with {case[1]} workers: OTHER TOKENS", flush=True)
-    print(f"medians of {arguments.repeats}, {tokens.count:,} tokens{', the same by all' if same else ''}")
-    show({case: middle(made) for case, made in runs.items()}, starts, tokens.count, counts)
+            tokens.add(found)
+    same, (count, _) = len(tokens) == 1, min(tokens)
+    print(f"medians of {arguments.repeats}, {count:,} tokens{', the same by all' if same else ''}")
+    middle = {case: Run(*map(median, zip(*made, strict=True))) for case, made in runs.items()}
+    show(middle, {name: median(each) for name, each in starts.items()}, count, counts)
     return same
-
-
-def middle(runs: list[Run]) -> Run:
-    """The median of each of their figures."""
-    return Run(*(median(getattr(each, field.name) for each in runs) for field in fields(Run)))
 
 
 def run(case: Case, corpus: Path, arguments: Arguments, folder: Path) -> tuple[Run, Tokens]:
@@ -193,7 +182,7 @@ def read_tokens(prefix: Path) -> Tokens:
             ids = np.frombuffer(part, dtype=dtype)
             count += ids.size
             digest.update(ids.astype(np.int32).tobytes())
-    return Tokens(count, digest.hexdigest())
+    return count, digest.hexdigest()
 
 
 def timed(command: list[str], log: Path) -> Run:
@@ -238,23 +227,22 @@ def line(case: Case, made: Run, tokens: int) -> str:
     )
 
 
-def show(runs: dict[Case, Run], starts: dict[str, list[float]], tokens: int, counts: list[int]) -> None:
+def show(runs: dict[Case, Run], starts: dict[str, float], tokens: int, counts: list[int]) -> None:
     """Medians, the scaling from the first number of workers to the last, and how much faster we are."""
-    without = {case: made.seconds - median(starts[case[0]]) for case, made in runs.items()}
+    without = {case: made.seconds - starts[case[0]] for case, made in runs.items()}
     for case, made in runs.items():
         steady = f"{tokens / without[case] / 1e6:.2f}M" if without[case] > 0 else "unknown"
-        print(f"{line(case, made, tokens)}; {steady} without a start of {median(starts[case[0]]):.1f} s")
+        print(f"{line(case, made, tokens)}; {steady} without a start of {starts[case[0]]:.1f} s")
     few, many = counts[0], counts[-1]
     for name in starts:
         first, last = (name, few), (name, many)
         scaling = percent(runs[first].seconds * few, runs[last].seconds * many)
         steady = percent(without[first] * few, without[last] * many)
         print(f"{name}: {scaling} scaling from {few} to {many} workers, {steady} without the start")
-    if len(starts) > 1:
-        for workers in counts:
-            ours, theirs = ("gptlite", workers), ("Megatron-LM", workers)
-            speed, steady = percent(runs[theirs].seconds, runs[ours].seconds), percent(without[theirs], without[ours])
-            print(f"{workers} workers: gptlite has {speed} of Megatron-LM's speed, {steady} without the starts")
+    for workers in counts if len(starts) > 1 else ():
+        ours, theirs = ("gptlite", workers), ("Megatron-LM", workers)
+        speed, steady = percent(runs[theirs].seconds, runs[ours].seconds), percent(without[theirs], without[ours])
+        print(f"{workers} workers: gptlite has {speed} of Megatron-LM's speed, {steady} without the starts")
 
 
 def percent(part: float, whole: float) -> str:

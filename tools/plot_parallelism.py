@@ -5,6 +5,7 @@ python tools/plot_parallelism.py [folder=docs/pictures]
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -12,15 +13,14 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
+from plot_schedules import INK, MUTED, save
 
-from gptlite.errors import ConfigError
-from gptlite.files import replacing
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, num_stages, resolve, split_layers, stages_of_rank
 from gptlite.plan.timeline import Timeline, timeline
 from gptlite.tool import run_tool
 
-INK, MUTED, GRID, EMPTY = "#1c1c1c", "#6b6b6b", "#d9d9d9", "#f6f6f6"
+GRID, EMPTY = "#d9d9d9", "#f6f6f6"
 BLUE, ORANGE, GREEN, VIOLET = "#1f5fbf", "#d9822b", "#3d8b5f", "#7a5fb5"
 
 
@@ -33,16 +33,8 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Draws the pictures and says where they are."""
-    folder = Path(arguments.folder)
-    for name, draw in (("layouts", layouts), ("zero", zero), ("pipeline", pipeline)):
-        figure, path = draw(), folder / f"{name}.png"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as file:
-                figure.savefig(file, dpi=130, format="png")
-        except OSError as error:
-            raise ConfigError(f"folder={folder} cannot be written: {error}; give another") from None
-        print(f"wrote {path}")
+    for draw in (layouts, zero, pipeline):
+        save(draw(), Path(arguments.folder) / f"{draw.__name__}.png", f"folder={arguments.folder}")
 
 
 # Who holds what: a row of cells a rank, filled as far as the rank stores that piece of the model.
@@ -51,8 +43,7 @@ LAYERS = 4
 PIECES = ("embedding", *(f"block {i}" for i in range(LAYERS)), "head")
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """A layout, and what to see in it."""
 
     title: str
@@ -61,28 +52,19 @@ class Panel:
     world: int = 2
 
 
+INTERLEAVED = ParallelismConfig(pipeline=2, schedule="interleaved_1f1b")
+ALL_AXES = ParallelismConfig(pipeline=2, tensor=2, zero=3)
+HSDP = ParallelismConfig(tensor=2, zero=3, dp_replicate=2)
 PANELS = [
     Panel("data 2, zero 0 to 2", "all of it on every rank, other samples", ParallelismConfig()),
     Panel("data 2, zero 3", "half of each piece, gathered when it is used", ParallelismConfig(zero=3)),
     Panel("tensor 2", "half of every matrix", ParallelismConfig(tensor=2)),
     Panel("pipeline 2", "consecutive blocks", ParallelismConfig(pipeline=2)),
-    Panel(
-        "pipeline 2, interleaved_1f1b or zero_bubble",
-        "four parts, every other one",
-        ParallelismConfig(pipeline=2, schedule="interleaved_1f1b"),
-    ),
+    Panel("pipeline 2, interleaved_1f1b or zero_bubble", "four parts, every other one", INTERLEAVED),
     Panel("pipeline 2, zbv", "four parts, a V", ParallelismConfig(pipeline=2, schedule="zbv")),
+    Panel("pipeline 2 x data 2 (zero 3) x tensor 2", "each axis cuts what the ones before have left", ALL_AXES, 8),
     Panel(
-        "pipeline 2 x data 2 (zero 3) x tensor 2",
-        "each axis cuts what the ones before have left",
-        ParallelismConfig(pipeline=2, tensor=2, zero=3),
-        8,
-    ),
-    Panel(
-        "data 4 (zero 3, 2 copies of 2 shards) x tensor 2",
-        "HSDP: ranks 0 to 3 hold all of it, 4 to 7 again",
-        ParallelismConfig(tensor=2, zero=3, dp_replicate=2),
-        8,
+        "data 4 (zero 3, 2 copies of 2 shards) x tensor 2", "HSDP: ranks 0 to 3 hold all of it, 4 to 7 again", HSDP, 8
     ),
 ]
 

@@ -3,8 +3,9 @@
 python tools/plot_schedules.py [output=docs/pictures/schedules.png] [max_steps=1000]
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -36,28 +37,24 @@ class Arguments:
     max_steps: int = 1000
 
 
-@dataclass
-class Panel:
+class Panel(NamedTuple):
     """One schedule: its formula, the configurations drawn, and what tells several apart."""
 
     name: str
     formula: str
-    curves: list[ScheduleConfig]
-    labels: list[str] = field(default_factory=list)
+    curves: tuple[ScheduleConfig, ...]
+    labels: tuple[str, ...] = ()
 
 
+LOGARITHM = r"$m + (1-m)\,\ln(s+1)\,/\,\ln W$, then $1$"
+WARMUPS = (WarmupConfig(warmup_steps=None), WarmupConfig(warmup_steps=None, log=False))
 PANELS = [
-    Panel("cosine", r"$m + (1-m)\,\frac{1}{2}(1 + \cos\,\pi p)$", [CosineConfig(warmup_steps=None)]),
-    Panel("linear", r"$1 - (1-m)\,p$", [LinearConfig(warmup_steps=None)]),
-    Panel("wsd", r"$1$, then $1 - (1-m)\,p$ over the last fifth", [WSDConfig(warmup_steps=None)]),
-    Panel("constant", r"$1$", [ConstantConfig(warmup_steps=None)]),
-    Panel("inverse_sqrt", r"$\sqrt{(W+1)\,/\,(s+1)}$", [InverseSqrtConfig(warmup_steps=None)]),
-    Panel(
-        "warmup",
-        r"$m + (1-m)\,\ln(s+1)\,/\,\ln W$, then $1$",
-        [WarmupConfig(warmup_steps=None), WarmupConfig(warmup_steps=None, log=False)],
-        ["log: true", "log: false"],
-    ),
+    Panel("cosine", r"$m + (1-m)\,\frac{1}{2}(1 + \cos\,\pi p)$", (CosineConfig(warmup_steps=None),)),
+    Panel("linear", r"$1 - (1-m)\,p$", (LinearConfig(warmup_steps=None),)),
+    Panel("wsd", r"$1$, then $1 - (1-m)\,p$ over the last fifth", (WSDConfig(warmup_steps=None),)),
+    Panel("constant", r"$1$", (ConstantConfig(warmup_steps=None),)),
+    Panel("inverse_sqrt", r"$\sqrt{(W+1)\,/\,(s+1)}$", (InverseSqrtConfig(warmup_steps=None),)),
+    Panel("warmup", LOGARITHM, WARMUPS, ("log: true", "log: false")),
 ]
 
 
@@ -75,38 +72,38 @@ def draw(axes: Axes, panel: Panel, max_steps: int) -> None:
     axes.text(0, 1.045, panel.formula, transform=axes.transAxes, fontsize=10, color=MUTED)
 
 
-def plot(max_steps: int, output: Path) -> None:
-    """Write the picture; the file appears whole or not at all."""
-    layout = ConstrainedLayoutEngine(wspace=0.06, hspace=0.1)
-    figure = Figure(figsize=(11, 6.4), layout=layout)
-    grid = figure.subplots(2, 3, sharey=True)
-    for axes, panel in zip(grid.flat, PANELS, strict=True):
+def plot(max_steps: int) -> Figure:
+    """All panels."""
+    figure = Figure(figsize=(11, 6.4), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.1))
+    for axes, panel in zip(figure.subplots(2, 3, sharey=True).flat, PANELS, strict=True):
         axes.set(xlim=(-0.01 * max_steps, 1.01 * max_steps), ylim=(0, 1.06), yticks=[0, 0.25, 0.5, 0.75, 1])
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.tick_params(colors=MUTED, length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(GRID)
         draw(axes, panel, max_steps)
+    words = "optimizer step s   (W: end of the warmup, D: end of the decay, m: min_ratio, p: part of the decay done)"
     figure.supylabel("rate / peak rate", fontsize=10, color=MUTED)
-    figure.supxlabel(
-        "optimizer step s   (W: end of the warmup, D: end of the decay, m: min_ratio, p: part of the decay done)",
-        fontsize=10,
-        color=MUTED,
-    )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(output) as file:
-        figure.savefig(file, dpi=130, format="png")
+    figure.supxlabel(words, fontsize=10, color=MUTED)
+    return figure
+
+
+def save(figure: Figure, path: Path, key: str) -> None:
+    """Writes a picture whole or not at all, and says where it is. Raises ConfigError, naming the key."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            figure.savefig(file, dpi=130, format="png")
+    except OSError as error:
+        raise ConfigError(f"{key} cannot be written: {error}; give another") from None
+    print(f"wrote {path}")
 
 
 def main(arguments: Arguments) -> None:
     """Draws the picture and says where it is."""
     if arguments.max_steps < 1:
         raise ConfigError(f"max_steps={arguments.max_steps}: give at least 1")
-    try:
-        plot(arguments.max_steps, Path(arguments.output))
-    except OSError as error:
-        raise ConfigError(f"output={arguments.output} cannot be written: {error}; give another file") from None
-    print(f"wrote {arguments.output}")
+    save(plot(arguments.max_steps), Path(arguments.output), f"output={arguments.output}")
 
 
 if __name__ == "__main__":

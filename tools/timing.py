@@ -1,8 +1,14 @@
-"""Seconds of calls, and of calls in turn. No torch here: a benchmark may have to set up its process before."""
+"""What benchmarks share: seconds of calls, calls in turn, and a tool's own arguments among those of train.py.
 
+No torch here: a benchmark may have to set up its process before.
+"""
+
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from gptlite.config import parse_arguments
 
 T = TypeVar("T")
 
@@ -23,3 +29,12 @@ def in_turn(calls: Mapping[str, Callable[[], T]], repeats: int, warm_up: int = 3
             if repeat >= warm_up:
                 found[name].append(result)
     return found
+
+
+def own_arguments(schema: type[T], arguments: list[str], usage: str | None) -> tuple[T, list[str]]:
+    """The arguments that `schema` has, and the others, overrides of train.py. `--help` prints the usage and exits."""
+    if {"-h", "--help"} & set(arguments):
+        print((usage or "").strip())
+        sys.exit(0)
+    own = [each for each in arguments if each.partition("=")[0] in schema.__dataclass_fields__]  # type: ignore[attr-defined]
+    return parse_arguments(schema, own), [each for each in arguments if each not in own]

@@ -112,12 +112,11 @@ def _around(apart: Sequence[Distances], factor: float, epsilon: float) -> Limits
 
 def distances(step: StepRecord, reference: StepRecord, rms: bool = False) -> Distances:
     """How far a step is from the reference's same step; `rms` as in Limits."""
-    gradients = _each(_relative_norm, step.gradients, reference.gradients)
     values = _each(_root_mean_square if rms else _largest, step.values, reference.values)
     return Distances(
         _ratio(abs(step.loss - reference.loss), abs(reference.loss)),
         _ratio(abs(step.grad_norm - reference.grad_norm), reference.grad_norm),
-        gradients,
+        _each(_relative_norm, step.gradients, reference.gradients),
         {name: _ratio(value, reference.lr) for name, value in values.items()},
     )
 
@@ -131,17 +130,17 @@ def compare(step: StepRecord, reference: StepRecord, limits: Limits) -> StepComp
 
 
 def _judged(step: StepRecord, reference: StepRecord, found: Distances, limits: Limits) -> Iterator[Difference]:
-    for name, error in found.gradients.items():
-        if not error <= limits.gradient(name):
-            where = _where(step.gradients.get(name), reference.gradients.get(name))
-            yield Difference(step.step, "gradient", name, error, limits.gradient(name), where)
+    def tensors(what: str, kind: str, limit: Callable[[str], float]) -> Iterator[Difference]:
+        ours, theirs = getattr(step, kind), getattr(reference, kind)
+        for name, error in getattr(found, kind).items():
+            if not error <= limit(name):
+                yield Difference(step.step, what, name, error, limit(name), _where(ours.get(name), theirs.get(name)))
+
+    yield from tensors("gradient", "gradients", limits.gradient)
     for what, error, limit in (("loss", found.loss, limits.loss), ("gradient norm", found.grad_norm, limits.grad_norm)):
         if not error <= limit:
             yield Difference(step.step, what, "", error, limit)
-    for name, error in found.values.items():
-        if not error <= limits.value(name):
-            where = _where(step.values.get(name), reference.values.get(name))
-            yield Difference(step.step, "value", name, error, limits.value(name), where)
+    yield from tensors("value", "values", limits.value)
     yield from _copies(step)
 
 
@@ -167,16 +166,15 @@ def _where(whole: Whole | None, reference: Whole | None) -> str:
     if whole.value.isnan().any():
         return "some of it is held by no rank, or not a number"
     error = (whole.value - reference.value).abs()
-    boxes = [box for box in whole.holders if error[_slices(box)].numel()]
-    if len(boxes) < 2:
+    norms = {
+        box: torch.linalg.vector_norm(part).item() for box in whole.holders if (part := error[_slices(box)]).numel()
+    }
+    if len(norms) < 2:
         return ""
-    norms = {box: torch.linalg.vector_norm(error[_slices(box)]).item() for box in boxes}
-    worst = max(norms.values())
-    off = [box for box, norm in norms.items() if norm > 0.1 * worst]
     box = max(norms, key=lambda box: norms[box])
-    ranks = ", ".join(map(str, whole.holders[box]))
-    most = f"most in {_rows(box, whole.value)} on rank{'s' if len(whole.holders[box]) > 1 else ''} {ranks}"
-    return f"in {len(off)} of {len(boxes)} shards, {most}"
+    off = sum(norm > 0.1 * norms[box] for norm in norms.values())
+    ranks = f"rank{'s' if len(whole.holders[box]) > 1 else ''} {', '.join(map(str, whole.holders[box]))}"
+    return f"in {off} of {len(norms)} shards, most in {_rows(box, whole.value)} on {ranks}"
 
 
 def _rows(box: Box, whole: Tensor) -> str:

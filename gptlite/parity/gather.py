@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,14 +34,13 @@ class Whole:
     disagreements: list[Disagreement]
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """One rank's share, ready to be sent: what it holds of which tensor, and the elements in a row."""
+class Part(NamedTuple):
+    """What one rank holds of a tensor, ready to be sent; `shape` is the whole tensor's."""
 
-    names: list[str]
-    shapes: list[tuple[int, ...]]
-    boxes: list[Box]
-    elements: Tensor
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    value: Tensor
 
 
 def box_of(tensor: Tensor) -> Box:
@@ -60,39 +60,27 @@ def gather(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Whole] | None:
     A collective over the world: every rank calls it, with what it holds; a tied embedding may be held twice. Rank 0
     has a copy of every rank's parts meanwhile, so it is for models of which some fit its memory.
     """
-    mine = _parts(tensors)
+    mine = [
+        Part(name, tuple(tensor.shape), box_of(tensor), local_part(tensor).to("cpu", torch.float32, copy=True))
+        for name, tensor in tensors
+    ]
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return assemble([mine])
-    shares: list[_Parts] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
+    shares: list[list[Part]] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, shares)
     return None if shares is None else assemble(shares)
 
 
-def _parts(named: Iterable[tuple[str, Tensor]]) -> _Parts:
-    pairs = list(named)
-    flat = [local_part(tensor).reshape(-1).to("cpu", torch.float32) for _, tensor in pairs]
-    return _Parts(
-        [name for name, _ in pairs],
-        [tuple(tensor.shape) for _, tensor in pairs],
-        [box_of(tensor) for _, tensor in pairs],
-        torch.cat(flat) if flat else torch.zeros(0),
-    )
-
-
-def assemble(shares: list[_Parts]) -> dict[str, Whole]:
+def assemble(shares: list[list[Part]]) -> dict[str, Whole]:
     """Wholes from the parts of ranks 0, 1, ... Raises ValueError where ranks disagree about a shape."""
     wholes: dict[str, Whole] = {}
-    for rank, share in enumerate(shares):
-        offset = 0
-        for name, shape, box in zip(share.names, share.shapes, share.boxes, strict=True):
+    for rank, parts in enumerate(shares):
+        for name, shape, box, value in parts:
             whole = wholes.setdefault(name, Whole(torch.full(shape, torch.nan), {}, []))
             if tuple(whole.value.shape) != shape:
                 raise ValueError(f"{name} has shape {shape} on rank {rank}, {tuple(whole.value.shape)} before it")
-            extent = [stop - start for start, stop in box]
-            count = torch.Size(extent).numel()
-            if count:
-                _place(whole, box, rank, share.elements[offset : offset + count].view(extent))
-            offset += count
+            if value.numel():
+                _place(whole, box, rank, value)
     return wholes
 
 

@@ -36,16 +36,9 @@ class StepRecord:
     reports: list[tuple[float, float, float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Record:
-    """The steps of a run. Ranks other than 0 have none."""
-
-    steps: list[StepRecord]
-
-
-def record(config: Config, steps: int, mesh: Mesh | None = None) -> Record:
-    """The first steps of a run, all at once. Collective: every rank of the mesh calls it. See `recorded`."""
-    return Record([each for each in recorded(config, steps, mesh) if each is not None])
+def record(config: Config, steps: int, mesh: Mesh | None = None) -> list[StepRecord]:
+    """The first steps of a run, all at once; ranks other than 0 have none. Collective, see `recorded`."""
+    return [each for each in recorded(config, steps, mesh) if each is not None]
 
 
 def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[StepRecord | None]:
@@ -65,7 +58,7 @@ def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[S
     with closing(state.loader):
         for _ in range(steps):
             result = take_step(state, inspect)
-            values = gather(_named(state))
+            values = gather(state.named_parameters())
             reports = gather_objects(mesh, (result.loss, result.grad_norm, result.lr))
             if gradients is None or values is None:
                 yield None
@@ -83,9 +76,5 @@ def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
 def _gradients(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Without the loss scale. A parameter that got no gradient has one of zeros."""
     scale = state.scaler.scale if state.scaler else 1.0
-    for name, p in _named(state):
+    for name, p in state.named_parameters():
         yield name, torch.zeros_like(p) if p.grad is None else p.grad if scale == 1.0 else p.grad / scale
-
-
-def _named(state: TrainState) -> list[tuple[str, Tensor]]:
-    return list(state.named_parameters())

@@ -29,19 +29,17 @@ def worst(errors: dict[str, float]) -> str:
 
 def verdict(comparisons: Sequence[StepComparison], limits: Limits) -> tuple[bool, str]:
     """Whether the runs are the same, and the words for it."""
-    first = next((each for each in comparisons if each.differences), None)
     tensors = len(comparisons[0].distances.gradients)
-    if first is None:
-        text = f"same: {len(comparisons)} steps, {tensors} tensors; {described(comparisons, limits)}"
-        return True, text
-    gradients = [each for each in first.differences if each.what == "gradient"]
-    lines = [f"different: {first.differences[0]}"]
+    found = next((each.differences for each in comparisons if each.differences), [])
+    if not found:
+        return True, f"same: {len(comparisons)} steps, {tensors} tensors; {described(comparisons, limits)}"
+    gradients = [each for each in found if each.what == "gradient"]
+    lines = [f"different: {found[0]}"]
     if len(gradients) > 1:
-        worst_one = max(gradients, key=lambda each: each.error)
-        lines.append(f"in that step {len(gradients)} of {tensors} gradients differ, {worst_one.name} most")
-    others = [each for each in first.differences if each.what != "gradient"]
-    lines += [str(each) for each in others[:3] if each is not first.differences[0]]
-    return False, "\n".join(lines)
+        most = max(gradients, key=lambda each: each.error).name
+        lines.append(f"in that step {len(gradients)} of {tensors} gradients differ, {most} most")
+    others = [each for each in found if each.what != "gradient"]
+    return False, "\n".join([*lines, *(str(each) for each in others[:3] if each is not found[0])])
 
 
 def described(comparisons: Sequence[StepComparison], limits: Limits) -> str:

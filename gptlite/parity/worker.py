@@ -16,7 +16,7 @@ import torch
 
 from gptlite.config import Config
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.parity.compare import Distances, Limits, StepComparison, compare, fp32_limits, half_limits
+from gptlite.parity.compare import Distances, StepComparison, compare, distances, fp32_limits, half_limits
 from gptlite.parity.record import StepRecord, recorded
 from gptlite.parity.report import HEADER, row, verdict
 from gptlite.precision import resolve_precision
@@ -26,14 +26,12 @@ APART = "apart"
 
 def save_reference(folder: Path, steps: Iterator[StepRecord], exact: Iterator[StepRecord] | None = None) -> None:
     """Writes one process's steps, a file each; with `exact`, its fp32 steps, also how far 16 bits are from those."""
-    from gptlite.parity.compare import distances
-
-    apart = []
+    apart = None if exact is None else []
     for step in steps:
         torch.save(step, folder / str(step.step))
-        if exact is not None:
+        if exact is not None and apart is not None:
             apart.append(distances(step, next(exact), rms=True))
-    torch.save(apart if exact is not None else None, folder / APART)
+    torch.save(apart, folder / APART)
 
 
 def compare_run(reference: Path, config: Config, *_: Any) -> int:
@@ -45,7 +43,7 @@ def compare_run(reference: Path, config: Config, *_: Any) -> int:
     steps = sum(file.name != APART for file in reference.iterdir())
     apart: list[Distances] | None = torch.load(reference / APART, weights_only=False)
     epsilon = torch.finfo(resolve_precision(config.precision, mesh.device).compute_dtype).eps
-    limits: Limits = fp32_limits() if apart is None else half_limits(apart, epsilon)
+    limits = fp32_limits() if apart is None else half_limits(apart, epsilon)
     comparisons: list[StepComparison] = []
     if mesh.is_main:
         print(HEADER)

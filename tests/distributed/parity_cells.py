@@ -100,7 +100,7 @@ class References:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
             path = self.folder / f"{len(self._made)}.pickle"
-            path.write_bytes(pickle.dumps(record(load(overrides), STEPS).steps))
+            path.write_bytes(pickle.dumps(record(load(overrides), STEPS)))
             torch.set_num_threads(threads)
             self._made[key] = path
         return self._made[key]

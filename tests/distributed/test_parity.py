@@ -10,7 +10,7 @@ import torch
 from distributed.cell import BASE
 from gptlite.config import load
 from gptlite.parity.compare import compare, distances, fp32_limits, half_limits
-from gptlite.parity.gather import Disagreement, Whole, _Parts, assemble
+from gptlite.parity.gather import Disagreement, Part, Whole, assemble
 from gptlite.parity.record import StepRecord, record
 from gptlite.parity.report import row, verdict
 
@@ -20,7 +20,7 @@ UP = "layers.1.mlp.up.weight"
 
 @lru_cache
 def steps(*overrides: str) -> list[StepRecord]:
-    return record(load([*BASE, *SMALL, "data.micro_batch_size=12", *overrides]), 3).steps
+    return record(load([*BASE, *SMALL, "data.micro_batch_size=12", *overrides]), 3)
 
 
 @pytest.fixture
@@ -129,8 +129,7 @@ def test_parts_of_ranks_are_put_together_and_their_copies_compared():
     row_of = {upper: tensor[:2], lower: tensor[2:], empty: tensor[4:]}
 
     def share(*boxes, plus=0.0):
-        elements = torch.cat([row_of[box].flatten() for box in boxes]) + plus
-        return _Parts(["a"] * len(boxes), [(4, 3)] * len(boxes), list(boxes), elements)
+        return [Part("a", (4, 3), box, row_of[box] + plus) for box in boxes]
 
     whole = assemble([share(upper), share(lower, upper), share(empty)])["a"]
     assert torch.equal(whole.value, tensor)
@@ -140,7 +139,7 @@ def test_parts_of_ranks_are_put_together_and_their_copies_compared():
     assert drifted.disagreements == [Disagreement(upper, (0, 1), 0.5)]
     assert assemble([share(upper)])["a"].value.isnan().sum() == 6
     with pytest.raises(ValueError, match="shape"):
-        assemble([share(upper), dataclasses.replace(share(lower), shapes=[(5, 3)])])
+        assemble([share(upper), [share(lower)[0]._replace(shape=(5, 3))]])
 
 
 def test_the_verdict_names_the_first_tensor_and_the_worst(reference):

