@@ -147,19 +147,15 @@ def our_step(config: "GPTConfig", batch: int, layout: str, arguments: Arguments)
     """A step of the trainer's, with the same batch every time."""
     from real_step import build_step
 
-    from gptlite.ops.config import OpsConfig
-    from gptlite.ops.select import select_ops
     from gptlite.parallelism.config import ParallelismConfig
     from gptlite.parallelism.mesh import build_mesh
-    from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 
     given = LAYOUTS[arguments.peer][layout]
     parallelism = ParallelismConfig(**given, bucket_layers=arguments.bucket_layers, prefetch=arguments.prefetch)
     mesh = build_mesh(parallelism)
-    policy = resolve_precision(PrecisionConfig(Precision[arguments.precision]), mesh.device)
     count = arguments.micro_batches if parallelism.pipeline > 1 else 1
-    micro_batch, ops = batch // (count * mesh.data_size), select_ops(OpsConfig(), mesh.device)
-    return build_step(config, ops, policy, mesh, micro_batch, layout=parallelism, micro_batches=count)
+    how = {"precision": arguments.precision, "layout": parallelism, "micro_batches": count}
+    return build_step(config, mesh, batch // (count * mesh.data_size), **how)
 
 
 def _check(arguments: Arguments) -> list[str]:

@@ -141,12 +141,11 @@ def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
     from gptlite.ops.select import select_ops
     from gptlite.parallelism.config import ParallelismConfig
     from gptlite.parallelism.mesh import build_mesh
-    from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 
     mesh = build_mesh(ParallelismConfig())
-    policy = resolve_precision(PrecisionConfig(Precision[arguments.precision]), mesh.device)
+    how = {"precision": arguments.precision, "compile": arguments.compile}
     ops = select_ops(OpsConfig(Implementation[arguments.ops]), mesh.device)
-    take = build_step(config_of(size), ops, policy, mesh, size.batch_size, compile=arguments.compile)
+    take = build_step(config_of(size), mesh, size.batch_size, ops=ops, **how)
 
     def step() -> None:
         take()

@@ -54,20 +54,23 @@ def main(arguments: Arguments) -> int:
     if not arguments.only_missing:
         known = {}
     run([cell for cell in CELLS if cell.id not in known], known, file)
+    results = {name: [known[cell.id] for cell in CELLS if cell.precision == name] for name in ("fp32", *STATED)}
+    same, (loss, norm, gradient, value) = sum(known[cell.id]["same"] for cell in CELLS), worst(results["fp32"])
+    lead = (
+        f"{same} of {len(CELLS)} layouts train as one process does. Largest errors in fp32: loss {loss:.0e}, "
+        f"gradient norm {norm:.0e}, gradients {gradient:.0e}, values {value:.0e}."
+    )
     refusals = [f"| `{each.overrides}`{world(each.world)} | {each.reason()} |" for each in REFUSED]
-    results = {name: [known[cell.id] for cell in CELLS if cell.precision == name] for name in STATED}
     tables = {
-        "cells": [in_short([known[cell.id] for cell in CELLS], results["fp32"]), "", HEADS["cells"]],
+        "cells": [lead, "", HEADS["cells"], *(table_row(cell.id, known[cell.id]) for cell in CELLS)],
         "bounds": [HEADS["bounds"], *(bounds_row(name, results[name], STATED[name]) for name in STATED)],
         "refused": [HEADS["refused"], *refusals],
     }
-    tables["cells"] += [table_row(cell.id, known[cell.id]) for cell in CELLS]
     output = Path(arguments.output)
     text = output.read_text(encoding="utf-8")
     for name, lines in tables.items():
         text = replaced(text, name, "\n".join(lines))
     write_whole(output, text)
-    same = sum(known[cell.id]["same"] for cell in CELLS)
     print(f"wrote {arguments.output}: {same} of {len(CELLS)} layouts train as one process does")
     return 0 if same == len(CELLS) else 1
 
@@ -118,15 +121,6 @@ def worst(results: list[Result]) -> list[float]:
     ran = [each for each in results if "loss" in each]
     numbers = [[each["loss"], each["grad_norm"], each["gradient"][0], each["value"][0]] for each in ran]
     return [max(column) for column in zip(*numbers, strict=True)]
-
-
-def in_short(results: list[Result], exact: list[Result]) -> str:
-    """How many are the same, and the largest errors of those that compute in fp32."""
-    same, (loss, norm, gradient, value) = sum(each["same"] for each in results), worst(exact)
-    return (
-        f"{same} of {len(results)} layouts train as one process does. Largest errors in fp32: loss {loss:.0e}, "
-        f"gradient norm {norm:.0e}, gradients {gradient:.0e}, values {value:.0e}."
-    )
 
 
 def table_row(name: str, result: Result) -> str:

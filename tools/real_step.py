@@ -15,14 +15,15 @@ from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.init import init_weights
 from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, copy_weights, materialize
-from gptlite.ops.select import Ops
+from gptlite.ops.config import OpsConfig
+from gptlite.ops.select import Ops, select_ops
 from gptlite.optimizer.config import AdamWConfig, ConstantConfig
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
-from gptlite.precision import Policy
+from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 from gptlite.trainer.build import build_parts, build_updates
 from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
@@ -50,21 +51,23 @@ def config_of(size: Size, **options: Any) -> GPTConfig:
 
 def build_step(
     config: GPTConfig,
-    ops: Ops,
-    policy: Policy,
     mesh: Mesh,
     micro_batch: int,
     *,
+    precision: str = "bf16",
+    ops: Ops | None = None,
     layout: ParallelismConfig | None = None,
     micro_batches: int = 1,
     compile: bool = False,
 ) -> Callable[[], Any]:
     """A step of `micro_batches` of whole sequences a rank, AdamW, clipping at 1, built as pretrain.py builds it.
 
-    It is taken as the training loop takes it: on a GPU the result of one is read when the next has been enqueued. On a
-    meta device there are no initial weights.
+    `ops` are by default what a run takes here. The step is taken as the training loop takes it: on a GPU the result of
+    one is read when the next has been enqueued. On a meta device there are no initial weights.
     """
     layout, device = layout or ParallelismConfig(), mesh.device
+    ops = ops or select_ops(OpsConfig(), device)
+    policy = resolve_precision(PrecisionConfig(Precision[precision]), device)
     model = Model.of(config, policy)
     parts = build_parts(model, layout, mesh, policy, ops, compile=compile)
     materialize(model, parts, device)

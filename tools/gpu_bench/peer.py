@@ -12,10 +12,7 @@ from nanogpt import Size, nanogpt_step
 from real_step import build_step, model_of
 
 from gptlite.models.gpt.config import GPTConfig
-from gptlite.ops.config import OpsConfig
-from gptlite.ops.select import select_ops
 from gptlite.parallelism.mesh import Mesh
-from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 
 from .report import Part
 from .steps import forget, mfu, step_seconds
@@ -57,8 +54,6 @@ def run(part: Part, options: Arguments) -> None:
 def step_of(who: str, config: GPTConfig, micro_batch: int, device: torch.device, folder: Path) -> Callable[[], Any]:
     """A contender's step."""
     if who.startswith("gptlite"):
-        policy = resolve_precision(PrecisionConfig(Precision.bf16), device)
-        ops = select_ops(OpsConfig(), device)
-        return build_step(config, ops, policy, Mesh(device), micro_batch, compile="compiled" in who)
+        return build_step(config, Mesh(device), micro_batch, compile="compiled" in who)
     shape = (config.vocab_size or 0, config.d_model, config.num_heads, config.num_layers, config.sequence_length)
     return nanogpt_step(folder, Size(*shape, micro_batch), "bf16_compile" if "compiled" in who else "bf16")

@@ -10,10 +10,7 @@ import torch
 from real_step import build_step, model_of
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
-from gptlite.ops.config import OpsConfig
-from gptlite.ops.select import select_ops
 from gptlite.parallelism.mesh import Mesh
-from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 
 from .byte_model import CLASSES, Model, class_of, model_of_trace
 from .pictures import beside_floor
@@ -48,9 +45,7 @@ def run(part: Part, options: Arguments) -> None:
     """Profiles the step of GPT-3 Small, bf16, eager."""
     size, device = "tiny" if options.size == "tiny" else "small", torch.device(options.device)
     model, config = model_of_trace(trace_step(size, BATCH[size])), model_of(size)
-    policy = resolve_precision(PrecisionConfig(Precision.bf16), device)
-    step = build_step(config, select_ops(OpsConfig(), device), policy, Mesh(device), BATCH[size])
-    slices = slices_of(step, device.type == "cuda")
+    slices = slices_of(build_step(config, Mesh(device), BATCH[size]), device.type == "cuda")
     if not slices:
         part.failed("the profiler recorded nothing on the device")
         return

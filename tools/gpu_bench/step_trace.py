@@ -18,7 +18,6 @@ from gptlite.kernels.library import Unavailable, load
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import Ops, choose_ops
 from gptlite.parallelism.mesh import Mesh
-from gptlite.precision import Policy, Precision
 
 META = torch.device("meta")
 ATEN = torch.ops.aten
@@ -106,8 +105,8 @@ def trace_step(size: str, micro_batch: int) -> Trace:
     """Traces the second step of a model, bf16, with the ops that a GPU takes. Loads the kernels for their shapes."""
     from real_step import build_step, model_of
 
-    config, policy = model_of(size), Policy(torch.bfloat16, "traced", Precision.bf16)
-    step = build_step(config, gpu_ops(), policy, Mesh(META), micro_batch)
+    config = model_of(size)
+    step = build_step(config, Mesh(META), micro_batch, ops=gpu_ops())
     shape = (micro_batch * config.sequence_length, config.d_model, config.head_dim, config.vocab_size or 0)
     with _Functions(Trace(size, micro_batch, *shape)):
         step()  # what only the first one does is left out

@@ -17,7 +17,6 @@ from gptlite.models.gpt.flops import flops_per_token
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import Ops, select_ops
 from gptlite.parallelism.mesh import Mesh
-from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 
 from .report import Part, markdown_table
 
@@ -140,10 +139,10 @@ def predicted(cell: Cell) -> dict[str, float]:
 def measured(cell: Cell, device: torch.device, ops: Ops) -> dict[str, Any]:
     """Builds the cell's step and times it. `memory`: the most that torch's allocator held. Raises OutOfMemoryError."""
     cuda, config = device.type == "cuda", model_of(cell.size)
-    policy = resolve_precision(PrecisionConfig(Precision[cell.precision]), device)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    step = build_step(config, ops, policy, Mesh(device), cell.micro_batch, compile=cell.compile)
+    how = {"precision": cell.precision, "ops": ops, "compile": cell.compile}
+    step = build_step(config, Mesh(device), cell.micro_batch, **how)
     seconds = step_seconds(step)
     memory = torch.cuda.max_memory_allocated(device) if cuda else 0
     rate = tokens_of(cell) / seconds
