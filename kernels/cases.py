@@ -58,9 +58,7 @@ SOFTMAX = (
         _softmax_inputs,
         lambda given: (OPS.masked_softmax(given["x"], given["mask"], SCALE),),
         lambda given, results: (OPS.masked_softmax_backward(given["dy"], results[0], SCALE),),
-        _torch_masked_softmax,
-        ("x",),
-        *SQUARE,
+        *(_torch_masked_softmax, ("x",), *SQUARE),
         traffic=lambda given: (2 * size_of(given["x"]) + size_of(given["mask"]), 3 * size_of(given["x"])),
     ),
     Case(
@@ -68,9 +66,7 @@ SOFTMAX = (
         _softmax_inputs,
         lambda given: (OPS.causal_softmax(given["x"], SCALE),),
         lambda given, results: (OPS.causal_softmax_backward(given["dy"], results[0], SCALE),),
-        _torch_causal_softmax,
-        ("x",),
-        *SQUARE,
+        *(_torch_causal_softmax, ("x",), *SQUARE),
         traffic=_times(1.5, 2),
     ),
 )
@@ -143,8 +139,7 @@ def _bias_gelu(name: str, tanh: bool) -> Case:
         lambda given: (OPS.bias_gelu(given["x"], given["bias"], tanh),),
         lambda given, _: OPS.bias_gelu_backward(given["dy"], given["x"], given["bias"], tanh),
         lambda given: (F.gelu(given["x"] + given["bias"], approximate="tanh" if tanh else "none"),),
-        ("x", "bias"),
-        *HIDDEN,
+        *(("x", "bias"), *HIDDEN),
         traffic=_times(2, 3),
     )
 
@@ -155,16 +150,13 @@ ROWS = (
         _row_inputs,
         lambda given: OPS.layer_norm(given["x"], given["weight"], given["beta"], EPS),
         _layer_norm_backward,
-        _torch_layer_norm,
-        ("x", "weight", "beta"),
-        *WIDE,
+        *(_torch_layer_norm, ("x", "weight", "beta"), *WIDE),
         traffic=_times(2, 3),
     ),
     Case(
         _pair("residual_norm"),
         *(_row_inputs, _residual_norm, _residual_norm_backward, _torch_residual_norm),
-        ("x", "residual", "bias", "weight", "beta"),
-        *WIDE,
+        *(("x", "residual", "bias", "weight", "beta"), *WIDE),
         traffic=_times(4, 4),
         plain=_plain_residual_norm,
         compared=2,
@@ -176,9 +168,7 @@ ROWS = (
         _row_inputs,
         lambda given: (OPS.dropout(given["x"], *_dropout_key(given), 0),),
         None,
-        _torch_dropout,
-        (),
-        *WIDE,
+        *(_torch_dropout, (), *WIDE),
         traffic=_times(2),
         plain=lambda given: (F.dropout(given["x"], P),),
     ),
@@ -239,9 +229,7 @@ def _whole_loss(name: str, smoothing: float, z_loss: float) -> Case:
         _loss_inputs,
         kernel,
         None,
-        lambda given: _torch_loss(given, smoothing, z_loss),
-        ("logits",),
-        *VOCABULARY,
+        *(lambda given: _torch_loss(given, smoothing, z_loss), ("logits",), *VOCABULARY),
         traffic=_times(2),
     )
 
@@ -252,8 +240,7 @@ LOSSES = (
     Case(
         ("cross_entropy_stats", "cross_entropy_gradient_"),
         *(_loss_inputs, _stats, _sharded_gradient, _torch_loss),
-        ("logits",),
-        *VOCABULARY,
+        *(("logits",), *VOCABULARY),
         traffic=_times(1, 2),
         between=_losses_of_stats,
     ),
@@ -293,7 +280,7 @@ def _torch_adamw(inputs: Inputs) -> Tensors:
 def _plain_adamw(inputs: Inputs) -> Tensors:
     lr, beta1, beta2, eps, decay = ADAM
     parameters, gradients, m, v, steps = _lists(inputs)
-    settings = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
+    settings: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
     fp32 = [gradient.float() for gradient in gradients]
     torch._fused_adamw_(parameters, fp32, m, v, [], steps, amsgrad=False, maximize=False, **settings)
     return ()
@@ -362,17 +349,14 @@ ATTENTION = (
         _attention_inputs,
         lambda given: OPS.attention(*(given[name] for name in "qkv"), SCALE),
         lambda given, results: OPS.attention_backward(given["dy"], *results, *(given[name] for name in "qkv"), SCALE),
-        _torch_attention,
-        ("q", "k", "v"),
-        *HEADS,
+        *(_torch_attention, ("q", "k", "v"), *HEADS),
         traffic=_times(4 / 3, 8 / 3),
         cpu_only=True,
     ),
     Case(
         _pair("attention_packed"),
         *(_attention_inputs, _attention_packed, _attention_packed_backward, _torch_attention_packed),
-        ("qkv",),
-        *HEADS,
+        *(("qkv",), *HEADS),
         traffic=_times(4 / 3, 8 / 3),
         cpu_only=True,
     ),

@@ -108,7 +108,9 @@ def prepare(cuda: bool, log: Log, arch: str | None = None) -> Library:
     if platform.system() != "Linux":
         raise BuildError(f"the kernels are for Linux, this is {platform.system()}")
     tools = _tools(cuda, arch)
-    if found := tools if isinstance(tools, Library) else _find(tools.names, why_no_cuda=tools.why_no_cuda):
+    if isinstance(tools, Library):
+        return tools
+    if found := _find(tools.names, why_no_cuda=tools.why_no_cuda):
         return found
     folder = writable_folder(log)
     path = folder / tools.names[0]

@@ -114,7 +114,10 @@ def reading(loader: Loader, tokens: int) -> float:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Everything of this process on one core meanwhile."""
+    """Everything of this process on one core meanwhile, where the system can do that."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:

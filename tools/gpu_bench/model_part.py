@@ -24,7 +24,7 @@ BATCH = {"small": 16, "xl": 16, "tiny": 2}
 ROWS = 28  # of the table of ops; the JSON has all
 # ns a token where all that can be fused is, and products are aligned; pointwise ops together stand under the norms.
 FUSED = ("GEMM block", "GEMM head", "attention", "norm + residual", "loss", "optimizer")
-LIMITS = {
+LIMITS: dict[str, dict[str, float]] = {
     "small": dict(zip(FUSED, (645.0, 293.0, 394.0, 103.0, 47.0, 28.0), strict=True)),
     "xl": dict(zip(FUSED, (9174.0, 782.0, 1557.0, 549.0, 47.0, 299.0), strict=True)),
 }

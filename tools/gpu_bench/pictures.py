@@ -53,8 +53,8 @@ def stacked_classes(file: Path, title: str, bars: Mapping[str, Mapping[str, floa
 def beside_floor(file: Path, title: str, measured: Mapping[str, float], floor: Mapping[str, float]) -> None:
     """For each class the measured ns a token over the least possible."""
     axes = Figure(figsize=(9.0, 4.2), dpi=100).subplots()
-    drawn = axes.barh([row - 0.2 for row in range(len(measured))], measured.values(), 0.38, color="#4477aa")
-    axes.barh([row + 0.2 for row in range(len(floor))], floor.values(), 0.38, color="#ccbb44", label="floor")
+    drawn = axes.barh([row - 0.2 for row in range(len(measured))], list(measured.values()), 0.38, color="#4477aa")
+    axes.barh([row + 0.2 for row in range(len(floor))], list(floor.values()), 0.38, color="#ccbb44", label="floor")
     drawn.set_label("measured")
     words = [
         f"{its:.0f}   {its / floor[name]:.1f}x the floor" if floor[name] > 0.5 else f"{its:.0f}"
