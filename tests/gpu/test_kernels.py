@@ -18,6 +18,7 @@ from gptlite.kernels.library import Loaded, load
 from gpu.device import DEVICE
 from kernels import (
     test_adamw,
+    test_alignment,
     test_bias_gelu,
     test_cross_entropy,
     test_dropout,
@@ -206,16 +207,8 @@ def _of_best(mark: pytest.Mark) -> list[pytest.Mark]:
     return [pytest.mark.parametrize(names[1:], cases).mark] if cases else []
 
 
-for _module in (
-    test_softmax,
-    test_layer_norm,
-    test_residual_norm,
-    test_bias_gelu,
-    test_dropout,
-    test_cross_entropy,
-    test_norm,
-    test_adamw,
-):
+_NORMS = test_layer_norm, test_residual_norm, test_norm
+for _module in (test_softmax, *_NORMS, test_bias_gelu, test_dropout, test_cross_entropy, test_adamw, test_alignment):
     for _name, _test in vars(_module).items():
         if _name.startswith("test_") and _test.__module__ == _module.__name__:
             globals()[f"{_name}__{_module.__name__.removeprefix('kernels.test_')}"] = on_gpu(_test)

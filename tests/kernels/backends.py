@@ -13,18 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kernels.library import (
-    CODES,
-    GptliteAdam,
-    GptliteDropout,
-    GptliteHeads,
-    Threads,
-    signatures,
-)
+from kernels.library import CODES, GptliteAdam, GptliteDropout, GptliteHeads, Threads, signatures
 from kernels.memory import Buffer, Memory, argument
 from kernels.options import Adam, Dropout, Loss, State
 
 UNSUPPORTED = 10001
+Made = tuple[Sequence[int], torch.dtype]  # an output
 
 
 @dataclass(frozen=True)
@@ -54,65 +48,35 @@ class Backend:
 
     def masked_softmax_forward(self, x: Tensor, mask: Tensor | None, scale: float, in_place: bool = False) -> Tensor:
         """`mask` broadcasts to x [batch, heads, queries, keys], and keeps the order of its strides."""
-        memory = self._memory()
-        data = memory.copy(x, written=in_place)
-        y = data if in_place else memory.new(x.shape, x.dtype)
-        mask_arguments = None, CODES[None], None
+        memory, arguments = self._memory(), (None, CODES[None], None)
         if mask is not None:
-            mask_data, view = _permuted(memory, mask)
-            strides = (ctypes.c_int64 * 4)(*view.expand(x.shape).stride())
-            mask_arguments = mask_data, CODES[mask.dtype], strides
-        self._call(memory, "masked_softmax_forward", y, data, *mask_arguments, *x.shape, scale, CODES[x.dtype])
-        return y.tensor
+            data, view = _permuted(memory, mask)
+            arguments = data, CODES[mask.dtype], (ctypes.c_int64 * 4)(*view.expand(x.shape).stride())
+        return self._rewritten("masked_softmax_forward", x, (*arguments, *x.shape, scale), in_place, memory)
 
     def masked_softmax_backward(self, dy: Tensor, y: Tensor, scale: float, in_place: bool = False) -> Tensor:
         memory = self._memory()
-        dy_data, y_data = memory.copy(dy, written=in_place), memory.copy(y)
-        dx = dy_data if in_place else memory.new(dy.shape, dy.dtype)
-        self._call(memory, "masked_softmax_backward", dx, dy_data, y_data, *dy.shape, scale, CODES[dy.dtype])
-        return dx.tensor
+        return self._rewritten("masked_softmax_backward", dy, (memory.copy(y), *dy.shape, scale), in_place, memory)
 
     def causal_softmax_forward(self, x: Tensor, scale: float, in_place: bool = False) -> Tensor:
-        memory = self._memory()
-        data = memory.copy(x, written=in_place)
-        y = data if in_place else memory.new(x.shape, x.dtype)
-        self._call(memory, "causal_softmax_forward", y, data, *x.shape, scale, CODES[x.dtype])
-        return y.tensor
+        return self._rewritten("causal_softmax_forward", x, (*x.shape, scale), in_place)
 
     def causal_softmax_backward(self, dy: Tensor, y: Tensor, scale: float) -> Tensor:
         memory = self._memory()
-        dx, dy_data, y_data = memory.new(dy.shape, dy.dtype), memory.copy(dy), memory.copy(y)
-        self._call(memory, "causal_softmax_backward", dx, dy_data, y_data, *dy.shape, scale, CODES[dy.dtype])
-        return dx.tensor
+        return self._rewritten("causal_softmax_backward", dy, (memory.copy(y), *dy.shape, scale), False, memory)
 
-    def layer_norm_forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def layer_norm_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> list[Tensor]:
         """y, mean, rstd."""
-        memory, rows = self._memory(), x.shape[0]
-        y, mean, rstd = (
-            memory.new(x.shape, x.dtype),
-            memory.new([rows], torch.float32),
-            memory.new([rows], torch.float32),
-        )
-        inputs = memory.copy(x), memory.copy(weight), memory.optional(bias)
-        self._call(
-            memory, "layer_norm_forward", y, mean, rstd, *inputs, *x.shape, eps, CODES[x.dtype], CODES[weight.dtype]
-        )
-        return y.tensor, mean.tensor, rstd.tensor
+        rows, options = (x.shape[:1], torch.float32), (*x.shape, eps, CODES[x.dtype], CODES[weight.dtype])
+        return self._op("layer_norm_forward", [_like(x), rows, rows], [x, weight, bias], *options)
 
     def layer_norm_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, want_bias: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> list[Tensor | None]:
         """dx, dweight, dbias."""
-        memory = self._memory()
-        dx, dweight = memory.new(x.shape, x.dtype), memory.new(weight.shape, weight.dtype)
-        dbias = memory.new(weight.shape, weight.dtype) if want_bias else None
-        workspace = self._rows_workspace(memory, *x.shape)
-        inputs = [memory.copy(each) for each in (dy, x, weight, mean, rstd)]
-        codes = CODES[x.dtype], CODES[weight.dtype]
-        self._call(memory, "layer_norm_backward", dx, dweight, dbias, workspace, *inputs, *x.shape, *codes)
-        return dx.tensor, dweight.tensor, _tensor(dbias)
+        made = [_like(x), _like(weight), _like(weight) if want_bias else None, self._workspace(*x.shape)]
+        options = *x.shape, CODES[x.dtype], CODES[weight.dtype]
+        return self._op("layer_norm_backward", made, [dy, x, weight, mean, rstd], *options)[:3]
 
     def residual_norm_forward(
         self,
@@ -123,15 +87,11 @@ class Backend:
         beta: Tensor | None,
         eps: float,
         dropout: Dropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> list[Tensor]:
         """y, h, mean, rstd of x [batch, positions, width]."""
-        memory, rows = self._memory(), x.shape[0] * x.shape[1]
-        y, h = memory.new(x.shape, x.dtype), memory.new(x.shape, x.dtype)
-        mean, rstd = memory.new([rows], torch.float32), memory.new([rows], torch.float32)
-        inputs = [memory.optional(each) for each in (x, bias, residual, weight, beta)]
-        options = self._dropout(memory, dropout), CODES[x.dtype], CODES[weight.dtype]
-        self._call(memory, "residual_norm_forward", y, h, mean, rstd, *inputs, *x.shape, eps, *options)
-        return y.tensor, h.tensor, mean.tensor, rstd.tensor
+        rows = [x.shape[0] * x.shape[1]], torch.float32
+        made, options = [_like(x), _like(x), rows, rows], (eps, dropout, CODES[x.dtype], CODES[weight.dtype])
+        return self._op("residual_norm_forward", made, [x, bias, residual, weight, beta], *x.shape, *options)
 
     def residual_norm_backward(
         self,
@@ -144,46 +104,26 @@ class Backend:
         dropout: Dropout | None,
         want_bias: bool = True,
         want_beta: bool = True,
-    ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None]:
+    ) -> list[Tensor | None]:
         """dx (None without dropout), dresidual, dbias, dweight, dbeta."""
-        memory = self._memory()
-        dx = None if dropout is None else memory.new(h.shape, h.dtype)
-        dresidual = memory.new(h.shape, h.dtype)
-        dbias = memory.new(weight.shape, weight.dtype) if want_bias else None
-        dweight = memory.new(weight.shape, weight.dtype)
-        dbeta = memory.new(weight.shape, weight.dtype) if want_beta else None
-        workspace = self._rows_workspace(memory, h.shape[0] * h.shape[1], h.shape[2])
-        inputs = [memory.optional(each) for each in (dy, dh, h, weight, mean, rstd)]
-        options = self._dropout(memory, dropout), CODES[h.dtype], CODES[weight.dtype]
-        outputs = dx, dresidual, dbias, dweight, dbeta
-        self._call(memory, "residual_norm_backward", *outputs, workspace, *inputs, *h.shape, *options)
-        return _tensor(dx), dresidual.tensor, _tensor(dbias), dweight.tensor, _tensor(dbeta)
+        wanted = (dropout, h), (True, h), (want_bias, weight), (True, weight), (want_beta, weight)
+        made = [_like(each) if want else None for want, each in wanted]
+        options = *h.shape, dropout, CODES[h.dtype], CODES[weight.dtype]
+        workspace = self._workspace(h.shape[0] * h.shape[1], h.shape[2])
+        given = [dy, dh, h, weight, mean, rstd]
+        return self._op("residual_norm_backward", [*made, workspace], given, *options)[:5]
 
     def bias_gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
-        memory = self._memory()
-        y, data, bias_data = memory.new(x.shape, x.dtype), memory.copy(x), memory.optional(bias)
-        self._call(memory, "bias_gelu_forward", y, data, bias_data, *x.shape, approximate, CODES[x.dtype])
-        return y.tensor
+        return self._op("bias_gelu_forward", [_like(x)], [x, bias], *x.shape, approximate, CODES[x.dtype])[0]
 
-    def bias_gelu_backward(
-        self, dy: Tensor, x: Tensor, bias: Tensor | None, approximate: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def bias_gelu_backward(self, dy: Tensor, x: Tensor, bias: Tensor | None, approximate: bool) -> list[Tensor | None]:
         """dx, and dbias where there is a bias."""
-        memory = self._memory()
-        dx = memory.new(x.shape, x.dtype)
-        dbias = None if bias is None else memory.new(bias.shape, bias.dtype)
-        workspace = self._rows_workspace(memory, *x.shape)
-        inputs = memory.copy(dy), memory.copy(x), memory.optional(bias)
-        self._call(memory, "bias_gelu_backward", dx, dbias, workspace, *inputs, *x.shape, approximate, CODES[x.dtype])
-        return dx.tensor, _tensor(dbias)
+        made, options = [_like(x), _like(bias), self._workspace(*x.shape)], (*x.shape, approximate, CODES[x.dtype])
+        return self._op("bias_gelu_backward", made, [dy, x, bias], *options)[:2]
 
     def dropout(self, x: Tensor, dropout: Dropout, in_place: bool = False) -> Tensor:
         """x [batch, heads, positions, width]."""
-        memory = self._memory()
-        data = memory.copy(x, written=in_place)
-        y = data if in_place else memory.new(x.shape, x.dtype)
-        self._call(memory, "dropout", y, data, *x.shape, self._dropout(memory, dropout), CODES[x.dtype])
-        return y.tensor
+        return self._rewritten("dropout", x, (*x.shape, dropout), in_place)
 
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, loss: Loss, want_gradient: bool = True, padding: int = 0
@@ -207,10 +147,8 @@ class Backend:
     ) -> Tensor:
         memory, (rows, columns) = self._memory(), logits.shape
         data = self._padded(memory, logits, padding, True)
-        arguments = data, columns + padding, memory.copy(targets), memory.copy(log_sum)
-        self._call(
-            memory, "cross_entropy_gradient", *arguments, rows, columns, loss.struct(columns), CODES[logits.dtype]
-        )
+        arguments = data, columns + padding, memory.copy(targets), memory.copy(log_sum), rows, columns
+        self._call(memory, "cross_entropy_gradient", *arguments, loss.struct(columns), CODES[logits.dtype])
         return _unpadded(data, columns)
 
     def norm(self, tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -253,13 +191,13 @@ class Backend:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, layout: str = "bshd"
     ) -> tuple[Tensor, Tensor]:
         """out [batch, heads, queries, width], lse [batch, heads, queries]."""
-        memory, (batch, heads, queries, width) = self._memory(), q.shape
+        memory = self._memory()
         inputs = _heads(memory, [q, k, v], layout)
         (out,) = _heads(memory, [torch.empty_like(q)], layout, written=True)
         lse = memory.new(q.shape[:3], torch.float32)
-        sizes = batch, heads, queries, k.shape[2], width
         heads = [_heads_struct(each) for each in (out, *inputs)]
-        self._call(memory, "gptlite_cpu_attention_forward", heads[0], lse, *heads[1:], *sizes, scale, CODES[q.dtype])
+        options = *q.shape[:3], *k.shape[2:], scale, CODES[q.dtype]
+        self._call(memory, "gptlite_cpu_attention_forward", heads[0], lse, *heads[1:], *options)
         return out, lse.tensor
 
     def attention_backward(
@@ -272,45 +210,47 @@ class Backend:
         v: Tensor,
         scale: float,
         layout: str = "bshd",
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """dq, dk, dv."""
-        memory, (batch, heads, queries, width) = self._memory(), q.shape
+        memory = self._memory()
         inputs = _heads(memory, [q, k, v], layout)
         gradients = _heads(memory, [torch.empty_like(each) for each in (q, k, v)], layout, written=True)
         outs = [_heads(memory, [each], layout)[0] for each in (dout, out)]
-        structs = [_heads_struct(each) for each in (*gradients, *outs)], [_heads_struct(each) for each in inputs]
-        sizes = batch, heads, queries, k.shape[2], width
-        self._call(
-            memory,
-            "gptlite_cpu_attention_backward",
-            *structs[0],
-            memory.copy(lse),
-            *structs[1],
-            *sizes,
-            scale,
-            CODES[q.dtype],
-        )
+        *first, q_, k_, v_ = [_heads_struct(each) for each in (*gradients, *outs, *inputs)]
+        options = *q.shape[:3], *k.shape[2:], scale, CODES[q.dtype]
+        self._call(memory, "gptlite_cpu_attention_backward", *first, memory.copy(lse), q_, k_, v_, *options)
         return tuple(gradients)
 
     def weight_gradient(
         self, dy: Tensor, x: Tensor, out_dtype: torch.dtype = torch.float32, threads: int = 1
-    ) -> tuple[Tensor, Tensor]:
+    ) -> list[Tensor]:
         """dw [outputs, inputs], dbias [outputs] of dy [rows, outputs] and x [rows, inputs]."""
-        memory, (rows, outputs), inputs = self._memory(), dy.shape, x.shape[1]
-        dw, dbias = memory.new((outputs, inputs), out_dtype), memory.new((outputs,), out_dtype)
-        sizes = rows, outputs, inputs, CODES[dy.dtype], CODES[out_dtype], threads
-        self._call(memory, "gptlite_cpu_weight_gradient", dw, dbias, memory.copy(dy), memory.copy(x), *sizes)
-        return dw.tensor, dbias.tensor
+        made = [((dy.shape[1], x.shape[1]), out_dtype), (dy.shape[1:], out_dtype)]
+        options = *dy.shape, x.shape[1], CODES[dy.dtype], CODES[out_dtype], threads
+        return self._op("gptlite_cpu_weight_gradient", made, [dy, x], *options)
 
     def _memory(self) -> Memory:
         return Memory(self.offsets)
 
-    def _rows_workspace(self, memory: Memory, rows: int, width: int) -> Buffer:
-        return memory.new([self.library.gptlite_rows_workspace(rows, width)], torch.float32)
+    def _workspace(self, rows: int, width: int) -> Made:
+        return [self.library.gptlite_rows_workspace(rows, width)], torch.float32
 
-    def _dropout(self, memory: Memory, dropout: Dropout | None) -> GptliteDropout | None:
-        if dropout is None:
-            return None
+    def _op(self, op: str, made: Sequence[Made | None], given: Sequence[Tensor | None], *options: object) -> list:
+        """What an op writes into outputs of these shapes and dtypes; None: NULL."""
+        memory = self._memory()
+        outs = [None if each is None else memory.new(*each) for each in made]
+        self._call(memory, op, *outs, *map(memory.optional, given), *options)
+        return [None if each is None else each.tensor for each in outs]
+
+    def _rewritten(self, op: str, x: Tensor, arguments: tuple, in_place: bool, memory: Memory | None = None) -> Tensor:
+        """What an op makes of x, in place or beside it."""
+        memory = memory or self._memory()
+        data = memory.copy(x, written=in_place)
+        y = data if in_place else memory.new(x.shape, x.dtype)
+        self._call(memory, op, y, data, *arguments, CODES[x.dtype])
+        return y.tensor
+
+    def _dropout(self, memory: Memory, dropout: Dropout) -> GptliteDropout:
         site = memory.copy(torch.tensor([dropout.site]))
         ids = memory.copy(torch.tensor(dropout.sample_ids, dtype=torch.int64))
         places = site.pointer, ids.pointer, dropout.first_position, dropout.first_head
@@ -323,10 +263,11 @@ class Backend:
         data.written = written
         return data
 
-    def _call(self, memory: Memory, op: str, *arguments: object) -> None:
+    def _call(self, memory: Memory, op: str, *given: object) -> None:
         function = getattr(self.library, op if op.startswith("gptlite_") else self.prefix + op)
         function.argtypes = [*signatures()[op], ctypes.c_void_p]
-        assert len(arguments) == len(signatures()[op]), f"{op} takes {len(signatures()[op])} arguments"
+        assert len(given) == len(signatures()[op]), f"{op} takes {len(signatures()[op])} arguments"
+        arguments = [self._dropout(memory, each) if isinstance(each, Dropout) else each for each in given]
         memory.remember()
         context = None if self.threads is None else ctypes.byref(self.threads.struct)
         status = self._run(function, [*map(argument, arguments), context], memory)
@@ -339,8 +280,8 @@ class Backend:
         return function(*arguments)
 
 
-def _tensor(buffer: Buffer | None) -> Tensor | None:
-    return None if buffer is None else buffer.tensor
+def _like(tensor: Tensor | None) -> Made | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
 def _permuted(memory: Memory, tensor: Tensor) -> tuple[Buffer, Tensor]:

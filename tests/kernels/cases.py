@@ -18,33 +18,8 @@ BACKENDS = (*CPU_BACKENDS, EMULATED)
 
 # Around vectors of 4, 8, 16 and 32, around blocks of threads, and the widths of models and vocabularies.
 WIDTHS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    127,
-    129,
-    255,
-    257,
-    768,
-    777,
-    1024,
-    1025,
-    2049,
-    4096,
+    *sorted({2**n + near for n in range(1, 9) for near in (-1, 0, 1)} - {128, 256}),
+    *(768, 777, 1024, 1025, 2049, 4096),
 )
 WIDE = (8192, 8193, 50257, 100_000)
 

@@ -17,71 +17,44 @@ CODES = {None: -1, torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 _PARALLEL_FOR = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, _BODY, ctypes.c_void_p)
 _SCALARS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double}
+_SCALARS["uint32_t"] = ctypes.c_uint32
 
 
 class GptliteThreads(ctypes.Structure):
     _fields_ = (("parallel_for", _PARALLEL_FOR),)
 
 
-class GptliteDropout(ctypes.Structure):
-    _fields_ = (
-        ("seed", ctypes.c_uint32),
-        ("threshold", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-        ("site", ctypes.c_void_p),
-        ("sample_ids", ctypes.c_void_p),
-        ("first_position", ctypes.c_int64),
-        ("first_head", ctypes.c_int64),
-    )
+@functools.cache
+def header() -> str:
+    """Without comments and macros."""
+    return re.sub(r"//[^\n]*|^#define(?:.*\\\n)*.*\n", "", HEADER.read_text(), flags=re.MULTILINE)
 
 
-class GptliteLoss(ctypes.Structure):
-    _fields_ = (
-        ("ignore_index", ctypes.c_int64),
-        ("first", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
-        ("label_smoothing", ctypes.c_float),
-        ("z_loss", ctypes.c_float),
-        ("scale", ctypes.c_float),
-    )
+def _type(declaration: str) -> type:
+    return ctypes.c_void_p if "*" in declaration else _SCALARS[declaration.split()[0]]
 
 
-class GptliteHeads(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("position", ctypes.c_int64),
-    )
+def struct(name: str) -> type[ctypes.Structure]:
+    """A struct of the header, of scalars and pointers."""
+    (body,) = re.findall(rf"struct {name} {{(.*?)}}", header(), re.DOTALL)
+    fields = [(line.split()[-1], _type(line)) for line in body.split(";") if line.strip()]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-class GptliteAdam(ctypes.Structure):
-    _fields_ = (
-        ("parameter", ctypes.c_void_p),
-        ("gradient", ctypes.c_void_p),
-        ("exp_avg", ctypes.c_void_p),
-        ("exp_avg_sq", ctypes.c_void_p),
-        ("step", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("copy", ctypes.c_void_p),
-        ("copy_dtype", ctypes.c_int),
-    )
+GptliteDropout, GptliteLoss, GptliteHeads, GptliteAdam = (
+    struct(f"Gptlite{name}") for name in ("Dropout", "Loss", "Heads", "Adam")
+)
 
 
 @functools.cache
 def signatures() -> dict[str, list[type]]:
     """The argument types of each kernel, without the context: `softmax`, or a whole name where it has one form."""
-    header = re.sub(r"//[^\n]*|^#define(?:.*\\\n)*.*\n", "", HEADER.read_text(), flags=re.MULTILINE)
-    kernels = dict(re.findall(r"GPTLITE_KERNEL\((\w+),([^)]*)\)", header))
+    kernels = dict(re.findall(r"GPTLITE_KERNEL\((\w+),([^)]*)\)", header()))
     alone = {
         name: text.rpartition(",")[0]
-        for name, text in re.findall(r"int (gptlite_cpu_(?:attention|weight)\w+)\(([^)]*)\)", header)
+        for name, text in re.findall(r"int (gptlite_cpu_(?:attention|weight)\w+)\(([^)]*)\)", header())
     }
     return {name: [_type(each) for each in text.split(",")] for name, text in (kernels | alone).items()}
-
-
-def _type(declaration: str) -> type:
-    return ctypes.c_void_p if "*" in declaration else _SCALARS[declaration.split()[0]]
 
 
 def compiled() -> Path:

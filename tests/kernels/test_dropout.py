@@ -98,14 +98,3 @@ def test_values_that_round_and_overflow(backend: Backend) -> None:
 def test_empty_tensors(backend: Backend) -> None:
     for size in [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)]:
         assert backend.dropout(torch.empty(size), Dropout(0.3, IDS[: size[0]])).shape == size
-
-
-@each("dtype", DTYPES, (FP32, BF16))
-@pytest.mark.parametrize("width", [6, 65, 1030])
-@pytest.mark.parametrize("offsets", [(1,), (0, 1), (3, 0, 2)])
-def test_any_alignment_and_in_place(backend: Backend, dtype, width, offsets) -> None:
-    x, dropout = normal((2, 1, 3, width), dtype, "x"), Dropout(0.4, IDS[:2])
-    shifted = backend.having(offsets=offsets)
-    assert same_bits(backend.dropout(x, dropout, in_place=True), expected(x, dropout))
-    assert same_bits(shifted.dropout(x, dropout), expected(x, dropout))
-    assert same_bits(shifted.dropout(x, dropout, in_place=True), expected(x, dropout))

@@ -164,19 +164,3 @@ def test_empty_tensors(backend: Backend) -> None:
         mean = torch.zeros(rows)
         sums = backend.residual_norm_backward(x, x, x, weight, mean, mean, dropout)[2:]
         assert all((each == 0).all() for each in sums)
-
-
-@each("dtype", DTYPES, (FP32, BF16))
-@pytest.mark.parametrize("width", [6, 65, 1030])
-@pytest.mark.parametrize("offsets", [(1,), (0, 1), (3, 0, 2, 1)])
-def test_any_alignment_gives_the_same_bits(backend: Backend, dtype, width, offsets) -> None:
-    size, dropout = (2, 3, width), some_ids(DROP, 2)
-    x, residual, dy = (normal(size, dtype, name) for name in ("x", "r", "dy"))
-    bias, (weight, beta) = normal([width], dtype, "b"), affine(width, dtype)
-
-    def everything(backend: Backend) -> list[Tensor]:
-        y, h, mean, rstd = backend.residual_norm_forward(x, bias, residual, weight, beta, EPS, dropout)
-        return [y, h, mean, rstd, *backend.residual_norm_backward(dy, x, h, weight, mean, rstd, dropout)]
-
-    shifted = everything(backend.having(offsets=offsets))
-    assert all(same_bits(a, b) for a, b in zip(everything(backend), shifted, strict=True))
