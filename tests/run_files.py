@@ -28,6 +28,14 @@ def checkpoint(folder: Path, step: int) -> tuple[dict[str, torch.Tensor], dict]:
     """The tensors and the meta data of a run's checkpoint."""
     path = folder / "checkpoints" / f"step-{step:08}"
     manifest = read_manifest(path)
+    assert {entry["dtype"] for entry in manifest.tensors.values()} == {"float32"}
     tensors = {key: torch.empty(entry["shape"]) for key, entry in manifest.tensors.items()}
     load_tensors(path, tensors)
     return tensors, manifest.meta
+
+
+def differing(one: Path, other: Path, step: int) -> list[str]:
+    """The tensors of two runs' checkpoints that are not the same bits, -0 and 0 among them."""
+    ours, theirs = (checkpoint(each, step)[0] for each in (one, other))
+    assert ours.keys() == theirs.keys()
+    return [key for key in ours if not torch.equal(ours[key].view(torch.int32), theirs[key].view(torch.int32))]

@@ -1,6 +1,7 @@
-"""The FLOPs of models that give none: counted by torch's formulas, or refused by the name of what has none."""
+"""FLOPs: the GPT's formula, and those of models that give none: counted by torch's, or refused by what has none."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from gptlite import summary
 from gptlite.inputs import Inputs
 from gptlite.models.flops import Uncounted, count_flops
 from gptlite.models.gpt.config import GPTConfig
-from gptlite.models.gpt.flops import flops_per_token
+from gptlite.models.gpt.flops import flops_per_token, matmul_parameters, num_parameters
+from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
 from gptlite.pretrain import pretrain
 
@@ -60,11 +62,31 @@ def test_the_toys_are_those_of_a_hand_formula():
     assert torch.equal(torch.get_rng_state(), state)  # a run's numbers do not depend on being counted
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("length", [64, 128])
-def test_the_gpts_are_its_formula_with_attention_whole(length):
+def test_the_gpts_are_its_formula_with_attention_whole(length, tied):
+    """Two S x S matmuls forward and four backward are 12·L·d·S a token; the model's own arithmetic is half of it."""
     config = GPTConfig(num_layers=3, num_heads=2, d_model=32, vocab_size=128, sequence_length=128, dropout=0.1)
+    config = replace(config, tied_embeddings=tied)
     masked_half = 6 * config.num_layers * config.d_model * length
     assert count_flops(Model.of(config), length) == flops_per_token(config, length) + masked_half
+
+
+def test_gpt3_175b():
+    """Table D.1 of arXiv:2005.14165: 3.14e23 FLOPs for 300B tokens, at 6 a parameter and no attention."""
+    config = GPTConfig(num_layers=96, num_heads=96, d_model=12288, vocab_size=50257, sequence_length=2048)
+    assert 6 * matmul_parameters(config) * 300e9 == pytest.approx(3.14e23, rel=5e-3)
+    attention = flops_per_token(config, 2048) - 6 * matmul_parameters(config)
+    assert attention == 6 * 96 * 12288 * 2048
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_the_parameters_are_those_of_the_model(tied, bias):
+    config = GPTConfig(vocab_size=1000, tied_embeddings=tied, bias=bias, d_ff=777)
+    with torch.device("meta"):
+        model = GPT(config)
+    assert num_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_attention_of_torch_is_its_products():

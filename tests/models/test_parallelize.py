@@ -158,9 +158,8 @@ def test_materialized_is_as_built_directly(batch, tied):
     assert float(got["loss"]) == pytest.approx(float((batch[1] >= 0).sum()) * math.log(53), rel=0.01)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("recompute", [NONE, FULL, SELECTIVE], ids=lambda mode: mode.value)
-def test_all_layers_share_one_compiled_graph(tiny, batch, monkeypatch, recompute, dropout):
+def test_all_layers_share_one_compiled_graph(tiny, batch, monkeypatch, recompute):
     """A graph a layer would end at torch's limit of 8, and the deeper layers would run uncompiled."""
     graphs = []
 
@@ -171,7 +170,7 @@ def test_all_layers_share_one_compiled_graph(tiny, batch, monkeypatch, recompute
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_module(module, backend=backend))
     torch.compiler.reset()
-    shape = {"num_layers": 10, "dropout": dropout}
+    shape = {"num_layers": 10, "dropout": 0.3}
     model = plan(tiny(**shape), recompute, compile=True)
     want, got = step(plan(tiny(**shape), recompute), batch), step(model, batch)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -1,25 +1,23 @@
 """The engine trains a model that it knows through its spec alone, and refuses by name what the spec does not have."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from distributed.ranks import Ranks
-from models.toy import RUN, SYNTHETIC, ConvConfig, config_of, train
+from models.toy import ConvConfig, config_of, train
 from run_files import read_metrics
 
 from gptlite.build import build_run
 from gptlite.checkpoint.load import load_tensors
 from gptlite.errors import ConfigError
+from gptlite.inputs import Inputs
 from gptlite.memory_advice import advice_lines
 from gptlite.models.model import Model
 from gptlite.offload_space import check_offload_space
+from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout
+from gptlite.parallelism.mesh import build_mesh
 from gptlite.planning import vocabulary_of, with_planned_vocabulary
 from gptlite.sweep.predict import predicted
 from gptlite.trainer.state import model_tensors
@@ -44,12 +42,7 @@ def alone(tmp_path_factory):
 
 def test_it_learns(tmp_path):
     (tmp_path / "text").write_text("the next of three is known from two before. " * 200)
-    data = (
-        "data=text",
-        f"data.path={tmp_path / 'text'}",
-        "data.tokenizer=char",
-        f"data.cache_dir={tmp_path / 'cache'}",
-    )
+    data = "data=text", f"data.path={tmp_path / 'text'}", "data.tokenizer=char", f"data.cache_dir={tmp_path / 'cache'}"
     steps = ("trainer.max_steps=30", "trainer.eval_interval=30")
     assert train(str(tmp_path / "run"), *data, *steps) == 0
     found = losses(tmp_path / "run")
@@ -65,11 +58,17 @@ def test_the_banner_says_what_is_known_of_it(alone):
     assert {row["mfu"] for row in read_metrics(alone) if "mfu" in row} == {None}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_trains_alike_and_goes_on_where_another_stopped(alone, tmp_path, name):
+@pytest.fixture(scope="module")
+def two():
     with Ranks(2) as ranks:
-        assert ranks.run("models.toy:train", str(tmp_path / "whole"), *LAYOUTS[name]) == [0, 0]
-        assert ranks.run("models.toy:train", str(tmp_path / "half"), *LAYOUTS[name], "trainer.max_steps=3") == [0, 0]
+        yield ranks
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_alike_and_goes_on_where_another_stopped(alone, two, tmp_path, name):
+    for folder, steps in (("whole", 6), ("half", 3)):
+        words = (*LAYOUTS[name], f"trainer.max_steps={steps}")
+        assert two.run("models.toy:train", str(tmp_path / folder), *words) == [0, 0]
     assert losses(tmp_path / "whole") == pytest.approx(losses(alone), rel=2e-5)
     # One process goes on with what two ranks have saved.
     assert train(str(tmp_path / "half"), "parallelism=single") == 0
@@ -77,7 +76,7 @@ def test_every_layout_trains_alike_and_goes_on_where_another_stopped(alone, tmp_
 
 
 def test_a_checkpoint_holds_its_buffers_but_those_that_are_not_kept(alone, tmp_path):
-    run = build_run(config_of(f"run.dir={tmp_path}"), mesh_of_one(), lambda _: None)
+    run = build_run(config_of(f"run.dir={tmp_path}"), build_mesh(ParallelismConfig()), lambda _: None)
     tensors = model_tensors(run.state.model, run.state.parts)
     assert "model.mean" in tensors
     assert "model.stack.c0.gain" in tensors
@@ -89,22 +88,14 @@ def test_a_checkpoint_holds_its_buffers_but_those_that_are_not_kept(alone, tmp_p
     assert torch.equal(run.state.parts[0].mean, torch.linspace(-0.1, 0.1, 24))  # type: ignore[arg-type]
 
 
-def mesh_of_one():
-    from gptlite.parallelism.config import ParallelismConfig
-    from gptlite.parallelism.mesh import build_mesh
-
-    return build_mesh(ParallelismConfig())
-
-
 def test_products_run_in_bf16_under_autocast(tmp_path):
-    run = build_run(config_of("precision=bf16", f"run.dir={tmp_path}"), mesh_of_one(), lambda _: None)
+    config = config_of("precision=bf16", f"run.dir={tmp_path}")
+    run = build_run(config, build_mesh(ParallelismConfig()), lambda _: None)
     assert run.state.model.autocast is torch.bfloat16
     seen = []
     run.state.parts[0].stack["c0"].filter.register_forward_hook(lambda *given: seen.append(given[2].dtype))  # type: ignore
-    assert train(str(tmp_path / "run"), "precision=bf16") == 0
+    assert train(str(tmp_path / "run"), "precision=bf16", "trainer.max_steps=2") == 0
     batch = run.state.loader.batch(0, 0)
-    from gptlite.inputs import Inputs
-
     run.state.model.forward(run.state.parts[0], batch.tokens, Inputs(batch.targets))
     assert seen == [torch.bfloat16]
 
@@ -143,20 +134,6 @@ def test_it_is_planned_with_nothing_written_for_it(tmp_path):
     assert found["step_seconds"] > 0
     assert found["memory"]["activations"] > 0
     assert any("data.micro_batch_size" in line for line in advice_lines(config, 1))
-
-
-def test_it_is_swept(tmp_path):
-    """Two layouts of it, each planned and trained to the same losses."""
-    tests = Path(__file__).parents[1]
-    words = ("plugins=[models.toy]", *SYNTHETIC, *RUN, "parallelism.pipeline=1,2", "trainer.max_steps=2")
-    command = [sys.executable, str(tests.parent / "train.py"), "-m", *words, f"hydra.sweep.dir={tmp_path}"]
-    environment = os.environ | {"PYTHONPATH": str(tests)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/result.json"))]
-    assert [each["status"] for each in records] == ["done", "done"]
-    one, two = (losses(path.parent) for path in sorted(tmp_path.glob("*/result.json")))
-    assert one == pytest.approx(two, rel=1e-5)
 
 
 def test_moments_in_files_change_nothing(alone, tmp_path):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from run_files import checkpoint
 from torch import Tensor, nn
 
 from gptlite import torchao
@@ -134,13 +133,8 @@ def test_the_plan_knows_its_bytes():
     assert sum(storage_sizes(state_of(run.optimizer)).values()) == sum(sizes) + 2 * 4 * CODES_8BIT
 
 
-def test_a_run_resumes_to_the_bit_and_goes_on_with_fp32_moments(run, tmp_path: Path):
-    run("whole", *RUN, "trainer.max_steps=6")
-    run("cut", *RUN, "trainer.max_steps=3")
-    run("cut", *RUN, "trainer.max_steps=6")
-    whole, cut = (checkpoint(tmp_path / name, 6)[0] for name in ("whole", "cut"))
-    assert [key for key in whole if not torch.equal(whole[key], cut[key])] == []
-    for optimizer, step in (("adamw", 7), ("adamw_8bit", 8)):
+def test_a_run_goes_on_with_fp32_moments_and_back(run, tmp_path: Path):
+    for optimizer, step in (("adamw_8bit", 3), ("adamw", 4), ("adamw_8bit", 5)):
         code, _ = run("cut", *RUN, f"optimizer={optimizer}", f"trainer.max_steps={step}")
         assert code == 0
     assert "schemas.optimizer=adamw_schema (was adamw_8bit_schema)" in (tmp_path / "cut" / "train.log").read_text()

@@ -1,4 +1,4 @@
-"""LAMB, Lion, Muon and Adafactor against their papers' update rules, written out in float64, and against torch's."""
+"""Optimizers against their papers' update rules, written out in float64, and against torch's."""
 
 from collections.abc import Callable, Iterator
 
@@ -11,6 +11,7 @@ from gptlite.models.gpt.spec import EDGES
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import (
     AdafactorConfig,
+    AdamConfig,
     AdamWConfig,
     LambConfig,
     LionConfig,
@@ -18,6 +19,7 @@ from gptlite.optimizer.config import (
     MuonDtype,
     MuonScale,
     OptimizerConfig,
+    SGDConfig,
 )
 from gptlite.optimizer.muon import EPS, QUINTIC, Stack, newton_schulz
 
@@ -51,6 +53,29 @@ def optimized(config: OptimizerConfig, start: Tensor, gradients: list[Tensor], n
         parameter,
         gradients,
     )
+
+
+def adam(config: AdamConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
+    """Kingma and Ba 2015, algorithm 1; Loshchilov and Hutter 2019, algorithm 2, whose weight decay is apart."""
+    decay, decoupled = config.weight_decay if x.ndim > 1 else 0.0, isinstance(config, AdamWConfig)
+    x, m, v = x.double(), torch.zeros_like(x).double(), torch.zeros_like(x).double()
+    for t, gradient in enumerate(gradients, start=1):
+        g = gradient.double() + (0.0 if decoupled else decay) * x
+        m = config.beta1 * m + (1 - config.beta1) * g
+        v = config.beta2 * v + (1 - config.beta2) * g * g
+        m_hat, v_hat = m / (1 - config.beta1**t), v / (1 - config.beta2**t)
+        x = x - config.lr * m_hat / (v_hat.sqrt() + config.eps) - config.lr * (decay if decoupled else 0.0) * x
+    return x
+
+
+def sgd(config: SGDConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
+    decay = config.weight_decay if x.ndim > 1 else 0.0
+    x, velocity = x.double(), torch.zeros_like(x).double()
+    for gradient in gradients:
+        g = gradient.double() + decay * x
+        velocity = config.momentum * velocity + g
+        x = x - config.lr * (g + config.momentum * velocity if config.nesterov else velocity)
+    return x
 
 
 def lamb(config: LambConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
@@ -128,6 +153,10 @@ def muon(config: MuonConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
 
 
 CASES = [
+    (AdamWConfig(lr=0.02, weight_decay=0.3), adam),
+    (AdamConfig(lr=0.02, weight_decay=0.3, beta2=0.99), adam),
+    (SGDConfig(lr=0.02, weight_decay=0.3), sgd),
+    (SGDConfig(lr=0.02, weight_decay=0.3, momentum=0.8, nesterov=True), sgd),
     (LambConfig(lr=0.05, weight_decay=0.3), lamb),
     (LambConfig(lr=0.05, weight_decay=0.0, beta1=0.8, beta2=0.95, eps=1e-3), lamb),
     (LionConfig(lr=0.02, weight_decay=0.3), lion),

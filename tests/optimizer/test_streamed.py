@@ -52,38 +52,46 @@ def tensors_of(ours: list[nn.Parameter], optimizer: Optimizer) -> dict[str, torc
     return found | {key: value.clone() for key, value in optimizer_state(optimizer).items()}
 
 
+class Pair:
+    """An optimizer whose state is in memory, and one whose state passes through buffers of so many pages."""
+
+    def __init__(self, kind: str, folder: Path, pages: int) -> None:
+        self.plain, (ours, optimizer) = built(kind), built(kind)
+        self.streamed = ours, stream_state(optimizer, folder, pages * ALIGN)
+
+    def step(self, number: int, lr: float = 1e-2) -> None:
+        for parameters_, each in (self.plain, self.streamed):
+            set_gradients(parameters_, number)
+            for group in each.param_groups:
+                group["lr"] = lr
+            each.step()
+
+    def assert_same(self) -> None:
+        expected, found = tensors_of(*self.plain), tensors_of(*self.streamed)
+        assert expected.keys() == found.keys()
+        assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pages", [2, 6, 8, 12, 1000])  # of each buffer; the state has 21 or 42
 def test_steps_are_the_same_to_the_bit_whatever_the_chunks(kind: str, pages: int, tmp_path: Path):
-    plain, reference = built(kind)
-    ours, optimizer = built(kind)
-    optimizer = stream_state(optimizer, tmp_path, pages * ALIGN)
+    pair = Pair(kind, tmp_path, pages)
     assert os.listdir(tmp_path) == []  # the file has no name
     for step in range(7):
-        for parameters_, each in ((plain, reference), (ours, optimizer)):
-            set_gradients(parameters_, step)
-            for group in each.param_groups:
-                group["lr"] = 1e-2 / (1 + step)
-            each.step()
+        pair.step(step, 1e-2 / (1 + step))
         if step in (2, 3, 6):  # as a checkpoint is written, or not
-            expected, found = tensors_of(plain, reference), tensors_of(ours, optimizer)
-            assert expected.keys() == found.keys()
-            assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+            pair.assert_same()
 
 
 def test_what_a_checkpoint_writes_into_the_state_is_what_the_next_step_takes(tmp_path: Path):
     """Between steps, when two chunks are in the buffers already."""
-    plain, reference = built("adamw")
-    ours, optimizer = built("adamw")
-    optimizer = stream_state(optimizer, tmp_path, 6 * ALIGN)
+    pair = Pair("adamw", tmp_path, 6)
     for step in range(4):
-        for parameters_, each in ((plain, reference), (ours, optimizer)):
-            set_gradients(parameters_, step)
-            each.step()
+        pair.step(step)
+        for _, each in (pair.plain, pair.streamed):
             for index, tensor in enumerate(optimizer_state(each).values()):
                 tensor.copy_(torch.full_like(tensor, 0.5 + index + step))
-    expected, found = tensors_of(plain, reference), tensors_of(ours, optimizer)
-    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+    pair.assert_same()
 
 
 def test_two_buffers_are_all_that_is_in_memory(tmp_path: Path):
@@ -118,16 +126,11 @@ def private_bytes() -> int:
 
 
 def test_where_the_file_system_has_no_direct_access_the_page_cache_does(tmp_path: Path):
-    plain, reference = built("adamw")
-    ours, optimizer = built("adamw")
     with mock.patch.object(StateFile, "_make_direct", return_value=False):
-        optimizer = stream_state(optimizer, tmp_path, 6 * ALIGN)
+        pair = Pair("adamw", tmp_path, 6)
     for step in range(3):
-        for parameters_, each in ((plain, reference), (ours, optimizer)):
-            set_gradients(parameters_, step)
-            each.step()
-    expected, found = tensors_of(plain, reference), tensors_of(ours, optimizer)
-    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+        pair.step(step)
+    pair.assert_same()
 
 
 @pytest.mark.parametrize("where", ["preadv", "pwritev"])

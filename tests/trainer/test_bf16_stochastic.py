@@ -1,4 +1,4 @@
-"""Runs whose parameters are bf16: resumed to the bit, read by the tools, and to and from runs with fp32 masters."""
+"""Runs whose parameters are bf16: read by the tools, and to and from runs with fp32 masters."""
 
 import torch
 from run_files import checkpoint
@@ -8,14 +8,10 @@ from gptlite.restore import restore
 HALF = ("precision=bf16_stochastic", "optimizer.lr=3e-3", "model.dropout=0.1")
 
 
-def test_resuming_is_bit_exact_and_the_checkpoint_is_bf16_widened(run, tmp_path):
-    run("whole", *HALF, "trainer.max_steps=6")
-    run("cut", *HALF, "trainer.max_steps=3")
-    run("cut", *HALF, "trainer.max_steps=6")
-    whole, cut = (checkpoint(tmp_path / name, 6)[0] for name in ("whole", "cut"))
-    assert [key for key in whole if not torch.equal(whole[key], cut[key])] == []
-    assert all(value.dtype == torch.float32 for value in whole.values())
-    weights = {key: value for key, value in whole.items() if key.startswith("model.")}
+def test_the_checkpoint_is_bf16_widened(run, tmp_path):
+    run("whole", *HALF, "trainer.max_steps=3")
+    stored = checkpoint(tmp_path / "whole", 3)[0]
+    weights = {key: value for key, value in stored.items() if key.startswith("model.")}
     assert all(torch.equal(value, value.bfloat16().float()) for value in weights.values())
     model, chain, *_ = restore(str(tmp_path / "whole"), "fp32")
     for name, parameter in model.named_weights(chain.parts[0]):

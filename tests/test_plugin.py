@@ -1,0 +1,140 @@
+"""A model and an optimizer of one's own from the command line: `plugins=[...]`, in files that nothing else names."""
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from models.toy import RUN, SYNTHETIC, ConvSpec
+from optimizer.signum import SignumConfig
+from plan.truth import workload
+from plan.truth_layouts import Layout
+from run_files import read_metrics
+
+from gptlite.config import CONF_DIR, from_yaml, load, to_yaml
+from gptlite.errors import ConfigError
+from gptlite.models.registry import register_model
+from gptlite.optimizer.config import OPTIMIZERS, LionConfig, SGDConfig
+from gptlite.optimizer.registry import register_optimizer
+from gptlite.parallelism.config import Offload
+from gptlite.plan.memory import estimate
+from gptlite.plan.parameters import num_parameters
+from gptlite.plugins import import_plugins, named_in
+
+TESTS = Path(__file__).parent
+OWN = ("plugins=[my_model,signum]", "optimizer=signum", *SYNTHETIC, *RUN, "optimizer.lr=1e-3")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copy(TESTS / "models" / "toy.py", tmp_path / "my_model.py")
+    shutil.copy(TESTS / "optimizer" / "signum.py", tmp_path)
+    return tmp_path
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    call = [sys.executable, str(CONF_DIR.parent / "train.py"), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def test_the_modules_of_a_command_line() -> None:
+    assert named_in(["plugins=[a, b.c]", "seed=1"]) == ["a", "b.c"]
+    assert named_in(["+plugins=one"]) == ["one"]
+    assert named_in(["plugins=[a]", "plugins=[]"]) == []
+    assert named_in(["run.name=plugins=[a]"]) == []
+
+
+def test_they_train_and_go_on_on_two_ranks(folder: Path) -> None:
+    done = command(folder, *OWN, "run.dir=run", "trainer.max_steps=3")
+    assert done.returncode == 0, done.stderr
+    # The folder remembers the plugins.
+    done = command(folder, "run.dir=run", "trainer.max_steps=6", "parallelism=zero3", "parallelism.data=2")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "resuming from" in done.stdout
+    rows = [row for row in read_metrics(folder / "run") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.slow
+def test_they_are_swept(folder: Path) -> None:
+    """Two layouts, each planned and trained to the same loss."""
+    done = command(folder, "-m", *OWN, "parallelism.pipeline=1,2", "trainer.max_steps=3", "hydra.sweep.dir=sweep")
+    assert done.returncode == 0, done.stderr + done.stdout
+    rows = list(csv.DictReader((folder / "sweep" / "sweep.csv").open()))
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    one, two = (float(row["val_loss"]) for row in rows)
+    assert one == pytest.approx(two, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plugins=[nowhere]", "plugins=[nowhere]: no module nowhere in "),
+        ("plugins=[broken]", "plugins=[broken]: ZeroDivisionError while it was imported: division by zero"),
+        ("plugins=[lacking]", "plugins=[lacking]: No module named 'of_another'"),
+        ("model=conv", "model=conv does not exist"),
+    ],
+)
+def test_what_is_wrong_is_one_line(folder: Path, words: str, said: str) -> None:
+    (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "lacking.py").write_text("import of_another\n")
+    done = command(folder, words)
+    assert done.returncode == 2, done.stderr + done.stdout
+    assert said in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plugins=[models.toy] model=conv run.name=x", "would be the model's "),
+        (
+            "plugins=[optimizer.signum] optimizer=signum optimizer.momentum=1.5",
+            "optimizer.momentum=1.5 must be in",
+        ),
+    ],
+)
+def test_their_values_are_checked(words: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(words.split())
+
+
+def test_a_name_is_taken_once() -> None:
+    class Spec(ConvSpec):
+        name = "gpt"
+
+    with pytest.raises(ConfigError, match=r"a model gpt is registered already, by gptlite\.models\.gpt\.config"):
+        register_model(Spec())
+    register_optimizer("signum", SignumConfig)
+    with pytest.raises(ConfigError, match=r"an optimizer adamw is there already, of gptlite\.optimizer\.config"):
+        register_optimizer("adamw", SignumConfig)
+    assert OPTIMIZERS["signum"] is SignumConfig
+
+
+def test_a_saved_configuration_imports_what_it_needs() -> None:
+    config = load(["plugins=[models.toy]", *SYNTHETIC, *RUN, "run.dir=unused"])
+    assert from_yaml(to_yaml(config)) == config
+    assert "plugins:\n- models.toy" in to_yaml(config)
+    with pytest.raises(ConfigError, match="no module nowhere"):
+        from_yaml(to_yaml(config).replace("models.toy", "nowhere"))
+    with pytest.raises(ConfigError, match=r"no module models\.nothing"):
+        import_plugins(["models.nothing"])
+
+
+def test_the_planner_counts_an_optimizers_state() -> None:
+    """A moment, as Lion's and SGD's, in memory and in files."""
+    work = workload(Layout(1, "").config(), 1)
+    assert estimate(replace(work, optimizer=SignumConfig()), 0).optimizer == 4 * num_parameters(work.model)
+    for each in (work, replace(work, parallelism=replace(work.parallelism, offload=Offload.nvme))):
+        taken = {
+            estimate(replace(each, optimizer=kind()), 0).optimizer for kind in (SignumConfig, LionConfig, SGDConfig)
+        }
+        assert len(taken) == 1
+        assert min(taken) > 0
