@@ -14,6 +14,12 @@ from gptlite.kernels.toolchain import BuildError
 from gptlite.pretrain import pretrain
 
 LINES = ("the cat sat on the mat", "a dog ran after the cat", "the mat lay under the dog", "no cat minds a mat")
+TINY = """
+data.tokenizer=byte data.global_batch_size=4 data.micro_batch_size=2
+model.num_layers=2 model.num_heads=2 model.d_model=32 model.sequence_length=32 precision=fp32
+schedule=constant schedule.warmup_steps=1 trainer.max_steps=8 trainer.log_interval=1
+trainer.eval_samples=8 trainer.sample_tokens=8
+""".split()
 LONG_SHARE = 10  # CI runs one in this many of the `long` tests
 
 
@@ -37,25 +43,7 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture
 def tiny(text: Path, tmp_path: Path) -> list[str]:
     """Overrides of the tiny run, but for its folder."""
-    return [
-        "data=text",
-        f"data.path={text}",
-        "data.tokenizer=byte",
-        f"data.cache_dir={tmp_path / 'cache'}",
-        "data.global_batch_size=4",
-        "data.micro_batch_size=2",
-        "model.num_layers=2",
-        "model.num_heads=2",
-        "model.d_model=32",
-        "model.sequence_length=32",
-        "schedule=constant",
-        "schedule.warmup_steps=1",
-        "trainer.max_steps=8",
-        "trainer.log_interval=1",
-        "trainer.eval_samples=8",
-        "trainer.sample_tokens=8",
-        "precision=fp32",
-    ]
+    return ["data=text", f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}", *TINY]
 
 
 @pytest.fixture

@@ -129,6 +129,7 @@ REFUSED = {
     "pipeline=2 data=1 schedule=zero_bubble data.global_batch_size=14 data.micro_batch_size=2": "runs 6 or 8 "
     "micro-batches a step, in equal rounds of 2 or more, not 7; try data.micro_batch_size=1, 7 or 14, or "
     "data.global_batch_size=12 or 16",
+    "pipeline=2 data=1 schedule=interleaved_1f1b data.global_batch_size=14 data.micro_batch_size=2": "runs 6 or 8",
     # The rest.
     "bucket_layers=0": "parallelism.bucket_layers=0 must be at least 1",
     "prefetch=-1": "parallelism.prefetch=-1 must not be negative",
@@ -190,9 +191,7 @@ RAMPS = {
 
 @pytest.mark.parametrize("given", RAMPS)
 def test_a_ramp_that_the_layout_cannot_run_is_refused(given):
-    with pytest.raises(ConfigError) as refused:
-        load(given.split())
-    assert RAMPS[given] in str(refused.value)
+    assert RAMPS[given] in refusal(lambda: load(given.split()))
 
 
 def test_a_micro_batch_left_open_suits_every_size_of_a_ramp():

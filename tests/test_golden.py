@@ -15,6 +15,14 @@ CURVE = Path(__file__).parent / "losses" / "small-fp32.json"
 WORDS = "the king and queen of a far land sent their old knight to find what no one had seen".split()
 
 
+RUN = """
+data=text data.tokenizer=byte data.global_batch_size=8 data.micro_batch_size=4
+model.num_layers=4 model.d_model=64 model.sequence_length=64 model.dropout=0.1 precision=fp32
+optimizer.lr=1e-3 schedule=constant schedule.warmup_steps=100 trainer.max_steps=101 trainer.log_interval=1
+trainer.eval_interval=0 trainer.eval_samples=8 trainer.sample_tokens=0
+""".split()
+
+
 def losses(folder: Path) -> list[float]:
     """Trains 101 steps on made-up sentences; dropout, accumulation, biases and the tied head all take part."""
     from gptlite.config import load
@@ -23,28 +31,7 @@ def losses(folder: Path) -> list[float]:
     draw = random.Random(7)
     text = folder / "text.txt"
     text.write_text("".join(" ".join(draw.choices(WORDS, k=draw.randint(4, 9))) + ".\n" for _ in range(900)))
-    overrides = [
-        "data=text",
-        f"data.path={text}",
-        "data.tokenizer=byte",
-        f"data.cache_dir={folder / 'cache'}",
-        "data.global_batch_size=8",
-        "data.micro_batch_size=4",
-        "model.num_layers=4",
-        "model.d_model=64",
-        "model.sequence_length=64",
-        "model.dropout=0.1",
-        "optimizer.lr=1e-3",
-        "schedule=constant",
-        "schedule.warmup_steps=100",
-        "trainer.max_steps=101",
-        "trainer.log_interval=1",
-        "trainer.eval_interval=0",
-        "trainer.eval_samples=8",
-        "trainer.sample_tokens=0",
-        "precision=fp32",
-        f"run.dir={folder / 'run'}",
-    ]
+    overrides = [*RUN, f"data.path={text}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder / 'run'}"]
     assert pretrain(load(overrides)) == 0
     return [row["loss"] for row in read_metrics(folder / "run") if "loss" in row]
 

@@ -42,18 +42,7 @@ class Room:
 
 
 # Every room may import itself, gptlite (its version) and these, which import nothing.
-LEAVES = (
-    "apex",
-    "documents",
-    "errors",
-    "files",
-    "host_memory",
-    "inputs",
-    "invocation",
-    "plugins",
-    "progress",
-    "torchao",
-)
+LEAVES = "apex documents errors files host_memory inputs invocation plugins progress torchao".split()
 ROOMS = {
     **{leaf: Room() for leaf in LEAVES},
     "inputs": Room("documents", lazy="torch"),
@@ -142,37 +131,13 @@ WIDER = {
     PACKAGE / "models" / "gpt" / "generate.py": "parallelism",  # through the parts of a pipeline
     MAPPED["kernels"] / "command.py": "tool",  # a command line; what a run imports of the kernels never imports it
 }
-CONFIG_USERS = {
-    "commands",
-    "data_tool",
-    *("offload_space", "memory_advice"),
-    *(
-        "cli",
-        "sweep",
-        "launch",
-        "elastic",
-        "worker",
-        "build",
-        "pretrain",
-        "run_folder",
-        "summary",
-        "checks",
-        "config_errors",
-    ),
-    *(
-        "planning",
-        "largest",
-        "plan_report",
-        "tuning",
-        "restore",
-        "warm_start",
-        "tool",
-        "parity",
-        "huggingface",
-        "checkpoint_tool",
-        "subcommands",
-    ),
-}
+CONFIG_USERS = set(
+    """
+    commands data_tool offload_space memory_advice cli sweep launch elastic worker build pretrain run_folder
+    summary checks config_errors planning largest plan_report tuning restore warm_start tool parity
+    huggingface checkpoint_tool subcommands
+    """.split()
+)
 
 
 def test_every_room_has_a_row():

@@ -1,4 +1,4 @@
-"""Starting commands that start ranks."""
+"""Ranks that a file's tests share, and commands that start ranks."""
 
 import signal
 import sys
@@ -8,6 +8,28 @@ from pathlib import Path
 import pytest
 
 from distributed.launch_command import RANKS, Run, Start, losses
+from distributed.parity_cells import Pool, References
+from distributed.ranks import GrowingRanks, Ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def growing() -> Iterator[GrowingRanks]:
+    ranks = GrowingRanks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    pool = Pool(References(tmp_path_factory.mktemp("references")))
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

@@ -21,32 +21,19 @@ class Trained:
     adam: set[float]
 
 
-def train(config: Config, steps: int) -> Trained:
-    """The first steps of a run."""
-    mesh = build_mesh(config.parallelism)
-    try:
-        state, take_step = build(config, mesh)
-        with closing(state.loader):
-            results = [take_step(state) for _ in range(steps)]
-        counts = {local_tensor(each["step"]).item() for each in state.optimizer.state.values()}
-        return Trained([(r.loss_scale, r.skipped, r.loss) for r in results], state.consumed_samples, counts)
-    finally:
-        mesh.close()
-
-
-def train_with_inf_on(config: Config, rank: int) -> Trained:
-    """Three steps, in the second of which one element of one gradient of one rank is infinite."""
+def train(config: Config, steps: int, planted: tuple[int, int] | None = None) -> Trained:
+    """The first steps of a run; one element of one gradient of a rank is infinite in a step, as (rank, step)."""
     mesh = build_mesh(config.parallelism)
     try:
         state, take_step = build(config, mesh)
 
         def plant(state: TrainState) -> None:
-            if mesh.rank == rank and state.step == 1:
+            if (mesh.rank, state.step) == planted:
                 gradient = next(p.grad for p in state.weights() if p.grad is not None and p.ndim > 1)
                 local_tensor(gradient).view(-1)[0] = float("inf")
 
         with closing(state.loader):
-            results = [take_step(state, plant) for _ in range(3)]
+            results = [take_step(state, plant) for _ in range(steps)]
         counts = {local_tensor(each["step"]).item() for each in state.optimizer.state.values()}
         return Trained([(r.loss_scale, r.skipped, r.loss) for r in results], state.consumed_samples, counts)
     finally:

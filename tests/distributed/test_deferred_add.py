@@ -1,20 +1,11 @@
 """What a block leaves to the next norm is the same in every layout: against one process, whose blocks add up."""
 
-from collections.abc import Iterator
-
 import pytest
 from marking import marked
 
 from distributed.deferred_cases import CELLS
-from distributed.parity_cells import Pool, References, judge
+from distributed.parity_cells import Pool, judge
 from gptlite.parity.report import row
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    pool = Pool(References(tmp_path_factory.mktemp("references")))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("cell", marked(CELLS, slow=5, name=lambda cell: cell.id))

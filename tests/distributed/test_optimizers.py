@@ -1,6 +1,5 @@
 """Each optimizer on parameters that ranks hold pieces of: the steps of one process, and checkpoints that reshard."""
 
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -53,13 +52,6 @@ RESHARDED_HALF = [
 ]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[GrowingRanks]:
-    ranks = GrowingRanks()
-    yield ranks
-    ranks.close()
-
-
 def config_of(layout: Layout, other: Layout, optimizer: str, *overrides: str) -> Config:
     return load([*Pair(layout, other).overrides(layout), f"optimizer={optimizer}", *overrides])
 
@@ -78,23 +70,23 @@ def name(case: tuple[Layout, str] | tuple[Layout, Layout, str]) -> str:
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), marked(STEPPED, quick=5, slow=27, name=name))
-def test_the_steps_are_those_of_one_process(layout: Layout, optimizer: str, ranks: GrowingRanks, tmp_path: Path):
+def test_the_steps_are_those_of_one_process(layout: Layout, optimizer: str, growing: GrowingRanks, tmp_path: Path):
     """Copies of a parameter, those of a tied embedding too, are bit by bit the same."""
     reference = str(tmp_path / "reference")
     torch.save(alone(optimizer), reference)
     config = config_of(layout, SINGLE, optimizer, "run.dir=unused")
-    found = ranks.run(layout.world, CASES + "optimizer_cases:distances", config, reference)[0]
+    found = growing.run(layout.world, CASES + "optimizer_cases:distances", config, reference)[0]
     assert {key: distance for key, distance in found.items() if distance > 1e-5} == {}
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), marked(ROUNDED, quick=2, slow=6, name=name))
 def test_bf16_parameters_are_rounded_as_in_one_process(
-    layout: Layout, optimizer: str, ranks: GrowingRanks, tmp_path: Path
+    layout: Layout, optimizer: str, growing: GrowingRanks, tmp_path: Path
 ):
     """To the bit: each element's update is its own, and so is its chance."""
     torch.save(alone(optimizer, HALF), tmp_path / "reference")
     config = config_of(layout, SINGLE, optimizer, "run.dir=unused", HALF)
-    found = ranks.run(layout.world, CASES + "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
+    found = growing.run(layout.world, CASES + "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
     assert {key: distance for key, distance in found.items() if distance > 0} == {}
 
 
@@ -111,12 +103,12 @@ def test_rounding_is_by_chance_and_by_the_seed():
 
 @pytest.mark.parametrize(("source", "target", "optimizer"), marked(RESHARDED_HALF, quick=1, slow=1, name=name))
 def test_a_checkpoint_of_bf16_parameters_is_resharded(
-    source: Layout, target: Layout, optimizer: str, ranks: GrowingRanks, tmp_path: Path
+    source: Layout, target: Layout, optimizer: str, growing: GrowingRanks, tmp_path: Path
 ):
     config = config_of(source, target, optimizer, f"run.dir={tmp_path / 'a'}", HALF)
-    folder = ranks.run(source.world, CASES + "reshard_cases:save", config)[0]
+    folder = growing.run(source.world, CASES + "reshard_cases:save", config)[0]
     config = config_of(target, source, optimizer, f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}", HALF)
-    resumed = ranks.run(target.world, CASES + "reshard_cases:resume", config)
+    resumed = growing.run(target.world, CASES + "reshard_cases:resume", config)
     assert resumed[0].wrong == []
 
 
@@ -125,11 +117,11 @@ WIDE = ("model.d_model=128", "model.num_heads=2", "model.sequence_length=64", "d
 
 @pytest.mark.parametrize("layout", [Layout(data=2, zero=3), Layout(data=2, zero=1)], ids=lambda layout: layout.id)
 def test_8_bit_steps_are_those_of_one_process_where_shards_are_of_whole_blocks(
-    layout: Layout, ranks: GrowingRanks, tmp_path: Path
+    layout: Layout, growing: GrowingRanks, tmp_path: Path
 ):
     torch.save(alone("adamw_8bit", *WIDE), tmp_path / "reference")
     config = config_of(layout, SINGLE, "adamw_8bit", "run.dir=unused", *WIDE)
-    found = ranks.run(layout.world, CASES + "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
+    found = growing.run(layout.world, CASES + "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
     assert {key: distance for key, distance in found.items() if distance > 0} == {}
 
 
@@ -143,13 +135,15 @@ def test_8_bit_steps_are_those_of_one_process_where_shards_are_of_whole_blocks(
         pytest.param(Layout(data=3, zero=2), Layout(tensor=2), 0.01, id="other-blocks-back", marks=pytest.mark.slow),
     ],
 )
-def test_8_bit_moments_are_resharded(source: Layout, target: Layout, most: float, ranks: GrowingRanks, tmp_path: Path):
+def test_8_bit_moments_are_resharded(
+    source: Layout, target: Layout, most: float, growing: GrowingRanks, tmp_path: Path
+):
     file, case = str(tmp_path / "reference"), CASES + "optimizer_cases:"
     config = config_of(source, target, "adamw_8bit", f"run.dir={tmp_path / 'a'}", *WIDE)
-    folder = ranks.run(source.world, case + "saved_after_steps", config, file)[0]
+    folder = growing.run(source.world, case + "saved_after_steps", config, file)[0]
     given = (f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}", *WIDE)
     config = config_of(target, source, "adamw_8bit", *given)
-    found = ranks.run(target.world, case + "distances", config, file, True)[0]
+    found = growing.run(target.world, case + "distances", config, file, True)[0]
     assert {key: far for key, far in found.items() if far > (most if "exp_avg" in key else 0)} == {}
     assert any("exp_avg" in key for key in found)
 
@@ -166,10 +160,12 @@ def test_the_steps_go_somewhere(optimizer: str):
 
 
 @pytest.mark.parametrize(("source", "target", "optimizer"), marked(RESHARDED, quick=3, slow=6, name=name))
-def test_a_checkpoint_is_resharded(source: Layout, target: Layout, optimizer: str, ranks: GrowingRanks, tmp_path: Path):
+def test_a_checkpoint_is_resharded(
+    source: Layout, target: Layout, optimizer: str, growing: GrowingRanks, tmp_path: Path
+):
     config = config_of(source, target, optimizer, f"run.dir={tmp_path / 'a'}")
-    folder = ranks.run(source.world, CASES + "reshard_cases:save", config)[0]
+    folder = growing.run(source.world, CASES + "reshard_cases:save", config)[0]
     config = config_of(target, source, optimizer, f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}")
-    resumed = ranks.run(target.world, CASES + "reshard_cases:resume", config)
+    resumed = growing.run(target.world, CASES + "reshard_cases:resume", config)
     assert resumed[0].wrong == []
     assert all(each.counters == COUNTERS for each in resumed)

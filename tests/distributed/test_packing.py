@@ -1,11 +1,9 @@
 """Layouts keep documents apart as one process does: what says where they begin reaches every part and every rank."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from distributed.matrix import Cell
-from distributed.parity_cells import Pool, References, judge
+from distributed.parity_cells import Pool, judge
 from gptlite.parity.report import row
 
 DOCUMENTS = ("data.packing=documents",)
@@ -17,13 +15,6 @@ CELLS = [
          more=("ops.attention=sdpa",)),
     Cell(context=2, tensor=2, sequence=True, shared=DOCUMENTS),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    pool = Pool(References(tmp_path_factory.mktemp("references")))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.slow

@@ -1,21 +1,12 @@
 """The comparison finds what it is for: each planted bug, named by a tensor or number it must spoil."""
 
-from collections.abc import Iterator
-
 import pytest
 from marking import marked
 
 from distributed.parity_bugs import BUGS
-from distributed.parity_cells import Pool, References, judge
+from distributed.parity_cells import Pool, judge
 
 CELLS = list(dict.fromkeys(bug.cell for bug in BUGS.values()))
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    pool = Pool(References(tmp_path_factory.mktemp("references")))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Every cell of the matrix trains as one process does: the quick ones in every run, the slow ones in every CI run."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -10,7 +9,7 @@ import pytest
 from distributed.cell import Cell
 from distributed.cover import AXES, CROSSED_AXES, FIRST_MATRIX, crossings, legal_cells, met, pairs
 from distributed.matrix import CELLS, CHOSEN, CROSSED, OFFLOADED, QUICK, SLOW
-from distributed.parity_cells import Pool, References, judge
+from distributed.parity_cells import Pool, judge
 from distributed.refused import REFUSED, Refused
 from gptlite.parity.report import row
 from gptlite.precision import cpu_flags
@@ -30,13 +29,6 @@ def marked(cell: Cell) -> object:
     if cell.id == OFF_BY_KEYS and AVX512_ALONE:
         marks.append(pytest.mark.xfail(reason="the keys' bias is 0.68 of a rate off, 0.65 is allowed"))
     return pytest.param(cell, id=cell.id, marks=marks)
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    pool = Pool(References(tmp_path_factory.mktemp("references")))
-    yield pool
-    pool.close()
 
 
 # By world size, so that each world's ranks are started once.

@@ -1,7 +1,6 @@
 """Ranks whose copies of a parameter differ are named, and their run ends unsaved."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,6 @@ from gptlite.pretrain import pretrain
 from gptlite.trainer import loop
 
 THIS = "distributed.test_replicas"
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def replicas(layout: dict[str, int], flip: tuple[int, str] | None) -> str:

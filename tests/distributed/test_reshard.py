@@ -1,6 +1,5 @@
 """A checkpoint of any layout is loaded by any other, bit for bit, and saved by that one again as it was."""
 
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,13 +16,6 @@ from gptlite.config import Config, load
 from gptlite.parallelism.mesh import build_mesh
 
 CASES = "distributed.reshard_cases:"
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[GrowingRanks]:
-    ranks = GrowingRanks()
-    yield ranks
-    ranks.close()
 
 
 def config_of(pair: Pair, layout: Layout, folder: Path, *overrides: str) -> Config:
@@ -60,16 +52,16 @@ def marked(pair: Pair) -> object:
 
 
 @pytest.mark.parametrize("pair", [marked(pair) for pair in ALL])
-def test_a_checkpoint_is_loaded_by_another_layout_and_saved_again(pair: Pair, ranks: GrowingRanks, tmp_path: Path):
+def test_a_checkpoint_is_loaded_by_another_layout_and_saved_again(pair: Pair, growing: GrowingRanks, tmp_path: Path):
     expected, loss = whole(pair)
     source, target = pair.source, pair.target
-    folder, *others = ranks.run(source.world, CASES + "save", config_of(pair, source, tmp_path / "a"))
+    folder, *others = growing.run(source.world, CASES + "save", config_of(pair, source, tmp_path / "a"))
     assert folder == tmp_path / "a" / "checkpoints" / f"step-{STEP:08d}"
     assert set(others) <= {folder}
     check_stored(folder, expected)
 
     config = config_of(pair, target, tmp_path / "b", f"checkpoint.resume={folder}")
-    resumed = ranks.run(target.world, CASES + "resume", config)
+    resumed = growing.run(target.world, CASES + "resume", config)
     assert resumed[0].wrong == []
     assert {each.folder for each in resumed} == {tmp_path / "b" / "checkpoints" / folder.name}
     assert all(each.counters == COUNTERS for each in resumed)

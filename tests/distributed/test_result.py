@@ -1,6 +1,7 @@
 """The figures of result.json that a sweep compares, from real ranks."""
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,28 +11,20 @@ import torch
 from run_files import read_metrics
 
 from distributed.ranks import Ranks
-from gptlite.config import load
 from gptlite.metrics.meter import Throughput
 from gptlite.parallelism.comm_time import CommunicationTime
 from gptlite.parallelism.mesh import Mesh
-from gptlite.pretrain import pretrain
 from gptlite.trainer.memory import CATEGORIES, MemoryReport
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.step import StepResult
 
-THIS = "distributed.test_result"
 ONE = Mesh(torch.device("cpu"))
 
 
-def train(overrides: list[str]) -> int:
-    return pretrain(load(overrides))
-
-
 @pytest.mark.slow
-def test_a_pipeline_tells_of_every_rank(tiny: list[str], tmp_path: Path):
+def test_a_pipeline_tells_of_every_rank(two: Ranks, tiny: list[str], tmp_path: Path):
     layout = ["parallelism.pipeline=2", "data.micro_batch_size=1", "model.num_layers=3"]
-    with Ranks(2) as two:
-        assert two.run(f"{THIS}:train", [*tiny, *layout, f"run.dir={tmp_path / 'a'}"], timeout=150) == [0, 0]
+    assert two.run("distributed.run_cases:train", [*tiny, *layout, f"run.dir={tmp_path / 'a'}"], timeout=150) == [0, 0]
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     rows = [row for row in read_metrics(tmp_path / "a") if "loss" in row]
     assert (result["world_size"], result["layout"]) == (2, "pipeline 2, 1f1b")
@@ -57,8 +50,9 @@ def test_a_pipeline_tells_of_every_rank(tiny: list[str], tmp_path: Path):
     assert told["stage_flops"] == [2 * layer, layer + head]
 
 
-def test_figures_are_at_the_median_speed(monkeypatch: pytest.MonkeyPatch):
-    clock = iter([0.0, 4.0, 5.0, 7.0])
+@pytest.mark.parametrize("seconds", [(4, 1, 2), (1, 2, 8)], ids=["of the last row", "of another"])
+def test_figures_are_at_the_median_speed(monkeypatch: pytest.MonkeyPatch, seconds: tuple[int, ...]):
+    clock = iter(accumulate((0.0, *seconds)))
     throughput = Throughput(
         tokens_per_step=100, samples_per_step=1, flops_per_token=6, peak_flops=3000.0, clock=lambda: next(clock)
     )
@@ -67,11 +61,10 @@ def test_figures_are_at_the_median_speed(monkeypatch: pytest.MonkeyPatch):
     none = reporter.figures()
     assert none == dict.fromkeys(none, None) | {"comm_seconds": {}, "memory_ranks": []}
     state: Any = SimpleNamespace(step=1, tokens=100, chain=SimpleNamespace(mesh=ONE), remaining_batches=float)
-    for loss in (3.0, 2.0, 1.0):  # in 4, 1 and 2 seconds
+    for loss in (3.0, 2.0, 1.0):  # a quarter of each step in tp
         throughput.step()
-        reporter.step(
-            state, StepResult(loss, 1.0, 0.1, step=1, tokens=100), lambda seconds: {"comm_seconds_tp": seconds / 4}
-        )
+        result = StepResult(loss, 1.0, 0.1, step=1, tokens=100)
+        reporter.step(state, result, lambda seconds: {"comm_seconds_tp": seconds / 4})
     found = reporter.figures()
     assert (found["loss"], found["tokens_per_second"], found["step_seconds"]) == (1.0, 50.0, 2.0)
     assert found["mfu"] == pytest.approx(50 * 6 / 3000)
@@ -79,24 +72,6 @@ def test_figures_are_at_the_median_speed(monkeypatch: pytest.MonkeyPatch):
     ((rank),) = found["memory_ranks"]
     assert rank["peak"] > 0
     assert [rank[name] for name in CATEGORIES] == [None] * 4  # no step was measured
-
-
-def test_figures_of_the_last_row_are_brought_to_the_median_speed(monkeypatch: pytest.MonkeyPatch):
-    clock = iter([0.0, 1.0, 3.0, 11.0])
-    throughput = Throughput(
-        tokens_per_step=100, samples_per_step=1, flops_per_token=6, peak_flops=3000.0, clock=lambda: next(clock)
-    )
-    reporter = Reporter([], throughput, torch.device("cpu"), 3, lambda _: None)
-    monkeypatch.setattr(throughput, "eta_seconds", lambda _: None)
-    state: Any = SimpleNamespace(step=1, tokens=100, chain=SimpleNamespace(mesh=ONE), remaining_batches=float)
-    for _ in range(3):  # in 1, 2 and 8 seconds, a quarter of each in tp
-        throughput.step()
-        reporter.step(
-            state, StepResult(1.0, 1.0, 0.1, step=1, tokens=100), lambda seconds: {"comm_seconds_tp": seconds / 4}
-        )
-    found = reporter.figures()
-    assert (found["step_seconds"], found["comm_seconds"]) == (2.0, {"tp": 0.5})
-    assert found["mfu"] == pytest.approx(50 * 6 / 3000)
 
 
 def test_what_is_not_known_of_a_rank_is_none():

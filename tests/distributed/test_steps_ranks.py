@@ -1,7 +1,6 @@
 """A step that is acted on a step later: all ranks act alike, and on the numbers they had without the lag."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,6 @@ CELLS = [
     (Cell(tensor=2, accumulation=2, precision="fp16"), FP16),
     (Cell(pipeline=2, schedule="1f1b", accumulation=4), []),
 ]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(("cell", "more"), CELLS, ids=lambda each: each.id if isinstance(each, Cell) else "")

@@ -3,29 +3,15 @@
 That FSDP2 cuts as it is taken to here, tests/distributed/test_checkpoint_ranks.py shows.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gptlite.parallelism.boxes import local_box, local_part, num_local_elements
-
-
-@contextmanager
-def world_seen_from(rank: int, size: int) -> Iterator[None]:
-    """A process group of one process, whose collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+from gptlite.parallelism.torch_private import imagined_world
 
 
 def piece(tensor: Tensor, dim: int, count: int, index: int) -> Tensor:
@@ -43,17 +29,12 @@ def test_the_box_is_what_fsdp_holds_of_what_the_tensor_axis_holds(rows, copies, 
     covered = torch.zeros(rows, 4)
     sharded = _StridedShard(0, split_factor=tensor) if dim == 0 else Shard(0)
     for rank in range(copies * data * tensor):
-        with world_seen_from(rank, copies * data * tensor):
+        with imagined_world(rank, copies * data * tensor):
             ranks = torch.arange(copies * data * tensor).view(copies, data, tensor)
             part = piece(piece(whole, dim, tensor, rank % tensor), 0, data, rank // tensor % data)
-            weight = DTensor.from_local(
-                part,
-                DeviceMesh("cpu", ranks),
-                [Replicate(), sharded, Shard(dim)],
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride(),
-            )
+            mesh, placements = DeviceMesh("cpu", ranks), [Replicate(), sharded, Shard(dim)]
+            like = {"shape": whole.shape, "stride": whole.stride()}
+            weight = DTensor.from_local(part, mesh, placements, run_check=False, **like)
             (height, width), (row, column) = local_box(weight)
             assert part.shape == (height, width)
             assert num_local_elements(weight) == part.numel()

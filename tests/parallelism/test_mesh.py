@@ -19,12 +19,9 @@ def test_ranks_are_counted_with_the_last_axis_fastest():
     for rank, place in enumerate(places):
         mesh = Mesh(CPU, Layout(SIZES), rank)
         assert tuple(mesh.coordinate(axis) for axis in AXES) == place
-    assert Mesh(CPU, Layout(SIZES)).world_size == len(places) == 24
-
-
-def test_sizes_by_name():
-    mesh = Mesh(CPU, Layout(SIZES))
-    assert [mesh.size(axis) for axis in AXES] == list(SIZES)
+        assert [mesh.size(axis) for axis in AXES] == list(SIZES)
+        assert mesh.is_main is (rank == 0)
+        assert mesh.world_size == len(places) == 24
 
 
 def test_data_parallel_parts_span_replicate_and_shard():
@@ -49,10 +46,6 @@ def test_ranks_that_share_sequences_are_neighbours_and_read_the_same_samples(siz
         assert [mesh.coordinate("cp") for mesh in its] == [0, 1, 2]
         assert len({(mesh.data_rank, mesh.coordinate("pp"), mesh.coordinate("tp")) for mesh in its}) == 1
     assert {mesh.data_rank for mesh in meshes} == {0, 1, 2, 3}
-
-
-def test_one_rank_is_the_main_one():
-    assert [Mesh(CPU, Layout(SIZES), rank).is_main for rank in range(3)] == [True, False, False]
 
 
 @pytest.mark.parametrize(("has_gpu", "device"), [(False, "cpu"), (True, "cuda:0")])
