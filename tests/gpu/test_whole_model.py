@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from dispatched import Watching
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptlite.kernels.library import Loaded, load
 from gptlite.models.gpt.config import GPTConfig
@@ -94,18 +93,6 @@ class Result:
         pairs = {"loss": (self.loss, truth.loss)}
         pairs |= {name: (self.gradients[name], truth.gradients[name]) for name in truth.gradients}
         return {name: ((a.cpu().double() - b).norm() / b.norm()).item() for name, (a, b) in pairs.items()}
-
-
-class Trace(TorchDispatchMode):
-    """The names of all ops that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.name().partition(".")[0])
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -209,13 +196,14 @@ def test_loss_and_gradients(case: Case) -> None:
 def test_what_a_case_is_about_runs(case: Case) -> None:
     """The kernels, and the attention."""
     model = make(replace(CONFIG, dropout=case.dropout), replace(KERNELS, attention=case.attention), case.dtype, DEVICE)
-    with Trace() as trace, only(case.backend):
+    names: set[str] = set()
+    with Watching(lambda func, args, out: names.add(func.name().partition(".")[0])), only(case.backend):
         trained(model)
     pairs = ("layer_norm", "residual_norm", "bias_gelu", *(("causal_softmax",) if writes_out(case) else ()))
     expected = {f"gptlite::{name}{end}" for name in pairs for end in ("", "_backward")}
     expected |= {"gptlite::cross_entropy_", *(("gptlite::dropout",) if case.dropout else ())}
-    assert expected - {name.removesuffix("_") if "softmax" in name else name for name in trace.names} == set()
-    ran = {name for name in trace.names if "scaled_dot_product" in name}
+    assert expected - {name.removesuffix("_") if "softmax" in name else name for name in names} == set()
+    ran = {name for name in names if "scaled_dot_product" in name}
     wanted = SDPA_OPS.get(case.backend) if case.backend else None
     assert all(wanted and name.startswith(f"aten::{wanted}") for name in ran)
     assert bool(ran) == bool(wanted)

@@ -23,6 +23,8 @@ WIDTHS = (
 )
 WIDE = (8192, 8193, 50257, 100_000)
 
+FEW = 6  # cases that every backend takes in the slow tests
+
 # Values of rows; `rows_of` says what they are.
 KINDS = ("normal", "large", "tiny", "constant", "big_mean", "outlier", "zeros")
 
@@ -30,17 +32,21 @@ KINDS = ("normal", "large", "tiny", "constant", "big_mean", "outlier", "zeros")
 def each(
     names: str, cases: Iterable[Any], core: Iterable[Any] = (), backends: Iterable[str] = BACKENDS, mark: Any = None
 ) -> pytest.MarkDecorator:
-    """Parametrizes `backend` and `names`: the best backend with all cases, the emulator with `core`. The rest is for
-    the slow tests, or the long ones where it takes the emulator seconds. `core` may have cases of its own."""
+    """Parametrizes `backend` and `names`: the best backend with all cases, the emulator with `core`. Of the rest every
+    third case of a backend, each backend's others, is for the slow tests: all of a few; the others are long, and those
+    that take the emulator seconds. `core` may have cases of its own."""
     cases, core = list(cases), list(core)
     single = "," not in names
     params = []
-    for backend in backends:
-        for case in [*core, *(case for case in cases if case not in core)]:
+    for number, backend in enumerate(backends):
+        for index, case in enumerate([*core, *(case for case in cases if case not in core)]):
             values = (case,) if single else case
             marks = [mark] if mark else []
             if not (backend == BEST or (backend == EMULATED and case in core) or mark):
-                marks = [pytest.mark.long if backend == EMULATED and _is_wide(values) else pytest.mark.slow]
+                # By thirds of their number, too: dtypes, which come in threes, take turns.
+                turn = len(cases) <= FEW or (index + index // 3 + number) % 3 == 0
+                wide = backend == EMULATED and _is_wide(values)
+                marks = [pytest.mark.slow if turn and not wide else pytest.mark.long]
             params.append(pytest.param(backend, *values, marks=marks, id="-".join(map(_name, (backend, *values)))))
     return pytest.mark.parametrize("backend," + names, params, indirect=["backend"])
 

@@ -23,19 +23,22 @@ TINY = {
 }
 
 
+def randomized(model: GPT) -> GPT:
+    """With every parameter, biases and norms too, far from its initial value."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            parameter.copy_(mean + 0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
 @pytest.fixture
 def tiny() -> Callable[..., GPT]:
-    """Builds a GPT whose every parameter, biases and norms too, is far from its initial value."""
+    """Builds a randomized GPT."""
 
     def build(attention: Attention = Attention.matmul, **overrides: Any) -> GPT:
-        config = GPTConfig(**TINY | overrides)
-        model = GPT(config, Ops(attention), seed=3)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                mean = 1.0 if name.endswith("norm.weight") else 0.0
-                parameter.copy_(mean + 0.3 * torch.randn(parameter.shape, generator=generator))
-        return model
+        return randomized(GPT(GPTConfig(**TINY | overrides), Ops(attention), seed=3))
 
     return build
 

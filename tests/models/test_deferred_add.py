@@ -1,14 +1,13 @@
 """A block that leaves its last sum and its biases to the next norm, as on a GPU: the same model, and fewer passes."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from dispatched import Dispatched
-from models.conftest import TINY
+from models.conftest import TINY, randomized
 from torch import Tensor
 
 from gptlite.kernels.library import Loaded, load
@@ -33,23 +32,13 @@ def kernels() -> None:
 
 
 def build(deferred: bool, **overrides: Any) -> GPT:
-    model = GPT(GPTConfig(**TINY | overrides), replace(FUSED, deferred_add=deferred), seed=3)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            mean = 1.0 if name.endswith("norm.weight") else 0.0
-            parameter.copy_(mean + 0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def run(model: Callable[..., Tensor], parameters: list[Tensor], batch: tuple[Tensor, ...]) -> list[Tensor]:
-    """The loss, and the gradient of every parameter."""
-    loss = model(*batch)
-    return [loss.detach(), *torch.autograd.grad(loss, parameters)]
+    return randomized(GPT(GPTConfig(**TINY | overrides), replace(FUSED, deferred_add=deferred), seed=3))
 
 
 def of(model: GPT, batch: tuple[Tensor, ...]) -> list[Tensor]:
-    return run(model, list(model.parameters()), batch)
+    """The loss, and the gradient of every parameter."""
+    loss = model(*batch)
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
 def distance(found: list[Tensor], wanted: list[Tensor]) -> list[float]:

@@ -78,6 +78,12 @@ def test_documents_begin_after_an_end():
     ]
 
 
+def check_gradients(one: GPT, other: GPT) -> None:
+    for (name, ours), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+        worst = (ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max().clamp(min=1e-3)
+        assert worst < 1e-5, (name, worst)
+
+
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.value)
 def test_together_is_apart(tiny, choice):
     together, apart = tiny(choice, dropout=0.0), tiny(Attention.matmul, dropout=0.0)
@@ -98,9 +104,7 @@ def test_together_is_apart(tiny, choice):
     whole = torch.stack(losses).sum()
     whole.backward()
     torch.testing.assert_close(total, whole, rtol=1e-6, atol=0)
-    for (name, ours), theirs in zip(together.named_parameters(), apart.parameters(), strict=True):
-        worst = (ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max().clamp(min=1e-3)
-        assert worst < 1e-5, (name, worst)
+    check_gradients(together, apart)
 
 
 def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size):
@@ -133,9 +137,7 @@ def test_spans_are_the_mask(tiny, monkeypatch, dropout):
         totals.append(model(tokens, targets, ids, documents=documents))
         totals[-1].backward()
     torch.testing.assert_close(*totals, rtol=1e-6, atol=0)
-    for (name, ours), theirs in zip(spans.named_parameters(), masked.parameters(), strict=True):
-        worst = (ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max().clamp(min=1e-3)
-        assert worst < 1e-5, (name, worst)
+    check_gradients(spans, masked)
 
 
 def test_spans_survive_recomputation(tiny, monkeypatch):

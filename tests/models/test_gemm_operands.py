@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from dispatched import Watching
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptlite.kernels.library import Loaded, load
 from gptlite.models.gpt.config import GPTConfig
@@ -31,20 +31,19 @@ SCALED = ("_scaled_mm", "_scaled_mm_v2")
 OTHERS = ("linear", "matmul", "mv", "addmv", "dot", "einsum")  # should have been taken apart before they come here
 
 
-class Operands(TorchDispatchMode):
+class Operands(Watching):
     """Notes each product with the matrices it is given and the one it makes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self.note)
         self.seen: list[tuple[str, list[Tensor]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, out = func._opname, func(*args, **(kwargs or {}))
+    def note(self, func: Any, args: Any, out: Any) -> None:
+        name = func._opname
         assert name not in OTHERS, f"{name} is a product of an unknown kind"
         if name in MATRICES or name in SCALED:
             matrices = [args[at] for at in MATRICES.get(name, (0, 1))]
             self.seen.append((str(func), [*matrices, out]))
-        return out
 
 
 def faults(matrix: Tensor) -> list[str]:

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from dispatched import Watching
 
 from gptlite.models.model import Model
 from gptlite.models.parallelize import parallelize
@@ -22,21 +22,18 @@ KINDS = {
 }
 
 
-class Seen(TorchDispatchMode):
+class Seen(Watching):
     """The dtypes of floating-point inputs, by kind of operator."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self.note)
         self.dtypes = defaultdict(set)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.partition("::")[2]
-        for kind, names in KINDS.items():
-            if name in names:
-                # Not the fourth and on: statistics that the backward pass is given.
-                inputs = args[:2] if kind == "norm" else args
-                self.dtypes[kind] |= {a.dtype for a in inputs if isinstance(a, torch.Tensor) and a.is_floating_point()}
-        return func(*args, **(kwargs or {}))
+    def note(self, func, args, out) -> None:
+        for kind in (kind for kind, names in KINDS.items() if func._schema.name.partition("::")[2] in names):
+            # Not the fourth and on: statistics that the backward pass is given.
+            inputs = args[:2] if kind == "norm" else args
+            self.dtypes[kind] |= {a.dtype for a in inputs if isinstance(a, torch.Tensor) and a.is_floating_point()}
 
 
 def policy(name: str) -> Policy:

@@ -66,24 +66,6 @@ def test_forward_and_gradients(small_blocks, queries, keys, choice, dtype):
     check(lambda *qkv: causal_attention(*qkv, choice), draw(queries, keys), dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_longer_than_the_real_block(dtype):
-    length = attention.QUERY_BLOCK + 44
-    check(lambda *qkv: causal_attention(*qkv, Attention.matmul), draw(length, length, 1, 2), dtype)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_strides_of_a_fused_projection(small_blocks, batch):
-    """q, k and v as the model hands them over, views of one tensor, and a gradient that is a transposed view."""
-    heads, length, width = 3, 21, 8
-    generator = torch.Generator().manual_seed(0)
-    fused = torch.randn(batch, length, heads, 3, width, generator=generator)
-    grad = torch.randn(batch, length, heads, width, generator=generator).transpose(1, 2)
-    views = fused.permute(3, 0, 2, 1, 4).unbind(0)
-    assert not views[0].is_contiguous()
-    check(lambda *qkv: causal_attention(*qkv, Attention.matmul), [*views, grad], torch.float32)
-
-
 def test_a_query_sees_nothing_of_later_keys(small_blocks):
     q, k, v, _ = draw(37, 37)
     before = causal_attention(q, k, v, Attention.matmul)

@@ -30,8 +30,10 @@ def draw(tokens: int = TOKENS, scale: float = 1.0):
 
 def run(loss_of, hidden, weight, targets, dtype, upstream=1.0):
     leaves = [t.to(dtype, copy=True).requires_grad_() for t in (hidden, weight)]
+    before = [t.detach().clone() for t in (*leaves, targets)]
     loss = loss_of(*leaves, targets)
     (loss * upstream).backward()
+    torch.testing.assert_close([*leaves, targets], before, rtol=0, atol=0, equal_nan=True)
     return [loss.detach(), *(leaf.grad for leaf in leaves)]
 
 
@@ -52,12 +54,6 @@ def check(hidden, weight, targets, dtype, upstream=1.0):
         error = (a.double() - b).abs().max() / b.abs().max()
         assert error < TOLERANCE[dtype]["loss" if name == "loss" else "grad"], f"{name}: {error:.1e}"
     return got
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("upstream", [1.0, 1 / 4096, -3.0])
-def test_loss_and_gradients(dtype, upstream):
-    check(*draw(), dtype, upstream)
 
 
 @pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float16], ids=str)
@@ -130,8 +126,13 @@ def test_padded_products_give_what_sliced_ones_do(monkeypatch, choice, rows, dty
         assert a.shape == b.shape
         torch.testing.assert_close(a, b, rtol=1e-6 if dtype == torch.float32 else BF16, atol=1e-6)
     assert torch.count_nonzero(got[2][VOCAB:]) == 0
-    without = loss_of(hidden.to(dtype), weight.to(dtype), targets)
-    torch.testing.assert_close(without, got[0], rtol=0, atol=0)
+    ignored = targets == cross_entropy.IGNORE
+    assert torch.count_nonzero(got[1][ignored]) == 0
+    assert got[1][~ignored].abs().amax(1).min() > 0
+    leaves = [each.to(dtype).requires_grad_() for each in (hidden, weight)]
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            assert torch.equal(loss_of(*leaves, targets), got[0])
 
 
 def test_a_table_in_fp32_gets_its_gradient_in_fp32(products):
@@ -144,24 +145,6 @@ def test_a_table_in_fp32_gets_its_gradient_in_fp32(products):
     torch.testing.assert_close(leaves[1].grad, want[2].float(), rtol=BF16 / 2, atol=0)
     rounded = torch.equal(leaves[1].grad, leaves[1].grad.bfloat16().float())
     assert rounded == (products == "sliced"), "a GPU's product is not to be rounded to bf16"
-
-
-def test_padding_rows_get_no_probability_and_no_gradient():
-    hidden, weight, targets = draw()
-    want = run(fused, hidden, weight, targets, torch.float32)
-    weight[VOCAB:] = 1e4  # would take all the probability
-    got = run(fused, hidden, weight, targets, torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert torch.count_nonzero(got[2][VOCAB:]) == 0
-    assert torch.count_nonzero(got[2][:VOCAB]) > 0
-
-
-def test_ignored_targets_get_no_gradient():
-    hidden, weight, targets = draw()
-    _, dhidden, _ = run(fused, hidden, weight, targets, torch.float32)
-    ignored = targets == cross_entropy.IGNORE
-    assert torch.count_nonzero(dhidden[ignored]) == 0
-    assert dhidden[~ignored].abs().amax(1).min() > 0
 
 
 @pytest.mark.parametrize("tokens", [0, TOKENS], ids=["empty", "all_ignored"])
@@ -179,14 +162,6 @@ def test_huge_logits(dtype):
     assert loss > 1e5
 
 
-def test_without_gradients_the_loss_is_the_same():
-    hidden, weight, targets = draw()
-    with_gradients = run(fused, hidden, weight, targets, torch.float32)[0]
-    assert torch.equal(fused(hidden, weight, targets), with_gradients)
-    with torch.no_grad():
-        assert torch.equal(fused(hidden.requires_grad_(), weight, targets), with_gradients)
-
-
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_one_frozen_input(frozen):
     hidden, weight, targets = draw()
@@ -197,14 +172,6 @@ def test_one_frozen_input(frozen):
     fused(inputs["hidden"], inputs["weight"], targets).backward()
     assert torch.equal(inputs[trained].grad, want[trained])
     assert inputs[frozen].grad is None
-
-
-def test_inputs_are_not_changed():
-    inputs = draw()
-    copies = [t.clone() for t in inputs]
-    hidden, weight, targets = (t.requires_grad_() if t.is_floating_point() else t for t in inputs)
-    fused(hidden, weight, targets).backward()
-    assert all(torch.equal(a, b) for a, b in zip((hidden, weight, targets), copies, strict=True))
 
 
 def test_a_backward_pass_in_two_halves_gives_the_gradients_of_one():

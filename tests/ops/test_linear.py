@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from dispatched import Watching
 
 from gptlite.ops.config import ON_GPU, PRODUCTS
 from gptlite.ops.linear import linear, linear_gradients
@@ -71,14 +71,9 @@ def test_gradients_of_masters_take_no_cast_on_a_gpu(masters, casts) -> None:
     """Those of the forward pass alone: of the weight and of the bias."""
     seen = []
 
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     shapes = {(2, 8, 16): BF16, (24, 16): masters, (24,): masters}
     leaves = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape, dtype in shapes.items()]
-    with Names():
+    with Watching(lambda func, args, out: seen.append(str(func))):
         out = linear(*leaves, fused=True)
         before = len(seen)
         out.sum().backward()

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from dispatched import Watching
 from run_files import checkpoint, differing, read_metrics
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptlite.config import load
 from gptlite.data.loader import Batch, Loader
@@ -298,26 +298,6 @@ def test_which_optimizers_decide_on_the_device(config: type, fused: bool) -> Non
     assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
 
 
-class Copies(TorchDispatchMode):
-    """Counts what goes from the host to the device of meta tensors. Reading from there raises by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        source: Any = args[1] if func is torch.ops.aten.copy_.default else args[0] if args else None
-        moves = isinstance(out, torch.Tensor) and out.device.type == "meta" and isinstance(source, torch.Tensor)
-        if (
-            moves
-            and source.device.type == "cpu"
-            and func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
-        ):
-            self.shapes.append(tuple(source.shape))
-        return out
-
-
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 def test_nothing_is_read_in_a_step(tiny: list[str], tmp_path: Path, scaled: bool) -> None:
     """On meta tensors, which have no values: what the host reads raises, and all it sends are the batches."""
@@ -334,10 +314,17 @@ def test_nothing_is_read_in_a_step(tiny: list[str], tmp_path: Path, scaled: bool
         state.optimizer = build_optimizer(config.optimizer, weights, fused_adam=True)
         state.scaler = LossScaler(2.0**10, 4, 1, 1.0, 2.0) if scaled else None
         decisions = Decisions(state.scaler, meta)
-        with Copies() as copies:
+        sent: list[tuple[int, ...]] = []
+
+        def see(func: Any, args: Any, out: Any) -> None:
+            moves = {torch.ops.aten.copy_.default: 1, torch.ops.aten._to_copy.default: 0}
+            if func in moves and (out.device.type, args[moves[func]].device.type) == ("meta", "cpu"):
+                sent.append(tuple(args[moves[func]].shape))
+
+        with Watching(see):
             for _ in range(2):
                 step.begin(state, decisions=decisions)
-        assert copies.shapes == 2 * 2 * [(2, 32), (2, 32), (2,)]
+        assert sent == 2 * 2 * [(2, 32), (2, 32), (2,)]
         assert state.step == 2
         with pytest.raises((RuntimeError, NotImplementedError)):
             step.begin(state)  # the host decides: it reads
