@@ -66,7 +66,7 @@ def test_the_toys_are_those_of_a_hand_formula():
 @pytest.mark.parametrize("length", [64, 128])
 def test_the_gpts_are_its_formula_with_attention_whole(length, tied):
     """Two S x S matmuls forward and four backward are 12·L·d·S a token; the model's own arithmetic is half of it."""
-    config = GPTConfig(num_layers=3, num_heads=2, d_model=32, vocab_size=128, sequence_length=128, dropout=0.1)
+    config = GPTConfig(num_layers=3, num_heads=2, d_model=32, vocab_size=100, sequence_length=128, dropout=0.1)
     config = replace(config, tied_embeddings=tied)
     masked_half = 6 * config.num_layers * config.d_model * length
     assert count_flops(Model.of(config), length) == flops_per_token(config, length) + masked_half
