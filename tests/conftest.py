@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gptlite.config import Config, load
-from gptlite.kernels.library import prepare
+from gptlite.kernels.library import Loaded, prepare
+from gptlite.kernels.library import load as load_kernels
 from gptlite.kernels.toolchain import BuildError
 from gptlite.pretrain import pretrain
 
@@ -30,6 +31,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def kernels() -> None:
+    """torch.ops.gptlite, on a CPU."""
+    library = load_kernels("cpu")
+    assert isinstance(library, Loaded), library.reason
 
 
 @pytest.fixture

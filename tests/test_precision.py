@@ -28,30 +28,23 @@ def hardware(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype", "words"),
+    ("found", "dtype", "words"),
     [
         ("avx2 avx512f amx_bf16 avx512_bf16", torch.bfloat16, "AMX"),
         ("avx2 avx512_bf16", torch.bfloat16, "AVX512-BF16"),
         ("avx2 avx512f", torch.float32, "no bf16 in hardware"),
         ("", torch.float32, "no bf16 in hardware"),
+        ((7, 5), torch.float32, "sm_75"),
+        ((8, 0), torch.bfloat16, "sm_80"),
+        ((9, 0), torch.bfloat16, "sm_90"),
     ],
 )
-def test_auto_on_a_cpu(hardware, flags, dtype, words):
-    hardware(flags)
-    policy = resolve_precision(PrecisionConfig(), CPU)
+def test_auto(hardware, found, dtype, words):
+    hardware(**{"flags" if isinstance(found, str) else "capability": found})
+    policy = resolve_precision(PrecisionConfig(), CPU if isinstance(found, str) else CUDA)
     assert policy.compute_dtype == dtype
     assert policy.reason.startswith("auto: ")
     assert words in policy.reason
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)]
-)
-def test_auto_on_a_gpu(hardware, capability, dtype):
-    hardware(capability=capability)
-    policy = resolve_precision(PrecisionConfig(), CUDA)
-    assert policy.compute_dtype == dtype
-    assert f"sm_{capability[0]}{capability[1]}" in policy.reason
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)

@@ -4,9 +4,8 @@ import math
 
 import pytest
 from marking import marked
-from run_files import checkpoint, differing
 
-from distributed.cell import BASE, GLOBAL_BATCH, Cell
+from distributed.cell import GLOBAL_BATCH, Cell
 from distributed.ranks import Ranks
 from gptlite.config import load
 from gptlite.trainer.loss_scale import LossScaler
@@ -59,22 +58,3 @@ def test_an_overflow_on_one_rank_alone_is_everyones(eight):
     assert [step[1] for step in ranks[0].steps] == [False, True, False]
     assert all(each == ranks[0] for each in ranks)
     assert ranks[0].adam == {2}
-
-
-@pytest.mark.slow
-def test_resuming_within_a_window_is_bit_exact_on_eight_ranks(eight, tmp_path):
-    cell = Cell(tensor=2, pipeline=2, data=2, zero=3, schedule="1f1b", accumulation=4, precision="fp16")
-    options = [*(each for each in BASE if not each.startswith(("run.", "trainer.max"))), *cell.overrides()[len(BASE) :]]
-    options += ["run.name=x", "precision.loss_scale_window=4", "trainer.sample_tokens=0", "schedule.warmup_steps=1"]
-
-    def go(name: str, steps: int) -> None:
-        overrides = [*options, f"run.dir={tmp_path / name}", f"trainer.max_steps={steps}"]
-        assert eight.run("distributed.run_cases:train", overrides, timeout=200) == [0] * 8
-
-    go("whole", 10)
-    go("cut", 6)
-    go("cut", 10)
-    whole, cut = (checkpoint(tmp_path / name, 10)[1]["loss_scale"] for name in ("whole", "cut"))
-    assert whole == cut
-    assert (whole["scale"], whole["good_steps"]) == (2.0**18, 2)
-    assert differing(tmp_path / "whole", tmp_path / "cut", 10) == []

@@ -1,5 +1,6 @@
 """tools/parity.py as a user calls it, and what each of its ranks does."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +20,8 @@ TINY = ("model.num_layers=2", "model.num_heads=2", "model.d_model=32", "model.se
 
 
 def call(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    import os
-
-    command = [sys.executable, str(TOOL), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=200, cwd=folder, env=os.environ | environment
-    )
+    command, env = [sys.executable, str(TOOL), *arguments], os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder, env=env)
 
 
 def test_a_layout_is_compared_with_one_process(tmp_path: Path):
@@ -57,22 +54,17 @@ def test_bf16_and_a_text_of_ones_own(tmp_path: Path, text: Path):
         ([], "the layout is one process, too"),
         (["parallelism=tp2", "steps=0"], "steps=0"),
         (["parallelism=tp2", "stepps=1"], "stepps"),
+        (["parallelism=tp2"], "without torchrun"),
     ],
 )
 def test_it_refuses_in_one_line(tmp_path: Path, arguments: list[str], named: str):
-    result = call(tmp_path, *arguments)
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    result = call(tmp_path, *arguments, **(rank if named == "without torchrun" else {}))
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
     assert named in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
-
-
-def test_it_is_not_for_torchrun(tmp_path: Path):
-    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    result = call(tmp_path, "parallelism=tp2", **rank)
-    assert result.returncode == 2
-    assert "without torchrun" in result.stderr
 
 
 def compared(folder: str, overrides: list[str], bug: str) -> int:
@@ -88,14 +80,11 @@ def test_ranks_say_what_differs(tmp_path: Path):
     save_reference(tmp_path, (step for step in recorded(load(run), 2) if step is not None))
     bug = "tensor: each rank's heads drop what the first heads drop"
     with Ranks(2) as ranks:
-        assert ranks.run(
-            "distributed.test_parity_tool:compared", str(tmp_path), [*run, "parallelism.tensor=2"], bug
-        ) == [1, 0]
+        case = "distributed.test_parity_tool:compared", str(tmp_path), [*run, "parallelism.tensor=2"]
+        assert ranks.run(*case, bug) == [1, 0]
         printed = ranks.output(0)
         assert "different: step 1: gradient of token_embedding.weight is off by " in printed
         assert "in that step 28 of 28 gradients differ" in printed
         assert "same" not in printed
-        assert ranks.run(
-            "distributed.test_parity_tool:compared", str(tmp_path), [*run, "parallelism.tensor=2"], ""
-        ) == [0, 0]
+        assert ranks.run(*case, "") == [0, 0]
         assert ranks.output(0).splitlines()[-1].startswith("same: 2 steps, 28 tensors")

@@ -45,15 +45,3 @@ def test_resuming_on_the_same_layout_is_bit_exact(four, tiny, tmp_path):
     log = (tmp_path / "cut" / "train.log").read_text()
     words = "layout: pipeline 2 x data 2 (zero 3), 1f1b then, pipeline 2 x data 2 (zero 1), 1f1b now"
     assert f"resuming elsewhere: {words}; the curve may differ from an uninterrupted run's by rounding" in log
-
-
-@pytest.mark.slow
-def test_what_rank_0_refuses_all_refuse_and_nothing_is_written(four, tiny, tmp_path):
-    (tmp_path / "file").write_text("")
-    refused = four.run("distributed.run_cases:refusal", [*tiny, *LAYOUT, f"run.dir={tmp_path / 'file'}"])
-    assert len(set(refused)) == 1
-    assert refused[0].startswith("run.dir=")
-    refused = four.run("distributed.run_cases:refusal", [*tiny, *LAYOUT, f"run.dir={tmp_path / 'a'}", "data.path=none"])
-    assert len(set(refused)) == 1
-    assert refused[0].startswith("data.path=none")
-    assert not (tmp_path / "a").exists()

@@ -13,19 +13,12 @@ from gptlite.kernels.bench import BACKWARD, BOTH, FORWARD, Options, Row, directi
 from gptlite.kernels.case import Case, size_of
 from gptlite.kernels.cases import CASES
 from gptlite.kernels.check import TOLERANCES, largest_error
-from gptlite.kernels.library import Unavailable, load
 from gptlite.kernels.timing import EventClock, Task, measure
 
+pytestmark = pytest.mark.usefixtures("kernels")
 CPU, ROTATED = torch.device("cpu"), 20_000
 BY_NAME = {case.ops[0]: case for case in CASES}
 APART = [(case, direction) for case in CASES for direction in directions(case, apart=True)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    loaded = load("cpu")
-    if isinstance(loaded, Unavailable):
-        pytest.skip(loaded.reason)
 
 
 @dataclass

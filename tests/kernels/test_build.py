@@ -108,6 +108,13 @@ def loaded_in_a_process(processes: int = 1) -> list[tuple[Loaded | Unavailable, 
     return forked(call, processes)
 
 
+def reason_in_a_process() -> str:
+    """Why `load` finds none in a fresh process."""
+    ((found, _),) = loaded_in_a_process()
+    assert isinstance(found, Unavailable)
+    return found.reason
+
+
 def quiet(line: str) -> None:
     """A log that keeps nothing."""
 
@@ -154,8 +161,8 @@ def test_without_a_compiler_there_is_a_reason(
     for name in present:
         command(tmp_path, name, "exit 0")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    ((found, _),) = loaded_in_a_process()
-    assert found == Unavailable("no C++ compiler: neither c++, g++ nor clang++ is on PATH, and CXX is not set")
+    words = "no C++ compiler: neither c++, g++ nor clang++ is on PATH, and CXX is not set"
+    assert reason_in_a_process() == words
 
 
 def test_a_compiler_that_cxx_names_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,18 +229,16 @@ def test_a_temporary_folder_that_others_can_write_is_refused(tmp_path: Path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     made = prepare(False, quiet).path
     made.parent.chmod(0o777)
-    ((found, _),) = loaded_in_a_process()
-    assert isinstance(found, Unavailable)
-    assert "/proc/nowhere" in found.reason
-    assert f"{made.parent} is not a folder of this user alone" in found.reason
+    reason = reason_in_a_process()
+    assert "/proc/nowhere" in reason
+    assert f"{made.parent} is not a folder of this user alone" in reason
 
 
 def test_nowhere_to_write_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
-    ((found, _),) = loaded_in_a_process()
-    assert isinstance(found, Unavailable)
-    assert found.reason.startswith("no folder to compile in: ")
+    reason = reason_in_a_process()
+    assert reason.startswith("no folder to compile in: ")
 
 
 @pytest.mark.parametrize("damage", ["half", "flipped", "empty", "no record", "torn record", "no library"])
@@ -276,11 +281,10 @@ def test_a_library_that_is_whole_but_does_not_load_is_compiled_again(tmp_path: P
 @compiles
 def test_a_compiler_that_fails_says_its_first_errors_in_one_line(sources: Path) -> None:
     (sources / "cpu" / "dispatch.cpp").write_text("int f() { return nothing_of_the_kind; }\n")
-    ((found, _),) = loaded_in_a_process()
-    assert isinstance(found, Unavailable)
-    assert found.reason.startswith("dispatch.cpp does not compile with c++: ")
-    assert "nothing_of_the_kind" in found.reason
-    assert "\n" not in found.reason
+    reason = reason_in_a_process()
+    assert reason.startswith("dispatch.cpp does not compile with c++: ")
+    assert "nothing_of_the_kind" in reason
+    assert "\n" not in reason
     assert [path.name for path in cache.home_folder().iterdir()] == [".lock"]
 
 
@@ -306,9 +310,8 @@ def test_a_disk_that_fills_up_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(library, "keep", full)
-    ((found, _),) = loaded_in_a_process()
-    assert isinstance(found, Unavailable)
-    assert "No space left" in found.reason
+    reason = reason_in_a_process()
+    assert "No space left" in reason
     assert [path.name for path in cache.home_folder().iterdir()] == [".lock"]
 
 

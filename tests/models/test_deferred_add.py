@@ -10,7 +10,6 @@ from dispatched import Dispatched
 from models.conftest import TINY, randomized
 from torch import Tensor
 
-from gptlite.kernels.library import Loaded, load
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
@@ -23,12 +22,8 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.precision import Policy, Precision
 
 FUSED = Ops(Attention.matmul, layer_norm=True, bias_gelu=True, dropout=True)
+pytestmark = pytest.mark.usefixtures("kernels")
 IDS = torch.tensor([7, 3, 2**33, 0])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> None:
-    assert isinstance(load("cpu"), Loaded)
 
 
 def build(deferred: bool, **overrides: Any) -> GPT:

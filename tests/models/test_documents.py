@@ -13,7 +13,6 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 from gptlite.data.loader import document_starts, documents_in
 from gptlite.documents import Documents, joined
 from gptlite.inputs import Inputs
-from gptlite.kernels.library import Loaded, load
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
@@ -28,6 +27,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import _Plain
 from gptlite.precision import Policy
 
+pytestmark = pytest.mark.usefixtures("kernels")
 END = 52
 CHOICES = [Attention.matmul, Attention.sdpa, Attention.fused_softmax, Attention.fused]
 # Lengths of the documents of each row, the end among them; the last document of a row is cut, or ends with it.
@@ -56,12 +56,6 @@ def pieces(tokens: torch.Tensor) -> list[tuple[int, slice]]:
                 found.append((number, slice(first, place + 1)))
                 first = place + 1
     return found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    library = load("cpu")
-    assert isinstance(library, Loaded), library
 
 
 def test_documents_begin_after_an_end():

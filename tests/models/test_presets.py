@@ -50,12 +50,7 @@ def test_preset_is_its_row_of_the_table(row):
     assert row[7] == f"{total / published - 1:+.1%}"
     assert float(row[8]) == config.peak_lr
     assert config.d_model == config.num_heads * config.head_dim
-
-
-@pytest.mark.parametrize("row", [row for row in TABLE if row[0].startswith("gpt")], ids=lambda row: row[0])
-def test_gpt_presets_are_within_two_percent_of_the_paper(row):
-    published = float(row[6][:-1]) * UNITS[row[6][-1]]
-    assert abs(count(preset(row[0])) / published - 1) < 0.02
+    assert abs(total / published - 1) < 0.02 or not row[0].startswith("gpt")
 
 
 def test_gpt2_has_as_many_parameters_as_the_release():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gptlite.kernels.library import Loaded, load
 from gptlite.ops.attention import causal_attention, packed_causal_attention
 from gptlite.ops.bias_gelu import bias_gelu
 from gptlite.ops.config import Attention, CrossEntropy
@@ -23,13 +22,8 @@ KEY = DropoutKey(5, 3, torch.tensor([7, 2**33 + 1]), first_position=4)
 APART = DropoutKey(5, 3, torch.tensor([7, 2**33 + 1]), first_position=4, gap=6)
 MASK = torch.rand(2, 1, 9, 12, generator=torch.Generator().manual_seed(3)) < 0.4
 MASK[0, 0, 3] = True  # sees nothing
+pytestmark = pytest.mark.usefixtures("kernels")
 B, S, D = 2, 9, 20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def kernels() -> None:
-    library = load("cpu")
-    assert isinstance(library, Loaded), library.reason
 
 
 def draw(*shapes: tuple[int, ...]) -> list[Tensor]:

@@ -16,10 +16,14 @@ REFERENCE = OpsConfig(Implementation.reference)
 OF_A_GPU = ("fused_scores", "deferred_add", "varlen", "weight_copies")
 
 
+def with_isa(monkeypatch, isa):
+    found = Loaded(path=None, cuda=False, isa=isa, seconds=1.0, cached=True, why_no_cuda="")
+    monkeypatch.setattr(select, "load", lambda device, log: replace(found, cuda=device == "cuda"))
+
+
 @pytest.fixture
 def with_kernels(monkeypatch):
-    loaded = Loaded(path=None, cuda=False, isa="avx512", seconds=1.0, cached=True, why_no_cuda="")
-    monkeypatch.setattr(select, "load", lambda device, log: replace(loaded, cuda=device == "cuda"))
+    with_isa(monkeypatch, "avx512")
 
 
 @pytest.fixture
@@ -71,11 +75,6 @@ def test_a_kernel_asked_for_by_name_that_cannot_run_is_refused(without_kernels, 
         select_ops(replace(OpsConfig(), **{key: kind.fused}), CPU)
 
 
-def with_isa(monkeypatch, isa):
-    found = Loaded(path=None, cuda=False, isa=isa, seconds=1.0, cached=True, why_no_cuda="")
-    monkeypatch.setattr(select, "load", lambda device, log: replace(found, cuda=device == "cuda"))
-
-
 @pytest.mark.parametrize("isa", ["avx512 avx512_bf16 amx_bf16", "avx512 avx512_bf16"])
 def test_linear_layers_are_fused_where_there_are_products_of_bf16(monkeypatch, isa):
     with_isa(monkeypatch, isa)
@@ -96,8 +95,7 @@ def test_a_gpus_linear_layers_need_no_kernel(request, there):
     assert not select_ops(OpsConfig(linear=Implementation.reference), CUDA).linear
 
 
-def test_elsewhere_they_are_fused_for_nobody(monkeypatch):
-    with_isa(monkeypatch, "avx512")
+def test_elsewhere_they_are_fused_for_nobody(with_kernels):
     ops = select_ops(OpsConfig(Implementation.fused), CPU)
     assert "linear reference (this CPU has no AVX512-BF16)" in ops.reasons
     with pytest.raises(
@@ -119,15 +117,17 @@ def test_what_is_asked_for_runs(with_kernels, choice, device):
     assert f"attention {choice.value} (asked for)" in ops.reasons
 
 
-@pytest.mark.parametrize("choice", [Attention.cudnn, Attention.fa3])
-def test_attention_of_a_gpu_is_refused_on_a_cpu(with_kernels, choice):
-    with pytest.raises(ConfigError, match=f"ops.attention={choice.value} needs a GPU"):
-        select_ops(OpsConfig(attention=choice), CPU)
-
-
-def test_attention_of_a_cpu_is_refused_on_a_gpu(with_kernels):
-    with pytest.raises(ConfigError, match=r"ops\.attention=fused is for CPUs"):
-        select_ops(OpsConfig(attention=Attention.fused), CUDA)
+@pytest.mark.parametrize(
+    ("choice", "device", "words"),
+    [
+        (Attention.cudnn, CPU, "ops.attention=cudnn needs a GPU"),
+        (Attention.fa3, CPU, "ops.attention=fa3 needs a GPU"),
+        (Attention.fused, CUDA, r"ops\.attention=fused is for CPUs"),
+    ],
+)
+def test_attention_of_another_device_is_refused(with_kernels, choice, device, words):
+    with pytest.raises(ConfigError, match=words):
+        select_ops(OpsConfig(attention=choice), device)
 
 
 def test_dropout_of_attention_takes_the_kernels_on_a_gpu(with_kernels):

@@ -37,7 +37,7 @@ def test_same_as_torch(max_norm):
 def test_clips_to_max_norm_and_keeps_the_direction():
     parameters = with_gradients()
     before = gradients(parameters)
-    clip_grad_norm(parameters, 0.5)
+    clip_grad_norm(iter(parameters), 0.5)  # any iterable will do
     assert exact_norm(gradients(parameters)) == pytest.approx(0.5, rel=1e-5)
     for old, new in zip(before, gradients(parameters), strict=True):
         torch.testing.assert_close(new / 0.5, old / exact_norm(before), rtol=1e-5, atol=1e-9)
@@ -64,12 +64,6 @@ def test_a_large_gradient_is_measured_exactly():
     parameter = nn.Parameter(torch.empty(2**24))
     parameter.grad = torch.randn(2**24, generator=torch.Generator().manual_seed(0)).add_(0.5)
     assert local_grad_norm([parameter]).item() == pytest.approx(exact_norm([parameter.grad]), rel=1e-6)
-
-
-def test_parameters_may_be_a_generator():
-    parameters = with_gradients()
-    clip_grad_norm((parameter for parameter in parameters), 0.5)
-    assert exact_norm(gradients(parameters)) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_no_gradients_have_norm_0():

@@ -1,6 +1,7 @@
 """Schedules against the formulas they are published with, and against torch's own schedulers."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,19 +40,17 @@ def torch_curve(decay) -> list[float]:
     return rates
 
 
-def test_cosine_is_torch_cosine_annealing_after_a_linear_warmup():
-    theirs = torch_curve(lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=STEPS - WARMUP, eta_min=0.1))
-    assert curve(CosineConfig(warmup_steps=WARMUP, min_ratio=0.1)) == pytest.approx(theirs, rel=1e-9)
+REST = STEPS - WARMUP
+TORCHS = [
+    (CosineConfig(min_ratio=0.1), lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=REST, eta_min=0.1)),
+    (LinearConfig(min_ratio=0.2), lambda o: lr_scheduler.LinearLR(o, 1.0, end_factor=0.2, total_iters=REST)),
+    (ConstantConfig(), lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
+]
 
 
-def test_linear_is_torch_linear_lr():
-    theirs = torch_curve(lambda o: lr_scheduler.LinearLR(o, 1.0, end_factor=0.2, total_iters=STEPS - WARMUP))
-    assert curve(LinearConfig(warmup_steps=WARMUP, min_ratio=0.2)) == pytest.approx(theirs, rel=1e-9)
-
-
-def test_constant_is_torch_constant_lr():
-    theirs = torch_curve(lambda o: lr_scheduler.ConstantLR(o, factor=1.0))
-    assert curve(ConstantConfig(warmup_steps=WARMUP)) == pytest.approx(theirs, rel=1e-9)
+@pytest.mark.parametrize(("config", "decay"), TORCHS)
+def test_after_a_linear_warmup_it_is_torchs(config, decay):
+    assert curve(replace(config, warmup_steps=WARMUP)) == pytest.approx(torch_curve(decay), rel=1e-9)
 
 
 def test_wsd_is_flat_then_falls_in_a_line():
