@@ -1,10 +1,41 @@
 """`precision.reduce=compute`: gradients are summed over data ranks in the compute dtype, by default in fp32."""
 
+from contextlib import closing
+from unittest import mock
+
 import pytest
 
 from distributed.cell import BASE
 from distributed.ranks import Ranks
-from gptlite.config import load
+from gptlite.config import Config, load
+from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.point_to_point import PairwiseReduceScatter
+from gptlite.parity.record import build
+
+STEPS = 3
+
+
+def steps(config: Config) -> tuple[list[float], list[float], set[str], set[str]]:
+    """On every rank: losses, gradient norms, the dtypes that gradients are reduced in, and those they end in."""
+    reduced: set[str] = set()
+    kept: set[str] = set()
+    call = PairwiseReduceScatter.__call__
+
+    def seen(this: PairwiseReduceScatter, **given: object) -> None:
+        reduced.add(str(given["input_tensor"].dtype))  # type: ignore[attr-defined]
+        call(this, **given)  # type: ignore[arg-type]
+
+    mesh = build_mesh(config.parallelism)
+    try:
+        state, step = build(config, mesh)
+        with closing(state.loader), mock.patch.object(PairwiseReduceScatter, "__call__", seen):
+            results = [
+                step(state, lambda its: kept.update(str(p.grad.dtype) for p in its.weights() if p.grad is not None))
+                for _ in range(STEPS)
+            ]
+        return [each.loss for each in results], [each.grad_norm for each in results], reduced, kept
+    finally:
+        mesh.close()
 
 
 @pytest.mark.slow
@@ -16,8 +47,8 @@ def test_the_dtype_of_sums_is_as_asked_and_steps_stay_close(two: Ranks, precisio
     """Each gradient is rounded by at most 2^-9 of itself once more, and so is its sum: the norm moves by less."""
     words = [*BASE, f"precision={precision}", "parallelism.data=2", f"parallelism.zero={zero}"]
     words += ["data.micro_batch_size=2"]
-    exact = two.run("distributed.reduce_cases:steps", load(words), timeout=200)
-    low = two.run("distributed.reduce_cases:steps", load([*words, "precision.reduce=compute"]), timeout=200)
+    exact = two.run("distributed.test_reduce:steps", load(words), timeout=200)
+    low = two.run("distributed.test_reduce:steps", load([*words, "precision.reduce=compute"]), timeout=200)
     assert [each[2] for each in exact] == [{"torch.float32"}] * 2
     assert [each[2] for each in low] == [{dtype}] * 2
     assert [each[3] for each in exact + low] == [{"torch.float32"}] * 4

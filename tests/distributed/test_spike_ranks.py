@@ -1,16 +1,45 @@
 """All ranks of any layout go back together, and skip the samples that one process skips."""
 
+from __future__ import annotations
+
+import math
 import uuid
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from run_files import read_metrics
+from torch import Tensor
 
 from distributed.ranks import Ranks
+from distributed.reshard_cases import joined
 from distributed.reshard_pairs import SINGLE
 from distributed.test_continue import CLOSE, Run, other
 from gptlite.checkpoint.manifest import read_manifest
-from gptlite.config import load
+from gptlite.config import Config, load
+from gptlite.models.gpt.model import GPT
+from gptlite.pretrain import pretrain
+
+BAD = 50  # its loss is not finite
+HIGH = (192, 216)  # the loss of micro-batches of these samples is doubled
+
+
+def train(config: Config, world: int, name: str) -> int | None:
+    """On the first `world` ranks: the exit code of `pretrain`."""
+    original = GPT.forward
+
+    def forward(self: GPT, x: Tensor, targets: Tensor, sample_ids: Tensor | None = None, **more: Any) -> Tensor:
+        out = original(self, x, targets, sample_ids, **more)
+        if self.head is None or sample_ids is None or not torch.is_grad_enabled():
+            return out
+        high = ((sample_ids >= HIGH[0]) & (sample_ids < HIGH[1])).all()
+        return out * (math.inf if (sample_ids == BAD).any() else 2.0 if high else 1.0)
+
+    with joined(world, name) as is_in, patch.object(GPT, "forward", forward):
+        return pretrain(config) if is_in else None
+
 
 # Of 12 samples a step, the 5th has the one that is not finite; without it, the 16th and the 17th are high.
 SPIKE = [
@@ -34,7 +63,7 @@ def test_every_layout_goes_back_as_one_process_does(tmp_path: Path):
             folder = tmp_path / run.id
             config = load([*run.overrides(), *SPIKE, f"run.dir={folder}"])
             arguments = (config, run.layout.world, uuid.uuid4().hex)
-            codes = ranks.run("distributed.spike_cases:train", *arguments, timeout=250)
+            codes = ranks.run("distributed.test_spike_ranks:train", *arguments, timeout=250)
             assert codes[: run.layout.world] == [0] * run.layout.world
             found[run.id] = folder
     whole, *others = found.values()

@@ -1,13 +1,65 @@
 """A step that is acted on a step later: all ranks act alike, and on the numbers they had without the lag."""
 
+from __future__ import annotations
+
+import hashlib
 import json
+import signal
+from contextlib import closing
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor
 
 from distributed.cell import Cell
 from distributed.ranks import Ranks
-from gptlite.config import load
+from gptlite.config import Config, load
+from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.zero import local_tensor
+from gptlite.parity.record import build
+from gptlite.pretrain import pretrain
+from gptlite.trainer.loop import train
+from gptlite.trainer.signals import Stopping, StopSignal
+from gptlite.trainer.step import StepResult
+from gptlite.trainer.steps import Steps
+
+
+def taken(config: Config, count: int, lag: int) -> tuple[list[StepResult], str]:
+    """The results of the first steps, and a hash of this rank's parameters after them."""
+    mesh = build_mesh(config.parallelism)
+    try:
+        state, step = build(config, mesh)
+        steps, results = Steps(step, lag), []
+        with closing(state.loader):
+            for number in range(count):
+                steps.begin(state)
+                while steps.ready(everything=number == count - 1):
+                    results.append(steps.take())
+        digest = hashlib.sha256()
+        for parameter in state.weights():
+            digest.update(local_tensor(parameter).detach().contiguous().numpy().tobytes())
+        return results, digest.hexdigest()
+    finally:
+        mesh.close()
+
+
+def stopped(overrides: list[str], lag: int, rank: int, at: int) -> tuple[int, int]:
+    """Exit code and steps of a run in whose step `at` a signal reaches one rank."""
+    stop, asked, words = StopSignal(), 0, Stopping.words
+
+    def counted(self: Stopping) -> Tensor:
+        nonlocal asked
+        asked += 1
+        if asked == at and dist.get_rank() == rank:
+            stop.received = signal.SIGTERM
+        return words(self)
+
+    with patch.object(Stopping, "words", counted), patch("gptlite.pretrain.train", partial(train, lag=lag)):
+        return pretrain(load(overrides), stop_signal=stop), asked
+
 
 FP16 = [
     "precision.initial_scale_power=20", "precision.hysteresis=1", "precision.loss_scale_window=4",
@@ -23,7 +75,7 @@ CELLS = [
 @pytest.mark.parametrize(("cell", "more"), CELLS, ids=lambda each: each.id if isinstance(each, Cell) else "")
 def test_steps_are_the_same_steps(two: Ranks, cell: Cell, more: list[str]) -> None:
     config = load([*cell.overrides(), *more])
-    now, late = (two.run("distributed.steps_cases:taken", config, 10, lag, timeout=200) for lag in (0, 1))
+    now, late = (two.run("distributed.test_steps_ranks:taken", config, 10, lag, timeout=200) for lag in (0, 1))
     # Not compared as they are: the norm of a step that overflowed is nan.
     assert [(repr(results), digest) for results, digest in late] == [(repr(each), digest) for each, digest in now]
     results = now[0][0]
@@ -38,6 +90,6 @@ def test_ranks_stop_after_the_same_step(two: Ranks, tmp_path: Path, lag: int) ->
         *(each for each in Cell(data=2, zero=1).overrides() if not each.startswith(("run.", "trainer.max"))),
         *(f"run.dir={tmp_path}", "run.name=x", "trainer.max_steps=50", "trainer.eval_interval=0"),
     ]
-    found = two.run("distributed.steps_cases:stopped", overrides, lag, 1, 5, timeout=200)
+    found = two.run("distributed.test_steps_ranks:stopped", overrides, lag, 1, 5, timeout=200)
     assert found == [(143, 5 + lag)] * 2
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 5 + lag

@@ -105,9 +105,3 @@ def test_dropout_drops_probabilities_by_the_key(choice, dtype):
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, run(written_out, tensors, torch.float64), strict=True):
         error = (a.double() - b).abs().max() / b.abs().max()
         assert error < TOLERANCE[dtype]["out" if name == "out" else "grad"], f"{name}: {error:.1e}"
-
-
-def test_no_dropout_without_a_key():
-    tensors = draw(6, 6)[:3]
-    want = causal_attention(*tensors, Attention.matmul)
-    assert torch.equal(causal_attention(*tensors, Attention.matmul, 0.5, None), want)

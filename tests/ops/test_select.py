@@ -92,6 +92,7 @@ def test_a_gpus_linear_layers_need_no_kernel(request, there):
     assert "linear fused (weight gradients in fp32 by cuBLAS)" in ops.reasons
     assert select_ops(OpsConfig(linear=Implementation.fused), CUDA).linear
     assert not select_ops(REFERENCE, CUDA).linear
+    assert not select_ops(REFERENCE, CUDA).weight_copies
     assert not select_ops(OpsConfig(linear=Implementation.reference), CUDA).linear
 
 

@@ -11,10 +11,7 @@ from dispatched import Watching
 from torch import Tensor, nn
 
 from gptlite.config import Config, load
-from gptlite.kernels.library import Loaded
 from gptlite.models.parallelize import copy_weights
-from gptlite.ops.config import Implementation, OpsConfig
-from gptlite.ops.select import choose_ops
 from gptlite.ops.weight_copies import as_dtype, copy_of, keep_copies
 from gptlite.optimizer.fused import writes_copies
 from gptlite.parallelism.mesh import Mesh
@@ -167,14 +164,6 @@ def test_a_skipped_step_leaves_a_stale_copy_stale(start: Callable) -> None:
         assert copy_of(weight) is None, name
         state.optimizer.step()
         assert copy_of(weight) is None, name
-
-
-def test_on_gpus_with_the_kernel_alone() -> None:
-    library = Loaded(Path(), cuda=True, isa="avx512", seconds=0.0, cached=True, why_no_cuda="")
-    assert choose_ops(OpsConfig(), torch.device("cuda"), library).weight_copies
-    assert not choose_ops(OpsConfig(), CPU, library).weight_copies
-    plain = OpsConfig(implementation=Implementation.reference)
-    assert not choose_ops(plain, torch.device("cuda"), library).weight_copies
 
 
 @pytest.mark.parametrize(("options", "writes"), [
