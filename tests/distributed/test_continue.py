@@ -2,20 +2,74 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from marking import marked
 from run_files import differing, read_metrics
 
-from distributed.continue_cases import Fed, Trained
 from distributed.launch_command import TRAIN, Start, losses
 from distributed.ranks import GrowingRanks
+from distributed.reshard_cases import joined
 from distributed.reshard_pairs import SINGLE, Layout
-from gptlite.config import load
+from gptlite.config import Config, load
+from gptlite.data.loader import Batch, Loader
+from gptlite.parallelism.layout import resolve
+from gptlite.pretrain import pretrain
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A micro-batch that a rank was given: its sample ids, and for each the digest of its tokens and targets."""
+
+    consumed: int  # samples of the steps before
+    micro: int
+    ids: tuple[int, ...]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A rank's exit code, which part of the global batch it reads, and what it was fed, in order."""
+
+    code: int
+    data_rank: int
+    data_size: int
+    fed: list[Fed]
+
+
+def train(config: Config, world: int, name: str, stop_at: int | None = None) -> Trained | None:
+    """On the first `world` ranks: `pretrain`. In step `stop_at` the last of them gets a SIGTERM."""
+    fed: list[Fed] = []
+    original, rank = Loader.batch, int(os.environ["RANK"])
+
+    def batch(self: Loader, consumed_samples: int, micro_index: int) -> Batch:
+        given = original(self, consumed_samples, micro_index)
+        texts = tuple(_digest(*row) for row in zip(given.tokens, given.targets, strict=True))
+        begins = stop_at is not None and consumed_samples == self.schedule.after(0, stop_at - 1) and micro_index == 0
+        if begins and rank == world - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        fed.append(Fed(consumed_samples, micro_index, tuple(given.sample_ids.tolist()), texts))
+        return given
+
+    with joined(world, name) as is_in, patch.object(Loader, "batch", batch):
+        if not is_in:
+            return None
+        layout = resolve(config.parallelism, world)
+        inner = layout.context * layout.size("tp")
+        return Trained(pretrain(config), rank // inner % layout.data_size, layout.data_size, fed)
+
+
+def _digest(*tensors: Any) -> str:
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
+
 
 # The rate is that of a warm-up longer than the run: at its peak from the start, Adam makes of the rounding of a tiny
 # gradient a whole step. 12 samples a batch: for 1, 2, 3, 4 or 6 data ranks.
@@ -58,7 +112,7 @@ class Trainer:
         """Every rank's share of a run, which must end as it should: in step `stop_at` a rank gets a SIGTERM."""
         world = run.layout.world
         config = load([*run.overrides(), f"run.dir={folder}", *overrides])
-        trained = self.ranks.run(world, "distributed.continue_cases:train", config, stop_at, timeout=250)
+        trained = self.ranks.run(world, "distributed.test_continue:train", config, stop_at, timeout=250)
         assert [each.code for each in trained] == [0 if stop_at is None else 128 + signal.SIGTERM] * world
         return trained
 

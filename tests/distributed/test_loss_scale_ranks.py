@@ -1,14 +1,51 @@
 """Every rank of every axis sees an overflow, wherever it was, and skips the same steps."""
 
+from __future__ import annotations
+
 import math
+from contextlib import closing
+from dataclasses import dataclass
 
 import pytest
 from marking import marked
 
 from distributed.cell import GLOBAL_BATCH, Cell
 from distributed.ranks import Ranks
-from gptlite.config import load
+from gptlite.config import Config, load
+from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.zero import local_tensor
+from gptlite.parity.record import build
 from gptlite.trainer.loss_scale import LossScaler
+from gptlite.trainer.state import TrainState
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A rank's steps, as (loss scale, skipped, loss), and what it counted."""
+
+    steps: list[tuple[float | None, bool, float]]
+    samples: int
+    adam: set[float]
+
+
+def train(config: Config, steps: int, planted: tuple[int, int] | None = None) -> Trained:
+    """The first steps of a run; one element of one gradient of a rank is infinite in a step, as (rank, step)."""
+    mesh = build_mesh(config.parallelism)
+    try:
+        state, take_step = build(config, mesh)
+
+        def plant(state: TrainState) -> None:
+            if (mesh.rank, state.step) == planted:
+                gradient = next(p.grad for p in state.weights() if p.grad is not None and p.ndim > 1)
+                local_tensor(gradient).view(-1)[0] = float("inf")
+
+        with closing(state.loader):
+            results = [take_step(state, plant) for _ in range(steps)]
+        counts = {local_tensor(each["step"]).item() for each in state.optimizer.state.values()}
+        return Trained([(r.loss_scale, r.skipped, r.loss) for r in results], state.consumed_samples, counts)
+    finally:
+        mesh.close()
+
 
 STEPS = 16
 # From 2**26 down until it fits, then up after every four good steps until it does not.
@@ -33,7 +70,7 @@ def eight():
 
 @pytest.mark.parametrize("cell", marked(CELLS, slow=2, name=lambda cell: cell.id))
 def test_all_ranks_skip_the_same_steps_and_recover(eight, cell):
-    ranks = eight.run("distributed.loss_scale_cases:train", load([*cell.overrides(), *SCALE]), STEPS, timeout=200)
+    ranks = eight.run("distributed.test_loss_scale_ranks:train", load([*cell.overrides(), *SCALE]), STEPS, timeout=200)
     assert all(each == ranks[0] for each in ranks)
     skipped = [was for _, was, _ in ranks[0].steps]
     assert skipped[0]
@@ -54,7 +91,7 @@ def test_all_ranks_skip_the_same_steps_and_recover(eight, cell):
 def test_an_overflow_on_one_rank_alone_is_everyones(eight):
     """The last layers of the model overflow, on the last ranks of the pipeline; the first hear of it."""
     cell = Cell(**MIXED, zero=1, schedule="1f1b", accumulation=4, precision="fp16")
-    ranks = eight.run("distributed.loss_scale_cases:train", load(cell.overrides()), 3, (5, 1), timeout=200)
+    ranks = eight.run("distributed.test_loss_scale_ranks:train", load(cell.overrides()), 3, (5, 1), timeout=200)
     assert [step[1] for step in ranks[0].steps] == [False, True, False]
     assert all(each == ranks[0] for each in ranks)
     assert ranks[0].adam == {2}

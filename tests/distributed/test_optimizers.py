@@ -1,18 +1,113 @@
 """Each optimizer on parameters that ranks hold pieces of: the steps of one process, and checkpoints that reshard."""
 
+from __future__ import annotations
+
+import math
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
 from marking import marked
-from torch import Tensor
+from torch import Tensor, nn
 
-from distributed.optimizer_cases import take_steps
 from distributed.ranks import GrowingRanks
-from distributed.reshard_cases import COUNTERS
+from distributed.reshard_cases import COUNTERS, OTHER, SAVED, drawn, filled, held, joined
 from distributed.reshard_pairs import SINGLE, Layout, Pair
-from gptlite.config import Config, load
+from gptlite.checkpoint.checkpointer import Checkpointer
+from gptlite.config import Config, load, to_yaml
+from gptlite.optimizer.rounded import set_step
+from gptlite.optimizer.state import optimizer_state
+from gptlite.parallelism.boxes import local_box, local_part
+from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.words import layout_words
+from gptlite.parity.gather import Whole, gather
+from gptlite.run_folder import RunFolder
+from gptlite.trainer.state import TrainState
+
+STEPS = 4
+
+
+def distances(config: Config, world: int, name: str, reference: str, resume: bool = False) -> dict[str, float] | None:
+    """On the first `world` ranks: how far every weight and state is from what is in a file, one process's for example,
+    after some steps, or after resuming from checkpoint.resume.
+
+    By key on rank 0, as a part of the largest value; infinite where there is no such key, or copies are not alike.
+    """
+    with joined(world, name) as is_in:
+        found = (_resumed if resume else take_steps)(config) if is_in else None
+    if found is None:
+        return None
+    expected: dict[str, Tensor] = torch.load(reference)
+    return {key: _distance(found.get(key), expected.get(key)) for key in found | expected}
+
+
+def _distance(found: Whole | None, expected: Tensor | None) -> float:
+    if found is None or expected is None or found.disagreements:
+        return math.inf
+    apart = (found.value - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+    return apart.item() if apart.isfinite() else math.inf
+
+
+def saved_after_steps(config: Config, world: int, name: str, reference: str) -> str | None:
+    """On the first `world` ranks: steps, then a checkpoint, whose folder is given; what is in it also in a file."""
+    with joined(world, name) as is_in:
+        found = take_steps(config, save=True) if is_in else None
+    if found is not None:
+        torch.save({key: whole.value for key, whole in found.items()}, reference)
+    return str(Path(config.run.dir) / "checkpoints" / f"step-{STEPS:08d}") if found is not None else None
+
+
+def _resumed(config: Config) -> dict[str, Whole] | None:
+    mesh = build_mesh(config.parallelism)
+    state, run = filled(config, mesh, OTHER), RunFolder(config, mesh)
+    with closing(state.loader), closing(run.checkpointer):
+        run.restore(state)
+        found = gather(held(state))
+    mesh.close()
+    return found
+
+
+def take_steps(config: Config, save: bool = False) -> dict[str, Whole] | None:
+    """Every weight and state after the steps, whole on rank 0, in the group that has been joined, or alone."""
+    mesh = build_mesh(config.parallelism)
+    state = filled(config, mesh, SAVED)
+    with closing(state.loader):
+        for value in optimizer_state(state.optimizer).values():
+            local_part(value).zero_()
+        state.refresh_copies()
+        for step in range(STEPS):
+            _give_gradients(state, step)
+            set_step(state.optimizer, step)
+            state.optimizer.step()
+        found = gather(held(state))
+        if save:
+            state.step = STEPS
+            words = layout_words(config.parallelism, mesh.layout)
+            with closing(Checkpointer(config.checkpoint, Path(config.run.dir), mesh, words)) as into:
+                into.save(state.tensors(), state.meta(), to_yaml(config), None, print)
+    mesh.close()
+    return found
+
+
+def _give_gradients(state: TrainState, step: int) -> None:
+    """To every parameter the same as in every other layout: some rows nothing, and sizes that differ by the tensor."""
+    for group in state.optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            parameter.grad = _gradient(name, parameter, step)
+
+
+def _gradient(name: str, parameter: nn.Parameter, step: int) -> Tensor:
+    whole = drawn(name, parameter.shape, f"gradient {step}") * 10.0 ** -(len(name) % 5)
+    if parameter.ndim > 1:
+        whole[2::7] = 0.0
+    sizes, starts = local_box(parameter)
+    box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    gradient = torch.zeros_like(parameter, dtype=torch.float32)
+    local_part(gradient).copy_(whole[box])
+    return gradient
+
 
 CASES = "distributed."
 OPTIMIZERS = ["lamb", "lion", "muon", "adafactor"]
@@ -76,7 +171,7 @@ def test_the_steps_are_those_of_one_process(layout: Layout, optimizer: str, grow
     reference = str(tmp_path / "reference")
     torch.save(alone(optimizer), reference)
     config = config_of(layout, SINGLE, optimizer, "run.dir=unused")
-    found = growing.run(layout.world, CASES + "optimizer_cases:distances", config, reference)[0]
+    found = growing.run(layout.world, CASES + "test_optimizers:distances", config, reference)[0]
     assert {key: distance for key, distance in found.items() if distance > 1e-5} == {}
 
 
@@ -87,7 +182,7 @@ def test_bf16_parameters_are_rounded_as_in_one_process(
     """To the bit: each element's update is its own, and so is its chance."""
     torch.save(alone(optimizer, HALF), tmp_path / "reference")
     config = config_of(layout, SINGLE, optimizer, "run.dir=unused", HALF)
-    found = growing.run(layout.world, CASES + "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
+    found = growing.run(layout.world, CASES + "test_optimizers:distances", config, str(tmp_path / "reference"))[0]
     assert {key: distance for key, distance in found.items() if distance > 0} == {}
 
 
@@ -122,7 +217,7 @@ def test_8_bit_steps_are_those_of_one_process_where_shards_are_of_whole_blocks(
 ):
     torch.save(alone("adamw_8bit", *WIDE), tmp_path / "reference")
     config = config_of(layout, SINGLE, "adamw_8bit", "run.dir=unused", *WIDE)
-    found = growing.run(layout.world, CASES + "optimizer_cases:distances", config, str(tmp_path / "reference"))[0]
+    found = growing.run(layout.world, CASES + "test_optimizers:distances", config, str(tmp_path / "reference"))[0]
     assert {key: distance for key, distance in found.items() if distance > 0} == {}
 
 
@@ -139,7 +234,7 @@ def test_8_bit_steps_are_those_of_one_process_where_shards_are_of_whole_blocks(
 def test_8_bit_moments_are_resharded(
     source: Layout, target: Layout, most: float, growing: GrowingRanks, tmp_path: Path
 ):
-    file, case = str(tmp_path / "reference"), CASES + "optimizer_cases:"
+    file, case = str(tmp_path / "reference"), CASES + "test_optimizers:"
     config = config_of(source, target, "adamw_8bit", f"run.dir={tmp_path / 'a'}", *WIDE)
     folder = growing.run(source.world, case + "saved_after_steps", config, file)[0]
     given = (f"run.dir={tmp_path / 'b'}", f"checkpoint.resume={folder}", *WIDE)
