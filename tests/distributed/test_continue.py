@@ -71,12 +71,12 @@ def _digest(*tensors: Any) -> str:
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
 
 
-# The rate is that of a warm-up longer than the run: at its peak from the start, Adam makes of the rounding of a tiny
+# The rate is that of a warm-up as long as the run: at its peak from the start, Adam makes of the rounding of a tiny
 # gradient a whole step. 12 samples a batch: for 1, 2, 3, 4 or 6 data ranks.
 BASE = """
 data=synthetic data.vocab_size=37 data.num_tokens=8000 data.global_batch_size=12 data.sequence_length=16
 model.num_layers=5 model.num_heads=4 model.d_model=32 model.sequence_length=16 model.dropout=0.1 model.vocab_multiple=1
-schedule=constant schedule.warmup_steps=99 optimizer.lr=1e-3 precision=fp32 run.name=continue
+schedule=constant schedule.warmup_steps=29 optimizer.lr=3e-4 precision=fp32 run.name=continue
 trainer.max_steps=30 trainer.log_interval=1 trainer.eval_interval=10 trainer.eval_samples=12 trainer.sample_tokens=0
 checkpoint.interval=15 checkpoint.keep=0
 """.split()
