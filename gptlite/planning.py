@@ -20,7 +20,7 @@ from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfi
 from gptlite.parallelism.layout import Layout, divisors, largest_micro_batch
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.config import ClusterConfig
-from gptlite.plan.cost_device import ranks_on_node
+from gptlite.plan.hardware import ranks_on_node
 from gptlite.plan.local import this_machine
 from gptlite.plan.room import rank_memory
 from gptlite.plan.search import WANTED, Candidate, Found, Space, search

@@ -1,21 +1,22 @@
-"""How long a step of a run takes, before it runs: the model's ops by shapes and bytes, collectives by ring over the
+"""The time of a run's step, before it runs: each op of the model's profile by a roofline, collectives by ring over the
 links they cross, the pipeline's bubble in closed form, and what of it hides behind what.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from gptlite.models.spec import spec_of
-from gptlite.parallelism.layout import splits_backward
+from gptlite.parallelism.config import ActivationCheckpointing, Offload
+from gptlite.parallelism.layout import CONTEXT, splits_backward
 from gptlite.plan.config import ClusterConfig
-from gptlite.plan.cost_block import ModelSeconds, Part, Passes, model_seconds, plain_profile
-from gptlite.plan.cost_device import Device, device_of, ranks_on_node, waiting_for_cores
-from gptlite.plan.cost_links import Links
-from gptlite.plan.cost_offload import offloaded
-from gptlite.plan.cost_pipeline import busy, pipeline_seconds
+from gptlite.plan.hardware import Device, Links, device_of, ranks_on_node, waiting_for_cores
 from gptlite.plan.memory import most
-from gptlite.plan.parameters import Alike, Cut, cut, num_blocks, stages
+from gptlite.plan.offload import moved
+from gptlite.plan.parameters import Alike, cut, num_blocks, stages
+from gptlite.plan.profile import Op, Segment, plain_profile
+from gptlite.plan.timeline import pipeline_seconds
 from gptlite.plan.traffic import message_bytes, outside_layers, reductions
 from gptlite.plan.workload import Prediction, RankBytes, Transfer, Workload
 
@@ -29,48 +30,12 @@ def predict(work: Workload, cluster: ClusterConfig, memory: tuple[int, RankBytes
 
     `memory`: what `memory.most` says of it, for who has asked already.
     """
-    return predict_shared(work, cluster, memory or most(work), Shared())
-
-
-def predict_shared(work: Workload, cluster: ClusterConfig, memory: tuple[int, RankBytes], shared: Shared) -> Prediction:
-    """As `predict`, with what other layouts of the same search have in common with it."""
-    world = work.layout.world_size
-    pipeline = cut(work)
-    ranks = _ranks(work, cluster, shared)
-    slowest = max(ranks.values(), key=lambda its: its.passes.forward + its.passes.backward)
-    there, back = _stages(ranks, pipeline)
-    count = work.micro_batches
-    whole = pipeline_seconds(work.parallelism, count, there, back, _message(work, cluster))
-    work_of = busy(work.parallelism, there, back)
-    # Ranks that take turns on a core compute in each other's bubbles; a sum over some waits until all had their turn.
-    waiting = waiting_for_cores(cluster, world)
-    kinds = [ranks[kind] for kind in pipeline.kinds]
-    computing = sum(seconds - its.tensor for seconds, its in zip(work_of, kinds, strict=True)) / len(kinds)
-    if waiting > 1:
-        whole = max(whole, count * (waiting * computing + slowest.tensor))
-    own = min(whole, waiting * count * max(work_of))
-    data = max(its.data for its in ranks.values())
-    update = waiting * max(its.update for its in ranks.values())
-    tensor = min(own, count * slowest.tensor)
-    step = whole + data + update
-    tokens = work.tokens / step
-    rank, most_bytes = memory
-    return Prediction(
-        step_seconds=step,
-        compute_seconds=own - tensor,
-        communication_seconds=tensor + data,
-        bubble_seconds=whole - own,
-        optimizer_seconds=update,
-        tokens_per_second=tokens,
-        mfu=tokens * flops_per_token(work) / peak_flops(cluster, work.dtype, world),
-        memory=most_bytes,
-        memory_rank=rank,
-    )
+    return Costs(cluster).predict(work, memory or most(work))
 
 
 def stage_seconds(work: Workload, cluster: ClusterConfig) -> tuple[list[float], list[float], float]:
     """Seconds of a micro-batch's forward and backward pass in each stage, and of a message: what a timeline takes."""
-    there, back = _stages(_ranks(work, cluster, Shared()), cut(work))
+    there, back = _stages(work, Costs(cluster).ranks(work))
     return there, back, _message(work, cluster)
 
 
@@ -106,8 +71,30 @@ def flops_per_token(work: Workload) -> float:
     return (ends + blocks * block) * work.layout.size("tp") / work.rank_tokens
 
 
-@dataclass(frozen=True)
-class _Inside:
+class Passes(NamedTuple):
+    """Seconds of a micro-batch's forward and backward pass; recomputation is part of the backward one."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def plus(self, other: Passes, times: float = 1) -> Passes:
+        """These, and `times` the others."""
+        return Passes(self.forward + times * other.forward, self.backward + times * other.backward)
+
+
+class Part(NamedTuple):
+    """A part of a model: seconds of its ops, and of what is sent along the tensor and the context axis."""
+
+    ops: Passes = Passes()
+    tensor: Passes = Passes()
+    context: Passes = Passes()
+
+    def plus(self, other: Part, times: int = 1) -> Part:
+        """This one, and `times` the other."""
+        return Part(*(mine.plus(its, times) for mine, its in zip(self, other, strict=True)))
+
+
+class _Inside(NamedTuple):
     """What a rank does in its layers, a micro-batch: `tensor` is exposed communication along the tensor axis, which
     `passes` is without. `parameters`: those it holds."""
 
@@ -117,8 +104,7 @@ class _Inside:
     parameters: int
 
 
-@dataclass(frozen=True)
-class _Outside:
+class _Outside(NamedTuple):
     """Seconds of a step's collectives beside layers, all of them, by what they can hide behind; and the bytes that
     FSDP2 copies for them, in how many collectives. `again`: seconds, bytes and collectives of reducing once more."""
 
@@ -129,23 +115,8 @@ class _Outside:
     count: int
     again: tuple[float, int, int]
 
-    def reducing(self, times: int) -> _Outside:
-        """With each gradient reduced so often."""
-        seconds, copied, count = ((times - 1) * each for each in self.again)
-        return replace(self, backward=self.backward + seconds, copied=self.copied + copied, count=self.count + count)
 
-
-@dataclass
-class Shared:
-    """What the layouts of one search have in common: of one model, batch, cluster and world."""
-
-    model: dict[tuple[object, ...], ModelSeconds] = field(default_factory=dict)
-    inside: dict[tuple[object, ...], _Inside] = field(default_factory=dict)
-    outside: dict[tuple[object, ...], _Outside] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Rank:
+class _Rank(NamedTuple):
     """One pipeline rank: seconds of a micro-batch in all its stages, `tensor` of them exposed communication along the
     tensor axis; `data` exposed communication of a step, `update` the optimizer's."""
 
@@ -156,125 +127,180 @@ class _Rank:
     update: float
 
 
-def _ranks(work: Workload, cluster: ClusterConfig, shared: Shared) -> dict[Alike, _Rank]:
-    """A pipeline rank of each kind."""
-    device, links = device_of(cluster, work.dtype, work.layout.world_size), Links(cluster, work.layout)
-    found = {}
-    for kind, rank in cut(work).first.items():
-        inside, outside = _inside_key(work, kind), _outside_key(work, kind, rank)
-        if inside not in shared.inside:
-            model = _model_key(work)
-            if model not in shared.model:
-                shared.model[model] = model_seconds(work, device, links)
-            shared.inside[inside] = _inside(work, cluster, device, rank, shared.model[model])
-        if outside not in shared.outside:
-            shared.outside[outside] = _outside(work, links, rank)
-        beside = shared.outside[outside].reducing(reductions(work))
-        found[kind] = _rank(work, cluster, device, rank, shared.inside[inside], beside)
-    return found
+class Costs:
+    """Prices of layouts on a cluster. What those of one model, batch, optimizer and world have in common is kept."""
 
+    def __init__(self, cluster: ClusterConfig) -> None:
+        self.cluster = cluster
+        self._models: dict[object, tuple[Part, Part, Part]] = {}
+        self._insides: dict[object, _Inside] = {}
+        self._outsides: dict[object, _Outside] = {}
 
-def _inside_key(work: Workload, kind: Alike) -> tuple[object, ...]:
-    """What `_inside` reads, of what a search varies."""
-    split = splits_backward(work.parallelism)
-    return *_model_key(work), work.micro_batches, split, sum(kind[0]), *kind[1:]
+    def predict(self, work: Workload, memory: tuple[int, RankBytes]) -> Prediction:
+        """The step of a layout, whose fullest rank and what it takes is `memory`."""
+        world, count, pipeline, ranks = work.layout.world_size, work.micro_batches, cut(work), self.ranks(work)
+        slowest = max(ranks.values(), key=lambda its: its.passes.forward + its.passes.backward)
+        there, back = _stages(work, ranks)
+        busy = [sum([there[stage] + back[stage] for stage in held]) for held in pipeline.stages]
+        whole = pipeline_seconds(work.parallelism, count, there, back, busy, _message(work, self.cluster))
+        # Ranks that take turns on a core compute in each other's bubbles; a sum over some waits until all had theirs.
+        waiting = waiting_for_cores(self.cluster, world)
+        if waiting > 1:
+            kinds = [ranks[kind] for kind in pipeline.kinds]
+            computing = sum(seconds - its.tensor for seconds, its in zip(busy, kinds, strict=True)) / len(kinds)
+            whole = max(whole, count * (waiting * computing + slowest.tensor))
+        own = min(whole, waiting * count * max(busy))
+        data = max([its.data for its in ranks.values()])
+        update = waiting * max([its.update for its in ranks.values()])
+        tensor = min(own, count * slowest.tensor)
+        step = whole + data + update
+        tokens = work.tokens / step
+        rank, most_bytes = memory
+        return Prediction(
+            step_seconds=step,
+            compute_seconds=own - tensor,
+            communication_seconds=tensor + data,
+            bubble_seconds=whole - own,
+            optimizer_seconds=update,
+            tokens_per_second=tokens,
+            mfu=tokens * flops_per_token(work) / peak_flops(self.cluster, work.dtype, world),
+            memory=most_bytes,
+            memory_rank=rank,
+        )
 
+    def ranks(self, work: Workload) -> dict[Alike, _Rank]:
+        """A pipeline rank of each kind."""
+        config, layout = work.parallelism, work.layout
+        device, links = device_of(self.cluster, work.dtype, layout.world_size), Links(self.cluster, layout)
+        degrees = layout.size("tp"), layout.context, layout.size("pp") == 1, config.sequence
+        model = *degrees, config.activation_checkpointing, work.micro_batch_size, work.sharded
+        if model not in self._models:
+            self._models[model] = model_seconds(work, device, links)
+        split, found = splits_backward(config), {}
+        for kind, rank in cut(work).first.items():
+            inside = *model, work.micro_batches, split, sum(kind[0]), *kind[1:]
+            if inside not in self._insides:
+                self._insides[inside] = self._inside(work, device, rank, self._models[model])
+            # A schedule matters only where parameters are gathered for each pass.
+            order = (config.schedule, rank, work.micro_batches) if config.zero == 3 else ()
+            outside = layout, config.sequence, kind, order
+            if outside not in self._outsides:
+                self._outsides[outside] = _outside(work, links, rank)
+            found[kind] = self._rank(work, device, rank, self._insides[inside], self._outsides[outside])
+        return found
 
-def _model_key(work: Workload) -> tuple[object, ...]:
-    """What `model_seconds` reads, of what a search varies."""
-    config, layout = work.parallelism, work.layout
-    degrees = layout.size("tp"), layout.context, layout.size("pp") == 1, config.sequence
-    return *degrees, config.activation_checkpointing, work.micro_batch_size, work.sharded
+    def _inside(self, work: Workload, device: Device, rank: int, model: tuple[Part, Part, Part]) -> _Inside:
+        (begin, block, end), held = model, stages(work, rank)
+        layers = sum(stage.layers for stage in held)
+        whole = Part().plus(block, layers)
+        for stage in held:
+            whole = whole.plus(begin, stage.first).plus(end, stage.last)
+        parameters = sum(stage.sharded(1) for stage in held)
+        # The sum over micro-batches is read and written, and a gradient read; the first is only written.
+        summed = (2 * work.reduce_item + work.gather_item) * (work.micro_batches - 1) / work.micro_batches
+        passes = whole.ops.plus(Passes(0.0, device.move(summed * parameters, 8 * layers)))
+        # Communication that shows: along the tensor axis, and of keys and values, for which attention waits. The
+        # backward pass of a column-parallel layer sums its input's gradient, and gathers its input once more, while it
+        # computes: all of the backward traffic without sequence parallelism, two thirds of it with.
+        sent = whole.tensor
+        share = 0.0 if splits_backward(work.parallelism) else 2 / 3 if work.parallelism.sequence else 1.0
+        hidden = self.cluster.overlap * min(sent.backward * share, passes.forward / 2) if share else 0.0
+        return _Inside(layers, passes, sent.plus(whole.context).plus(Passes(0.0, -hidden)), parameters)
 
+    def _rank(self, work: Workload, device: Device, rank: int, inside: _Inside, outside: _Outside) -> _Rank:
+        passes, more, zero = inside.passes, reductions(work) - 1, work.parallelism.zero
+        seconds, copied, count = (more * each for each in outside.again)
+        copies = device.move(outside.copied + copied, COPY_OPS * (outside.count + count))
+        data = waiting_for_cores(self.cluster, work.layout.world_size) * copies
+        shown = outside.step
+        # What is gathered before a pass, and reduced after it, can hide behind as many passes as it is done in: with
+        # ZeRO 3 all of them, with ZeRO 2 all backward ones, else the first forward and the last backward one.
+        for its, each, often in (
+            (outside.forward, passes.forward, zero == 3),
+            (outside.backward + seconds, passes.backward, zero >= 2),
+        ):
+            shown += its - min(self.cluster.overlap * its, each * (work.micro_batches if often else 1))
+        shard = inside.parameters / (work.layout.size("dp_shard") if zero else 1)
+        update = device.move(work.optimizer.update_bytes * shard, 12 * (inside.layers + 1))
+        offload, update = self._offloaded(work, device, rank, passes, update)
+        exposed = inside.tensor.forward + inside.tensor.backward
+        return _Rank(inside.layers, passes.plus(inside.tensor), exposed, shown + data + offload, update)
 
-def _outside_key(work: Workload, kind: Alike, rank: int) -> tuple[object, ...]:
-    """What `_outside` reads, of what a search varies: a schedule only where parameters are gathered for each pass."""
-    config = work.parallelism
-    order = (config.schedule, rank, work.micro_batches) if config.zero == 3 else ()
-    return work.layout, config.sequence, kind, order
+    def _offloaded(
+        self, work: Workload, device: Device, rank: int, passes: Passes, update: float
+    ) -> tuple[float, float]:
+        """Seconds that copies of offload take and nothing hides, and those of the update, `update` without offload.
 
-
-def _inside(work: Workload, cluster: ClusterConfig, device: Device, rank: int, its: ModelSeconds) -> _Inside:
-    held = stages(work, rank)
-    layers = sum(stage.layers for stage in held)
-    whole = Part().plus(its.block, layers)
-    for stage in held:
-        whole = whole.plus(its.begin, stage.first).plus(its.end, stage.last)
-    parameters = sum(parameter.elements for stage in held for parameter in stage.parameters())
-    # The sum over micro-batches is read and written, and a gradient read; the first is only written.
-    summed = (2 * work.reduce_item + work.gather_item) * (work.micro_batches - 1) / work.micro_batches
-    passes = whole.ops.plus(Passes(0.0, device.move(summed * parameters, 8 * layers)))
-    return _Inside(layers, passes, _exposed(work, cluster, whole, passes), parameters)
+        Copies hide behind the step's passes as data-parallel communication does. The ranks of a node share its memory
+        and its disk; of the disk's time only what is longer than the update shows, for both go on at once.
+        """
+        if work.parallelism.offload is Offload.none:
+            return 0.0, update
+        cluster, its = self.cluster, moved(work, rank)
+        copied, ranks = its.to_device + its.to_host, ranks_on_node(cluster, work.layout.world_size)
+        if cluster.device == "cpu":  # from memory to memory
+            copies = device.move(2 * copied)
+        else:
+            seconds = copied / (cluster.host_link_gb_per_second * 1e9)
+            computing = work.micro_batches * (passes.forward + passes.backward)
+            copies = seconds - min(cluster.overlap * seconds, computing)
+            update *= device.bandwidth / (cluster.host_memory_gb_per_second * 1e9 / ranks)
+        disk = (its.read + its.written) / (cluster.disk_gb_per_second * 1e9 / ranks)
+        return copies, max(update, disk)
 
 
 def _outside(work: Workload, links: Links, rank: int) -> _Outside:
-    sent = outside_layers(work, stages(work, rank))
+    sent = outside_layers(work, rank)
+    step = sum(links.seconds(each) for each in sent if each.phase == "step")
     data = [each for each in sent if each.axis in DATA]
-    step, forward, backward = (
-        sum(links.seconds(each) for each in some if each.phase == phase)
-        for some, phase in ((sent, "step"), (data, "forward"), (data, "backward"))
-    )
-    again = [each for each in data if each.kind == "reduce_scatter"]
-    more = sum(map(links.seconds, again)), _copied(again), sum(each.count for each in again)
-    return _Outside(step, forward, backward, _copied(data), sum(each.count for each in data), more)
+    forward, backward = ([each for each in data if each.phase == phase] for phase in ("forward", "backward"))
+    again = [each for each in backward if each.kind == "reduce_scatter"]
+    seconds = [sum(map(links.seconds, some)) for some in (forward, backward, again)]
+    copied = [sum(COPIES * each.payload * each.count for each in some) for some in (forward + backward, again)]
+    counts = [sum(each.count for each in some) for some in (data, again)]
+    return _Outside(step, seconds[0], seconds[1], copied[0], counts[0], (seconds[2], copied[1], counts[1]))
 
 
-def _copied(sent: list[Transfer]) -> int:
-    return sum(COPIES * each.payload * each.count for each in sent if each.phase != "step")
+def model_seconds(work: Workload, device: Device, links: Links) -> tuple[Part, Part, Part]:
+    """Seconds of a micro-batch on a rank that has the model alone: the beginning of the model, one block and the end.
 
-
-def _rank(
-    work: Workload, cluster: ClusterConfig, device: Device, rank: int, inside: _Inside, outside: _Outside
-) -> _Rank:
-    passes, layers = inside.passes, inside.layers
-    exposed = inside.tensor.forward + inside.tensor.backward
-    copies = device.move(outside.copied, COPY_OPS * outside.count)
-    waiting = waiting_for_cores(cluster, work.layout.world_size)
-    data = _data(work, cluster, outside, passes) + waiting * copies
-    shard = inside.parameters / (work.layout.size("dp_shard") if work.parallelism.zero else 1)
-    update = device.move(work.optimizer.update_bytes * shard, 12 * (layers + 1))
-    computing = work.micro_batches * (passes.forward + passes.backward)
-    offload, update = offloaded(work, cluster, device, rank, computing, update)
-    return _Rank(layers, passes.plus(inside.tensor), exposed, data + offload, update)
-
-
-def _exposed(work: Workload, cluster: ClusterConfig, whole: Part, passes: Passes) -> Passes:
-    """Communication inside of layers that shows, of one micro-batch: along the tensor axis, and of keys and values, for
-    which attention waits.
-
-    The backward pass of a column-parallel layer sums its input's gradient, and gathers its input once more, while it
-    computes: all of the backward traffic without sequence parallelism, two thirds of it with.
+    Of a block that is computed again in the backward pass, full recomputation repeats all ops, selective recomputation
+    those whose results it has not kept; both send again what the forward pass did.
     """
-    config, sent = work.parallelism, whole.tensor
-    share = 0.0 if splits_backward(config) else 2 / 3 if config.sequence else 1.0
-    hidden = cluster.overlap * min(sent.backward * share, passes.forward / 2) if share else 0.0
-    return sent.plus(whole.context).plus(Passes(0.0, -hidden))
+    its, mode = plain_profile(work), work.parallelism.activation_checkpointing
+    segments = (its.begin, its.begin_back), (its.block, its.block_back), (its.end, its.end_back)
+    begin, block, end = (_part(*both, device, links) for both in segments)
+    if mode.recomputes:
+        selective = mode is ActivationCheckpointing.selective
+        again = _seconds((op for op in its.block.ops if not (selective and op.kept)), device)
+        repeated = Part(Passes(0.0, again), *(Passes(0.0, each.forward) for each in (block.tensor, block.context)))
+        block = block.plus(repeated)
+    return begin, block, end
 
 
-def _data(work: Workload, cluster: ClusterConfig, outside: _Outside, passes: Passes) -> float:
-    """Exposed communication along the data axes and of a step as a whole.
-
-    What is gathered before a pass, and reduced after it, can hide behind as many passes as it is done in: with ZeRO 3
-    all of them, with ZeRO 2 all backward ones, else the first forward and the last backward one.
-    """
-    zero, count = work.parallelism.zero, work.micro_batches
-    total = outside.step
-    for its, seconds, often in (
-        (outside.forward, passes.forward, zero == 3),
-        (outside.backward, passes.backward, zero >= 2),
-    ):
-        total += its - min(cluster.overlap * its, seconds * (count if often else 1))
-    return total
+def _part(forward: Segment, backward: Segment, device: Device, links: Links) -> Part:
+    both = forward, backward
+    tensor, context = (Passes(*(_sent(each, axis, links) for each in both)) for axis in ("tp", CONTEXT))
+    return Part(Passes(*(_seconds(each.ops, device) for each in both)), tensor, context)
 
 
-def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list[float]]:
+def _seconds(ops: Iterable[Op], device: Device) -> float:
+    return sum(map(device.seconds, ops))
+
+
+def _sent(segment: Segment, axis: str, links: Links) -> float:
+    mine = (each for each in segment.sent if each.axis == axis)
+    return sum(links.seconds(Transfer(axis, each.kind, each.ranks, round(each.payload), 1, "")) for each in mine)
+
+
+def _stages(work: Workload, ranks: dict[Alike, _Rank]) -> tuple[list[float], list[float]]:
     """Seconds of a micro-batch's forward and backward pass in each stage: its share of its rank's, by layers."""
-    layers = pipeline.layers
-    there, back = [0.0] * len(layers), [0.0] * len(layers)
+    pipeline = cut(work)
+    there, back = [0.0] * len(pipeline.layers), [0.0] * len(pipeline.layers)
     for kind, held in zip(pipeline.kinds, pipeline.stages, strict=True):
         its = ranks[kind]
         for stage in held:
-            share = len(layers[stage]) / its.layers
+            share = len(pipeline.layers[stage]) / its.layers
             there[stage], back[stage] = its.passes.forward * share, its.passes.backward * share
     return there, back
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gptlite.parallelism.config import Offload
-from gptlite.plan.parameters import Parameter, Stage, padded, stages
-from gptlite.plan.traffic import gathered
+from gptlite.plan.parameters import Parameter, stages
+from gptlite.plan.traffic import gathered, reductions
 from gptlite.plan.workload import MASTER, Workload
 
 PAGE = 4096  # bytes: where each parameter begins in a state file
@@ -28,13 +28,22 @@ class Moved:
 
 
 def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> Moved:
-    """What offload moves in a step. Of data ranks the first is meant, whose shards are the longest."""
+    """What offload moves in a step. Of data ranks the first is meant, whose shards are the longest.
+
+    Shards go to the device as often as they are gathered, before they are cast; gradients come back as often as they
+    are reduced over all data ranks, in fp32.
+    """
     if work.parallelism.offload is Offload.none:
         return Moved()
-    held = stages(work, pp_rank, tp_rank)
-    to_device, to_host = (sum(column) for column in zip(*(_stage(work, stage) for stage in held), strict=True))
+    shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
+    there = back = 0
+    for stage in stages(work, pp_rank, tp_rank):
+        for elements, number, block in stage.groups(work.parallelism.bucket_layers, shards):
+            times = sum(gathered(work, pp_rank, stage.number, block).values())
+            there += work.stored * elements * number * times
+            back += MASTER * elements * number * (reductions(work) if copies == 1 else 1)
     file = file_bytes(work, pp_rank, tp_rank)
-    return Moved(to_device, to_host, file, file)
+    return Moved(there, back, file, file)
 
 
 def file_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> int:
@@ -52,16 +61,3 @@ def buffers_bytes(work: Workload, parameters: Iterable[Parameter]) -> int:
     pages = sum(-(-MASTER * parameter.shard(shards) // PAGE) for parameter in parameters)
     most = work.parallelism.offload_buffer_mib * 2**20 // max(1, rows * PAGE)
     return 2 * rows * PAGE * max(1, min(most, -(-pages // 2)))
-
-
-def _stage(work: Workload, stage: Stage) -> tuple[int, int]:
-    """A stage's shards go to the device as often as they are gathered, before they are cast; its gradients come back
-    as often as they are reduced over all data ranks, in fp32."""
-    shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
-    reductions = work.micro_batches if work.parallelism.zero >= 2 and copies == 1 else 1
-    there = back = 0
-    for group, number in stage.groups(work.parallelism.bucket_layers):
-        elements = padded(group, shards) // shards * number
-        there += work.stored * elements * sum(gathered(work, stage.number, group is not stage.others).values())
-        back += MASTER * elements * reductions
-    return there, back

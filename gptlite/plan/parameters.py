@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptlite.models.config import ModelConfig
 from gptlite.models.spec import spec_of
-from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank, stages_per_rank
+from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank
+from gptlite.plan.cache import Same, cached
+from gptlite.plan.walk import pipeline_key
 from gptlite.plan.workload import Workload
 
 if TYPE_CHECKING:
@@ -48,14 +48,12 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model's parameters on a rank of the tensor axis: of one block, and of what is beside the blocks in the whole,
-    in a pipeline's first part and in its last. `blocks`: how many the model had that was asked."""
+    """A model's parameters on a rank of the tensor axis: of one block, and of what is beside the blocks in a part that
+    is a pipeline's first one, its last one, or both. `blocks`: how many the model had that was asked."""
 
     blocks: int
     block: tuple[Parameter, ...]
-    whole: tuple[Parameter, ...]
-    first: tuple[Parameter, ...]
-    last: tuple[Parameter, ...]
+    others: dict[tuple[bool, bool], tuple[Parameter, ...]]
 
 
 @dataclass(frozen=True)
@@ -73,19 +71,20 @@ class Stage:
     first: bool
     last: bool
 
-    def groups(self, bucket_layers: int) -> list[tuple[tuple[Parameter, ...], int]]:
-        """What FSDP2 handles at a time, with how often there is one: the other parameters, whole buckets, the last."""
-        whole, rest = divmod(self.layers, bucket_layers)
-        found = [(self.others, 1), (self.block * bucket_layers, whole), (self.block * rest, 1)]
-        return [(group, count) for group, count in found if group and count]
+    def groups(self, bucket_layers: int, shards: int) -> list[tuple[int, int, bool]]:
+        """What FSDP2 handles at a time: elements of a shard of it, how often there is one, and whether it is of blocks:
+        the other parameters, whole buckets, the last one."""
+        (whole, rest), block = divmod(self.layers, bucket_layers), shard_elements(self.block, shards)
+        found = [(shard_elements(self.others, shards), 1, False), (bucket_layers * block, whole, True)]
+        return [each for each in [*found, (rest * block, 1, True)] if each[0] and each[1]]
 
     def parameters(self) -> list[Parameter]:
         """All of them."""
         return [*self.others, *self.block * self.layers]
 
-    def sharded(self, shards: int, others: bool = False) -> int:
-        """Elements of a shard of all of them, as long as the longest, or of the `others` alone."""
-        return shard_elements(self.others, shards) + (0 if others else self.layers * shard_elements(self.block, shards))
+    def sharded(self, shards: int) -> int:
+        """Elements of a shard of all of them, as long as the longest."""
+        return shard_elements(self.others, shards) + self.layers * shard_elements(self.block, shards)
 
 
 def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
@@ -95,7 +94,7 @@ def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
     found = []
     for number in stages_of_rank(config, pp_rank):
         first, last = number == 0, number == total - 1
-        others = {(True, True): its.whole, (True, False): its.first, (False, True): its.last}.get((first, last), ())
+        others = its.others.get((first, last), ())
         found.append(Stage(number, len(layers[number]), its.block, others, first, last))
     return found
 
@@ -107,59 +106,39 @@ def copies(held: list[Stage]) -> list[Parameter]:
     return [] if whole else [each for each in ends[0].others if each.tied]
 
 
+@cached(lambda model, tensor, tp_rank=0: (Same(model), tensor, tp_rank))
 def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
     """The parameters of a model of any depth, on a rank of the tensor axis."""
-    return _inventory(Known(model), tensor, tp_rank)
-
-
-class Known:
-    """A model's configuration as a key of caches: dataclasses that can change have no hash.
-
-    Two are equal if they hold the same object, or equal ones.
-    """
-
-    def __init__(self, model: ModelConfig) -> None:
-        self.model = model
-
-    def __hash__(self) -> int:
-        return hash(type(self.model))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Known) and (self.model is other.model or self.model == other.model)
-
-
-@lru_cache(maxsize=256)
-def _inventory(known: Known, tensor: int, tp_rank: int) -> Inventory:
     from gptlite.models.model import Model
     from gptlite.models.parallelize import layers_to_cut
     from gptlite.ops.select import Ops
 
-    model = Model.of(with_blocks(known.model, BLOCKS))
-    whole, spec, config = model.build(Ops(), 0), model.spec, model.config
-    layers = layers_to_cut(model, whole) if tensor > 1 else ()
+    few = Model.of(with_blocks(model, BLOCKS))
+    whole, spec, config = few.build(Ops(), 0), few.spec, few.config
+    layers = layers_to_cut(few, whole) if tensor > 1 else ()
     dims = {f"{name}.{each}": dim for name, cut in layers for each, dim in cut.dims.items()}
-    ends = {*spec.tied(config), *spec.tied(config).values()}
+    tied = {*spec.tied(config), *spec.tied(config).values()}
 
     def local(name: str, parameter: Tensor) -> Parameter:
         shape, dim = [*parameter.shape, 1], dims.get(name)
         if dim is not None:  # as torch.chunk cuts: the last ranks may have less
             longest = -(-shape[dim] // tensor)
             shape[dim] = max(0, min(longest, shape[dim] - tp_rank * longest))
-        return Parameter(shape[0], prod(shape[1:]), dim is not None, name in ends)
+        return Parameter(shape[0], prod(shape[1:]), dim is not None, name in tied)
 
     def listed(part: nn.Module, blocks: Iterable[nn.Module], inside: bool) -> tuple[Parameter, ...]:
         """The parameters of a part that are in some of its blocks, or those that are not."""
         held = {id(each) for block in blocks for each in block.parameters()}
         return tuple(local(name, each) for name, each in part.named_parameters() if (id(each) in held) == inside)
 
-    blocks = list(model.blocks(whole).values())
-    ends_of_pipeline = []
-    for place in (0, len(blocks) - 1) if spec.num_blocks(config) is not None else ():
-        part = deepcopy(whole)
-        spec.keep(part, config, range(place, place + 1))
-        ends_of_pipeline.append(listed(part, model.blocks(part).values(), inside=False))
-    block = listed(whole, blocks[-1:], inside=True)
-    return Inventory(len(blocks), block, listed(whole, blocks, inside=False), *ends_of_pipeline or ((), ()))
+    blocks = list(few.blocks(whole).values())
+    others = {(True, True): listed(whole, blocks, inside=False)}
+    for place, ends in ((0, (True, False)), (len(blocks) - 1, (False, True))):
+        if spec.num_blocks(config) is not None:
+            part = deepcopy(whole)
+            spec.keep(part, config, range(place, place + 1))
+            others[ends] = listed(part, few.blocks(part).values(), inside=False)
+    return Inventory(len(blocks), listed(whole, blocks[-1:], inside=True), others)
 
 
 def with_blocks(model: Any, blocks: int) -> Any:
@@ -168,15 +147,13 @@ def with_blocks(model: Any, blocks: int) -> Any:
     return model if spec.num_blocks(model) is None else replace(model, **{spec.blocks_key: blocks})
 
 
+@cached(Same)
 def num_parameters(model: ModelConfig) -> int:
     """All parameters of the whole model."""
-    return _num_parameters(Known(model))
-
-
-@lru_cache(maxsize=256)
-def _num_parameters(known: Known) -> int:
-    its = inventory(known.model, 1)
-    return sum(each.elements for each in its.whole) + num_blocks(known.model) * sum(each.elements for each in its.block)
+    its = inventory(model, 1)
+    return sum(each.elements for each in its.others[True, True]) + num_blocks(model) * sum(
+        each.elements for each in its.block
+    )
 
 
 def num_blocks(model: ModelConfig) -> int:
@@ -195,28 +172,17 @@ class Cut:
     first: dict[Alike, int]
 
 
+@cached(lambda work: (Same(work.model), *pipeline_key(work.parallelism)))
 def cut(work: Workload) -> Cut:
     """How the pipeline of a layout divides its model."""
-    config = work.parallelism
-    return _cut(Known(work.model), config.pipeline, stages_per_rank(config), config.schedule)
-
-
-@lru_cache(maxsize=1024)
-def _cut(known: Known, pipeline: int, virtual: int, schedule: str) -> Cut:
-    config, spec = ParallelismConfig(pipeline=pipeline, schedule=schedule, virtual_stages=virtual), spec_of(known.model)
-    costs = spec.flops(known.model, spec.max_length(known.model) or 1) or (1, 0)  # as Model.stage_blocks has it
-    layers = tuple(split_layers(num_blocks(known.model), num_stages(config), *costs))
-    held = tuple(tuple(stages_of_rank(config, rank)) for rank in range(pipeline))
+    config, spec = work.parallelism, spec_of(work.model)
+    costs = spec.flops(work.model, spec.max_length(work.model) or 1) or (1, 0)  # as Model.stage_blocks has it
+    layers = tuple(split_layers(num_blocks(work.model), num_stages(config), *costs))
+    held = tuple(tuple(stages_of_rank(config, rank)) for rank in range(config.pipeline))
     kinds = tuple((tuple(len(layers[stage]) for stage in its), 0 in its, len(layers) - 1 in its) for its in held)
     return Cut(layers, held, kinds, {kind: kinds.index(kind) for kind in kinds})
 
 
-def padded(parameters: Iterable[Parameter], shards: int) -> int:
-    """Elements of a gathered group: equal shards of each parameter, whatever their padding."""
-    return shards * shard_elements(tuple(parameters), shards)
-
-
-@lru_cache(maxsize=1024)
-def shard_elements(parameters: tuple[Parameter, ...], shards: int) -> int:
+def shard_elements(parameters: Iterable[Parameter], shards: int) -> int:
     """Elements of a shard of each parameter, as long as the longest."""
     return sum(parameter.shard(shards) for parameter in parameters)

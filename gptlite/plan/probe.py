@@ -221,8 +221,9 @@ def _mark_blocks(part: _Part) -> list[int]:
     """Has a segment begin at each block, forward and backward. Returns their numbers."""
     blocks = part.model.blocks(part.module)
     first, last = (list(blocks.values())[place] for place in (0, -1))
-    if part.work.layout.size("pp") > 1:
-        first.register_forward_pre_hook(_received)
+    if part.work.layout.size("pp") > 1:  # what a pipeline's part is given is contiguous, as the one before has sent it
+        contiguous = partial(tree_map, lambda value: value.contiguous() if isinstance(value, Tensor) else value)
+        first.register_forward_pre_hook(lambda _, args: contiguous(args))
     first.register_forward_pre_hook(
         lambda _, args: _at_gradients(args, lambda _: part.mark("begin back")), prepend=True
     )
@@ -231,11 +232,6 @@ def _mark_blocks(part: _Part) -> list[int]:
         block.register_forward_hook(partial(_leave, part, f"{number} back"))
     last.register_forward_hook(lambda *_: part.mark("end"))
     return list(blocks)
-
-
-def _received(block: nn.Module, args: Any) -> Any:
-    """What a pipeline's part is given is contiguous, as the one before has sent it."""
-    return tree_map(lambda value: value.contiguous() if isinstance(value, Tensor) else value, args)
 
 
 def _enter(part: _Part, name: str, block: nn.Module, args: Any) -> None:

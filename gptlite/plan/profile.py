@@ -9,12 +9,14 @@ is recorded itself. No torch here.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from gptlite.parallelism.layout import splits_backward
-from gptlite.plan.parameters import Known
+from gptlite.parallelism.config import ActivationCheckpointing
+from gptlite.parallelism.layout import Layout, splits_backward
+from gptlite.plan.cache import cached
 from gptlite.plan.workload import Workload
 
 PLAIN, GRADIENT, ADDED, UPSTREAM = "plain", "gradient", "added", "upstream"
@@ -96,14 +98,12 @@ class Halves:
 
     def sent(self, blocks: int, end: bool) -> Counter[Sent]:
         """What the backward pass of a part with so many blocks sends, a micro-batch."""
-        found = Counter[Sent]()
+        weights = Counter(self.weights.sent)
+        found = Counter(self.inputs_end.sent) + (Counter(self.weights_end.sent) - weights) if end else Counter()
         for sent in self.inputs.sent:
             found[sent] += blocks
-        for sent, count in Counter(self.weights.sent).items():
+        for sent, count in weights.items():
             found[sent] += count * blocks // PARTS
-        if end:
-            found.update(self.inputs_end.sent)
-            found.update(Counter(self.weights_end.sent) - Counter(self.weights.sent))
         return found
 
 
@@ -141,46 +141,52 @@ def _between(one: Any, two: Any, share: float) -> Any:
     return one
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What a profile, or where `halves` those of backward passes in halves, depends on: of a workload that which `key`
-    has, and a rank of the tensor axis."""
-
-    work: Workload = field(compare=False)
-    tp_rank: int
-    halves: bool
-    key: tuple[object, ...]
-
-    @classmethod
-    def of(cls, work: Workload, tp_rank: int = 0, halves: bool = False) -> Recipe:
-        """Of a workload, with the rest of it as it is left out."""
-        config, layout = work.parallelism, work.layout
-        degrees = layout.size("tp"), layout.context, layout.size("pp") == 1, work.sharded
-        how = config.sequence, config.activation_checkpointing, splits_backward(config)
-        sizes = work.micro_batch_size, work.sequence_length
-        numbers = work.dtype, work.attention, work.device, work.master_weights, work.amp
-        return cls(work, tp_rank, halves, (Known(work.model), *degrees, *how, *sizes, *numbers))
+def _key(work: Workload, tp_rank: int = 0) -> tuple[object, ...]:
+    """What a profile depends on."""
+    config, layout = work.parallelism, work.layout
+    degrees = layout.size("tp"), layout.context, layout.size("pp") == 1, work.sharded
+    how = config.sequence, config.activation_checkpointing, splits_backward(config)
+    return work.same, work.micro_batch_size, *degrees, *how, tp_rank
 
 
+@cached(_key)
 def profile_of(work: Workload, tp_rank: int = 0) -> Profile:
     """What the model of a workload does on a rank of the tensor axis."""
-    return _profile(Recipe.of(work, tp_rank))
+    from gptlite.plan.probe import record
+
+    return _scaled(work, lambda smaller: profile_of(smaller, tp_rank)) or record(work, tp_rank)
 
 
+@cached(_key)
 def halves_of(work: Workload) -> Halves:
     """What parts of a pipeline do whose backward passes are in halves."""
-    return _profile(Recipe.of(work, halves=True))
+    from gptlite.plan.probe import record_halves
+
+    return _scaled(work, halves_of) or record_halves(work)
 
 
-@lru_cache(maxsize=2048)
-def _profile(recipe: Recipe) -> Any:
-    """Recorded; from two smaller micro-batches where a large one is asked for."""
-    from gptlite.plan.probe import record, record_halves
+def _scaled(work: Workload, of: Callable[[Workload], Any]) -> Any:
+    """From two smaller micro-batches where a large one is asked for; None where it has to be recorded."""
+    if work.micro_batch_size <= SIZES[-1] or work.rank_length < SHORTEST:
+        return None
+    small, large = (of(replace(work, micro_batch_size=size)) for size in SIZES)
+    return between(small, large, work.micro_batch_size)
 
-    work = recipe.work
-    if work.micro_batch_size > SIZES[-1] and work.rank_length >= SHORTEST:
-        smaller = [replace(work, micro_batch_size=size) for size in SIZES]
-        small, large = (_profile(Recipe.of(each, recipe.tp_rank, recipe.halves)) for each in smaller)
-        if (found := between(small, large, work.micro_batch_size)) is not None:
-            return found
-    return record_halves(work) if recipe.halves else record(work, recipe.tp_rank)
+
+@cached(
+    lambda work: (
+        work.same,
+        work.layout.size("tp"),
+        work.layout.context,
+        work.parallelism.sequence,
+        work.micro_batch_size,
+    )
+)
+def plain_profile(work: Workload) -> Profile:
+    """The profile of a pipeline's part under FSDP2, without recomputation and with whole backward passes: those of
+    others follow from it closely enough to be timed."""
+    config = replace(
+        work.parallelism, activation_checkpointing=ActivationCheckpointing.none, schedule="1f1b", pipeline=2
+    )
+    degrees = (2, 1, 2 * work.layout.context, work.layout.size("tp"))
+    return profile_of(replace(work, parallelism=config, layout=Layout(degrees, work.layout.folded)))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import rule, stages_per_rank
 from gptlite.plan.config import ClusterConfig
-from gptlite.plan.cost_block import plain_profile
-from gptlite.plan.cost_device import ranks_on_node
+from gptlite.plan.hardware import ranks_on_node
 from gptlite.plan.offload import file_bytes
 from gptlite.plan.parameters import cut, num_parameters
+from gptlite.plan.profile import plain_profile
 from gptlite.plan.workload import MASTER, RankBytes, Workload
 
 GIB = 2**30
-Kept = dict[tuple[object, ...], int]
 MEMORY_ERROR = 0.05  # of `memory.most`, on 64 layouts of up to eight real ranks (docs/planner_memory.md)
 
 
@@ -31,28 +30,23 @@ def too_large(work: Workload, memory: RankBytes, cluster: ClusterConfig, world: 
     )
 
 
-def least_too_large(work: Workload, cluster: ClusterConfig, world: int, kept: Kept) -> str:
-    """As `too_large`, of the least that a layout can take. Quick, so that the exact count is spared what cannot fit.
-
-    `kept`: bytes that a block keeps of a micro-batch, known so far for the layouts of one search.
-    """
+def least_too_large(work: Workload, cluster: ClusterConfig, world: int) -> str:
+    """As `too_large`, of the least that a layout can take. Quick, so that the exact count is spared what cannot fit."""
+    state = least_bytes(work)
     host = _state_bytes(work, copies=2) if work.on_host else 0.0  # parameters, gradients and the optimizer's state
-    if too_much := _on_device(least_bytes(work), cluster, world, "model state alone") or _on_host(host, cluster, world):
-        return too_much
-    least = least_bytes(work) + least_activations(work, kept)
-    return _on_device(least, cluster, world, "model state and kept activations alone")
+    return (
+        _on_device(state, cluster, world, "model state alone")
+        or _on_host(host, cluster, world)
+        or _on_device(state + least_activations(work), cluster, world, "model state and kept activations alone")
+    )
 
 
-def least_activations(work: Workload, kept: Kept) -> float:
+def least_activations(work: Workload) -> float:
     """What blocks keep on the first pipeline rank when it holds most micro-batches; with recomputation nothing."""
-    config, layout = work.parallelism, work.layout
+    config = work.parallelism
     if config.activation_checkpointing is not ActivationCheckpointing.none:
         return 0.0
-    key = layout.size("tp"), layout.context, config.sequence, work.micro_batch_size
-    if key not in kept:
-        kept[key] = plain_profile(work).block.left
-    layers = min(cut(work).kinds[0][0])
-    return least_in_flight(config, work.micro_batches) * layers * kept[key]
+    return least_in_flight(config, work.micro_batches) * min(cut(work).kinds[0][0]) * plain_profile(work).block.left
 
 
 def least_in_flight(config: ParallelismConfig, micro_batches: int) -> int:
@@ -80,24 +74,23 @@ def _state_bytes(work: Workload, copies: int) -> float:
 
 
 def _on_device(size: float, cluster: ClusterConfig, world: int, words: str) -> str:
-    limit = rank_memory(cluster, world)
-    return _words(size, limit, f"on a rank, {words}") if size > limit else ""
+    return _beyond(size, rank_memory(cluster, world), f"on a rank, {words}")
 
 
 def _on_host(size: float, cluster: ClusterConfig, world: int) -> str:
-    if not size or cluster.host_memory_gib is None:
+    if cluster.host_memory_gib is None:
         return ""
-    limit = cluster.host_memory_gib * GIB / ranks_on_node(cluster, world)
-    return _words(size, limit, "of its host's memory for a rank") if size > limit else ""
+    return _beyond(
+        size, cluster.host_memory_gib * GIB / ranks_on_node(cluster, world), "of its host's memory for a rank"
+    )
 
 
 def _on_disk(work: Workload, cluster: ClusterConfig, world: int) -> str:
     if work.parallelism.offload is not Offload.nvme or cluster.disk_gib is None:
         return ""
-    ranks = ranks_on_node(cluster, world)
-    size, limit = ranks * max(file_bytes(work, rank) for rank in range(work.layout.size("pp"))), cluster.disk_gib * GIB
-    return _words(size, limit, "on the disk of a node") if size > limit else ""
+    size = ranks_on_node(cluster, world) * max(file_bytes(work, rank) for rank in range(work.layout.size("pp")))
+    return _beyond(size, cluster.disk_gib * GIB, "on the disk of a node")
 
 
-def _words(size: float, limit: float, where: str) -> str:
-    return f"{size / GIB:.1f} GiB {where}, and {limit / GIB:.1f} are there"
+def _beyond(size: float, limit: float, where: str) -> str:
+    return f"{size / GIB:.1f} GiB {where}, and {limit / GIB:.1f} are there" if size > limit else ""

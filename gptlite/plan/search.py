@@ -6,9 +6,11 @@ import gc
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
 
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
@@ -16,11 +18,10 @@ from gptlite.parallelism.config import ActivationCheckpointing, Offload, Paralle
 from gptlite.parallelism.layout import SCHEDULES, ScheduleRule, divisors, resolve
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.config import ClusterConfig
-from gptlite.plan.cost import Shared, predict_shared
-from gptlite.plan.memory import Shared as MemoryShared
+from gptlite.plan.cost import Costs
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import num_blocks
-from gptlite.plan.room import Kept, least_bytes, least_too_large, too_large
+from gptlite.plan.room import least_bytes, least_too_large, too_large
 from gptlite.plan.workload import Prediction, RankBytes, Workload
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -50,6 +51,10 @@ class Space:
     fixed: frozenset[str]
     refuses: Refuses
     wanted: int = WANTED
+
+    def values(self, key: str, others: list[Any]) -> list[Any]:
+        """What a field of ParallelismConfig may be: `others` where it is not fixed."""
+        return [getattr(self.work.parallelism, key)] if key in self.fixed else others
 
 
 @dataclass(frozen=True)
@@ -89,20 +94,6 @@ class Found:
         self.examples.setdefault(kind, example)
 
 
-def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress = lambda done, total: None) -> Found:
-    """All layouts on `world` ranks by predicted speed, those that do not fit left out until `space.wanted` kinds do.
-
-    Where none fits in the devices' memory alone, and nothing is said of offload, the same with offload to their hosts',
-    if it is known how much memory these have, and then with the optimizer's state on disks, if it is known where they
-    are: it costs time, so it is no rival of a layout that fits without.
-
-    `progress` is called now and then with how much of it is done, and how much there is. Raises ConfigError where no
-    layout is legal, whatever the memory.
-    """
-    with _no_collection():
-        return _search(space, cluster, world, progress)
-
-
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Garbage collection is off while entered: it would go through all layouts kept, again and again, and find none."""
@@ -115,15 +106,26 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _search(space: Space, cluster: ClusterConfig, world: int, progress: Progress) -> Found:
+@_no_collection()
+def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress = lambda done, total: None) -> Found:
+    """All layouts on `world` ranks by predicted speed, those that do not fit left out until `space.wanted` kinds do.
+
+    Where none fits in the devices' memory alone, and nothing is said of offload, the same with offload to their hosts',
+    if it is known how much memory these have, and then with the optimizer's state on disks, if it is known where they
+    are: it costs time, so it is no rival of a layout that fits without.
+
+    `progress` is called now and then with how much of it is done, and how much there is. Raises ConfigError where no
+    layout is legal, whatever the memory.
+    """
     found = _searched(space, cluster, world, progress)
     base = space.work.parallelism
     if "offload" in space.fixed or base.offload is not Offload.none:
         return found
-    for config in _offloads(base, cluster):
-        if found.ranked:
-            break
-        offloading = replace(space, work=replace(space.work, parallelism=config))
+    disk = {"offload": Offload.nvme, "offload_path": cluster.disk_path}
+    for there, keys in ((cluster.host_memory_gib, {"offload": Offload.cpu}), (cluster.disk_path, disk)):
+        if there is None or found.ranked:
+            continue
+        offloading = replace(space, work=replace(space.work, parallelism=replace(base, **keys)))
         try:
             offloaded = _searched(offloading, cluster, world, progress)
         except ConfigError:  # this optimizer cannot
@@ -134,16 +136,8 @@ def _search(space: Space, cluster: ClusterConfig, world: int, progress: Progress
     return found
 
 
-def _offloads(base: ParallelismConfig, cluster: ClusterConfig) -> Iterator[ParallelismConfig]:
-    """What a cluster has for offload, the fastest first."""
-    if cluster.host_memory_gib is not None:
-        yield replace(base, offload=Offload.cpu)
-    if cluster.disk_path is not None:
-        yield replace(base, offload=Offload.nvme, offload_path=cluster.disk_path)
-
-
 def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progress) -> Found:
-    found, timed, shared, kept = Found(), list[Candidate](), Shared(), Kept()
+    found, timed, costs = Found(), list[Candidate](), Costs(cluster)
     least, thriftiest = math.inf, list[Workload]()
     for work, reason in workloads(space, cluster, world, progress):
         found.tried += 1
@@ -155,55 +149,54 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
             least, thriftiest = bound, []
         if bound == least:  # of the state's mean over the ranks: what a rank takes differs by ten times
             thriftiest.append(work)
-        if too_much := least_too_large(work, cluster, world, kept):
+        if too_much := least_too_large(work, cluster, world):
             found.prune("does not fit", too_much)
             continue
-        timed.append(Candidate(work, predict_shared(work, cluster, UNKNOWN, shared)))
+        timed.append(Candidate(work, costs.predict(work, UNKNOWN)))
     if not thriftiest:
         reason = found.examples.get("illegal", "no layout has that many ranks")
         raise ConfigError(f"no layout of {world} ranks is legal: {reason}")
     timed.sort(key=lambda each: each.prediction.step_seconds)
     _keep_fitting(found, timed, cluster, world, space.wanted)
     if not found.ranked and found.smallest is None:
-        found.smallest = _smallest(thriftiest)
+        asked = [(most(work)[1], work) for work in sorted(thriftiest, key=_thrift)[:ASKED]]
+        found.smallest = min(asked, key=lambda each: each[0].total)
     found.ranked.sort(key=lambda each: (each.prediction.step_seconds, each.prediction.memory.total))
     return found
 
 
 def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, world: int, wanted: int) -> None:
     """Moves the fastest that fit into `found`: all that are equal to the fastest, then until there are enough kinds."""
-    kinds, shared, equal = set[tuple[int, ...]](), MemoryShared(), math.inf
+    kinds, equal = set[tuple[int, ...]](), math.inf
     thriftiest: dict[object, Workload] = {}
     for work in (each.work for each in timed):
-        least = thriftiest.setdefault(_family(work), work)
-        thriftiest[_family(work)] = min(least, work, key=_thrift)
+        thriftiest[_family(work)] = min(thriftiest.get(_family(work), work), work, key=_thrift)
     refused: dict[object, list[tuple[tuple[int, ...], str]]] = {}
 
     def asked(work: Workload) -> tuple[int, RankBytes, str]:
-        rank, memory = most(work, shared)
+        """The fullest rank, what it takes, and why that does not fit; of a thriftier layout of the family, if one did
+        not fit."""
+        family, mine = _family(work), _thrift(work)
+        if family not in refused:  # if the least does not fit, none does
+            refused[family] = []
+            asked(thriftiest[family])
+        for its, why in refused[family]:
+            if all(map(operator.le, its, mine)):
+                return *UNKNOWN, why
+        rank, memory = most(work)
         if found.smallest is None or memory.total < found.smallest[0].total:
             found.smallest = memory, work
-        too_much = too_large(work, memory, cluster, world)
-        if too_much:
-            refused[_family(work)].append((_thrift(work), too_much))
+        if too_much := too_large(work, memory, cluster, world):
+            refused[family].append((mine, too_much))
         return rank, memory, too_much
 
-    def refusal(work: Workload) -> str:
-        """Why a thriftier layout of the family did not fit, if one did not."""
-        mine = _thrift(work)
-        return next((why for its, why in refused[_family(work)] if all(map(operator.le, its, mine))), "")
-
     for each in timed:
-        family, seconds = _family(each.work), each.prediction.step_seconds
+        seconds = each.prediction.step_seconds
         # Of a kind that is there only those that are as good as the fastest are of interest.
         if seconds > equal and (len(kinds) >= wanted or _kind(each) in kinds):
             found.slower += 1
             continue
-        if family not in refused:  # if the least does not fit, none does
-            refused[family] = []
-            asked(thriftiest[family])
-        why = refusal(each.work)
-        rank, memory, too_much = (*UNKNOWN, why) if why else asked(each.work)
+        rank, memory, too_much = asked(each.work)
         if too_much:
             found.prune("does not fit", too_much)
             continue
@@ -226,13 +219,6 @@ def _thrift(work: Workload) -> tuple[int, ...]:
     return work.micro_batch_size, modes.index(mode) if mode in modes else len(modes), -work.parallelism.zero
 
 
-def _smallest(works: Sequence[Workload]) -> tuple[RankBytes, Workload]:
-    """The layout whose fullest rank takes least, of some that look thrifty."""
-    shared = MemoryShared()
-    asked = [(most(work, shared)[1], work) for work in sorted(works, key=_thrift)[:ASKED]]
-    return min(asked, key=lambda each: each[0].total)
-
-
 def equal_seconds(found: Found) -> float:
     """The longest step that the error of a prediction cannot tell from the fastest."""
     return found.ranked[0].prediction.step_seconds * (1 + ERROR)
@@ -248,9 +234,7 @@ def distinct(found: Found, count: int) -> list[Candidate]:
     seen: dict[tuple[int, ...], Candidate] = {}
     for each in found.ranked:
         seen.setdefault(_kind(each), each)
-        if len(seen) == count:
-            break
-    return list(seen.values())
+    return list(seen.values())[:count]
 
 
 def _kind(each: Candidate) -> tuple[int, ...]:
@@ -270,7 +254,11 @@ def workloads(
         except ConfigError as error:
             yield space.work, str(error)
             continue
-        for micro in _micro_batches(space, layout.data_size):
+        each = space.work.global_batch_size // layout.data_size
+        sizes = [size for size in MICRO_BATCHES if each and each % size == 0]
+        if "micro_batch_size" in space.fixed:
+            sizes = [space.work.micro_batch_size]
+        for micro in sizes or [1]:  # which the configuration's own check then refuses in words
             reason = space.refuses(parallelism, micro)
             work = replace(space.work, parallelism=parallelism, layout=layout, micro_batch_size=micro)
             yield work, reason
@@ -278,61 +266,55 @@ def workloads(
 
 def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[ParallelismConfig]:
     """Every combination of degrees with that product, and of how each axis is run."""
-    base, model, fixed = space.work.parallelism, space.work.model, space.fixed
+    base, model = space.work.parallelism, space.work.model
     node = cluster.devices_per_node or world
     sizes, spec = list((spec_of(model).tensor_sizes(model) or {"": 1}).values()), spec_of(model)
     heads = [d for d in divisors(min(sizes)) if not any(size % d for size in sizes) and d <= max(node, 1)]
-    for tensor in [base.tensor] if "tensor" in fixed else heads:
-        depths = [d for d in divisors(world) if d <= (spec.num_blocks(model) or 1)]
-        for pipeline in [base.pipeline] if "pipeline" in fixed else depths:
-            for context in [base.context] if "context" in fixed else _contexts(space, world):
-                inner = tensor * pipeline * context
-                if world % inner or (base.data is not None and inner * base.data != world):
-                    continue
-                degrees = replace(base, tensor=tensor, pipeline=pipeline, context=context, data=world // inner)
-                yield from _ways(degrees, space, node)
+    depths = [d for d in divisors(world) if d <= (spec.num_blocks(model) or 1)]
+    axes = space.values("tensor", heads), space.values("pipeline", depths), _contexts(space, world)
+    for tensor, pipeline, context in product(*axes):
+        inner = tensor * pipeline * context
+        if world % inner == 0 and base.data in (None, world // inner):
+            degrees = replace(base, tensor=tensor, pipeline=pipeline, context=context, data=world // inner)
+            yield from _ways(degrees, space, node)
 
 
 def _contexts(space: Space, world: int) -> list[int]:
     """Over how many ranks sequences may be cut."""
     length, model = space.work.sequence_length, space.work.model
-    if not spec_of(model).takes_context(model):
-        return [1]
     chunked = (d for d in divisors(world) if length % (2 * d) == 0 and length // (2 * d) >= SHORTEST_CHUNK)
-    return [1, *(degree for degree in chunked if degree > 1)]
+    takes = spec_of(model).takes_context(model)
+    return space.values("context", [1, *(degree for degree in chunked if degree > 1 and takes)])
 
 
 def _ways(degrees: ParallelismConfig, space: Space, node: int) -> Iterator[ParallelismConfig]:
     """How layouts of these degrees can be run."""
-    fixed = space.fixed
-    sequences = [False, True] if degrees.tensor > 1 else [False]
-    for schedule, virtual in _schedules(degrees, fixed, num_blocks(space.work.model)):
-        for zero, copies in _zeros(degrees, fixed, node):
-            for sequence in [degrees.sequence] if "sequence" in fixed else sequences:
-                for mode in _recomputations(degrees, fixed):
-                    yield replace(
-                        degrees,
-                        schedule=schedule,
-                        virtual_stages=virtual,
-                        zero=zero,
-                        dp_replicate=copies,
-                        sequence=sequence,
-                        activation_checkpointing=mode,
-                    )
+    sequences = space.values("sequence", [False, True] if degrees.tensor > 1 else [False])
+    modes = [mode for mode in ActivationCheckpointing if mode is not ActivationCheckpointing.offload]  # asked for only
+    recomputing = space.values("activation_checkpointing", modes)
+    schedules, zeros = _schedules(degrees, space), _zeros(degrees, space, node)
+    for (schedule, virtual), (zero, copies), sequence, mode in product(schedules, zeros, sequences, recomputing):
+        yield replace(
+            degrees,
+            schedule=schedule,
+            virtual_stages=virtual,
+            zero=zero,
+            dp_replicate=copies,
+            sequence=sequence,
+            activation_checkpointing=mode,
+        )
 
 
-def _schedules(degrees: ParallelismConfig, fixed: frozenset[str], layers: int) -> list[tuple[str, int | None]]:
+def _schedules(degrees: ParallelismConfig, space: Space) -> list[tuple[str, int | None]]:
+    """Schedules, each with its stages a rank."""
     if degrees.pipeline == 1:
         return [("1f1b", None)]  # nothing to schedule
-    names = [degrees.schedule] if "schedule" in fixed else list(SCHEDULES)
     found: list[tuple[str, int | None]] = []
-    for name in names:
-        if "virtual_stages" in fixed:
-            found.append((name, degrees.virtual_stages))
-        elif SCHEDULES[name].fixed:
-            found.append((name, None))
-        else:
-            found += [(name, count) for count in _virtual_stages(SCHEDULES[name], layers, degrees.pipeline)]
+    for name in space.values("schedule", list(SCHEDULES)):
+        counts: list[int | None] = [None]
+        if not SCHEDULES[name].fixed:
+            counts = [*_virtual_stages(SCHEDULES[name], num_blocks(space.work.model), degrees.pipeline)]
+        found += [(name, count) for count in space.values("virtual_stages", counts)]
     return found
 
 
@@ -348,28 +330,12 @@ def _virtual_stages(its: ScheduleRule, layers: int, ranks: int) -> list[int]:
     return sorted(count for count in counts if count > 1 or its.splits_backward) or [its.virtual]
 
 
-def _zeros(degrees: ParallelismConfig, fixed: frozenset[str], node: int) -> list[tuple[int, int]]:
+def _zeros(degrees: ParallelismConfig, space: Space, node: int) -> list[tuple[int, int]]:
     """ZeRO stages with their number of copies: shards over all data ranks, or over those of one node alone (HSDP)."""
     data = degrees.data or 1
     if data * degrees.context == 1:
-        return [(degrees.zero if "zero" in fixed else 0, 1)]
+        return [(zero, 1) for zero in space.values("zero", [0])]
     inside = max(1, node // (degrees.tensor * degrees.context))
-    copies = {1} | ({data // inside} if data % inside == 0 and inside > 1 else set())
-    if "dp_replicate" in fixed:
-        copies = {degrees.dp_replicate}
-    stages = [degrees.zero] if "zero" in fixed else [0, 1, 2, 3]
-    return [(zero, each) for zero in stages for each in (sorted(copies) if zero else [1])]
-
-
-def _recomputations(degrees: ParallelismConfig, fixed: frozenset[str]) -> list[ActivationCheckpointing]:
-    if "activation_checkpointing" in fixed:
-        return [degrees.activation_checkpointing]
-    return [mode for mode in ActivationCheckpointing if mode is not ActivationCheckpointing.offload]  # asked for only
-
-
-def _micro_batches(space: Space, data_size: int) -> list[int]:
-    if "micro_batch_size" in space.fixed:
-        return [space.work.micro_batch_size]
-    each = space.work.global_batch_size // data_size
-    sizes = [size for size in MICRO_BATCHES if each and each % size == 0]
-    return sizes or [1]  # which the configuration's own check then refuses in words
+    hybrid = [data // inside] if data % inside == 0 and 1 < inside < data else []
+    copies = space.values("dp_replicate", [1, *hybrid])
+    return [(zero, each) for zero in space.values("zero", [0, 1, 2, 3]) for each in (copies if zero else [1])]

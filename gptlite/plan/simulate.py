@@ -31,11 +31,10 @@ class Simulation:
     @classmethod
     def of(cls, counts: Counter[str | Sent]) -> Simulation:
         """From counts of each transfer, of FLOPs, and of bytes by category."""
+        sizes = {key: size for key, size in counts.items() if isinstance(key, str)}
         sent = sorted((key, count) for key, count in counts.items() if isinstance(key, Sent))
         transfers = [Transfer(each.axis, each.kind, each.ranks, int(each.payload), n, each.phase) for each, n in sent]
-        sizes = {str(key): size for key, size in counts.items() if not isinstance(key, Sent)}
-        flops = sizes.pop("flops")
-        return cls(RankBytes(**sizes), transfers, flops)
+        return cls(RankBytes(**{key: sizes[key] for key in sizes if key != "flops"}), transfers, sizes["flops"])
 
 
 def simulate(work: Workload, rank: int) -> Simulation:

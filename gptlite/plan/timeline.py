@@ -7,7 +7,7 @@ which the rank before waits for, and those of the weights. A stage is a part of 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,7 +46,7 @@ class Timeline:
 
     def of_rank(self, rank: int) -> list[Event]:
         """The passes of one rank."""
-        return self._by_rank[rank]
+        return [event for event in self.events if event.rank == rank]
 
     def busy(self, rank: int) -> float:
         """Seconds in which a rank computes."""
@@ -55,13 +55,6 @@ class Timeline:
     def bubble(self, rank: int) -> float:
         """Share of the step that a rank waits."""
         return 1 - self.busy(rank) / self.seconds if self.seconds else 0.0
-
-    @cached_property
-    def _by_rank(self) -> dict[int, list[Event]]:
-        by_rank: dict[int, list[Event]] = {rank: [] for rank in range(self.ranks)}
-        for event in self.events:
-            by_rank[event.rank].append(event)
-        return by_rank
 
 
 def timeline(
@@ -91,7 +84,7 @@ def timeline(
         "I": [0.0, *(each * (1 - weight_share) for each in backward[1:])],
         "W": [backward[0], *(each * weight_share for each in backward[1:])],
     }
-    return Timeline(_run(orders, seconds, hops, micro_batches), config.pipeline)
+    return Timeline(_run(orders, seconds, hops), config.pipeline)
 
 
 def order(config: ParallelismConfig, rank: int, micro_batches: int) -> list[Pass]:
@@ -168,36 +161,65 @@ def _v(ranks: int, rank: int, micro_batches: int) -> list[Turn]:
     return turns + [("W", up)] * rank + [("W", down)] * rank
 
 
-def _run(
-    orders: list[list[Pass]], seconds: dict[str, list[float]], hops: list[float], micro_batches: int
-) -> list[Event]:
+def _run(orders: list[list[Pass]], seconds: dict[str, list[float]], hops: list[float]) -> list[Event]:
     """Each rank runs its passes in order, each as soon as what it is given has arrived."""
-    last = len(hops)
-    ends = {kind: [[-1.0] * micro_batches for _ in range(last + 1)] for kind in "FB"}  # of I under B
+    ends: dict[Pass, float] = {}  # of I under B
     events: list[list[Event]] = [[] for _ in orders]
-    clocks = [0.0] * len(orders)
-    left = [iter(passes) for passes in orders]
-    waiting: list[Pass | None] = [next(passes, None) for passes in left]
+    clocks, queues = [0.0] * len(orders), [deque(passes) for passes in orders]
     sweep = list(range(len(orders)))
-    while any(waiting):
+    while any(queues):
         for rank in sweep:
-            this = waiting[rank]
-            while this is not None:
-                kind, stage, number = this
+            while queues[rank]:
+                kind, stage, number = queues[rank][0]
+                given, hop = 0.0, 0.0
                 if kind == "F" and stage > 0:
-                    given, hop = ends["F"][stage - 1][number], hops[stage - 1]
-                elif kind in "BI" and stage < last:
-                    given, hop = ends["B"][stage + 1][number], hops[stage]
-                else:
-                    given, hop = 0.0, 0.0
+                    given, hop = ends.get(("F", stage - 1, number), -1.0), hops[stage - 1]
+                elif kind in "BI" and stage < len(hops):
+                    given, hop = ends.get(("B", stage + 1, number), -1.0), hops[stage]
                 if given < 0:
                     break
                 start = max(clocks[rank], given + hop)
                 clocks[rank] = end = start + seconds[kind][stage]
                 if kind != "W":
-                    ends["F" if kind == "F" else "B"][stage][number] = end
+                    ends["F" if kind == "F" else "B", stage, number] = end
                 events[rank].append(Event(rank, stage, number, kind, start, end))
-                this = next(left[rank], None)
-            waiting[rank] = this
+                queues[rank].popleft()
         sweep.reverse()  # forward passes go up the ranks, backward passes down
     return list(chain.from_iterable(events))
+
+
+def pipeline_seconds(
+    config: ParallelismConfig,
+    micro_batches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    busy: Sequence[float],
+    message: float,
+) -> float:
+    """Seconds of all passes of a step in closed form, for a search that asks too often to lay out every pass.
+
+    `forward` and `backward`: of one micro-batch in each stage; `busy`: in all stages of each rank; `message`: of one
+    activation from rank to rank.
+
+    The slowest rank is busy with its passes; before its first and after its last one, the others fill and drain.
+    """
+    ranks, stages = config.pipeline, len(forward)
+    slowest, hop = max(busy), 2 * message
+    if ranks == 1:
+        return micro_batches * slowest
+    if config.schedule == "gpipe":
+        whole = sum(forward) + sum(backward) + (ranks - 1) * hop
+        return whole + (micro_batches - 1) * (max(forward) + max(backward))
+    others = (sum(busy) - slowest) * ranks / stages  # one stage of each other rank
+    if config.schedule == "1f1b":
+        # The first rank has as many micro-batches on their way to the end and back as there are ranks.
+        there_and_back = (sum(busy) + (ranks - 1) * hop) / ranks
+        return micro_batches * max(slowest, there_and_back) + others + (ranks - 2) * hop
+    busiest = micro_batches * slowest
+    if not rule(config).splits_backward:
+        return busiest + others + (stages - 1) * hop
+    # A third of a stage's work remains, that a W pass of its own cannot fill, and messages as timelines show them.
+    if not rule(config).v_shape:
+        return busiest + others / 3 + ((stages + 3 * ranks) / 2 - 2) * hop
+    unfilled = max(0, 2 * ranks - 1 - micro_batches) / (ranks - 1)
+    return busiest + others / 3 * (1 + unfilled) + (2.5 * ranks - 3.5) * hop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from gptlite.models.config import ModelConfig
 from gptlite.models.spec import spec_of
@@ -11,6 +12,7 @@ from gptlite.ops.config import Attention
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, accumulation
+from gptlite.plan.cache import Same
 
 MASTER = 4  # bytes of a number in fp32
 
@@ -37,6 +39,12 @@ class Workload:
     master_weights: bool = True
     amp: str = ""
     half_sums: bool = False
+
+    @cached_property
+    def same(self) -> tuple[object, ...]:
+        """What the layouts of a search have in common, as part of a cache's key."""
+        numbers = self.dtype, self.attention, self.device, self.master_weights, self.amp
+        return Same(self.model), self.sequence_length, *numbers
 
     @property
     def stored(self) -> int:
@@ -114,8 +122,7 @@ class RankBytes:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One kind of collective that a rank takes part in, `count` times a step.
 
     axis: tp, cp, pp, dp_shard, dp_replicate or world. kind: all_reduce, all_gather, reduce_scatter, send, recv or

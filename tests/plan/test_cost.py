@@ -11,17 +11,14 @@ from gptlite.models.gpt.flops import flops_per_token
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import AdamWConfig, SGDConfig
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
-from gptlite.parallelism.layout import SCHEDULES, Layout, num_stages, resolve, schedule_refuses
+from gptlite.parallelism.layout import SCHEDULES, Layout, num_stages, resolve, schedule_refuses, stages_of_rank
 from gptlite.plan.config import ClusterConfig, LinkConfig
-from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, predict
-from gptlite.plan.cost_block import model_seconds, plain_profile
-from gptlite.plan.cost_device import Device, device_of, rank_share, waiting_for_cores
-from gptlite.plan.cost_links import Group, Links
-from gptlite.plan.cost_pipeline import pipeline_seconds
+from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, model_seconds, predict
+from gptlite.plan.hardware import Device, Group, Links, device_of, rank_share, waiting_for_cores
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import stages
-from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op
-from gptlite.plan.timeline import timeline
+from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op, plain_profile
+from gptlite.plan.timeline import pipeline_seconds, timeline
 from gptlite.plan.workload import Transfer, Workload
 
 # Nothing but arithmetic: 100 TFLOP/s, all of it, memory and links for free.
@@ -141,7 +138,7 @@ def test_a_block_is_the_sum_of_its_ops():
     """What is computed again is all of a forward pass, or all whose results are not kept: here its products."""
     real = Links(REAL, Layout())
     none, selective, full = (
-        model_seconds(work(1, activation_checkpointing=ActivationCheckpointing[mode]), device(), real).block.ops
+        model_seconds(work(1, activation_checkpointing=ActivationCheckpointing[mode]), device(), real)[1].ops
         for mode in ("none", "selective", "full")
     )
     ops = plain_profile(work(1)).block.ops
@@ -204,7 +201,8 @@ def test_the_closed_form_of_a_pipeline_is_its_timeline(schedule):
                     forward = [1.0] * (num_stages(config) - 1) + [last]
                     backward = [2 * each for each in forward]
                     laid_out = timeline(config, count, forward, backward, message).seconds
-                    closed = pipeline_seconds(config, count, forward, backward, message)
+                    busy = [3 * sum(forward[stage] for stage in stages_of_rank(config, rank)) for rank in range(ranks)]
+                    closed = pipeline_seconds(config, count, forward, backward, busy, message)
                     worst, compared = max(worst, abs(closed / laid_out - 1)), compared + 1
     assert compared >= 18
     assert worst <= bar

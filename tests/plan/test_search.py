@@ -10,11 +10,11 @@ from gptlite.config import load
 from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import resolve
-from gptlite.plan import traffic, walk
+from gptlite.plan import walk
 from gptlite.plan.cost import predict
-from gptlite.plan.memory import Shared, most
+from gptlite.plan.memory import most
 from gptlite.plan.offload import file_bytes
-from gptlite.plan.room import Kept, least_activations, least_bytes, rank_memory
+from gptlite.plan.room import least_activations, least_bytes, rank_memory
 from gptlite.plan.search import ERROR, distinct, equals, layouts, search, workloads
 from gptlite.plan.timeline import order
 from gptlite.planning import apply, chosen, fixed_keys, make_plan, overrides, space_of, too_small
@@ -100,10 +100,9 @@ def test_a_schedule_is_laid_out_once_not_for_each_layout(plan, monkeypatch):
         laid_out.append((config.schedule, config.pipeline, config.virtual_stages, rank, micro_batches))
         return order(config, rank, micro_batches)
 
-    for module in (walk, traffic):
-        monkeypatch.setattr(module, "order", counted)
-    for cache in (walk._codes, walk._states, traffic._gathers):
-        cache.cache_clear()
+    monkeypatch.setattr(walk, "order", counted)
+    for cache in (walk.turns, walk.gathers):
+        vars(cache)["cache_clear"]()
     found = make_plan(plan.config, log=silent).found
     assert max(Counter(laid_out).values()) <= 2  # for time, and for memory
     assert len(laid_out) < found.tried / 4
@@ -202,10 +201,9 @@ def test_no_layout_takes_less_than_the_least_it_may_take(plan):
     """By which the search leaves layouts out before it prices them."""
     config = config_of("data.global_batch_size=32")
     space = space_of(config, config.cluster, fixed_keys(config))
-    kept, shared = Kept(), Shared()
     legal = [work for work, why in workloads(space, config.cluster, 4) if not why]
-    least = [least_bytes(work) + least_activations(work, kept) for work in legal]
-    taken = [most(work, shared)[1].total for work in legal]
+    least = [least_bytes(work) + least_activations(work) for work in legal]
+    taken = [most(work)[1].total for work in legal]
     assert [work for work, low, high in zip(legal, least, taken, strict=True) if low > high] == []
     assert max(low / high for low, high in zip(least, taken, strict=True)) > 0.5  # else the bound would be no help
 

@@ -77,7 +77,7 @@ def wrong(simulated: Simulation, found: list[Counted]) -> str:
 
 
 def transfers(them: list[Transfer]) -> Counter[Transfer]:
-    return Counter({replace(each, count=0): each.count for each in them})
+    return Counter({each._replace(count=0): each.count for each in them})
 
 
 @pytest.mark.long

@@ -1,9 +1,8 @@
-"""The two forms of an order that memory walks through hold what the order says."""
+"""What follows from an order for memory and traffic is what the order says."""
 
 from gptlite.parallelism.layout import stages_of_rank
 from gptlite.plan.timeline import order
-from gptlite.plan.traffic import _gathers
-from gptlite.plan.walk import NAMES, Held, codes, states
+from gptlite.plan.walk import gathers, states, turns
 from plan.test_timeline import CASES, config
 
 
@@ -14,16 +13,14 @@ def every():
             yield layout, rank, count, order(layout, rank, count)
 
 
-def test_codes_are_the_order():
+def test_turns_are_the_order():
     for layout, rank, count, passes in every():
-        mine = stages_of_rank(layout, rank)
-        found = [(mine[code // len(NAMES)], NAMES[code % len(NAMES)]) for code in codes(layout, rank, count)]
-        assert [(stage, name[-1]) for stage, name in found] == [(stage, kind) for kind, stage, _ in passes]
-        for (_, name), (kind, _, number) in zip(found, passes, strict=True):
-            if kind in "BW":
-                assert name.startswith(("first ", "only ")) == (number == 0)
-                assert name.startswith(("last ", "only ")) == (number == count - 1)
-            assert (name == "first F") == (kind == "F" and number == 0)
+        mine, (different, numbers) = stages_of_rank(layout, rank), turns(layout, rank, count)
+        assert len(set(different)) == len(different)
+        assert [different[number] for number in numbers] == [
+            (mine.index(stage), kind, kind != "I" and number == 0, kind in "BW" and number == count - 1)
+            for kind, stage, number in passes
+        ]
 
 
 def test_states_are_those_of_every_backward_pass():
@@ -45,7 +42,7 @@ def walked(passes, place, count, frees):
             continue
         some = tuple(sorted(each for each, number in done.items() if 0 < number < count))
         whole = tuple(sorted(each for each, number in done.items() if number == count))
-        yield Held(tuple(sorted(there)), some, whole)
+        yield tuple(sorted(there)), some, whole
         done[mine] += kind != "I"
         if frees or done[mine] == count:
             there.discard(mine)
@@ -53,7 +50,7 @@ def walked(passes, place, count, frees):
 
 def test_gathers_are_counted_pass_by_pass():
     for layout, rank, count, passes in every():
-        found = _gathers(layout.schedule, layout.pipeline, layout.virtual_stages or 1, rank, count)
+        found = gathers(layout, rank, count)
         for stage in stages_of_rank(layout, rank):
             kinds = [kind for kind, number, _ in passes if number == stage and (kind != "I" or stage > 0)]
             for block in (True, False):
