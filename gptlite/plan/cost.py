@@ -14,7 +14,7 @@ from gptlite.plan.config import ClusterConfig
 from gptlite.plan.hardware import Device, Links, device_of, ranks_on_node, waiting_for_cores
 from gptlite.plan.memory import most
 from gptlite.plan.offload import moved
-from gptlite.plan.parameters import Alike, cut, num_blocks, stages
+from gptlite.plan.parameters import Alike, Cut, cut, num_blocks, stages
 from gptlite.plan.profile import Op, Segment, plain_profile
 from gptlite.plan.timeline import pipeline_seconds
 from gptlite.plan.traffic import message_bytes, outside_layers, reductions
@@ -35,7 +35,7 @@ def predict(work: Workload, cluster: ClusterConfig, memory: tuple[int, RankBytes
 
 def stage_seconds(work: Workload, cluster: ClusterConfig) -> tuple[list[float], list[float], float]:
     """Seconds of a micro-batch's forward and backward pass in each stage, and of a message: what a timeline takes."""
-    there, back = _stages(work, Costs(cluster).ranks(work))
+    there, back = _stages(Costs(cluster).ranks(work, cut(work)), cut(work))
     return there, back, _message(work, cluster)
 
 
@@ -132,15 +132,17 @@ class Costs:
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
+        self._devices: dict[object, Device] = {}
         self._models: dict[object, tuple[Part, Part, Part]] = {}
         self._insides: dict[object, _Inside] = {}
         self._outsides: dict[object, _Outside] = {}
 
     def predict(self, work: Workload, memory: tuple[int, RankBytes]) -> Prediction:
         """The step of a layout, whose fullest rank and what it takes is `memory`."""
-        world, count, pipeline, ranks = work.layout.world_size, work.micro_batches, cut(work), self.ranks(work)
+        world, count, pipeline = work.layout.world_size, work.micro_batches, cut(work)
+        ranks = self.ranks(work, pipeline)
         slowest = max(ranks.values(), key=lambda its: its.passes.forward + its.passes.backward)
-        there, back = _stages(work, ranks)
+        there, back = _stages(ranks, pipeline)
         busy = [sum([there[stage] + back[stage] for stage in held]) for held in pipeline.stages]
         whole = pipeline_seconds(work.parallelism, count, there, back, busy, _message(work, self.cluster))
         # Ranks that take turns on a core compute in each other's bubbles; a sum over some waits until all had theirs.
@@ -168,16 +170,19 @@ class Costs:
             memory_rank=rank,
         )
 
-    def ranks(self, work: Workload) -> dict[Alike, _Rank]:
+    def ranks(self, work: Workload, pipeline: Cut) -> dict[Alike, _Rank]:
         """A pipeline rank of each kind."""
         config, layout = work.parallelism, work.layout
-        device, links = device_of(self.cluster, work.dtype, layout.world_size), Links(self.cluster, layout)
+        links, hardware = Links(self.cluster, layout), (work.dtype, layout.world_size)
+        if hardware not in self._devices:
+            self._devices[hardware] = device_of(self.cluster, *hardware)
+        device = self._devices[hardware]
         degrees = layout.size("tp"), layout.context, layout.size("pp") == 1, config.sequence
         model = *degrees, config.activation_checkpointing, work.micro_batch_size, work.sharded
         if model not in self._models:
             self._models[model] = model_seconds(work, device, links)
         split, found = splits_backward(config), {}
-        for kind, rank in cut(work).first.items():
+        for kind, rank in pipeline.first.items():
             inside = *model, work.micro_batches, split, sum(kind[0]), *kind[1:]
             if inside not in self._insides:
                 self._insides[inside] = self._inside(work, device, rank, self._models[model])
@@ -293,9 +298,8 @@ def _sent(segment: Segment, axis: str, links: Links) -> float:
     return sum(links.seconds(Transfer(axis, each.kind, each.ranks, round(each.payload), 1, "")) for each in mine)
 
 
-def _stages(work: Workload, ranks: dict[Alike, _Rank]) -> tuple[list[float], list[float]]:
+def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list[float]]:
     """Seconds of a micro-batch's forward and backward pass in each stage: its share of its rank's, by layers."""
-    pipeline = cut(work)
     there, back = [0.0] * len(pipeline.layers), [0.0] * len(pipeline.layers)
     for kind, held in zip(pipeline.kinds, pipeline.stages, strict=True):
         its = ranks[kind]

@@ -9,7 +9,7 @@ at the same time.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gptlite.errors import ConfigError
 from gptlite.parallelism.axes import WORLD
@@ -124,11 +124,16 @@ class Links:
 
     cluster: ClusterConfig
     layout: Layout
+    groups: dict[str, Group] = field(default_factory=dict)  # those that have been asked for
 
     def group(self, axis: str) -> Group:
         """The ranks of an axis, or of the world, as they lie on nodes."""
-        node = ranks_on_node(self.cluster, self.layout.world_size)
-        its = self.layout
+        if axis not in self.groups:
+            self.groups[axis] = self._group(axis)
+        return self.groups[axis]
+
+    def _group(self, axis: str) -> Group:
+        its, node = self.layout, ranks_on_node(self.cluster, self.layout.world_size)
         ranks, stride = (its.world_size, 1) if axis == WORLD else (its.size(axis), its.stride(axis))
         inside = min(ranks, max(1, node // stride))
         return Group(ranks, inside, -(-ranks // inside))

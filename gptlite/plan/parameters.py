@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -183,6 +184,7 @@ def cut(work: Workload) -> Cut:
     return Cut(layers, held, kinds, {kind: kinds.index(kind) for kind in kinds})
 
 
-def shard_elements(parameters: Iterable[Parameter], shards: int) -> int:
+@lru_cache
+def shard_elements(parameters: tuple[Parameter, ...], shards: int) -> int:
     """Elements of a shard of each parameter, as long as the longest."""
     return sum(parameter.shard(shards) for parameter in parameters)

@@ -30,9 +30,9 @@ def too_large(work: Workload, memory: RankBytes, cluster: ClusterConfig, world: 
     )
 
 
-def least_too_large(work: Workload, cluster: ClusterConfig, world: int) -> str:
-    """As `too_large`, of the least that a layout can take. Quick, so that the exact count is spared what cannot fit."""
-    state = least_bytes(work)
+def least_too_large(work: Workload, state: float, cluster: ClusterConfig, world: int) -> str:
+    """As `too_large`, of the least that a layout can take, of which `state` is `least_bytes`. Quick, so that the exact
+    count is spared what cannot fit."""
     host = _state_bytes(work, copies=2) if work.on_host else 0.0  # parameters, gradients and the optimizer's state
     return (
         _on_device(state, cluster, world, "model state alone")

@@ -149,7 +149,7 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
             least, thriftiest = bound, []
         if bound == least:  # of the state's mean over the ranks: what a rank takes differs by ten times
             thriftiest.append(work)
-        if too_much := least_too_large(work, cluster, world):
+        if too_much := least_too_large(work, bound, cluster, world):
             found.prune("does not fit", too_much)
             continue
         timed.append(Candidate(work, costs.predict(work, UNKNOWN)))
