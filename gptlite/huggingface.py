@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from gptlite.checkpoint.find import find_checkpoint
 from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, read_json, write_weights
 from gptlite.checkpoint.load import load_tensors, not_finite, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
-from gptlite.checkpoint.safetensors import Slot
 from gptlite.config import Config, from_yaml, hydra_value, load, override_value, to_yaml
 from gptlite.data.config import DataConfig, TextConfig
 from gptlite.data.export_tokenizer import tokenizer_files
@@ -90,72 +90,63 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
         with store.staged(target) as folder:
             _write_json(folder, step, adapter, model, dtype, log)
-            size = _write_tensors(folder, step, list(adapter.weights(model)), dtype, max_shard_bytes, log)
+            weights = [
+                Stored(weight.name, weight.shape, DTYPES[dtype], partial(_weight, step, weight, log))
+                for weight in adapter.weights(model)
+            ]
+            write_weights(folder, weights, max_shard_bytes, log)
+    size = sum(weight.num_bytes for weight in weights)
     log(f"exported {step} to {target}: {size / 1e6:,.1f} MB of {dtype}, for {adapter.model_class}.from_pretrained")
 
 
 def _write_json(folder: Path, step: Path, adapter: Adapter, model: ModelConfig, dtype: str, log: Log) -> None:
     """config.json, generation_config.json, and the tokenizer's files: as they are, and for AutoTokenizer if it can.
 
-    Of an imported checkpoint they are those of its source.
+    Of an imported checkpoint they are those of its source, but for config.json's dtype and class.
     """
-    if kept := [name for name in read_manifest(step).files if name.startswith(f"{KEPT}/")]:
-        _give_back(folder, step, kept, adapter.model_class, dtype)
+    dtype_name, held = str(DTYPES[dtype]).removeprefix("torch."), read_manifest(step).files
+    kept = {name.removeprefix(f"{KEPT}/"): read_file(step, name) for name in held if name.startswith(f"{KEPT}/")}
+    if kept:
+        config = json.loads(kept["config.json"])
+        config["architectures"] = [adapter.model_class]
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype_name
+        _write_files(folder, kept | {"config.json": _json(config)})
         return
-    files = [name for name in read_manifest(step).files if name.startswith("tokenizer/")]
+    files = {name: read_file(step, name) for name in held if name.startswith("tokenizer/")}
     tokenizer = load_tokenizer(step / "tokenizer") if files else None
     eod = tokenizer.eod if tokenizer is not None else None
-    texts = {"config.json": adapter.to_json(model, str(DTYPES[dtype]).removeprefix("torch."), eod)}
+    _write_files(folder, {"config.json": _json(adapter.to_json(model, dtype_name, eod))})
     if eod is not None:
-        texts["generation_config.json"] = {"bos_token_id": eod, "eos_token_id": eod}
-    for name, content in texts.items():
-        write_synced(folder / name, json.dumps(content, indent=2) + "\n")
+        _write_files(folder, {"generation_config.json": _json({"bos_token_id": eod, "eos_token_id": eod})})
     if isinstance(tokenizer, SentencePieceTokenizer):
         try:
-            for name, text in tokenizer_files(tokenizer).items():
-                write_synced(folder / name, text)
+            _write_files(folder, tokenizer_files(tokenizer))
         except ConfigError as error:  # the weights are worth having without it
             log(f"no tokenizer for AutoTokenizer: {error}")
-    for name in files:
-        path = folder / TOKENIZER / name.removeprefix("tokenizer/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_synced(path, read_file(step, name))
+    _write_files(folder / TOKENIZER, {name.removeprefix("tokenizer/"): content for name, content in files.items()})
 
 
-def _give_back(folder: Path, step: Path, kept: list[str], model_class: str, dtype: str) -> None:
-    """The files that an import has kept. config.json's dtype and class are the export's."""
-    for name in kept:
-        content = read_file(step, name)
-        if (short := name.removeprefix(f"{KEPT}/")) == "config.json":
-            config = json.loads(content)
-            key = "dtype" if "dtype" in config else "torch_dtype"
-            config |= {"architectures": [model_class], key: str(DTYPES[dtype]).removeprefix("torch.")}
-            content = (json.dumps(config, indent=2) + "\n").encode()
-        (folder / short).parent.mkdir(exist_ok=True)
-        write_synced(folder / short, content)
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
 
 
-def _write_tensors(
-    folder: Path, step: Path, weights: Sequence[Weight], dtype: str, max_shard_bytes: int, log: Log
-) -> int:
-    """The weights; their size in bytes."""
-    stored = read_manifest(step).tensors
-    by_name = {weight.name: weight for weight in weights}
+def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_synced(folder / name, content)
 
-    def read(slot: Slot) -> Tensor:
-        weight = by_name[slot.name]
-        if weight.ours is None:
-            return torch.zeros(weight.shape)
-        key = f"model.{weight.ours}"
-        ours = torch.empty(weight.our_shape, dtype=getattr(torch, stored.get(key, {}).get("dtype", "float32")))
-        load_tensors(step, {key: ours}, strict=False, verified=True, log=log)
-        if problem := not_finite(ours):
-            raise ConfigError(f"{step}: {key} {problem}; export a checkpoint from before")
-        return weight.view(ours)
 
-    slots = [Slot(weight.name, weight.shape, DTYPES[dtype]) for weight in weights]
-    write_weights(folder, slots, read, max_shard_bytes, log)
-    return sum(slot.num_bytes for slot in slots)
+def _weight(step: Path, weight: Weight, log: Log) -> Tensor:
+    """A tensor of a checkpoint in the form that it has there. Raises ConfigError for one that is not finite."""
+    if weight.ours is None:
+        return torch.zeros(weight.shape)
+    key = f"model.{weight.ours}"
+    stored = read_manifest(step).tensors.get(key, {})
+    ours = torch.empty(weight.our_shape, dtype=getattr(torch, stored.get("dtype", "float32")))
+    load_tensors(step, {key: ours}, strict=False, verified=True, log=log)
+    if problem := not_finite(ours):
+        raise ConfigError(f"{step}: {key} {problem}; export a checkpoint from before")
+    return weight.view(ours)
 
 
 def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Log = print) -> Path:

@@ -1,79 +1,119 @@
-"""The weights in a Hugging Face folder: one safetensors file, several with an index, or an older pickle."""
+"""The weights in a Hugging Face folder: one safetensors file, several with an index, or an older pickle.
+
+The safetensors package wants all tensors at once to write a file; here no more than one is held. The format is eight
+bytes, little-endian, with the length of a JSON header; the header, `{name: {"dtype", "shape", "data_offsets": [begin,
+end]}}`; and the data, row by row and little-endian, offsets counted from its first byte.
+"""
 
 import json
+import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gptlite.checkpoint.safetensors import SafetensorsFile, Slot, write
 from gptlite.errors import ConfigError
 from gptlite.files import write_synced
 from gptlite.progress import Log, Progress
 
 SINGLE, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+BLOCK_BYTES = 1 << 24  # converted and written at a time
+MOST_HEADER_BYTES = 100_000_000  # the package's own limit
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that lies in a folder: its full name there, and how to read it."""
+    """A tensor that lies in a folder or is to: its full name there, and how to read it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
 
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        return prod(self.shape) * self.dtype.itemsize
 
-def write_weights(
-    folder: Path, slots: Sequence[Slot], read: Callable[[Slot], Tensor], max_shard_bytes: int, log: Log
-) -> None:
+
+def write_weights(folder: Path, tensors: Sequence[Stored], max_shard_bytes: int, log: Log) -> None:
     """Writes tensors into one file, or into several with an index where they are more than `max_shard_bytes`.
 
-    Raises what `safetensors.write` does.
+    Each is asked for when its turn comes, and let go: `read` gives one of any shape, strides and floating dtype whose
+    elements, row by row, are those to store. Raises ConfigError where a number becomes infinite by conversion, OSError
+    for a full disk.
     """
-    progress = Progress("export", sum(slot.num_bytes for slot in slots), log)
-    shards = list(_shards(slots, max_shard_bytes))
+    progress = Progress("export", sum(each.num_bytes for each in tensors), log)
+    shards: list[list[Stored]] = [[]]
+    size = 0
+    for each in tensors:  # in order, each shard as full as may be; a larger tensor has one to itself
+        if shards[-1] and size + each.num_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(each)
+        size += each.num_bytes
     if len(shards) == 1:
-        write(folder / SINGLE, slots, read, progress)
+        _write(folder / SINGLE, tensors, progress)
         return
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write(folder / name, shard, read, progress)
-        where |= {slot.name: name for slot in shard}
-    index = {"metadata": {"total_size": sum(slot.num_bytes for slot in slots)}, "weight_map": where}
+        _write(folder / name, shard, progress)
+        where |= {each.name: name for each in shard}
+    index = {"metadata": {"total_size": sum(each.num_bytes for each in tensors)}, "weight_map": where}
     write_synced(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
-def _shards(slots: Sequence[Slot], limit: int) -> Iterator[list[Slot]]:
-    """In order, each as full as may be; a larger tensor has one to itself."""
-    shard: list[Slot] = []
-    size = 0
-    for slot in slots:
-        if shard and size + slot.num_bytes > limit:
-            yield shard
-            shard, size = [], 0
-        shard.append(slot)
-        size += slot.num_bytes
-    yield shard
+def _write(path: Path, tensors: Sequence[Stored], progress: Progress) -> None:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for each in tensors:
+        offsets = [end, end := end + each.num_bytes]
+        header[each.name] = {"dtype": names[each.dtype], "shape": list(each.shape), "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for each in tensors:
+            _write_tensor(file, each, progress)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_tensor(file: BinaryIO, stored: Stored, progress: Progress) -> None:
+    tensor = torch.atleast_1d(stored.read())
+    rows = max(1, BLOCK_BYTES // max(1, tensor[:1].numel() * tensor.element_size()))
+    for block in tensor.split(rows):
+        converted = block.to(stored.dtype)
+        if (converted.isinf() & block.isfinite()).any():
+            raise ConfigError(f"{stored.name} holds numbers too large for {stored.dtype}; take another dtype")
+        data = converted.contiguous().reshape(-1).view(torch.uint8)
+        file.write(data.numpy())  # type: ignore[arg-type]
+        progress.add(len(data))
 
 
 def open_weights(folder: Path, canonical: Callable[[str], str | None]) -> dict[str, Stored]:
-    """What is stored in a folder, by canonical name; what has none is left out.
+    """The tensors stored in a folder, by canonical name; those without one are left out.
 
     Raises ConfigError, naming the file, for one that is missing or damaged, or for a name that is there twice.
     """
-    if (folder / SINGLE).is_file():
-        stored = _of_file(folder / SINGLE)
-    elif (folder / INDEX).is_file():
-        stored = _of_index(folder)
-    elif (folder / PICKLE).is_file():
-        stored = _of_pickle(folder / PICKLE)
+    readers = {SINGLE: _of_file, INDEX: _of_index, PICKLE: _of_pickle}
+    for name, reader in readers.items():
+        if (folder / name).is_file():
+            stored = reader(folder / name)
+            break
     else:
         raise ConfigError(f"{folder} holds no {SINGLE}, {INDEX} or {PICKLE}; give a folder that save_pretrained wrote")
     weights: dict[str, Stored] = {}
@@ -87,21 +127,53 @@ def open_weights(folder: Path, canonical: Callable[[str], str | None]) -> dict[s
 
 
 def _of_file(path: Path) -> dict[str, Stored]:
-    file = SafetensorsFile(path)
-    return {name: Stored(name, slot.shape, slot.dtype, partial(file.read, name)) for name, slot in file.slots.items()}
+    """The tensors of a safetensors file, which stay on the disk until they are read."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size - 8 - length
+            if size < 0 or length > MOST_HEADER_BYTES:
+                raise ValueError("it ends within its header")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        found = {name: _entry(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} is no safetensors file, or a damaged one: {error}; fetch it again") from None
+    if sum(each.num_bytes for each in found.values()) != size:
+        raise ConfigError(f"{path} has {size} bytes of data, its header says otherwise; fetch it again")
+    return found
 
 
-def _of_index(folder: Path) -> dict[str, Stored]:
-    path = folder / INDEX
-    content = read_json(path)
-    where = content.get("weight_map")
+def _entry(path: Path, name: str, entry: dict[str, Any], data: int, size: int) -> Stored:
+    """A tensor by its entry in the header. Raises ValueError, among others, for one that cannot be."""
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"{name} is of dtype {entry['dtype']}")
+    dtype = DTYPES[entry["dtype"]]
+
+    def read() -> Tensor:
+        content = np.fromfile(path, np.uint8, end - begin, offset=data + begin)
+        if len(content) != end - begin:
+            raise ConfigError(f"{path} ends within {name}; fetch it again")
+        return torch.from_numpy(content).view(dtype).reshape(shape)
+
+    stored = Stored(name, shape, dtype, read)
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin)) or end - begin != stored.num_bytes or end > size:
+        raise ValueError(f"{name} has no place in it")
+    return stored
+
+
+def _of_index(path: Path) -> dict[str, Stored]:
+    where = read_json(path).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise ConfigError(f"{path} has no weight_map from names to files; fetch it again")
     files: dict[str, dict[str, Stored]] = {}
     for file in sorted(set(where.values())):
         if Path(file).name != file:  # no file outside of the folder
             raise ConfigError(f"{path}: {file} is no name of a file beside it; fetch it again")
-        files[file] = _of_file(folder / file)
+        files[file] = _of_file(path.with_name(file))
     for name, file in where.items():
         if name not in files[file]:
             raise ConfigError(f"{path}: {name} is not in {file}; fetch both again")
@@ -118,14 +190,11 @@ def _of_pickle(path: Path) -> dict[str, Stored]:
         if isinstance(error, pickle.UnpicklingError):
             reason = "it holds something else, which is not unpickled; save its state dict with save_pretrained"
         raise ConfigError(f"{path} cannot be read as a state dict of tensors: {reason}") from None
-    if not isinstance(content, dict) or not all(_is_plain(value) for value in content.values()):
+    plain = isinstance(content, dict) and all(isinstance(each, Tensor) for each in content.values())
+    if not plain or any(each.layout is not torch.strided for each in content.values()):
         raise ConfigError(f"{path} is not a state dict of tensors")
     state: dict[str, Tensor] = content
     return {name: Stored(name, tuple(v.shape), v.dtype, partial(state.__getitem__, name)) for name, v in state.items()}
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def read_json(path: Path) -> dict[str, Any]:

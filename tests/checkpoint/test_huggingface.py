@@ -120,7 +120,7 @@ def test_one_tensor_is_in_memory_at_a_time(save, tmp_path, monkeypatch):
 def test_a_matrix_is_written_in_pieces(save, tmp_path, monkeypatch):
     step, _ = save()
     export(step, tmp_path / "whole")
-    monkeypatch.setattr("gptlite.checkpoint.safetensors.BLOCK_BYTES", 700)
+    monkeypatch.setattr("gptlite.checkpoint.huggingface.BLOCK_BYTES", 700)
     export(step, tmp_path / "pieces")
     assert snapshot(tmp_path / "whole") == snapshot(tmp_path / "pieces")
 
@@ -156,7 +156,7 @@ def test_a_full_disk_and_a_damaged_checkpoint_leave_nothing(save, tmp_path, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("gptlite.checkpoint.huggingface.write", full)
+        patch.setattr("gptlite.checkpoint.huggingface._write", full)
         with pytest.raises(ConfigError, match="no space left on device; give another folder"):
             export(step, tmp_path / "out")
     payload = next((step / "data").glob("*.distcp"))
