@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Collection
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,17 @@ def this_machine(
     """
     if cluster.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"cluster.device={cluster.device} is none of auto, cpu, cuda")
-    _check_numbers("cluster", cluster)
+    _check_numbers("cluster", asdict(cluster))
     if cluster.name != "local":
         return replace(cluster, nodes=cluster.nodes or 1, devices_per_node=cluster.devices_per_node or cpu_cores())
     measured = read_calibration(calibration.expanduser())
     if measured is None:
         log(f"cluster=local has not been measured; for better predictions: {command('plan')} calibrate (a minute)")
         measured = assumed()
+        if not measured.peak_tflops:
+            raise ConfigError(f"nothing is known of {fingerprint()}; measure it once with {command('plan')} calibrate")
     return replace(
-        _with_given(measured, cluster, given),
+        _cluster(_with_given(asdict(measured), asdict(cluster), asdict(ClusterConfig()), given)),
         name="local",
         device=measured.device,
         nodes=cluster.nodes or 1,
@@ -52,32 +54,29 @@ def this_machine(
     )
 
 
-def _check_numbers(key: str, values: Any) -> None:
+def _check_numbers(key: str, values: dict[str, Any]) -> None:
     """All are above 0, but for those that may be 0."""
-    if not isinstance(values, dict):
-        values = {each.name: getattr(values, each.name) for each in fields(values)}
     for name, value in values.items():
-        if isinstance(value, dict | LinkConfig):
+        if isinstance(value, dict):
             _check_numbers(f"{key}.{name}", value)
         elif isinstance(value, int | float) and not (value > 0 or (value == 0 and name in MAY_BE_ZERO)):
             raise ConfigError(f"{key}.{name}={value:g} must be {'at least' if name in MAY_BE_ZERO else 'above'} 0")
 
 
-def _with_given(measured: Any, cluster: Any, given: Collection[str]) -> Any:
-    """What was measured, with those values of `cluster` that are not a fresh one's, or whose keys are given."""
-    plain = type(cluster)()
-    changed: dict[str, Any] = {}
-    for name in (each.name for each in fields(cluster)):
-        value, found = getattr(cluster, name), getattr(measured, name)
-        inside = [key.removeprefix(f"{name}.") for key in given if key.startswith(f"{name}.")]
-        if value == getattr(plain, name) and name not in given and not inside:
-            continue
-        if isinstance(value, LinkConfig):
-            value = _with_given(found, value, inside)
-        elif isinstance(value, dict):
-            value = found | value
-        changed[name] = value
-    return replace(measured, **changed)
+def _with_given(measured: Any, wanted: Any, plain: Any, given: Collection[str], key: str = "") -> Any:
+    """What was measured, with those values of `wanted` that are not the plain ones, or whose keys are given."""
+    if isinstance(wanted, dict):
+        found, fresh = measured or {}, plain or {}
+        return found | {
+            name: _with_given(found.get(name), value, fresh.get(name), given, f"{key}.{name}".lstrip("."))
+            for name, value in wanted.items()
+        }
+    return wanted if wanted != plain or key in given else measured
+
+
+def _cluster(values: dict[str, Any]) -> ClusterConfig:
+    """A cluster from what `asdict` made of it."""
+    return ClusterConfig(**values | {key: LinkConfig(**values[key]) for key in ("intra", "inter")})
 
 
 def read_calibration(file: Path) -> ClusterConfig | None:
@@ -88,9 +87,8 @@ def read_calibration(file: Path) -> ClusterConfig | None:
         return None
     try:
         raw: dict[str, Any] = safe_load(file.read_text(encoding="utf-8"))
-        intra, inter = (LinkConfig(**raw.pop(key)) for key in ("intra", "inter"))
         machine = raw.pop("machine")
-        found = ClusterConfig(**raw, intra=intra, inter=inter)
+        found = _cluster(raw)
     except (OSError, YAMLError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: {error}; delete it, or run {command('plan')} calibrate again") from error
     return found if machine == fingerprint() else None
@@ -119,10 +117,11 @@ def assumed() -> ClusterConfig:
     import torch
 
     if gpus := torch.cuda.device_count():
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        host = physical_gib()
         return ClusterConfig(
-            device="cuda", devices_per_node=gpus, memory_gib=memory, host_memory_gib=host, peak_tflops=gpu_peaks()
+            devices_per_node=gpus,
+            memory_gib=torch.cuda.get_device_properties(0).total_memory / 2**30,
+            host_memory_gib=physical_gib(),
+            peak_tflops=gpu_peaks(),
         )
     cores, flags = cpu_cores(), cpu_flags()
     peaks = {"fp32": CORE_FP32_TFLOPS * cores}
@@ -151,15 +150,11 @@ def cpu_cores() -> int:
 
 
 def gpu_peaks() -> dict[str, float]:
-    """TFLOP/s by dtype of the first GPU here, of those that are known. Raises ConfigError where none is."""
+    """TFLOP/s by dtype of the first GPU here, of those that are known."""
     import torch
 
     from gptlite.metrics.devices import peak_flops
 
     name = torch.cuda.get_device_name(0)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    peaks = {key: peak_flops(name, dtype) for key, dtype in dtypes.items()}
-    known = {key: peak / 1e12 for key, peak in peaks.items() if peak}
-    if not known:
-        raise ConfigError(f"nothing is known of {name}; measure it once with {command('plan')} calibrate")
-    return known
+    return {key: peak / 1e12 for key, dtype in dtypes.items() if (peak := peak_flops(name, dtype))}
