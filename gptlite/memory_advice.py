@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from itertools import combinations, product
+from typing import Any
 
 import torch
 
@@ -23,14 +24,7 @@ from gptlite.planning import assumed_words, with_planned_vocabulary, workload_of
 from gptlite.precision import resolve_precision
 
 SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Change:
-    """Overrides, and what the fullest rank would take with them."""
-
-    overrides: tuple[str, ...]
-    bytes: int
+Change = dict[str, Any]  # a value for each of some keys
 
 
 def advice_lines(config: Config, world: int) -> list[str]:
@@ -51,18 +45,17 @@ def memory_advice(config: Config, world: int) -> list[str]:
     limit = config.trainer.host_memory_limit
     if limit is not None and here.device == "cpu":
         here = replace(here, memory_gib=limit * world)
-    room, (rank, taken) = rank_memory(here, world), _taken(config, world, here)
-    names = [item.name for item in fields(RankBytes) if item.name != "host"]
-    listed = ", ".join(f"{name} {format_bytes(getattr(taken, name))}" for name in names)
+    rank, taken = _taken(config, world, here)
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(taken).items() if name != "host")
     lines = [f"by the plan rank {rank} takes {format_bytes(taken.total)}: {listed}; and the process itself about "
              f"{here.reserved_gib:g} GiB{assumed_words(config.model, guessed)}"]  # fmt: skip
-    changes = list(_changes(config, world, here))
-    if fitting := _mildest([change for change in changes if change.bytes <= room]):
+    changes = _changes(config, world, here)
+    if fitting := _mildest([each for each in changes if each[1] <= rank_memory(here, world)]):
         return [*lines, f"what would have fitted: {'; '.join(map(_words, fitting))}"]
     if not changes:
         return lines
-    least = min(changes, key=lambda change: change.bytes)
-    return [*lines, f"nothing here would have fitted; the least: {_words(least)}; more ranks cut the model further"]
+    least = _words(min(changes, key=lambda each: each[1]))
+    return [*lines, f"nothing here would have fitted; the least: {least}; more ranks cut the model further"]
 
 
 def _taken(config: Config, world: int, cluster: ClusterConfig) -> tuple[int, RankBytes]:
@@ -72,54 +65,49 @@ def _taken(config: Config, world: int, cluster: ClusterConfig) -> tuple[int, Ran
     return most(replace(work, dtype=policy.name))
 
 
-def _changes(config: Config, world: int, cluster: ClusterConfig) -> Iterator[Change]:
-    """Each single change, then two and three together, of each key the mildest value first."""
-    layout = check_world(config, world)
+def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[Change, int]]:
+    """Each single change, then two and three together, of each key the mildest value first; and what the fullest rank
+    takes with it. Those that are not legal are left out."""
+    layout, its = check_world(config, world), config.parallelism
     micro = workload_of(config, layout, cluster).micro_batch_size
-    offloads = cluster.device != "cpu" and config.parallelism.offload is Offload.none
-    values = {
-        "data.micro_batch_size": [size for size in reversed(divisors(micro)) if size < micro],
-        "parallelism.activation_checkpointing": [
-            mode for mode in (ActivationCheckpointing.selective, ActivationCheckpointing.full)
-            if config.parallelism.activation_checkpointing is ActivationCheckpointing.none
-        ],
-        "parallelism.zero": [
-            stage for stage in (1, 2, 3) if layout.data_size > 1 and stage > config.parallelism.zero
-        ],
-        "parallelism.offload": [Offload.cpu] if offloads else [],
-    }  # fmt: skip
-    keys = [key for key, options in values.items() if options]
-    for number in (1, 2, 3):
-        for chosen in combinations(keys, number):
-            for options in product(*(values[key] for key in chosen)):
-                if change := _change(config, dict(zip(chosen, options, strict=True)), world, cluster):
-                    yield change
+    keeps = its.activation_checkpointing is ActivationCheckpointing.none
+    recomputed = [ActivationCheckpointing.selective, ActivationCheckpointing.full]
+    offloads = cluster.device != "cpu" and its.offload is Offload.none
+    values: dict[str, list[Any]] = {
+        "data.micro_batch_size": divisors(micro)[-2::-1],
+        "parallelism.activation_checkpointing": recomputed * keeps,
+        "parallelism.zero": list(range(its.zero + 1, 4)) * (layout.data_size > 1),
+        "parallelism.offload": [Offload.cpu] * offloads,
+    }
+    changes: list[Change] = [
+        dict(zip(keys, chosen, strict=True))
+        for number in (1, 2, 3)
+        for keys in combinations(values, number)
+        for chosen in product(*(values[key] for key in keys))
+    ]
+    found = []
+    for change in changes:
+        changed = config
+        for key, value in change.items():
+            section, _, name = key.partition(".")
+            changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
+        with suppress(ConfigError):
+            check(changed)
+            found.append((change, _taken(changed, world, cluster)[1].total))
+    return found
 
 
-def _change(config: Config, choice: dict[str, object], world: int, cluster: ClusterConfig) -> Change | None:
-    """None where it is not legal."""
-    changed = config
-    for key, value in choice.items():
-        section, _, name = key.partition(".")
-        changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
-    try:
-        check(changed)
-        taken = _taken(changed, world, cluster)[1]
-    except ConfigError:
-        return None
-    return Change(tuple(f"{key}={getattr(value, 'value', value)}" for key, value in choice.items()), taken.total)
-
-
-def _mildest(fitting: list[Change]) -> list[Change]:
+def _mildest(fitting: list[tuple[Change, int]]) -> list[tuple[Change, int]]:
     """Of each set of keys the first, unless some of its overrides would do; of too few such, others that fit too."""
-    found: dict[frozenset[str], Change] = {}
+    found: dict[frozenset[str], tuple[Change, int]] = {}
     for change in fitting:
-        keys = frozenset(each.partition("=")[0] for each in change.overrides)
-        if keys not in found and not any(set(each.overrides) < set(change.overrides) for each in fitting):
+        keys, its = frozenset(change[0]), change[0].items()
+        if keys not in found and not any(each.items() < its for each, _ in fitting):
             found[keys] = change
     others = (change for change in fitting if change not in found.values())
     return [*found.values(), *others][:SHOWN]
 
 
-def _words(change: Change) -> str:
-    return f"{' '.join(change.overrides)} ({format_bytes(change.bytes)})"
+def _words(change: tuple[Change, int]) -> str:
+    words = " ".join(f"{key}={getattr(value, 'value', value)}" for key, value in change[0].items())
+    return f"{words} ({format_bytes(change[1])})"

@@ -1,30 +1,33 @@
-"""What `gptlite plan` says and draws of a plan."""
+"""The tables, the pictures and the command lines that `gptlite plan` answers with."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from gptlite.config import Config
 from gptlite.files import write_whole
-from gptlite.invocation import arguments
-from gptlite.invocation import command as written
+from gptlite.invocation import arguments, command
+from gptlite.largest import Largest
 from gptlite.metrics.console import banner, format_bytes, format_count, format_duration, table
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import Offload
-from gptlite.parallelism.layout import num_stages
 from gptlite.parallelism.words import layout_words
+from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, stage_seconds
 from gptlite.plan.offload import file_bytes
 from gptlite.plan.parameters import num_parameters
-from gptlite.plan.pictures import draw_plan, draw_timeline, make_folder
-from gptlite.plan.room import MEMORY_ERROR, rank_memory
+from gptlite.plan.pictures import TIME, draw_layouts, draw_timeline, make_folder
+from gptlite.plan.room import GIB, MEMORY_ERROR
 from gptlite.plan.search import ERROR, Candidate, distinct, equal_seconds, equals
-from gptlite.plan.timeline import Timeline, timeline
-from gptlite.planning import Plan, fixed_keys, limited, overrides, train_overrides, vocabulary_of
+from gptlite.plan.timeline import timeline
+from gptlite.plan.workload import Workload
+from gptlite.planning import Plan, fixed_keys, overrides, room, train_overrides, vocabulary_of
 
 WIDTH = 80
 EQUAL = "="  # marks a layout within the planner's error of the fastest
@@ -35,37 +38,54 @@ INDENT = "    "  # of a layout below its figures
 
 def report(plan: Plan, top: int, tokens: float | None = None) -> str:
     """The banner, the table of the `top` layouts and the command that trains the best."""
-    ranked = distinct(plan.found, top)
-    best = plan.best
+    found, work = plan.found, plan.best.work
+    guessed = f" (assumed: {plan.assumed})" * bool(plan.assumed)
     lines = [
-        ("model", f"{_label(plan)}: {format_count(num_parameters(best.work.model))} parameters, "
-                  f"vocabulary of {_vocabulary(plan)}{f' (assumed: {plan.assumed})' * bool(plan.assumed)}"),
-        ("cluster", _cluster_words(plan)),
-        ("batch", f"{best.work.global_batch_size} sequences of {best.work.sequence_length}, {best.work.dtype}"),
-        ("looked at", f"{plan.found.tried:,} layouts; of the fastest {len(plan.found.ranked):,} fit"),
-        *[("", f"{count:,}: {kind}, e.g. {plan.found.examples[kind]}") for kind, count in plan.found.pruned.items()],
-        *[("", f"{plan.found.slower:,}: slower, not asked whether they fit")] * bool(plan.found.slower),
-    ]  # fmt: skip
-    lines += [
-        ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' * (len(equals(plan.found)) > 1)}"),
+        ("model", f"{_label(work)}: {format_count(num_parameters(work.model))} parameters, "
+                  f"vocabulary of {vocabulary_of(work.model)}{guessed}"),
+        ("cluster", _cluster_words(plan.cluster)),
+        ("batch", _batch_words(work)),
+        ("looked at", f"{found.tried:,} layouts; of the fastest {len(found.ranked):,} fit"),
+        *[("", f"{count:,}: {kind}, e.g. {found.examples[kind]}") for kind, count in found.pruned.items()],
+        *[("", f"{found.slower:,}: slower, not asked whether they fit")] * bool(found.slower),
+        ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' * (len(equals(found)) > 1)}"),
         ("memory", _memory_words(plan)),
-    ]
-    if offload := _offload_words(plan):
-        lines.append(("offload", offload))
+        *[("offload", _offload_words(plan))] * (work.parallelism.offload is not Offload.none),
+    ]  # fmt: skip
     if tokens is not None:
         lines.append(("training", _training_words(plan, tokens)))
-    shown = [banner(lines, title="plan", width=WIDTH), *_table(ranked, plan), "", "train the best with", command(plan)]
-    return "\n".join(shown)
+    last = train_command(plan.config, plan.cluster, work)
+    text = [banner(lines, title="plan", width=WIDTH), *_table(plan, top), "", "train the best with", last]
+    return "\n".join(text)
 
 
-def command(plan: Plan) -> str:
-    """The command line that trains the best layout."""
-    words = train_overrides(plan.config.run.overrides, plan.best.work)
-    nodes, each = plan.cluster.nodes or 1, plan.cluster.devices_per_node or 1
-    start = written("train")
+def report_largest(config: Config, cluster: ClusterConfig, found: Sequence[Largest], top: int) -> str:
+    """The banner, the table of the `top` largest models and the command that trains the largest."""
+    work, limit = found[0].work, config.trainer.host_memory_limit
+    held = f"{limit:g} GiB a rank (trainer.host_memory_limit)" if limit else f"{cluster.memory_gib:.3g} GiB"
+    lines = [
+        ("model", f"{_label(work)}: {spec_of(work.model).words(work.model)}"),
+        ("cluster", f"{_cluster_words(cluster, held)}, {cluster.reserved_gib:g} GiB of it for libraries"),
+        ("batch", f"{_batch_words(work)}; recomputation {work.parallelism.activation_checkpointing.value}"),
+    ]
+    headings = ("#", "layout", "layers", "parameters", "memory/rank", "of")
+    rows = [
+        (str(number), layout_words(its.work.parallelism, its.work.layout), str(its.layers),
+         format_count(num_parameters(its.work.model)), format_bytes(its.memory.total), format_bytes(its.room))
+        for number, its in enumerate(found[:top], 1)
+    ]  # fmt: skip
+    text = table(headings, rows, right="# layers parameters memory/rank of", indent="")
+    last = train_command(config, cluster, work, found[0].override)
+    return "\n".join([banner(lines, title="largest model"), *text, "", "train the largest with", last])
+
+
+def train_command(config: Config, cluster: ClusterConfig, work: Workload, *more: str) -> str:
+    """The command line that trains a layout, with the overrides `more`."""
+    nodes, start = cluster.nodes or 1, command("train")
     if nodes > 1:
-        start = f"torchrun --nnodes={nodes} --nproc-per-node={each} [--rdzv-...] {shlex.join(arguments('train'))}"
-    return f"{start} {shlex.join(words)}"
+        each = f"--nnodes={nodes} --nproc-per-node={cluster.devices_per_node or 1} [--rdzv-...]"
+        start = f"torchrun {each} {shlex.join(arguments('train'))}"
+    return f"{start} {shlex.join(train_overrides(config.run.overrides, work, *more))}"
 
 
 def simulated(plan: Plan) -> str:
@@ -75,11 +95,10 @@ def simulated(plan: Plan) -> str:
     work, pp_rank = plan.best.work, plan.best.prediction.memory_rank
     rank = pp_rank * (work.layout.world_size // work.layout.size("pp"))
     print(f"simulating rank {rank}: seconds, or a minute for a hundred layers", flush=True)
-    result = simulate(work, rank)
-    parts = ", ".join(f"{key} {format_bytes(value)}" for key, value in asdict(result.peak).items())
-    sent: dict[str, int] = {}
+    result, sent = simulate(work, rank), Counter[str]()
     for transfer in result.transfers:
-        sent[transfer.axis] = sent.get(transfer.axis, 0) + transfer.wire_bytes
+        sent[transfer.axis] += transfer.wire_bytes
+    parts = ", ".join(f"{key} {format_bytes(value)}" for key, value in asdict(result.peak).items())
     lines = [
         ("memory", f"{format_bytes(result.peak.total)} at most: {parts}"),
         ("sent a step", ", ".join(f"{axis} {format_bytes(size)}" for axis, size in sent.items()) or "nothing"),
@@ -91,68 +110,92 @@ def simulated(plan: Plan) -> str:
 def write(plan: Plan, folder: Path, top: int) -> list[Path]:
     """plan.png, timeline.png where the best has a pipeline, and plan.json. Raises ConfigError for a bad folder."""
     make_folder(folder)
-    ranked = distinct(plan.found, top)
-    limit = _limit(plan)
-    title = f"{_label(plan)} on {_cluster_words(plan)}"
-    notes = [_equal_words(plan), f"memory of the first: {_memory_words(plan)}"]
-    names = [_short(each) for each in ranked]
-    files = [draw_plan(ranked, names, limit, equal_seconds(plan.found), title, notes, folder / "plan.png")]
-    if plan.best.work.parallelism.pipeline > 1:
-        files.append(draw_timeline(best_timeline(plan), f"{title}: {_short(plan.best)}", folder / "timeline.png"))
-    rows = [
-        {
-            "overrides": overrides(each.work),
-            "layout": _words(each),
-            "prediction": asdict(each.prediction),
-            "equal": each.prediction.step_seconds <= equal_seconds(plan.found),
-        }
-        for each in ranked
-    ]
-    vocabulary = {"vocabulary": _vocabulary(plan), "vocabulary_assumed": plan.assumed or None}
-    uncertain = {"error": ERROR, "equal": len(equals(plan.found)), "memory_limit": limit}
+    ranked, equal, work = distinct(plan.found, top), equal_seconds(plan.found), plan.best.work
+    title = f"{_label(work)} on {_cluster_words(plan.cluster)}"
+    predictions = [each.prediction for each in ranked]
+    draw_layouts(
+        folder / "plan.png",
+        title,
+        names=[_name(each) for each in ranked],
+        lengths={part: [getattr(each, f"{part}_seconds") for each in predictions] for part in TIME},
+        label="seconds a step, predicted; shaded: equal to the first within the planner's error",
+        words=[
+            f"{each.tokens_per_second:,.0f} tok/s{'' if each.mfu is None else f', MFU {each.mfu:.0%}'}"
+            for each in predictions
+        ],
+        memory=[each.memory for each in predictions],
+        room=[room(plan.config, plan.cluster, each.work) for each in ranked],
+        shaded=(predictions[0].step_seconds, equal),
+        notes=[_equal_words(plan), f"memory of the first: {_memory_words(plan)}"],
+    )
+    files = [folder / "plan.png"]
+    if work.parallelism.pipeline > 1:
+        files.append(folder / "timeline.png")
+        passes = timeline(work.parallelism, work.micro_batches, *stage_seconds(work, plan.cluster))
+        draw_timeline(passes, f"{title}: {_name(plan.best)}", files[-1])
     whole = {
         "cluster": asdict(plan.cluster),
-        **vocabulary,
-        **uncertain,
+        "vocabulary": vocabulary_of(work.model),
+        "vocabulary_assumed": plan.assumed or None,
+        "error": ERROR,
+        "equal": len(equals(plan.found)),
+        "memory_limit": room(plan.config, plan.cluster, work),
         "pruned": dict(plan.found.pruned),
-        "layouts": rows,
+        "layouts": [
+            {
+                "overrides": overrides(each.work),
+                "layout": layout_words(each.work.parallelism, each.work.layout),
+                "prediction": asdict(each.prediction),
+                "equal": each.prediction.step_seconds <= equal,
+            }
+            for each in ranked
+        ],
     }
-    text = json.dumps(whole, indent=2)
-    write_whole(folder / "plan.json", text + "\n")
-    return [*files, folder / "plan.json"]
+    files.append(folder / "plan.json")
+    write_whole(files[-1], json.dumps(whole, indent=2) + "\n")
+    return files
 
 
-def best_timeline(plan: Plan) -> Timeline:
-    """The passes of the best layout's pipeline, as the cost model times them."""
-    work = plan.best.work
-    forward, backward, message = stage_seconds(work, plan.cluster)
-    assert len(forward) == num_stages(work.parallelism)
-    return timeline(work.parallelism, work.micro_batches, forward, backward, message)
+def write_largest(cluster: ClusterConfig, found: Sequence[Largest], folder: Path, top: int) -> Path:
+    """The table's rows as a picture, largest.png. Raises ConfigError for a bad folder."""
+    make_folder(folder)
+    shown, nodes = found[:top], cluster.nodes or 1
+    draw_layouts(
+        folder / "largest.png",
+        f"The most layers of {_label(found[0].work)}'s width that fit {cluster.name}, {nodes} node{'s' * (nodes > 1)}",
+        names=[layout_words(each.work.parallelism, each.work.layout) for each in shown],
+        lengths={"layers": [each.layers for each in shown]},
+        label="layers, the most that fit",
+        words=[f"{each.layers}: {format_count(num_parameters(each.work.model))} parameters" for each in shown],
+        memory=[each.memory for each in shown],
+        room=[each.room for each in shown],
+    )
+    return folder / "largest.png"
 
 
-def _table(ranked: list[Candidate], plan: Plan) -> Iterator[str]:
+def _table(plan: Plan, top: int) -> Iterator[str]:
     """Two lines or more a layout: its figures, then the layout in words."""
-    rows = [_row(number, each, equal_seconds(plan.found)) for number, each in enumerate(ranked, 1)]
+    ranked, equal = distinct(plan.found, top), equal_seconds(plan.found)
+    rows = [_row(number, each, each.prediction.step_seconds <= equal) for number, each in enumerate(ranked, 1)]
     header, *figures = table(HEADINGS, rows, right=RIGHT, indent="")
     yield header
     for line, each in zip(figures, ranked, strict=True):
+        words = layout_words(each.work.parallelism, each.work.layout)
         yield line
-        yield textwrap.fill(
-            _words(each), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False
-        )
+        yield textwrap.fill(words, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False)
 
 
-def _row(number: int, each: Candidate, equal: float) -> tuple[str, ...]:
+def _row(number: int, each: Candidate, equal: bool) -> tuple[str, ...]:
     its = each.prediction
     return (
         str(number),
-        EQUAL if its.step_seconds <= equal else "",
+        EQUAL * equal,
         f"{its.step_seconds:.3g}",
         format_count(its.tokens_per_second),
         "n/a" if its.mfu is None else f"{its.mfu:.1%}",
         f"{its.communication_seconds / its.step_seconds:.0%}",
         f"{its.bubble_seconds / its.step_seconds:.0%}",
-        f"{its.memory.total / 2**30:.1f}",
+        f"{its.memory.total / GIB:.1f}",
         str(each.work.micro_batch_size),
         each.work.parallelism.activation_checkpointing.value,
     )
@@ -171,54 +214,41 @@ def _equal_words(plan: Plan) -> str:
     )
 
 
-def _limit(plan: Plan) -> float:
-    """Bytes that a rank may take."""
-    world = plan.best.work.layout.world_size
-    return rank_memory(limited(plan.cluster, plan.config, world), world)
-
-
 def _memory_words(plan: Plan) -> str:
     """The pick's memory beside what there is."""
-    total, limit = plan.best.prediction.memory.total, _limit(plan)
+    total, limit = plan.best.prediction.memory.total, room(plan.config, plan.cluster, plan.best.work)
     spare = 1 - total / limit
-    words = f"{total / 2**30:.1f} GiB predicted of {limit / 2**30:.1f} on the fullest rank, {spare:.1%} to spare"
+    words = f"{total / GIB:.1f} GiB predicted of {limit / GIB:.1f} on the fullest rank, {spare:.1%} to spare"
     return f"{words}: less than the {MEMORY_ERROR:.0%} that a prediction may be off" if spare < MEMORY_ERROR else words
 
 
-def _label(plan: Plan) -> str:
-    return spec_of(plan.config.model).label(plan.config.model)
+def _label(work: Workload) -> str:
+    return spec_of(work.model).label(work.model)
 
 
-def _vocabulary(plan: Plan) -> int | None:
-    return vocabulary_of(plan.best.work.model)
-
-
-def _words(each: Candidate) -> str:
-    return layout_words(each.work.parallelism, each.work.layout)
-
-
-def _short(each: Candidate) -> str:
+def _name(each: Candidate) -> str:
     return each.words.replace(" with ", ", ")
 
 
-def _cluster_words(plan: Plan) -> str:
-    cluster = plan.cluster
-    each, nodes = cluster.devices_per_node or 1, cluster.nodes or 1
+def _batch_words(work: Workload) -> str:
+    return f"{work.global_batch_size} sequences of {work.sequence_length}, {work.dtype}"
+
+
+def _cluster_words(cluster: ClusterConfig, memory: str = "") -> str:
     what = "cores" if cluster.device == "cpu" else "GPUs"
-    source = f", measured {cluster.calibrated}" if cluster.calibrated else ""
-    return f"{cluster.name}: {nodes} x {each} {what} of {cluster.memory_gib:.0f} GiB{source}"
+    source = f", measured {cluster.calibrated}" if cluster.calibrated and not memory else ""
+    held = memory or f"{cluster.memory_gib:.0f} GiB"
+    return f"{cluster.name}: {cluster.nodes or 1} x {cluster.devices_per_node or 1} {what} of {held}{source}"
 
 
 def _offload_words(plan: Plan) -> str:
-    """What all layouts of the plan keep elsewhere, and how much; empty where none does."""
-    its, best = plan.best.work.parallelism, plan.best.prediction.memory
-    if its.offload is Offload.none:
-        return ""
-    host = [f"{format_bytes(best.host)} of its host's memory for a rank of the best"] if best.host else []
-    state = file_bytes(plan.best.work, plan.best.prediction.memory_rank)
-    disk = [f"{format_bytes(state)} in {its.offload_path}"] if state else []
+    """What all layouts of the plan keep elsewhere, and how much."""
+    its, best = plan.best.work.parallelism, plan.best.prediction
+    state = file_bytes(plan.best.work, best.memory_rank)
+    kept = [f"{format_bytes(best.memory.host)} of its host's memory for a rank of the best"] * bool(best.memory.host)
+    kept += [f"{format_bytes(state)} in {its.offload_path}"] * bool(state)
     given = "" if "offload" in fixed_keys(plan.config) else ", for nothing fits without"
-    return f"{its.offload.value}{given}: {', '.join(host + disk) or 'in the memory of this machine'}"
+    return f"{its.offload.value}{given}: {', '.join(kept) or 'in the memory of this machine'}"
 
 
 def _training_words(plan: Plan, tokens: float) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
 from gptlite.checks import check_layout
-from gptlite.config import Config, hydra_value, with_vocabulary
+from gptlite.config import Config, override_value, with_vocabulary
 from gptlite.data.batches import batch_schedule
 from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError
@@ -22,7 +23,7 @@ from gptlite.parallelism.words import layout_words
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.hardware import ranks_on_node
 from gptlite.plan.local import this_machine
-from gptlite.plan.room import rank_memory
+from gptlite.plan.room import GIB, rank_memory
 from gptlite.plan.search import WANTED, Candidate, Found, Space, search
 from gptlite.plan.workload import Workload
 from gptlite.precision import SCALED, Precision, Reduce
@@ -61,20 +62,18 @@ def make_plan(config: Config, world: int | None = None, log: Log = print, wanted
     """
     sized, assumed = with_planned_vocabulary(config, log)
     cluster = this_machine(config.cluster, log, given=given_keys(config, "cluster"))
-    worlds = [world] if world is not None else cluster_worlds(cluster, config)
-    results = []
-    refusal: ConfigError | None = None
-    for each in worlds:
+    found, refusal = Found(), None
+    for each in [world] if world is not None else cluster_worlds(cluster, config):
+        here = limited(cluster, config, each)
+        space = replace(space_of(sized, here, fixed_keys(config)), wanted=wanted)
         try:
-            results.append(searched(sized, cluster, each, log, wanted))
+            found = _merged(found, search(space, here, each, _progress(log, each)))
         except ConfigError as error:
             refusal = error
-    found = merged(results)
-    if found is None:
-        assert refusal is not None
+    if refusal and not found.tried:
         raise refusal
     if not found.ranked:
-        raise ConfigError(too_small(sized, cluster, found, max(worlds), log, assumed))
+        raise ConfigError(too_small(sized, cluster, found) + assumed_words(sized.model, assumed))
     return Plan(config, cluster, found, assumed)
 
 
@@ -99,31 +98,22 @@ def apply(config: Config, candidate: Candidate) -> Config:
 
 def overrides(work: Workload) -> list[str]:
     """What a command line says to train with a layout: what is not as in a fresh ParallelismConfig."""
-    plain, its = ParallelismConfig(), work.parallelism
-    if its.pipeline == 1:
-        its = replace(its, schedule=plain.schedule, virtual_stages=None)
-    values = {key: getattr(its, key) for key in CHOSEN}
+    values = {key: getattr(work.parallelism, key) for key in CHOSEN}
     words = [
-        f"parallelism.{key}={hydra_value(str(getattr(value, 'value', value)).replace('True', 'true'))}"
+        f"parallelism.{key}={override_value(value)}"
         for key, value in values.items()
-        if value != getattr(plain, key)
+        if value != getattr(ParallelismConfig(), key)
     ]
     return [*words, f"data.micro_batch_size={work.micro_batch_size}"]
 
 
-def train_overrides(given: Iterable[str], work: Workload) -> list[str]:
-    """A command line with a layout in place of what it said of it; the plan's own keys are left out."""
-    decided = overrides(work)
+def train_overrides(given: Iterable[str], work: Workload, *more: str) -> list[str]:
+    """A command line with a layout, and with `more`, in place of what it said of them; the plan's own keys are left
+    out."""
+    decided = [*overrides(work), *more]
     keys = {each.partition("=")[0] for each in decided}
     kept = [each for each in given if each.partition("=")[0].lstrip("+") not in keys]
     return [*(each for each in kept if not each.startswith(("parallelism=", "cluster"))), *decided]
-
-
-def searched(config: Config, cluster: ClusterConfig, world: int, log: Log = print, wanted: int = WANTED) -> Found:
-    """All layouts of a configuration on that many ranks. Raises ConfigError where none is legal."""
-    here = limited(cluster, config, world)
-    space = replace(space_of(config, here, fixed_keys(config)), wanted=wanted)
-    return search(space, here, world, _Progress(log, world))
 
 
 def limited(cluster: ClusterConfig, config: Config, world: int) -> ClusterConfig:
@@ -132,6 +122,24 @@ def limited(cluster: ClusterConfig, config: Config, world: int) -> ClusterConfig
     if limit is None or cluster.device != "cpu":
         return cluster
     return replace(cluster, memory_gib=min(cluster.memory_gib, limit * ranks_on_node(cluster, world)))
+
+
+def room(config: Config, cluster: ClusterConfig, work: Workload) -> float:
+    """Bytes that each rank of a layout may take."""
+    world = work.layout.world_size
+    return rank_memory(limited(cluster, config, world), world)
+
+
+def thrifty_space(config: Config, cluster: ClusterConfig, **least: object) -> Space:
+    """The layouts that take least memory, of those that the command line leaves open: full recomputation, one sequence
+    at a time, one copy of the model, and the values of `parallelism` in `least`."""
+    fixed = fixed_keys(config)
+    least = {"activation_checkpointing": ActivationCheckpointing.full, "schedule": "1f1b", **least}
+    values = {key: value for key, value in least.items() if key not in fixed}
+    if "schedule" in values:
+        values["virtual_stages"] = None
+    config = replace(config, parallelism=replace(config.parallelism, **values))
+    return space_of(config, cluster, fixed | least.keys() | {"micro_batch_size", "virtual_stages", "dp_replicate"})
 
 
 def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> Space:
@@ -233,54 +241,43 @@ def vocabulary_of(model: ModelConfig) -> int | None:
     return spec_of(model).vocab_size(model)
 
 
-def too_small(config: Config, cluster: ClusterConfig, found: Found, world: int, log: Log, assumed: str = "") -> str:
+def too_small(config: Config, cluster: ClusterConfig, found: Found) -> str:
     """The line for a model that no layout fits: by how much, and what would."""
     assert found.smallest is not None
     memory, work = found.smallest
-    missing = memory.total - rank_memory(limited(cluster, config, world), world)
-    where = f"cluster={cluster.name} cluster.nodes={cluster.nodes or 1}"
-    line = (
-        f"{spec_of(config.model).label(config.model)} does not fit {where}: of {found.tried} layouts the smallest "
-        f"({layout_words(work.parallelism, work.layout)}) takes {memory.total / 2**30:.1f} GiB on a rank, "
-        f"{missing / 2**30:.1f} more than there are"
+    nodes = enough_nodes(config, cluster)
+    return (
+        f"{spec_of(config.model).label(config.model)} does not fit cluster={cluster.name} "
+        f"cluster.nodes={cluster.nodes or 1}: of {found.tried} layouts the smallest "
+        f"({layout_words(work.parallelism, work.layout)}) takes {memory.total / GIB:.1f} GiB on a rank, "
+        f"{(memory.total - room(config, cluster, work)) / GIB:.1f} more than there are; try "
+        f"{f'cluster.nodes={nodes}' if nodes else 'a smaller model or data.sequence_length'}"
     )
-    nodes = enough_nodes(config, cluster, world, log)
-    line = f"{line}; try {f'cluster.nodes={nodes}' if nodes else 'a smaller model or data.sequence_length'}"
-    return f"{line}{assumed_words(work.model, assumed)}"
 
 
-def enough_nodes(config: Config, cluster: ClusterConfig, world: int, log: Log) -> int | None:
+def enough_nodes(config: Config, cluster: ClusterConfig) -> int | None:
     """The least power of two times the nodes on which some layout fits, by the layouts that take least memory."""
-    nodes, thrifty = cluster.nodes or 1, replace(config.parallelism, zero=3)
-    thrifty = replace(thrifty, activation_checkpointing=ActivationCheckpointing.full)
-    data = replace(config.data, micro_batch_size=1)
-    saving = fixed_keys(config) | {"zero", "activation_checkpointing", "micro_batch_size", "schedule", "dp_replicate"}
+    nodes = cluster.nodes or 1
     while cluster.device == "cuda" and (nodes := nodes * 2) <= MOST_NODES:
         larger = replace(cluster, nodes=nodes)
-        space = replace(space_of(replace(config, parallelism=thrifty, data=data), larger, saving), wanted=1)
-        try:
+        space = replace(thrifty_space(config, larger, zero=3), wanted=1)
+        with suppress(ConfigError):
             if search(space, larger, nodes * (cluster.devices_per_node or 1)).ranked:
                 return nodes
-        except ConfigError:
-            continue
     return None
 
 
-def merged(results: Iterable[Found]) -> Found | None:
-    """Several searches' results as one; None if there is none."""
-    whole: Found | None = None
-    for each in results:
-        if whole is None:
-            whole = each
-            continue
-        whole.ranked = sorted(whole.ranked + each.ranked, key=lambda one: one.prediction.step_seconds)
-        whole.pruned += each.pruned
-        whole.examples = each.examples | whole.examples
-        whole.tried += each.tried
-        whole.slower += each.slower
-        smallest = [found for found in (whole.smallest, each.smallest) if found]
-        whole.smallest = min(smallest, key=lambda one: one[0].total) if smallest else None
-    return whole
+def _merged(one: Found, other: Found) -> Found:
+    """Two searches' results as one."""
+    smallest = [found for found in (one.smallest, other.smallest) if found]
+    return Found(
+        ranked=sorted(one.ranked + other.ranked, key=lambda each: each.prediction.step_seconds),
+        pruned=one.pruned + other.pruned,
+        examples=other.examples | one.examples,
+        smallest=min(smallest, key=lambda each: each[0].total, default=None),
+        tried=one.tried + other.tried,
+        slower=one.slower + other.slower,
+    )
 
 
 def cluster_worlds(cluster: ClusterConfig, config: Config) -> list[int]:
@@ -291,16 +288,16 @@ def cluster_worlds(cluster: ClusterConfig, config: Config) -> list[int]:
     return [devices]
 
 
-class _Progress:
+def _progress(log: Log, world: int) -> Callable[[int, int], None]:
     """A line now and then on how far a search is, and when it will be over."""
+    started = since = time.monotonic()
 
-    def __init__(self, log: Log, world: int) -> None:
-        self._log, self._world = log, world
-        self._started = self._since = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
+    def tell(done: int, total: int) -> None:
+        nonlocal since
         now = time.monotonic()
-        if now - self._since > REPORT_SECONDS and done:
-            self._since = now
-            left = timedelta(seconds=round((now - self._started) * (total - done) / done))
-            self._log(f"plan: {done / total:.0%} of the layouts of {self._world} ranks looked at, ETA {left}")
+        if now - since > REPORT_SECONDS and done:
+            since = now
+            left = timedelta(seconds=round((now - started) * (total - done) / done))
+            log(f"plan: {done / total:.0%} of the layouts of {world} ranks looked at, ETA {left}")
+
+    return tell

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from gptlite.config import hydra_value
-from gptlite.errors import ConfigError
 from gptlite.files import write_whole
 from gptlite.invocation import command
 from gptlite.metrics.console import format_count
+from gptlite.plan.pictures import make_folder
 from gptlite.plan.search import Candidate, distinct
 from gptlite.planning import Plan, overrides, train_overrides
 
@@ -31,51 +31,57 @@ BARE_SAVING = ("checkpoint.interval=0", "checkpoint.resume=never", "logger=jsonl
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate's tokens a second, or why there are none."""
+    """A candidate's tokens a second, or 0 and why there are none."""
 
     candidate: Candidate
-    tokens_per_second: float | None
+    tokens_per_second: float
     reason: str
     seconds: float
 
 
-def tune(plan: Plan, given: Sequence[str], preset: Path, k: int, steps: int, limit: float) -> int:
+def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
     """Measures the plan's best `k`, or the next ones if none of them runs; writes the best as a preset.
 
     Returns the exit code: 1 where nothing ran. Raises ConfigError where the preset cannot be written.
     """
-    try:
-        preset.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out={preset.parent.parent}: {error}; give another folder") from None
-    trials: list[Trial] = []
+    make_folder(preset.parent.parent)
+    preset.parent.mkdir(exist_ok=True)
+    given, trials = plan.config.run.overrides, list[Trial]()
     with tempfile.TemporaryDirectory(prefix="gptlite-tune-") as name:
         for candidate in _in_order(plan, k):
             if len(trials) >= k and any(trial.tokens_per_second for trial in trials):
                 break
             trials.append(measured(candidate, given, Path(name) / str(len(trials)), steps, limit))
             print(_line(len(trials), trials[-1]), flush=True)
-    ran = [trial for trial in trials if trial.tokens_per_second]
-    best = max(ran, key=lambda trial: trial.tokens_per_second or 0.0) if ran else None
-    candidate = best.candidate if best else plan.best
-    write_whole(preset, preset_text(given, candidate, best, steps))
+    best = max(trials, key=lambda trial: trial.tokens_per_second)
+    ran = best.tokens_per_second > 0
+    candidate = best.candidate if ran else plan.best
+    its = f"{format_count(best.tokens_per_second)} tokens/s over {steps} steps" if ran else "predicted, never run"
+    micro = f"data.micro_batch_size={candidate.work.micro_batch_size}"
+    keys = [each for each in train_overrides(given, candidate.work) if each.startswith("parallelism.")]
+    lines = [
+        f"# {candidate.words}: {its}, {time.strftime('%Y-%m-%d')}.",
+        f"# With {micro}, on the command line.",
+        "defaults: [parallelism_schema, _self_]",
+        *(each.removeprefix("parallelism.").replace("=", ": ", 1) for each in keys),
+    ]
+    write_whole(preset, "\n".join(lines) + "\n")
     rows = [
         {
             "layout": trial.candidate.words,
             "overrides": overrides(trial.candidate.work),
-            "tokens_per_second": trial.tokens_per_second,
+            "tokens_per_second": trial.tokens_per_second or None,
             "predicted": trial.candidate.prediction.tokens_per_second,
             "reason": trial.reason,
         }
         for trial in trials
     ]
     write_whole(preset.with_suffix(".json"), json.dumps(rows, indent=2) + "\n")
-    print(f"{'the best' if best else 'nothing ran; the plan alone says'}: {candidate.words}")
-    micro = f"data.micro_batch_size={candidate.work.micro_batch_size}"
+    print(f"{'the best' if ran else 'nothing ran; the plan alone says'}: {candidate.words}")
     words = ["--config-dir", str(preset.parent.parent), f"parallelism={preset.stem}", micro]
     kept = [each for each in given if not each.startswith(("parallelism", "cluster", "data.micro_batch_size"))]
     print(f"{command('train')} {shlex.join([*words, *kept])}")
-    return 0 if best else 1
+    return 0 if ran else 1
 
 
 def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: int, limit: float) -> Trial:
@@ -87,29 +93,18 @@ def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: in
     run = subprocess.Popen(
         [sys.executable, "-c", start, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
+    speed = 0.0
     try:
         _, said = run.communicate(timeout=limit)
-        reason = "" if run.returncode == 0 else _reason(said, run.returncode)
+        reason = _reason(said, run.returncode) if run.returncode else ""
+        with suppress(OSError, ValueError, KeyError):
+            speed = json.loads((folder / "result.json").read_text(encoding="utf-8"))["tokens_per_second"] or 0.0
     except subprocess.TimeoutExpired:
-        _end(run)
         reason = f"not done within {limit / 60:g} minutes"
-    except BaseException:  # Ctrl-C: this run's ranks must not outlive it
-        _end(run)
-        raise
-    speed = None if reason else _speed(folder)
-    return Trial(candidate, speed, reason, time.monotonic() - started)
-
-
-def preset_text(given: Sequence[str], candidate: Candidate, best: Trial | None, steps: int) -> str:
-    """The preset's YAML, with what is known of it."""
-    its = f"{format_count(best.tokens_per_second or 0)} tokens/s over {steps} steps" if best else "predicted, never run"
-    lines = [
-        f"# {candidate.words}: {its}, {time.strftime('%Y-%m-%d')}.",
-        f"# With data.micro_batch_size={candidate.work.micro_batch_size}, on the command line.",
-        "defaults: [parallelism_schema, _self_]",
-    ]
-    chosen = [each for each in train_overrides(given, candidate.work) if each.startswith("parallelism.")]
-    return "\n".join([*lines, *(each.removeprefix("parallelism.").replace("=", ": ", 1) for each in chosen)]) + "\n"
+    finally:  # after Ctrl-C, too: this run's ranks must not outlive it
+        if run.poll() is None:
+            _end(run)
+    return Trial(candidate, 0.0 if reason else speed, reason, time.monotonic() - started)
 
 
 def _in_order(plan: Plan, k: int) -> list[Candidate]:
@@ -121,15 +116,8 @@ def _in_order(plan: Plan, k: int) -> list[Candidate]:
 
 def _line(number: int, trial: Trial) -> str:
     predicted = format_count(trial.candidate.prediction.tokens_per_second)
-    result = trial.reason or f"{format_count(trial.tokens_per_second or 0)} tokens/s (predicted {predicted})"
+    result = trial.reason or f"{format_count(trial.tokens_per_second)} tokens/s (predicted {predicted})"
     return f"{number}: {trial.candidate.words}: {result}, {trial.seconds:.0f} s"
-
-
-def _speed(folder: Path) -> float | None:
-    try:
-        return json.loads((folder / "result.json").read_text(encoding="utf-8"))["tokens_per_second"]
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _reason(said: str, code: int) -> str:
@@ -140,7 +128,7 @@ def _reason(said: str, code: int) -> str:
 
 def _end(run: subprocess.Popen[str]) -> None:
     """Ends a run with its ranks: asked first, then killed."""
-    run.send_signal(signal.SIGTERM)
+    run.terminate()
     try:
         run.communicate(timeout=STOP_SECONDS)
     except subprocess.TimeoutExpired:

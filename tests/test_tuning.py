@@ -26,7 +26,7 @@ def speeds(monkeypatch, answer):
     def measured(candidate, given, folder, steps, limit):
         tried.append(candidate)
         speed = answer(len(tried))
-        return Trial(candidate, speed, "" if speed else "out of memory", 1.0)
+        return Trial(candidate, speed or 0.0, "" if speed else "out of memory", 1.0)
 
     monkeypatch.setattr(tuning, "measured", measured)
     return tried
@@ -34,7 +34,7 @@ def speeds(monkeypatch, answer):
 
 def test_the_fastest_measured_wins_over_the_fastest_predicted(plan, tmp_path, monkeypatch, capsys):
     tried = speeds(monkeypatch, lambda number: 100.0 * number)
-    assert tune(plan, GIVEN, tmp_path / "parallelism" / "a.yaml", k=3, steps=5, limit=60) == 0
+    assert tune(plan, tmp_path / "parallelism" / "a.yaml", k=3, steps=5, limit=60) == 0
     assert len(tried) == 3
     text = (tmp_path / "parallelism" / "a.yaml").read_text()
     assert "300 tokens/s over 5 steps" in text
@@ -48,7 +48,7 @@ def test_the_fastest_measured_wins_over_the_fastest_predicted(plan, tmp_path, mo
 
 def test_where_the_best_fail_the_next_ones_are_tried(plan, tmp_path, monkeypatch):
     tried = speeds(monkeypatch, lambda number: 50.0 if number == 5 else None)
-    assert tune(plan, GIVEN, tmp_path / "parallelism" / "a.yaml", k=3, steps=5, limit=60) == 0
+    assert tune(plan, tmp_path / "parallelism" / "a.yaml", k=3, steps=5, limit=60) == 0
     assert len(tried) == 5
     rows = json.loads((tmp_path / "parallelism" / "a.json").read_text())
     assert [row["reason"] for row in rows] == ["out of memory"] * 4 + [""]
@@ -56,7 +56,7 @@ def test_where_the_best_fail_the_next_ones_are_tried(plan, tmp_path, monkeypatch
 
 def test_where_all_fail_the_plans_best_is_written_and_said_to_be_untried(plan, tmp_path, monkeypatch):
     tried = speeds(monkeypatch, lambda number: None)
-    assert tune(plan, GIVEN, tmp_path / "parallelism" / "a.yaml", k=2, steps=5, limit=60) == 1
+    assert tune(plan, tmp_path / "parallelism" / "a.yaml", k=2, steps=5, limit=60) == 1
     thriftiest = min(plan.found.ranked, key=lambda each: each.prediction.memory.total)
     assert thriftiest in tried
     assert "predicted, never run" in (tmp_path / "parallelism" / "a.yaml").read_text()
@@ -65,6 +65,6 @@ def test_where_all_fail_the_plans_best_is_written_and_said_to_be_untried(plan, t
 def test_a_run_that_takes_too_long_is_ended(plan, tmp_path):
     started = tuning.time.monotonic()
     trial = tuning.measured(plan.best, GIVEN, tmp_path / "run", 5, limit=0.5)
-    assert trial.tokens_per_second is None
+    assert trial.tokens_per_second == 0
     assert "not done within" in trial.reason
     assert tuning.time.monotonic() - started < tuning.STOP_SECONDS + 5

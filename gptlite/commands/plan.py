@@ -13,15 +13,27 @@ Exit codes: 0 planned, 2 refused: then nothing fits, and the line says by how mu
 """
 
 import sys
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gptlite.cli import guarded
-from gptlite.config import load
+from gptlite.config import Config, load, parse_arguments
 from gptlite.errors import ConfigError
 from gptlite.invocation import localized
 
-OWN = {"top": "10", "out": "", "simulate": "false", "tokens": "", "largest": "false", "seconds": "60"}
+
+@dataclass
+class Arguments:
+    """The tool's own part of the command line."""
+
+    top: int = 10
+    out: str = ""
+    simulate: bool = False
+    tokens: float | None = None
+    largest: bool = False
+    seconds: float = 60.0
 
 
 def main() -> NoReturn:
@@ -34,75 +46,63 @@ def run(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(localized(__doc__ or "").strip())
         return 0
-    command = arguments[0] if arguments and "=" not in arguments[0] else "plan"
-    rest = arguments[1:] if command != "plan" else arguments
-    own = OWN | {key: value for key, _, value in (each.partition("=") for each in rest) if key in OWN}
-    others = [each for each in rest if each.partition("=")[0] not in OWN]
-    if command == "plan":
-        return plan(own, others)
-    if command != "calibrate":
+    command = arguments.pop(0) if arguments and "=" not in arguments[0] else "plan"
+    if command not in ("plan", "calibrate"):
         raise ConfigError(f"{command} is neither calibrate nor KEY=VALUE")
-    if others:
-        raise ConfigError(f"{others[0]}: calibrate takes only seconds and out")
-    return calibrate(own)
-
-
-def plan(own: dict[str, str], given: list[str]) -> int:
-    """The table, and the pictures if they are wanted."""
-    top, simulate = int(number(own, "top", int)), flag(own, "simulate")
-    tokens = number(own, "tokens", float) if own["tokens"] else None
-    if given and any(each.partition("=")[0] in ("parallelism", "experiment") for each in given):
-        overrides = given
+    own, given = separated(Arguments, arguments, "top", "tokens", "seconds")
+    if command == "plan":
+        plan(own, planned_config(given))
+    elif given:
+        raise ConfigError(f"{given[0]}: calibrate takes only seconds and out")
     else:
-        overrides = ["parallelism=auto", *given]
-    config = load(overrides)
-    config.run.overrides = given
-    if flag(own, "largest"):
-        from gptlite import largest
-
-        found = largest.largest_models(config)
-        print(largest.report(config, *found, top))
-        if own["out"]:
-            print(f"written: {largest.draw(config, *found, top, Path(own['out']).expanduser())}")
-        return 0
-    from gptlite import plan_report as show
-    from gptlite.planning import make_plan
-
-    made = make_plan(config, wanted=top)
-    print(show.report(made, top, tokens))
-    if simulate:
-        print(show.simulated(made))
-    if own["out"]:
-        for file in show.write(made, Path(own["out"]).expanduser(), top):
-            print(f"written: {file}")
+        calibrate(own)
     return 0
 
 
-def calibrate(own: dict[str, str]) -> int:
+def separated(schema: type[Any], arguments: list[str], *positive: str) -> tuple[Any, list[str]]:
+    """A tool's own arguments, some of which are above 0, and train's. Raises ConfigError."""
+    own = [each for each in arguments if each.partition("=")[0] in schema.__dataclass_fields__]
+    settings = parse_arguments(schema, own)
+    for key in positive:
+        value = getattr(settings, key)
+        if value is not None and not 0 < value < inf:
+            raise ConfigError(f"{key}={value} must be above 0")
+    return settings, [each for each in arguments if each not in own]
+
+
+def planned_config(given: list[str]) -> Config:
+    """What train would run with these arguments, the layout left to the plan unless they choose a preset."""
+    preset = any(each.partition("=")[0] in ("parallelism", "experiment") for each in given)
+    config = load(given if preset else ["parallelism=auto", *given])
+    config.run.overrides = given
+    return config
+
+
+def plan(own: Arguments, config: Config) -> None:
+    """The table, and the pictures if they are wanted."""
+    from gptlite import plan_report as show
+    from gptlite.largest import largest_models
+    from gptlite.planning import make_plan
+
+    if own.largest:
+        cluster, found = largest_models(config)
+        print(show.report_largest(config, cluster, found, own.top))
+        files = [show.write_largest(cluster, found, Path(own.out).expanduser(), own.top)] if own.out else []
+    else:
+        made = make_plan(config, wanted=own.top)
+        print(show.report(made, own.top, own.tokens))
+        if own.simulate:
+            print(show.simulated(made))
+        files = show.write(made, Path(own.out).expanduser(), own.top) if own.out else []
+    for file in files:
+        print(f"written: {file}")
+
+
+def calibrate(own: Arguments) -> None:
     """Measures this machine and keeps what was found."""
     from gptlite.plan.calibrate import calibrate as measure
     from gptlite.plan.local import CALIBRATION, write_calibration
 
-    seconds = number(own, "seconds", float)
-    file = Path(own["out"] or CALIBRATION).expanduser()
-    write_calibration(file, measure(seconds, print))
+    file = Path(own.out or CALIBRATION).expanduser()
+    write_calibration(file, measure(own.seconds, print))
     print(f"written: {file}")
-    return 0
-
-
-def number(own: dict[str, str], key: str, kind: type[int] | type[float]) -> float:
-    """A positive number of the command line. Raises ConfigError."""
-    try:
-        value = kind(own[key])
-    except ValueError:
-        value = kind(0)
-    if not 0 < value < 1e18:
-        raise ConfigError(f"{key}={own[key]} is not a {'whole ' if kind is int else ''}number above 0")
-    return value
-
-
-def flag(own: dict[str, str], key: str) -> bool:
-    """true or false. Raises ConfigError."""
-    if own[key].lower() not in ("true", "false"):
-        raise ConfigError(f"{key}={own[key]} is neither true nor false")
-    return own[key].lower() == "true"

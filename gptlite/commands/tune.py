@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gptlite.cli import guarded
-from gptlite.config import load, parse_arguments
+from gptlite.commands.plan import planned_config, separated
 from gptlite.errors import ConfigError
 from gptlite.invocation import localized
 
@@ -41,21 +41,15 @@ def run(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(localized(__doc__ or "").strip())
         return 0
-    own = [each for each in arguments if each.partition("=")[0] in Arguments.__dataclass_fields__]
-    given = [each for each in arguments if each not in own]
-    settings = parse_arguments(Arguments, own)
-    for key in ("k", "steps", "minutes"):
-        if getattr(settings, key) <= 0:
-            raise ConfigError(f"{key}={getattr(settings, key)} must be above 0")
+    settings, given = separated(Arguments, arguments, "k", "steps", "minutes")
     if not settings.name.replace("-", "").replace("_", "").isalnum():
         raise ConfigError(f"name={settings.name}: a preset's name is letters, digits, - and _")
     preset = Path(settings.out).expanduser() / "parallelism" / f"{settings.name}.yaml"
     if preset.exists() and not settings.overwrite:
         raise ConfigError(f"{preset} exists; give another name=, or overwrite=true")
-    config = load(["parallelism=auto", *given])
-    config.run.overrides = given
+    config = planned_config(given)
     from gptlite.planning import make_plan
     from gptlite.tuning import TRIED, tune
 
     plan = make_plan(config, wanted=TRIED * settings.k)
-    return tune(plan, given, preset, settings.k, settings.steps, 60 * settings.minutes)
+    return tune(plan, preset, settings.k, settings.steps, 60 * settings.minutes)

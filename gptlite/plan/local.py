@@ -76,7 +76,8 @@ def _with_given(measured: Any, wanted: Any, plain: Any, given: Collection[str], 
 
 def _cluster(values: dict[str, Any]) -> ClusterConfig:
     """A cluster from what `asdict` made of it."""
-    return ClusterConfig(**values | {key: LinkConfig(**values[key]) for key in ("intra", "inter")})
+    links: dict[str, Any] = {key: LinkConfig(**values[key]) for key in ("intra", "inter")}
+    return ClusterConfig(**values | links)
 
 
 def read_calibration(file: Path) -> ClusterConfig | None:

@@ -7,10 +7,11 @@ import pytest
 
 from gptlite.config import load
 from gptlite.errors import ConfigError
-from gptlite.largest import largest_models, report, train_command
+from gptlite.largest import largest_models
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.memory import most
 from gptlite.plan.room import GIB, rank_memory
+from gptlite.plan_report import report_largest, train_command
 from gptlite.planning import fixed_keys, limited, make_plan
 
 GIVEN = ["data=synthetic", "data.vocab_size=300", "data.global_batch_size=8", "model.d_model=128", "precision=fp32"]
@@ -47,12 +48,12 @@ def test_the_command_composes_to_the_model_and_is_what_the_plan_finds():
     cluster, found = largest_models(config, silent)
     assert {each.work.parallelism.zero for each in found} == {3}
     (best, *_) = found
-    words = shlex.split(train_command(config, best))[2:]
+    words = shlex.split(train_command(config, cluster, best.work, best.override))[2:]
     trained = load([*words, *NODE])
     assert trained.model.num_layers == best.layers
     assert trained.parallelism.zero == 3
     assert words.count("model.num_layers=2") == 0
-    text = report(config, cluster, found, 5)
+    text = report_largest(config, cluster, found, 5)
     assert f"{best.layers}" in text
     assert "vocabulary 300 in" in text
     deeper = replace(trained, model=replace(trained.model, num_layers=best.layers + 1))

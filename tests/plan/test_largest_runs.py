@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from gptlite.config import CONF_DIR, load
-from gptlite.largest import draw, largest_models, train_command
+from gptlite.largest import largest_models
 from gptlite.plan.memory import most
+from gptlite.plan_report import train_command, write_largest
 
 ROOT = CONF_DIR.parent
 GIVEN = """
@@ -31,8 +32,8 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_pick_runs_and_a_tenth_more_does_not(tmp_path: Path) -> None:
     config = load(GIVEN)
     config.run.overrides = GIVEN
-    _, (best, *_) = largest_models(config, lambda _: None)
-    words = shlex.split(train_command(config, best))[2:]
+    cluster, (best, *_) = largest_models(config, lambda _: None)
+    words = shlex.split(train_command(config, cluster, best.work, best.override))[2:]
     done = run(tmp_path / "pick", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     layers = best.layers
@@ -52,8 +53,8 @@ def test_the_picture_has_a_bar_for_each_layout(tmp_path: Path) -> None:
     config.run.overrides = given
     cluster, found = largest_models(config, lambda _: None)
     assert len(found) > 2
-    picture = draw(config, cluster, found, 3, tmp_path / "out")
+    picture = write_largest(cluster, found, tmp_path / "out", 3)
     three = picture.read_bytes()
     assert three[:4] == b"\x89PNG"
     height = int.from_bytes(three[20:24], "big")
-    assert int.from_bytes(draw(config, cluster, found, 1, tmp_path / "out").read_bytes()[20:24], "big") < height
+    assert int.from_bytes(write_largest(cluster, found, tmp_path / "out", 1).read_bytes()[20:24], "big") < height

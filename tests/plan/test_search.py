@@ -257,7 +257,7 @@ def test_too_small_names_the_smallest_layout():
     space = space_of(config, config.cluster, fixed_keys(config))
     found = search(space, config.cluster, 4)
     assert not found.ranked
-    assert f"of {found.tried} layouts the smallest" in too_small(config, config.cluster, found, 4, silent)
+    assert f"of {found.tried} layouts the smallest" in too_small(config, config.cluster, found)
 
 
 def test_the_smallest_layout_is_the_smallest():
