@@ -15,7 +15,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -154,10 +153,12 @@ def _entry(path: Path, name: str, entry: dict[str, Any], data: int, size: int) -
     dtype = DTYPES[entry["dtype"]]
 
     def read() -> Tensor:
-        content = np.fromfile(path, np.uint8, end - begin, offset=data + begin)
-        if len(content) != end - begin:
-            raise ConfigError(f"{path} ends within {name}; fetch it again")
-        return torch.from_numpy(content).view(dtype).reshape(shape)
+        content = bytearray(end - begin)
+        with open(path, "rb") as file:
+            file.seek(data + begin)
+            if file.readinto(content) != len(content):
+                raise ConfigError(f"{path} ends within {name}; fetch it again")
+        return torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
 
     stored = Stored(name, shape, dtype, read)
     if not all(type(n) is int and n >= 0 for n in (*shape, begin)) or end - begin != stored.num_bytes or end > size:

@@ -21,12 +21,14 @@ from gptlite.precision import PrecisionConfig, resolve_precision
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("noise", "near"), [((1.0,) * 5, 1e-6), ((1.04, 0.97, 1.02, 0.96, 1.03), 0.1)])
-def test_saturation_finds_the_curve_it_is_given(noise, near):
+@pytest.mark.parametrize(
+    ("noise", "near", "near_half"), [((1.0,) * 5, 1e-6, 1e-6), ((1.04, 0.97, 1.02, 0.96, 1.03), 0.1, 0.25)]
+)
+def test_saturation_finds_the_curve_it_is_given(noise, near, near_half):
     rates = {k: 5e12 * k / (k + 80) * f for k, f in zip((16, 64, 256, 512, 1024), noise, strict=True)}
     largest, half = saturation(rates)
     assert largest == pytest.approx(5e12, rel=near)
-    assert half == pytest.approx(80, rel=2.5 * near)
+    assert half == pytest.approx(80, rel=near_half)
 
 
 def test_rates_that_do_not_rise_have_no_half_size():
