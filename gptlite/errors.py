@@ -1,10 +1,20 @@
 """The errors a user can cause. Each is one line that names the key, its value and the fix."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
     """A configuration that is refused before anything is written or started. Exit code 2."""
+
+
+@contextmanager
+def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]:
+    """The block imports `package` for `user`. Raises ConfigError where it is missing."""
+    try:
+        yield
+    except ImportError:
+        raise ConfigError(f"{user} needs a missing package; pip install {package}{instead}") from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -14,29 +14,36 @@ def log(line: str) -> None:
 
 
 class Progress:
-    """A line every `interval` seconds with what is done and when it ends; a job shorter than that stays silent."""
+    """A line every `interval` seconds with what is done and when it ends; a job shorter than that stays silent.
 
-    def __init__(self, label: str, total_bytes: int, log: Log, interval: float = 5.0):
+    `done` bytes of the total were done before.
+    """
+
+    def __init__(self, label: str, total_bytes: int, log: Log, interval: float = 5.0, done: int = 0):
         self._label = label
         self._total = total_bytes
         self._log = log
         self._interval = interval
-        self._done = 0
+        self._done = self._before = done
         self._started = self._reported = time.monotonic()
 
-    def add(self, num_bytes: int) -> None:
-        """Counts bytes just handled. Threads may share it: a count lost between two only delays a line."""
+    def add(self, num_bytes: int, rate: str = "") -> None:
+        """Counts bytes just handled. Threads may share it: a count lost between two only delays a line.
+
+        `rate` stands in for megabytes a second, and alone where the total is not known.
+        """
         self._done += num_bytes
         now = time.monotonic()
-        if now - self._reported < self._interval or not self._done:
+        if now - self._reported < self._interval or not (self._done or rate):
             return
         self._reported = now
-        left = max(0, self._total - self._done)
-        eta = timedelta(seconds=round((now - self._started) * left / self._done))
+        if rate and not self._total:
+            self._log(f"{self._label}: {rate}")
+            return
+        left, new = max(0, self._total - self._done), max(1, self._done - self._before)
+        eta = timedelta(seconds=round((now - self._started) * left / new))
         scale, unit = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
         share = self._done / max(self._total, 1)
-        rate = self._done / (now - self._started) / 1e6
-        self._log(
-            f"{self._label}: {self._done / scale:.2f} of {self._total / scale:.2f} {unit} ({share:.0%}), "
-            f"{rate:.0f} MB/s, ETA {eta}"
-        )
+        rate = rate or f"{new / (now - self._started) / 1e6:.0f} MB/s"
+        done = f"{self._done / scale:.2f} of {self._total / scale:.2f} {unit} ({share:.0%})"
+        self._log(f"{self._label}: {done}, {rate}, ETA {eta}")

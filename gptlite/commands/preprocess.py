@@ -21,7 +21,7 @@ import errno
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -62,22 +62,15 @@ def prepare(arguments: Arguments) -> int:
     from gptlite.data.find_tokenizer import find_tokenizer
     from gptlite.preprocess.pool import WorkerDied
     from gptlite.preprocess.run import preprocess
-    from gptlite.preprocess.settings import make_settings, with_tokenizer
+    from gptlite.preprocess.settings import make_settings
 
     signal.signal(signal.SIGTERM, stop)
-    settings = make_settings(
-        arguments.input,
-        arguments.format,
-        arguments.field,
-        arguments.separator,
-        arguments.max_record_bytes,
-        arguments.validation_fraction,
-    )
+    settings = make_settings(arguments)
     tokenizer = find_tokenizer(arguments.tokenizer, arguments.eod)
     output, workers = Path(arguments.output).expanduser(), arguments.workers
     try:
         done = preprocess(
-            with_tokenizer(settings, tokenizer.fingerprint),
+            replace(settings, tokenizer=tokenizer.fingerprint),
             tokenizer,
             output,
             workers=len(os.sched_getaffinity(0)) if workers is None else workers,

@@ -81,15 +81,7 @@ def train(arguments: Arguments, output: Path):
             raise ConfigError(f"output={output} exists and is no tokenizer of gptlite's; give another folder")
         if not arguments.overwrite:
             raise ConfigError(f"output={output} exists; give another folder, or overwrite=true")
-    assert arguments.input is not None
-    settings = make_settings(
-        arguments.input,
-        arguments.format,
-        arguments.field,
-        arguments.separator,
-        arguments.max_record_bytes,
-        arguments.validation_fraction,
-    )
+    settings = make_settings(arguments)
     tokenizer = train_tokenizer(settings, arguments.kind, arguments.vocab_size, arguments.sample_mb, log)
     temporary = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from gptlite.errors import ConfigError
@@ -33,11 +36,11 @@ class BatchSchedule:
 
     def sizes(self) -> list[int]:
         """Every size that a global batch can have, smallest first."""
-        return list(self._sizes())
+        return [size for _, size in self._levels]
 
     def size(self, position: int) -> int:
         """Samples of the global batch that begins at `position`."""
-        return self._sizes()[self._level(self._first(position))]
+        return self._levels[self._next_level(self._first(position)) - 1][1]
 
     def samples(self, position: int) -> np.ndarray:
         """int64[size]: the numbers of its samples, in order."""
@@ -52,8 +55,8 @@ class BatchSchedule:
         Takes as long as there are sizes and skipped ranges, however many batches.
         """
         position = self._first(position)
-        while batches and (end := self._level_end(position)) is not None:
-            size = self.size(position)
+        while batches and (level := self._next_level(position)) < len(self._levels):
+            size, end = self.size(position), self._levels[level][0]
             alike = min(batches, -(-(self.trained(end) - self.trained(position)) // size))
             position, batches = self._advance(position, alike * size), batches - alike
         return self._advance(position, batches * self.global_batch_size)
@@ -72,25 +75,16 @@ class BatchSchedule:
                 merged.append((first, stop))
         return replace(self, skipped=tuple(merged))
 
-    def _sizes(self) -> range:
-        if self.ramp is None:
-            return range(self.global_batch_size, self.global_batch_size + 1)
-        start, increment, _ = self.ramp
-        return range(start, self.global_batch_size + 1, increment)
+    @cached_property
+    def _levels(self) -> list[tuple[int, int]]:
+        """Each size with the position from which it holds. In integers: no rounding decides at a boundary."""
+        start, increment, samples = self.ramp or (self.global_batch_size, 1, 0)
+        sizes = range(start, self.global_batch_size + 1, increment)
+        return [(-(-n * samples // max(len(sizes) - 1, 1)), size) for n, size in enumerate(sizes)]
 
-    def _level(self, position: int) -> int:
-        """How often the size has grown before a position. In integers: no rounding decides at a boundary."""
-        increments = len(self._sizes()) - 1
-        if self.ramp is None or position >= self.ramp[2]:
-            return increments
-        return position * increments // self.ramp[2]
-
-    def _level_end(self, position: int) -> int | None:
-        """The first position at which the size is another; None where it grows no more."""
-        level, increments = self._level(self._first(position)), len(self._sizes()) - 1
-        if self.ramp is None or level == increments:
-            return None
-        return -(-(level + 1) * self.ramp[2] // increments)
+    def _next_level(self, position: int) -> int:
+        """The index of the size that the batch will grow to next."""
+        return bisect_right(self._levels, position, key=itemgetter(0))
 
     def _first(self, position: int) -> int:
         """The first sample from `position` on that is not skipped."""

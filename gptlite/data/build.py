@@ -16,12 +16,10 @@ from gptlite.data.cache import cached_folder, cached_path
 from gptlite.data.check import check_settings, find_recipe
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, Document, train_tokenizer, write_split
-from gptlite.data.dataset import TokenDataset
-from gptlite.data.digest import text_digest
-from gptlite.data.loader import Loader
-from gptlite.data.prepared import PreparedData, TokenSet, open_blend, open_folder
+from gptlite.data.loader import Loader, TokenDataset
+from gptlite.data.prepared import PreparedData, TokenSet, make_identity, open_blend, open_folder
 from gptlite.data.stream import SampleStream
-from gptlite.data.text import Span, find_files, split
+from gptlite.data.text import Span, find_files, split, text_digest
 from gptlite.data.tokenizer import NumberTokenizer
 from gptlite.errors import ConfigError
 from gptlite.parallelism.axes import CONTEXT
@@ -50,26 +48,32 @@ def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE)
     if isinstance(config, TokensConfig):
         check_settings(config)
         data = together(mesh, lambda: _tokens(config))
-        if len(set(from_all(mesh, lambda: json.dumps(data.identity, sort_keys=True)))) > 1:
-            raise ConfigError("data: machines hold different tokens under the same path; give one that all share")
-        return data
-    folder = from_main(mesh, lambda: _folder(config, log))
-    data = together(mesh, lambda: _opened(folder, config, log))
+        differ = "data: machines hold different tokens under the same path"
+    else:
+        folder = from_main(mesh, lambda: _folder(config, log))
+        data = together(mesh, lambda: _opened(folder, config, log))
+        differ = f"data.cache_dir={folder.parent}: machines prepared different data"
     if len(set(from_all(mesh, lambda: json.dumps(data.identity, sort_keys=True)))) > 1:
-        raise ConfigError(f"data.cache_dir={folder.parent}: machines prepared different data; give one that all share")
+        raise ConfigError(f"{differ}; give one that all share")
     return data
 
 
 def _folder(config: DataConfig, log: Log) -> Path:
     """The prepared folder, found or made."""
     check_settings(config)
-    match config:
-        case TextConfig():
-            return _text_folder(config, log)
-        case CorpusConfig():
-            return _corpus_folder(config, log)
-        case _:
-            raise TypeError(f"{type(config).__name__} names no source")
+    assert isinstance(config, TextConfig | CorpusConfig)
+    name, key = _key(config, log)
+
+    def make(folder: Path) -> None:
+        source = config.path if isinstance(config, TextConfig) else config.corpus
+        log(f"preparing {source} once, into {config.cache_dir}")
+        if isinstance(config, TextConfig):
+            _prepare_text(config, key, folder, log)
+        else:
+            _run_recipe(config, folder, log)
+        open_folder(folder, name, config.sequence_length)
+
+    return cached_folder(_cache(config), name, key, make, log)
 
 
 def _opened(folder: Path, config: DataConfig, log: Log) -> PreparedData:
@@ -80,11 +84,8 @@ def _opened(folder: Path, config: DataConfig, log: Log) -> PreparedData:
 
 
 def _tokens(config: TokensConfig) -> PreparedData:
-    if not config.blend:
-        assert config.path is not None
-        return open_blend({config.path: 1.0}, config.sequence_length)
-    blend = {str(folder): float(weight) for folder, weight in config.blend.items()}
-    return open_blend(blend, config.sequence_length, beside=config.path)
+    blend = {str(folder): float(weight) for folder, weight in (config.blend or {config.path: 1.0}).items()}
+    return open_blend(blend, config.sequence_length, beside=config.path if config.blend else None)
 
 
 def build_loader(
@@ -130,84 +131,63 @@ def _positions(length: int, mesh: Mesh) -> np.ndarray | None:
 
 def prepared_folder(config: TextConfig | CorpusConfig, log: Log) -> Path:
     """Where `prepare` keeps the data of a configuration, made or not. ConfigError where its source cannot be read."""
-    root = Path(config.cache_dir).expanduser()
-    if isinstance(config, TextConfig):
-        return cached_path(root, "text", _text_key(config, find_files(config.path), log))
-    return cached_path(root, config.corpus, _corpus_key(config))
+    return cached_path(_cache(config), *_key(config, log))
 
 
-def _text_key(config: TextConfig, files: list[Path], log: Log) -> dict[str, str]:
-    return {
+def _cache(config: DataConfig) -> Path:
+    return Path(config.cache_dir).expanduser()
+
+
+def _key(config: TextConfig | CorpusConfig, log: Log) -> tuple[str, dict[str, str]]:
+    """What the prepared folder is called, and all that decides what is in it."""
+    common = {
         "version": _VERSION,
-        "text": text_digest(files, Path(config.cache_dir).expanduser(), log),
         "tokenizer": config.tokenizer,
         "vocab_size": str(config.vocab_size if config.tokenizer == "sentencepiece" else None),
-        "validation_fraction": str(config.validation_fraction),
+    }
+    if isinstance(config, TextConfig):
+        text = text_digest(find_files(config.path), _cache(config), log)
+        return "text", common | {"text": text, "validation_fraction": str(config.validation_fraction)}
+    script, source = find_recipe(config.corpus), _source(config)
+    return config.corpus, common | {
+        "corpus": config.corpus,
+        "recipe": hashlib.sha256(script.read_bytes()).hexdigest(),
+        "source": "" if source is None else f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}",
+        **{f"argument {name}": value for name, value in config.arguments.items() if value is not None},
     }
 
 
-def _text_folder(config: TextConfig, log: Log) -> Path:
-    files, cache = find_files(config.path), Path(config.cache_dir).expanduser()
-    key = _text_key(config, files, log)
-
-    def make(folder: Path) -> None:
-        log(f"preparing {config.path} once, into {config.cache_dir}")
-        spans = [split(path, config.validation_fraction) for path in files]
-        train, held_out = [a for a, _ in spans if a.size], [b for _, b in spans if b.size]
-        tokenizer = train_tokenizer(
-            config.tokenizer, config.vocab_size, lambda: _documents(train), lambda: _documents(held_out), log
-        )
-        tokenizer.save(folder / TOKENIZER)
-        progress = Progress("tokenizing", sum(span.size for span in train + held_out), log)
-        write_split(folder / TRAIN, _documents(train), tokenizer, progress)
-        write_split(folder / VALIDATION, _documents(held_out), tokenizer, progress)
-        open_folder(folder, "text", config.sequence_length)
-        if text_digest(files, cache, log) != key["text"]:
-            raise ConfigError(f"data.path={config.path} changed while it was read; start again when nothing writes it")
-
-    return cached_folder(cache, "text", key, make, log)
+def _prepare_text(config: TextConfig, key: dict[str, str], folder: Path, log: Log) -> None:
+    files = find_files(config.path)
+    spans = [split(path, config.validation_fraction) for path in files]
+    train, held_out = ([span for span in part if span.size] for part in zip(*spans, strict=True))
+    tokenizer = train_tokenizer(
+        config.tokenizer, config.vocab_size, lambda: _documents(train), lambda: _documents(held_out), log
+    )
+    tokenizer.save(folder / TOKENIZER)
+    progress = Progress("tokenizing", sum(span.size for span in train + held_out), log)
+    write_split(folder / TRAIN, _documents(train), tokenizer, progress)
+    write_split(folder / VALIDATION, _documents(held_out), tokenizer, progress)
+    if text_digest(files, _cache(config), log) != key["text"]:
+        raise ConfigError(f"data.path={config.path} changed while it was read; start again when nothing writes it")
 
 
 def _documents(spans: list[Span]) -> Iterable[Document]:
     return (span.blocks() for span in spans)
 
 
-def _corpus_key(config: CorpusConfig) -> dict[str, str]:
-    script, source = find_recipe(config.corpus), _source(config)
-    return {
-        "version": _VERSION,
-        "corpus": config.corpus,
-        "recipe": hashlib.sha256(script.read_bytes()).hexdigest(),
-        "source": "" if source is None else f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}",
-        "tokenizer": config.tokenizer,
-        "vocab_size": str(config.vocab_size if config.tokenizer == "sentencepiece" else None),
-        **{f"argument {name}": value for name, value in config.arguments.items() if value is not None},
-    }
-
-
 def _source(config: CorpusConfig) -> Path | None:
     return Path(config.path).expanduser().resolve() if config.path else None
 
 
-def _corpus_folder(config: CorpusConfig, log: Log) -> Path:
-    script, source = find_recipe(config.corpus), _source(config)
-
-    def make(folder: Path) -> None:
-        log(f"preparing {config.corpus} once, into {config.cache_dir}")
-        arguments = [f"output={folder}", f"tokenizer={config.tokenizer}", f"vocab_size={config.vocab_size}"]
-        arguments += [f"path={source}"] if source else []
-        arguments += [f"{name}={value}" for name, value in config.arguments.items() if value is not None]
-        _run_recipe(script, arguments, config.corpus, log)
-        open_folder(folder, config.corpus, config.sequence_length)
-
-    return cached_folder(Path(config.cache_dir).expanduser(), config.corpus, _corpus_key(config), make, log)
-
-
-def _run_recipe(script: Path, arguments: list[str], corpus: str, log: Log) -> None:
+def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
     # A recipe is a program of its own, run with this Python and this gptlite, installed or not.
+    script, source = find_recipe(config.corpus), _source(config)
+    arguments = {"output": folder, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size, "path": source}
+    given = [f"{name}={value}" for name, value in (arguments | config.arguments).items() if value is not None]
     paths = [str(Path(gptlite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
-        [sys.executable, "-u", str(script), *arguments],
+        [sys.executable, "-u", str(script), *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -225,9 +205,8 @@ def _run_recipe(script: Path, arguments: list[str], corpus: str, log: Log) -> No
         process.kill()
         process.wait()
     if code:  # its last line says why
-        raise ConfigError(
-            last.removeprefix("error: ") if code == 2 else f"data.corpus={corpus}: {script} failed: {last}"
-        )
+        failed = f"data.corpus={config.corpus}: {script} failed: {last}"
+        raise ConfigError(last.removeprefix("error: ") if code == 2 else failed)
     if last:
         log(last)
 
@@ -239,11 +218,5 @@ def _synthetic(config: SyntheticConfig, seed: int) -> PreparedData:
     tokens = np.random.default_rng(seed).integers(config.vocab_size, size=config.num_tokens + held_out, dtype=dtype)
     source = f"synthetic/{seed}/{config.num_tokens}"
     only = TokenSet("synthetic", source, tokens[: config.num_tokens], tokens[config.num_tokens :])
-    identity: dict[str, str | dict[str, dict[str, str]]] = {
-        "corpus": "synthetic",
-        "tokenizer": tokenizer.fingerprint,
-        "train": source,
-        "validation": source,
-        "sequence_length": str(config.sequence_length),
-    }
+    identity = make_identity("synthetic", tokenizer, config.sequence_length, train=source, validation=source)
     return PreparedData("synthetic", None, tokenizer, (only,), identity)

@@ -1,6 +1,8 @@
 """The folder every run reads: tokenizer/, train.bin/.idx and val.bin/.idx. Recipes and plain text both end here."""
 
-from collections.abc import Callable, Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gptlite.data.check import check_tokenizer
@@ -13,6 +15,7 @@ from gptlite.progress import Log, Progress
 
 TRAIN, VALIDATION, TOKENIZER = "train", "val", "tokenizer"
 _SAMPLE = 32 << 20  # characters SentencePiece learns from: a few seconds, and more hardly changes the pieces
+_DIGEST = 8  # bytes of the hash of a document
 
 Document = Iterable[str]  # its text, in pieces that end where lines do
 
@@ -46,6 +49,24 @@ def train_tokenizer(
             blocks = (block for document in training() for block in document)
             lines = (line for n, block in enumerate(blocks) if n % every == 0 for line in block.split("\n"))
             return train_sentencepiece(lines, vocab_size, log)
+
+
+def document_hash(data: bytes | memoryview = b"") -> "hashlib.blake2b":
+    """The hash of a document, of which `update` takes more."""
+    return hashlib.blake2b(data, digest_size=_DIGEST)
+
+
+def is_held_out(digest: bytes, fraction: float) -> bool:
+    """Whether the document of this hash belongs to the validation split: equal documents go the same way."""
+    return int.from_bytes(digest, "big") < fraction * 2.0 ** (8 * _DIGEST)
+
+
+@contextmanager
+def split_writers(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[IndexedWriter, IndexedWriter]]:
+    """Writers of the training and of the validation split of a prepared folder."""
+    about = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
+    with IndexedWriter(folder / TRAIN, *about) as train, IndexedWriter(folder / VALIDATION, *about) as held_out:
+        yield train, held_out
 
 
 def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenizer, progress: Progress) -> None:

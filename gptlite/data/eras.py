@@ -61,20 +61,15 @@ class Era:
         for name, each in new.sets.items():
             was = ended.pop(each.data, each)
             sets[name] = replace(each, epoch=was.epoch, position=was.position)
-        gone = Era(
-            sample,
-            new.sequence_length,
-            {name: ended[each.data] for name, each in self.sets.items() if each.data in ended},
-        )
-        return replace(gone, sets=sets | gone.renamed(sets).sets)
+        gone = {name: ended[each.data] for name, each in self.sets.items() if each.data in ended}
+        era = Era(sample, new.sequence_length, gone).renamed(sets)
+        return replace(era, sets=sets | era.sets)
 
     def renamed(self, sets: Mapping[str, DataSet]) -> "Era":
         """This era with its data under the names that it has in `sets`: folders may have moved."""
-        names, result = {each.data: name for name, each in sets.items()}, {}
-        for name, each in self.sets.items():
-            name = names.get(each.data, name if name not in sets else f"{name} (was)")
-            result[name] = each
-        return replace(self, sets=result)
+        names = {each.data: name for name, each in sets.items()}
+        old = {name: f"{name} (was)" for name in sets}
+        return replace(self, sets={names.get(each.data, old.get(n, n)): each for n, each in self.sets.items()})
 
     def _moved(self, each: DataSet, count: int, new: "Era") -> DataSet:
         """A set after `count` samples of this era, no longer read."""
@@ -104,9 +99,3 @@ class Era:
             place = f", sample {each.position}" if each.position else ""
             parts.append(f"{name}{weight} from epoch {each.epoch}{place}")
         return f"sequences of {self.sequence_length}: {'; '.join(parts)}"
-
-
-def first_era(sequence_length: int, sets: Mapping[str, tuple[str, int, float]]) -> Era:
-    """The era of a run's beginning; `sets` are (data, tokens, weight) by name. The weights come out as parts of one."""
-    total = math.fsum(weight for _, _, weight in sets.values())
-    return Era(0, sequence_length, {name: DataSet(d, tokens, w / total) for name, (d, tokens, w) in sets.items()})

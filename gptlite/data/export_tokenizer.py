@@ -42,12 +42,12 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
         )
     content = json.dumps(_tokenizer_json(tokenizer), ensure_ascii=False)
     _compare(tokenizer, content)
-    end = tokenizer.piece_name(tokenizer.eod)
+    end = tokenizer.processor.id_to_piece(tokenizer.eod)
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
         "bos_token": end,  # GPT-2 has one token for both
-        "unk_token": tokenizer.piece_name(0),
+        "unk_token": tokenizer.processor.id_to_piece(0),
         "split_special_tokens": True,  # text that spells one out is text
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": False,
@@ -57,20 +57,11 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _tokenizer_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
-    names = [tokenizer.piece_name(token) for token in range(tokenizer.vocab_size)]
-    controls = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_text(token)]
-    special = [
-        {
-            "id": token,
-            "content": names[token],
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for token in controls
-    ]
+    processor, ids = tokenizer.processor, range(tokenizer.vocab_size)
+    names = [processor.id_to_piece(token) for token in ids]
+    controls = [token for token in ids if processor.is_control(token) or processor.is_unknown(token)]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = [{"id": token, "content": names[token], **plain, "special": True} for token in controls]
     return {
         "version": "1.0",
         "truncation": None,
@@ -97,23 +88,23 @@ def _tokenizer_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
             "byte_fallback": True,
             "ignore_merges": False,
             "vocab": {name: token for token, name in enumerate(names)},
-            "merges": _merges(tokenizer, names),
+            "merges": _merges(processor, [name for token, name in enumerate(names) if token not in controls]),
         },
     }
 
 
-def _merges(tokenizer: SentencePieceTokenizer, names: list[str]) -> list[list[str]]:
+def _merges(processor: Any, texts: list[str]) -> list[list[str]]:
     """Every pair of pieces that makes a piece, in the order in which SentencePiece merges: by score.
 
     SentencePiece knows pieces, Hugging Face pairs. Those of one piece stand together: no other piece comes between.
     """
-    mergeable = {name: token for token, name in enumerate(names) if tokenizer.is_mergeable(token)}
-    order = sorted((name for name in mergeable if len(name) > 1), key=lambda name: -tokenizer.score(mergeable[name]))
+    ids = {name: token for name in texts if not processor.is_byte(token := processor.piece_to_id(name))}
+    order = sorted((name for name in ids if len(name) > 1), key=lambda name: -processor.get_score(ids[name]))
     pairs = []
     for name in order:
         for cut in range(1, len(name)):
             left, right = name[:cut], name[cut:]
-            if left in mergeable and right in mergeable:
+            if left in ids and right in ids:
                 pairs.append([left, right])
     return pairs
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gptlite.data.indexed import IndexedDataset, damaged
-from gptlite.data.verify import outside
+from gptlite.data.indexed import IndexedDataset, damaged, file_size, outside
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
 
@@ -41,7 +40,7 @@ class Found:
 
 def open_nanogpt(path: Path) -> np.ndarray:
     """uint16[N], memory-mapped. ConfigError if the file cannot be that."""
-    size = _size(path)
+    size = file_size(path)
     if size % 2:
         raise damaged(path, f"it has {size} bytes, and uint16 takes an even number")
     return np.memmap(path, dtype="<u2", mode="r") if size else np.empty(0, dtype="<u2")
@@ -49,7 +48,7 @@ def open_nanogpt(path: Path) -> np.ndarray:
 
 def open_llmc(path: Path) -> np.ndarray:
     """uint16[N] or uint32[N], memory-mapped. ConfigError if header and size do not fit."""
-    size, start = _size(path), 4 * LLMC_HEADER
+    size, start = file_size(path), 4 * LLMC_HEADER
     if size < start:
         raise damaged(path, f"it has {size} bytes, fewer than the {start} of llm.c's header")
     magic, version, count = np.fromfile(path, dtype="<i4", count=3).tolist()
@@ -100,16 +99,14 @@ def megatron_documents(
     sequence is not of text.
     """
     if dataset.modes is not None and dataset.modes.any():
-        raise ConfigError(
-            f"{dataset.prefix}.idx holds sequences that are not text, by their modes; give a text dataset"
-        )
-    path, before = dataset.prefix.with_name(dataset.prefix.name + ".bin"), 0
+        raise ConfigError(f"{dataset.idx} holds sequences that are not text, by their modes; give a text dataset")
+    before = 0
     for start in range(0, dataset.num_documents, _DOCUMENTS):
         stops = dataset.document_stops(start, min(start + _DOCUMENTS, dataset.num_documents))
         lengths = np.diff(stops, prepend=before)
         if lengths.min() < 0:
             dataset.check_index(0, len(dataset.lengths) + dataset.num_documents)  # which names it
-        ids = checked(dataset.tokens[before : stops[-1]], path, before, vocab_size)
+        ids = checked(dataset.tokens[before : stops[-1]], dataset.bin, before, vocab_size)
         before = int(stops[-1])
         progress.add(ids.size * dataset.dtype.itemsize)
         found.empty += int((lengths == 0).sum())
@@ -130,9 +127,3 @@ def checked(ids: np.ndarray, path: Path, start: int, vocab_size: int) -> np.ndar
             "give the tokenizer= that made the file, and its format="
         )
     return ids.astype(np.int32)
-
-
-def _size(path: Path) -> int:
-    if not path.is_file():  # a pipe would never end
-        raise ConfigError(f"{path} is not a file; give a file of tokens")
-    return path.stat().st_size

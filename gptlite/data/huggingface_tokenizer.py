@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlite.data.tokenizer import UNKNOWN, Tokenizer, save_definition
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, needed_package
 from gptlite.files import write_synced
 
 FILE = "tokenizer.json"
@@ -71,10 +71,8 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def _read(content: bytes) -> Any:
-    try:
+    with needed_package("tokenizers", "a tokenizer.json"):
         from tokenizers import Tokenizer as Rust
-    except ImportError:
-        raise ConfigError("a tokenizer.json needs a missing package; pip install tokenizers") from None
     try:
         return Rust.from_buffer(content)
     except Exception as error:  # the library raises nothing more particular

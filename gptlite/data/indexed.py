@@ -102,9 +102,8 @@ class IndexedWriter:
 
         ValueError for ids outside the vocabulary, lengths that do not add up to N, or a document not ended by `eod`.
         """
+        self._require_ended()
         ids, lengths = self._checked(tokens), np.asarray(lengths, dtype=np.int64)
-        if self._length:
-            raise ValueError(f"{self._prefix}: a document is open; end it first")
         if lengths.size and not 1 <= lengths.min() <= lengths.max() <= _MAX_SEQUENCE:
             raise ValueError(f"documents of {lengths.min()} to {lengths.max()} tokens, not 1 to {_MAX_SEQUENCE}")
         ends = np.cumsum(lengths)
@@ -119,20 +118,13 @@ class IndexedWriter:
 
         The bytes that a single writer would have written are the result: documents in pieces joined again.
         """
-        meta = dataset.meta
-        if self._length:
-            raise ValueError(f"{self._prefix}: a document is open; end it first")
-        if meta is None or (meta.tokenizer, meta.vocab_size, meta.eod) != (
-            self._tokenizer,
-            self._vocab_size,
-            self._eod,
-        ):
-            raise ValueError(f"{dataset.prefix} is not of the tokenizer of {self._prefix}")
-        if dataset.dtype != self._dtype:
-            raise ValueError(f"{dataset.prefix} holds {dataset.dtype}, {self._prefix} {self._dtype}")
-        before = self._tokens
+        self._require_ended()
+        meta, before = dataset.meta, self._tokens
+        about = (self._tokenizer, self._vocab_size, self._eod, self._dtype)
+        if meta is None or (meta.tokenizer, meta.vocab_size, meta.eod, dataset.dtype) != about:
+            raise ValueError(f"{dataset.prefix} is not of the tokenizer and dtype of {self._prefix}")
         # Read and written rather than copied by the kernel: the hash needs every byte anyway.
-        with open(_path(dataset.prefix, ".bin"), "rb") as file:
+        with open(dataset.bin, "rb") as file:
             while block := file.read(_BLOCK):
                 self._append(block)
                 if progress is not None:
@@ -142,6 +134,10 @@ class IndexedWriter:
         self._add_index(dataset.lengths, dataset.document_indices[1:])
         self._text_bytes += meta.text_bytes
 
+    def _require_ended(self) -> None:
+        if self._length:
+            raise ValueError(f"{self._prefix}: a document is open; end it first")
+
     def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """The ids as an array of integers. They are looked at before any cast: 65,541 is no 5."""
         ids = np.asarray(tokens)
@@ -149,9 +145,8 @@ class IndexedWriter:
             return ids.astype(self._dtype)
         if ids.dtype.kind not in "iu":
             raise ValueError(f"tokens are integers, not {ids.dtype}")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self._vocab_size:
-            raise ValueError(f"token outside the vocabulary of {self._vocab_size}: {low} to {high}")
+        if (place := outside(ids, self._vocab_size)) is not None:
+            raise ValueError(f"token outside the vocabulary of {self._vocab_size}: {ids[place]}")
         return ids
 
     def _append(self, data: bytes) -> None:
@@ -180,8 +175,7 @@ class IndexedWriter:
                 _temporary(_path(self._prefix, suffix)).unlink(missing_ok=True)
 
     def _commit(self) -> None:
-        if self._length:
-            raise ValueError(f"{self._prefix}: the last document was not ended")
+        self._require_ended()
         self._bin.flush()
         os.fsync(self._bin.fileno())
         meta = Meta(
@@ -193,7 +187,7 @@ class IndexedWriter:
             text_bytes=self._text_bytes,
             sha256=self._hash.hexdigest(),
         )
-        write_synced(_temporary(_path(self._prefix, ".meta.json")), json.dumps(asdict(meta), indent=2).encode() + b"\n")
+        write_synced(_temporary(_path(self._prefix, ".meta.json")), json.dumps(asdict(meta), indent=2) + "\n")
         with open(_temporary(_path(self._prefix, ".idx")), "wb") as file:
             self._write_index(file)
             file.flush()
@@ -224,16 +218,18 @@ class IndexedDataset:
 
     def __init__(self, prefix: Path):
         self.prefix = prefix
-        path = _path(prefix, ".idx")
-        self.dtype, sequences, self._num_indices, has_modes = _read_header(path)
-        index = np.memmap(path, dtype=np.uint8, mode="r", offset=_HEADER.size)
+        self.bin, self.idx = _path(prefix, ".bin"), _path(prefix, ".idx")
+        self.dtype, sequences, self._num_indices, has_modes = _read_header(self.idx)
+        index = np.memmap(self.idx, dtype=np.uint8, mode="r", offset=_HEADER.size)
         modes = 12 * sequences + 8 * self._num_indices
         # The int64 arrays need not be aligned: numpy reads them through an unaligned view.
         self.lengths = index[: 4 * sequences].view("<i4")
         self.pointers = index[4 * sequences : 12 * sequences].view("<i8")
         self.document_indices = index[12 * sequences : modes].view("<i8")
         self.modes = index[modes:].view("i1") if has_modes else None
-        self._check_ends(path, sequences)
+        first, last = self.document_indices[0], self.document_indices[-1]
+        if first != 0 or last != sequences:
+            raise damaged(self.idx, f"its documents run from sequence {first} to {last}, not from 0 to {sequences}")
         for start, stop in _spaced(max(sequences, self.num_documents)):
             self.check_index(start, stop)
         self.tokens = self._map_tokens()
@@ -261,38 +257,28 @@ class IndexedDataset:
 
     def check_index(self, start: int, stop: int) -> None:
         """Look at sequences and documents `start` to `stop`. ConfigError unless each begins where the last ended."""
-        path = _path(self.prefix, ".idx")
         lengths, pointers = self.lengths[start : stop + 1], self.pointers[start : stop + 1]
         if lengths.size and (worst := int(lengths.argmin())) >= 0 > lengths[worst]:
-            raise damaged(path, f"the length of sequence {start + worst} is {lengths[worst]}")
+            raise damaged(self.idx, f"the length of sequence {start + worst} is {lengths[worst]}")
         if lengths.size and start == 0 and pointers[0] != 0:
-            raise damaged(path, f"the first sequence starts at byte {pointers[0]}, not 0")
+            raise damaged(self.idx, f"the first sequence starts at byte {pointers[0]}, not 0")
         ends = pointers[:-1] + lengths[:-1].astype(np.int64) * self.dtype.itemsize
         if (wrong := np.flatnonzero(pointers[1:] != ends)).size:
             n = int(wrong[0])
-            raise damaged(
-                path, f"sequence {start + n + 1} starts at byte {pointers[n + 1]}, the one before it ends at {ends[n]}"
-            )
+            words = f"sequence {start + n + 1} starts at byte {pointers[n + 1]}, the one before it ends at {ends[n]}"
+            raise damaged(self.idx, words)
         indices = self.document_indices[start : stop + 1]
         if (wrong := np.flatnonzero(indices[1:] < indices[:-1])).size:
             n = int(wrong[0])
-            raise damaged(
-                path, f"document {start + n} runs from sequence {indices[n]} to {indices[n + 1]}, which is before it"
-            )
-
-    def _check_ends(self, path: Path, sequences: int) -> None:
-        first, last = self.document_indices[0], self.document_indices[-1]
-        if first != 0 or last != sequences:
-            raise damaged(path, f"its documents run from sequence {first} to {last}, not from 0 to {sequences}")
+            words = f"document {start + n} runs from sequence {indices[n]} to {indices[n + 1]}, which is before it"
+            raise damaged(self.idx, words)
 
     def _map_tokens(self) -> np.ndarray:
-        path = _path(self.prefix, ".bin")
-        size = _size(path)
-        last = len(self.lengths) - 1
-        expected = int(self.pointers[last]) + int(self.lengths[last]) * self.dtype.itemsize if last >= 0 else 0
+        size, sequences = file_size(self.bin), len(self.lengths)
+        expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         if size != expected:
-            raise damaged(path, f"it has {size} bytes where its .idx says {expected}")
-        return np.memmap(path, dtype=self.dtype, mode="r") if size else np.empty(0, dtype=self.dtype)
+            raise damaged(self.bin, f"it has {size} bytes where its .idx says {expected}")
+        return np.memmap(self.bin, dtype=self.dtype, mode="r") if size else np.empty(0, dtype=self.dtype)
 
     def _read_meta(self) -> Meta | None:
         path = _path(self.prefix, ".meta.json")
@@ -312,7 +298,7 @@ class IndexedDataset:
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int, bool]:
     """The tokens' dtype, S, D and whether modes follow."""
-    size = _size(path)
+    size = file_size(path)
     with open(path, "rb") as file:
         raw = file.read(_HEADER.size)
     if len(raw) < _HEADER.size or not raw.startswith(MAGIC):
@@ -348,7 +334,15 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".tmp-{os.getpid()}-{path.name}")
 
 
-def _size(path: Path) -> int:
+def outside(ids: np.ndarray, vocab_size: int) -> int | None:
+    """Position of the first id of int[N] that is not in range(vocab_size), if there is one."""
+    if not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+        return None
+    return int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file. ConfigError where it is not there, or none."""
     try:
         status = path.stat()
     except OSError as error:

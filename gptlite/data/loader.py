@@ -8,14 +8,15 @@ import numpy as np
 import torch
 
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.dataset import TokenDataset
 from gptlite.data.eras import Era
+from gptlite.data.indexed import outside
 from gptlite.data.stream import SampleStream
 from gptlite.documents import Documents
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 
 IGNORE = -100  # targets that do not count, the default of torch's cross entropy
+_Key = tuple[BatchSchedule, SampleStream, int]  # with the samples before the step
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,29 @@ class Batch:
         return Batch(change(self.tokens), change(self.targets), change(self.sample_ids), documents)
 
 
+class TokenDataset:
+    """Chunk j is tokens [jL, jL + L] of `tokens`, int[N]: L inputs, and L targets one further on.
+
+    Neighbouring chunks share one token, so every token but the first is a target exactly once.
+    """
+
+    def __init__(self, tokens: np.ndarray, sequence_length: int):
+        self.tokens = tokens
+        self.sequence_length = sequence_length
+
+    @property
+    def num_chunks(self) -> int:
+        """All chunks, a short last one included."""
+        return -(-max(len(self.tokens) - 1, 0) // self.sequence_length)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """int64[L + 1], or fewer for a short last chunk. IndexError outside range(num_chunks)."""
+        if not 0 <= index < self.num_chunks:
+            raise IndexError(f"chunk {index} of {self.num_chunks}")
+        start = index * self.sequence_length
+        return self.tokens[start : start + self.sequence_length + 1].astype(np.int64)
+
+
 class Loader:
     """Cuts the run's endless row of samples into global batches, micro-batches and ranks.
 
@@ -47,7 +71,7 @@ class Loader:
     so the ranks' parts, side by side, are the global batch in order for any R. Nothing is remembered: to resume is to
     ask for the same `consumed_samples`. Of each sample a rank gets the tokens at `positions`, by default all. With
     `document_end`, the id that ends a document, batches say where documents begin, and nothing is predicted from it.
-    `validation` is held-out text by the name of its data set.
+    `validation` is held-out text by the name of its data set. Another `schedule` counts from the next batch on.
     """
 
     def __init__(
@@ -73,27 +97,17 @@ class Loader:
         self._data_size = data_size
         self._positions = positions
         self._document_end = document_end
-        self._schedule = schedule
+        self.schedule = schedule
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        # Micro-batches of the step that reads them now, and of the next one, by the samples before it.
-        self._now: tuple[int, list[Batch]] | None = None
-        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+        # Micro-batches of the step that reads them now, and of the next one, by what decides them.
+        self._now: tuple[_Key, list[Batch]] | None = None
+        self._ahead: tuple[_Key, Future[list[Batch]]] | None = None
         self._bytes_counted: dict[tuple[str, int], int] = {}
-
-    @property
-    def schedule(self) -> BatchSchedule:
-        """How the row of samples is cut into global batches. What is set counts from the next batch on."""
-        return self._schedule
-
-    @schedule.setter
-    def schedule(self, schedule: BatchSchedule) -> None:
-        self._schedule = schedule
-        self._forget_ahead()
 
     @property
     def global_batch_size(self) -> int:
         """Samples of a global batch, once it has grown to its full size."""
-        return self._schedule.global_batch_size
+        return self.schedule.global_batch_size
 
     @property
     def num_micro_batches(self) -> int:
@@ -102,7 +116,7 @@ class Loader:
 
     def micro_batches(self, consumed_samples: int) -> int:
         """Micro-batches on this rank of the global batch that follows `consumed_samples` samples."""
-        return self._schedule.size(consumed_samples) // (self.micro_batch_size * self._data_size)
+        return self.schedule.size(consumed_samples) // (self.micro_batch_size * self._data_size)
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """Micro-batch `micro_index` of the global batch that follows `consumed_samples` samples.
@@ -111,20 +125,22 @@ class Loader:
         them at once, and those of the next one ahead, in the background (each takes eight bytes a token and a target).
         What goes wrong there is raised here, when that step is asked for.
         """
-        if self._now is None or self._now[0] != consumed_samples:
-            if self._ahead is None or self._ahead[0] != consumed_samples:
-                self._forget_ahead()
-                self._submit(consumed_samples)
-            assert self._ahead is not None
-            (_, reading), self._ahead = self._ahead, None  # what failed is read again, if asked for again
-            self._now = consumed_samples, reading.result()
-            self._submit(self._schedule.after(consumed_samples))
+        key = self.schedule, self.stream, consumed_samples
+        if self._now is None or self._now[0] != key:
+            self._now = None
+            if self._ahead is not None and self._ahead[0] != key:
+                self._ahead[1].cancel()
+                self._ahead = None
+            reading = self._ahead[1] if self._ahead else self._thread.submit(self._read, consumed_samples)
+            self._ahead = None  # what failed is read again, if asked for again
+            self._now = key, reading.result()
+            following = self.schedule.after(consumed_samples)
+            self._ahead = (*key[:2], following), self._thread.submit(self._read, following)
         return self._now[1][micro_index].to(self._device)
 
     def resume(self, history: Sequence[Era], consumed_samples: int) -> None:
         """Go on after `consumed_samples` samples of the eras of a checkpoint; none for a run from its beginning."""
         self.stream = self._begun.resumed(history, consumed_samples)
-        self._forget_ahead()
 
     def close(self) -> None:
         """Stop reading ahead; no batch can be had afterwards. Validation goes on as before."""
@@ -166,17 +182,8 @@ class Loader:
         counted = values[1:] if self._document_end is None else values[1:][values[:-1] != self._document_end]
         return int(self._token_bytes[counted].sum())
 
-    def _forget_ahead(self) -> None:
-        self._now = None
-        if self._ahead is not None:
-            self._ahead[1].cancel()
-            self._ahead = None
-
-    def _submit(self, consumed_samples: int) -> None:
-        self._ahead = consumed_samples, self._thread.submit(self._read, consumed_samples)
-
     def _read(self, consumed_samples: int) -> list[Batch]:
-        numbers = self._schedule.samples(consumed_samples)
+        numbers = self.schedule.samples(consumed_samples)
         numbers = numbers.reshape(-1, self._data_size, self.micro_batch_size)[:, self._data_rank]
         rows = self.stream.read(numbers.reshape(-1))
         self._require_known(rows, lambda row: f"sample {numbers.reshape(-1)[row]} of the run")
@@ -188,13 +195,12 @@ class Loader:
     def _require_known(self, rows: np.ndarray, name: Callable[[int], str]) -> None:
         """ConfigError for an id that is not in the vocabulary: opening a file does not read it whole."""
         size = len(self._token_bytes)
-        if int(rows.max()) < size and (rows.dtype.kind == "u" or int(rows.min()) >= 0):
-            return
-        row, place = np.argwhere((rows < 0) | (rows >= size))[0].tolist()
-        raise ConfigError(
-            f"{name(row)} holds token id {rows[row, place]}, outside the vocabulary of {size}: its file is damaged; "
-            f"{command('data')} verify FOLDER says where"
-        )
+        if (place := outside(rows.reshape(-1), size)) is not None:
+            row, column = divmod(place, rows.shape[1])
+            raise ConfigError(
+                f"{name(row)} holds token id {rows[row, column]}, outside the vocabulary of {size}: its file is "
+                f"damaged; {command('data')} verify FOLDER says where"
+            )
 
     def _collate_chunks(self, dataset: TokenDataset, chunks: np.ndarray) -> Batch:
         """A micro-batch of held-out chunks, padded to full size."""

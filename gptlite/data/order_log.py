@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from gptlite.data.batches import BatchSchedule, batch_schedule
-from gptlite.data.eras import Era
 from gptlite.errors import ConfigError
 
 FILE_NAME = "data_order.jsonl"
@@ -42,10 +41,6 @@ class OrderRow:
     def first_sample(self, step: int) -> int:
         """The first sample of a step, counted from 1."""
         return self.schedule().after(self.samples, step - 1 - self.step)
-
-    def parsed_eras(self) -> list[Era]:
-        """The eras, typed."""
-        return [Era.from_json(era) for era in self.eras]
 
 
 def note_order(folder: Path, row: OrderRow) -> None:

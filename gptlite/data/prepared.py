@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, open_split, require_length
-from gptlite.data.indexed import IndexedDataset
 from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError
 
@@ -26,6 +26,9 @@ class TokenSet:
     weight: float = 1.0
 
 
+Identity = dict[str, str | dict[str, dict[str, str]]]
+
+
 @dataclass(frozen=True)
 class PreparedData:
     """What a run reads, and the tokenizer that made it. `identity` is what makes it the same data at resume."""
@@ -34,17 +37,7 @@ class PreparedData:
     folder: Path | None  # None: a blend of several, or made up in memory
     tokenizer: Tokenizer
     sets: tuple[TokenSet, ...]
-    identity: dict[str, str | dict[str, dict[str, str]]]
-
-    @property
-    def train(self) -> np.ndarray:
-        """Training tokens of the first data set."""
-        return self.sets[0].train
-
-    @property
-    def validation(self) -> np.ndarray:
-        """Held-out tokens of the first data set."""
-        return self.sets[0].validation
+    identity: Identity
 
     @property
     def num_train_tokens(self) -> int:
@@ -68,18 +61,16 @@ class PreparedData:
         )
 
 
+def make_identity(corpus: str, tokenizer: Tokenizer, sequence_length: int, **tokens: Any) -> Identity:
+    """The identity of data: `tokens` are the SHA-256 of training and held-out tokens, or those by folder."""
+    about = {"corpus": corpus, "tokenizer": tokenizer.fingerprint, "sequence_length": str(sequence_length)}
+    return about | tokens
+
+
 def open_folder(folder: Path, name: str, sequence_length: int) -> PreparedData:
     """The data of a corpus in its prepared folder. ConfigError where it is damaged or shorter than a sequence."""
-    tokenizer, train, validation = _open(folder, sequence_length)
-    identity: dict[str, str | dict[str, dict[str, str]]] = {
-        "corpus": name,
-        "tokenizer": tokenizer.fingerprint,
-        "train": _sha256(train),
-        "validation": _sha256(validation),
-        "sequence_length": str(sequence_length),
-    }
-    only = TokenSet(name, _sha256(train), train.tokens, validation.tokens)
-    return PreparedData(name, folder, tokenizer, (only,), identity)
+    tokenizer, only, hashes = _open(folder, name, 1.0, sequence_length)
+    return PreparedData(name, folder, tokenizer, (only,), make_identity(name, tokenizer, sequence_length, **hashes))
 
 
 def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | None = None) -> PreparedData:
@@ -89,12 +80,12 @@ def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | N
     that of the folder `beside` included.
     """
     sets: list[TokenSet] = []
-    identities: dict[str, dict[str, str]] = {}
+    hashes: dict[str, dict[str, str]] = {}
     tokenizer, first = None, ""
     if beside is not None:
         tokenizer, first = load_tokenizer(Path(beside).expanduser() / TOKENIZER), beside
     for name, weight in blend.items():
-        its, train, validation = _open(Path(name).expanduser(), sequence_length)
+        its, each, hashes[name] = _open(Path(name).expanduser(), name, weight, sequence_length)
         tokenizer, first = (its, name) if tokenizer is None else (tokenizer, first)
         if its.fingerprint != tokenizer.fingerprint:
             words = [f"{each.kind} vocabulary of {each.vocab_size}" for each in (its, tokenizer)]
@@ -102,30 +93,20 @@ def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | N
                 f"data.blend: {name} has another tokenizer ({words[0]}) than {first} ({words[1]}); "
                 "prepare both with the same one"
             )
-        data = _sha256(train)
-        if same := next((each for each in sets if each.data == data), None):
+        if same := next((other for other in sets if other.data == each.data), None):
             raise ConfigError(f"data.blend: {name} holds the same tokens as {same.name}; give one, with both weights")
-        sets.append(TokenSet(name, data, train.tokens, validation.tokens, weight))
-        identities[name] = {"train": data, "validation": _sha256(validation)}
+        sets.append(each)
     assert tokenizer is not None
-    identity: dict[str, str | dict[str, dict[str, str]]] = {
-        "corpus": "tokens",
-        "tokenizer": tokenizer.fingerprint,
-        "folders": identities,
-        "sequence_length": str(sequence_length),
-    }
-    if len(sets) == 1:
-        return PreparedData(sets[0].name, Path(sets[0].name).expanduser(), tokenizer, tuple(sets), identity)
-    return PreparedData("blend", None, tokenizer, tuple(sets), identity)
+    identity = make_identity("tokens", tokenizer, sequence_length, folders=hashes)
+    only = sets[0].name if len(sets) == 1 else None
+    folder = Path(only).expanduser() if only else None
+    return PreparedData(only or "blend", folder, tokenizer, tuple(sets), identity)
 
 
-def _open(folder: Path, sequence_length: int) -> tuple[Tokenizer, IndexedDataset, IndexedDataset]:
+def _open(folder: Path, name: str, weight: float, sequence_length: int) -> tuple[Tokenizer, TokenSet, dict[str, str]]:
+    """The tokenizer, the tokens, and the SHA-256 of training and held-out tokens."""
     tokenizer = load_tokenizer(folder / TOKENIZER)
-    train, validation = (open_split(folder, part, tokenizer) for part in (TRAIN, VALIDATION))
+    train, validation = opened = [open_split(folder, part, tokenizer) for part in (TRAIN, VALIDATION)]
     require_length(len(train.tokens), len(validation.tokens), sequence_length, folder)
-    return tokenizer, train, validation
-
-
-def _sha256(dataset: IndexedDataset) -> str:
-    assert dataset.meta is not None
-    return dataset.meta.sha256
+    hashes = {part: each.meta.sha256 for part, each in zip(("train", "validation"), opened, strict=True) if each.meta}
+    return tokenizer, TokenSet(name, hashes["train"], train.tokens, validation.tokens, weight), hashes

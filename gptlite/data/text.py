@@ -1,20 +1,25 @@
-"""Plain text on disk: which files, whether they are UTF-8, and where each is cut for validation."""
+"""Plain text on disk: its files, whether they are UTF-8, their hash, and where each is cut for validation."""
 
-import codecs
 import hashlib
+import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from gptlite.errors import ConfigError
+from gptlite.files import write_whole
 from gptlite.invocation import command
 from gptlite.progress import Log, Progress
 
 _BLOCK = 1 << 20  # bytes read at a time
 _NEWLINE_WITHIN = 1 << 16  # bytes a cut may move to fall between two lines
+_VERSION = 1  # of what `scan` checks: a new one reads every text anew
+_LARGE = 16 * 2**20  # bytes
+_SETTLED = 2_000_000_000  # nanoseconds; the coarsest clock a file system stamps its files with (FAT)
 _RECORDS = {".jsonl", ".ndjson", ".json", ".parquet", ".pq", ".gz", ".zst", ".xz", ".bz2"}  # what preprocess reads
 
 
@@ -33,6 +38,10 @@ class Span:
 
     def blocks(self) -> Iterator[str]:
         """The text, in pieces of whole lines of about a megabyte."""
+        return (block.decode("utf-8") for block in self.raw_blocks())
+
+    def raw_blocks(self) -> Iterator[bytes]:
+        """The same pieces, not decoded."""
         with _reading(self.path) as file:
             file.seek(self.start)
             while (left := self.stop - file.tell()) > 0:
@@ -40,7 +49,7 @@ class Span:
                 block += file.readline(left - len(block)) if left > len(block) else b""
                 if not block:
                     raise ConfigError(f"data.path: {self.path} became shorter while it was read; start again")
-                yield block.decode("utf-8")
+                yield block
 
 
 def find_files(path: str) -> list[Path]:
@@ -52,8 +61,8 @@ def find_files(path: str) -> list[Path]:
     found = sorted(root.rglob("*.txt")) if root.is_dir() else [root]
     for file in found:
         refuse_broken_link("data.path", file)
-    files = [file for file in found if file.is_file()] if root.is_dir() else found
-    if not files or not files[0].is_file():  # nothing, or a device or pipe that never ends
+    files = [file for file in found if file.is_file()]  # not a device or a pipe, which never ends
+    if not files:
         raise ConfigError(f"data.path={path} holds no .txt files; give a text file or a folder of .txt files")
     return files
 
@@ -78,21 +87,66 @@ def scan(files: list[Path], log: Log = print) -> str:
 
     Raises ConfigError naming the file and the byte where one is not UTF-8, or if there is nothing but white space.
     """
-    digest = hashlib.sha256()
-    blank = True
+    digest, blank = hashlib.sha256(), True
     progress = Progress("reading", sum(file.stat().st_size for file in files), log)
-
-    def count(block: bytes) -> None:
-        digest.update(block)
-        progress.add(len(block))
-
     for path in files:
-        digest.update(path.stat().st_size.to_bytes(8, "little"))  # so that moving text between files counts
-        for block in _decoded_blocks(path, count):
-            blank = blank and not block.strip()
+        position, size = 0, path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))  # so that moving text between files counts
+        for block in Span(path, 0, size).raw_blocks():
+            digest.update(block)
+            progress.add(len(block))
+            try:
+                blank = not block.decode("utf-8").strip() and blank
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"data.path: {path} is not UTF-8 at byte {position + error.start} (0x{block[error.start]:02x}); "
+                    f"convert it, e.g. iconv -f latin1 -t utf-8"
+                ) from error
+            position += len(block)
     if blank:
-        raise ConfigError(f"data.path: {_names(files)} has no text in it; give a file that has")
+        several = f"none of {len(files)} files, {files[0].name} to {files[-1].name},"
+        raise ConfigError(
+            f"data.path: {files[0] if len(files) == 1 else several} has no text in it; give a file that has"
+        )
     return digest.hexdigest()
+
+
+def text_digest(files: list[Path], cache_dir: Path, log: Log) -> str:
+    """`scan(files)`, remembered in `cache_dir` for as long as each file has the same path, size and times.
+
+    The change time counts beside the modification time, which copying tools set back. Raises what `scan` raises, and
+    ConfigError if a file changes meanwhile.
+    """
+    stamps = _stamps(files)
+    paths = json.dumps([_VERSION, [path for path, *_ in stamps]])
+    note = cache_dir / f".digest-{hashlib.sha256(paths.encode()).hexdigest()[:16]}.json"
+    state = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
+    with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or not one of ours
+        remembered = json.loads(note.read_text(encoding="utf-8"))
+        if remembered["state"] == state:
+            return str(remembered["sha256"])
+    digest = scan(files, log)
+    if _stamps(files) != stamps:
+        raise ConfigError(f"data.path: {files[0].parent} changed while it was read; start again when nothing writes it")
+    # A small text is read again in no time. A file stamped a moment ago could change once more under the same stamp.
+    large = sum(size for _, size, *_ in stamps) >= _LARGE
+    if large and time.time_ns() - max(max(times) for _, _, *times in stamps) > _SETTLED:
+        with suppress(OSError):  # a cache that others prepared may be read-only
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            write_whole(note, json.dumps({"state": state, "sha256": digest}) + "\n")
+    return digest
+
+
+def _stamps(files: list[Path]) -> list[tuple[str, int, int, int]]:
+    """Absolute path, bytes, and the times of modification and change in nanoseconds, of each file."""
+    stamps = []
+    for path in files:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise ConfigError(f"data.path: {path} cannot be read ({error.strerror})") from error
+        stamps.append((str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return stamps
 
 
 def split(path: Path, validation_fraction: float) -> tuple[Span, Span]:
@@ -111,27 +165,6 @@ def split(path: Path, validation_fraction: float) -> tuple[Span, Span]:
     return Span(path, 0, cut), Span(path, cut, size)
 
 
-def _decoded_blocks(path: Path, update: Callable[[bytes], None]) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    position = 0
-    try:
-        with _reading(path) as file:
-            while True:
-                block = file.read(_BLOCK)
-                pending = len(decoder.getstate()[0])  # the start of a character that the last block ended in
-                update(block)
-                yield decoder.decode(block, final=not block)
-                position += len(block)
-                if not block:
-                    return
-    except UnicodeDecodeError as error:
-        offset = position - pending + error.start
-        raise ConfigError(
-            f"data.path: {path} is not UTF-8 at byte {offset} (0x{error.object[error.start]:02x}); "
-            f"convert it, e.g. iconv -f latin1 -t utf-8"
-        ) from error
-
-
 @contextmanager
 def _reading(path: Path) -> Iterator[BinaryIO]:
     """The open file. What goes wrong while it is read is a ConfigError that names it."""
@@ -140,7 +173,3 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise ConfigError(f"data.path: {path} cannot be read ({error.strerror}); give a readable text file") from error
-
-
-def _names(files: list[Path]) -> str:
-    return str(files[0]) if len(files) == 1 else f"none of {len(files)} files, {files[0].name} to {files[-1].name},"

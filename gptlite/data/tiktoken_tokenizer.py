@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlite.data.tokenizer import Tokenizer, save_definition
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, needed_package
 from gptlite.files import write_synced
 
 END = "<|endoftext|>"
@@ -98,8 +98,6 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _tiktoken() -> Any:
-    try:
+    with needed_package("tiktoken", "a tiktoken encoding"):
         import tiktoken
-    except ImportError:
-        raise ConfigError("a tiktoken encoding needs a missing package; pip install tiktoken") from None
     return tiktoken

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 
-from gptlite.data.indexed import IndexedDataset, damaged
+from gptlite.data.indexed import IndexedDataset, damaged, outside
 from gptlite.progress import Log, Progress
 
 _BLOCK = 8 << 20  # bytes of .bin, or entries of .idx, at a time
@@ -18,7 +18,7 @@ def verify(dataset: IndexedDataset, vocab_size: int | None = None, log: Log = pr
     """
     for start in range(0, max(len(dataset.lengths), dataset.num_documents), _BLOCK):
         dataset.check_index(start, start + _BLOCK)
-    path, meta = dataset.prefix.with_name(dataset.prefix.name + ".bin"), dataset.meta
+    path, meta = dataset.bin, dataset.meta
     size = vocab_size if meta is None else meta.vocab_size
     progress = Progress(f"reading {path}", dataset.tokens.nbytes, log)
     digest = hashlib.sha256()
@@ -36,19 +36,13 @@ def verify(dataset: IndexedDataset, vocab_size: int | None = None, log: Log = pr
         raise damaged(path, f"its sha256 is {digest.hexdigest()}, not the {meta.sha256} it was written with")
 
 
-def outside(ids: np.ndarray, vocab_size: int) -> int | None:
-    """Position of the first id that is not in range(vocab_size), if there is one."""
-    if not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
-        return None
-    return int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-
-
 def _check_ends(dataset: IndexedDataset, eod: int) -> None:
-    path, tokens, before = dataset.prefix.with_name(dataset.prefix.name + ".bin"), dataset.tokens, 0
+    before = 0
     for start in range(0, dataset.num_documents, _BLOCK):
         stops = dataset.document_stops(start, min(start + _BLOCK, dataset.num_documents))
         ended = np.diff(stops, prepend=before) > 0
-        ended[ended] = tokens[stops[ended] - 1] == eod
+        ended[ended] = dataset.tokens[stops[ended] - 1] == eod
         if not ended.all():
-            raise damaged(path, f"document {start + int(ended.argmin())} does not end with its end of document, {eod}")
+            words = f"document {start + int(ended.argmin())} does not end with its end of document, {eod}"
+            raise damaged(dataset.bin, words)
         before = int(stops[-1])

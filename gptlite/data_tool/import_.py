@@ -17,18 +17,16 @@ import glob
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION
+from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, document_hash, is_held_out, split_writers
 from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.foreign import Batch, Found, cut_at_ends, megatron_documents, open_llmc, open_nanogpt
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
-from gptlite.data.streaming import is_held_out
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import sync_folder
@@ -102,7 +100,7 @@ def _sources(
 def _files(path: str, format: str) -> list[Path]:
     given = Path(path).expanduser()
     if format == "megatron":
-        return [given if given.suffix == ".idx" else given.with_suffix("") if given.suffix == ".bin" else given]
+        return [given]
     files = [given] if given.exists() else sorted(map(Path, glob.glob(str(given))))
     if not files:
         raise ConfigError(f"{path} does not exist; give a file of tokens, a glob in quotes, or a folder")
@@ -113,8 +111,7 @@ def _documents(files: list[Path], format: str, tokenizer: Tokenizer) -> Document
     """Opens the files, and so finds what is wrong with them before anything is written."""
     eod, size = tokenizer.eod, tokenizer.vocab_size
     if format == "megatron":
-        prefixes = [file.with_suffix("") if file.suffix == ".idx" else file for file in files]
-        datasets = [IndexedDataset(prefix) for prefix in prefixes]
+        datasets = [IndexedDataset(file.with_suffix("") if file.suffix in (".idx", ".bin") else file) for file in files]
         total = sum(dataset.tokens.nbytes for dataset in datasets)
 
         def of_megatron(found: Found) -> Iterator[Batch]:
@@ -139,13 +136,7 @@ def _write(
     def add(writer: IndexedWriter, tokens: np.ndarray, lengths: np.ndarray) -> None:
         writer.write_documents(tokens, lengths, int(token_bytes[tokens].sum()))
 
-    with ExitStack() as stack:
-        writers = [
-            stack.enter_context(
-                IndexedWriter(folder / split, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
-            )
-            for split in (TRAIN, VALIDATION)
-        ]
+    with split_writers(folder, tokenizer) as writers:
         for batch in train(found):
             chosen = np.zeros(len(batch.lengths), dtype=bool) if validation else held_out(batch, fraction)
             for writer, kept in zip(writers, (~chosen, chosen), strict=True):
@@ -164,5 +155,5 @@ def held_out(batch: Batch, fraction: float) -> np.ndarray:
     """bool[D]: documents whose hash is below `fraction` of all hashes; equal documents go the same way."""
     data, stops = memoryview(batch.tokens.astype("<i4").tobytes()), 4 * np.cumsum(batch.lengths)
     starts = stops - 4 * batch.lengths
-    chosen = (is_held_out(data[start:stop], fraction) for start, stop in zip(starts, stops, strict=True))
-    return np.fromiter(chosen, dtype=bool, count=len(stops))
+    hashes = (document_hash(data[start:stop]).digest() for start, stop in zip(starts, stops, strict=True))
+    return np.fromiter((is_held_out(each, fraction) for each in hashes), dtype=bool, count=len(stops))

@@ -18,7 +18,6 @@ from gptlite.data_tool.places import all_prefixes, tokenizer_beside
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes, table
 
-_DOCUMENTS = 1 << 20  # read at a time
 _BAR = 40  # characters
 
 
@@ -62,11 +61,7 @@ def _open(prefixes: list[Path]) -> tuple[dict[Path, IndexedDataset], list[str]]:
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
     """int64[documents]: tokens of each, ends of documents included."""
-    parts = [
-        dataset.document_stops(start, min(start + _DOCUMENTS, dataset.num_documents))
-        for start in range(0, dataset.num_documents, _DOCUMENTS)
-    ]
-    return np.diff(np.concatenate([np.zeros(1, dtype=np.int64), *parts]))
+    return np.diff(dataset.document_stops(0, dataset.num_documents), prepend=0)
 
 
 def describe(dataset: IndexedDataset, lengths: np.ndarray) -> dict[str, Any]:

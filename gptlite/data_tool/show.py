@@ -102,36 +102,32 @@ def of_run(folder: Path, options: Options) -> Iterator[str]:
     elif chosen[0] >= (end := row.first_sample(steps + 1)):
         words = f"the run in {folder} ends with sample {end - 1} in step {steps} (trainer.max_steps)"
         raise ConfigError(f"sample={options.sample}: {words}")
-    yield from of_stream(config.seed, row.parsed_eras(), data, chosen)
+    yield from of_stream(config.seed, [Era.from_json(era) for era in row.eras], data, chosen)
 
 
 def of_stream(seed: int, eras: list[Era], data: "PreparedData", samples: list[int]) -> Iterator[str]:
     """Samples of a run, by number."""
-    by_data = {each.data: each.train for each in data.sets}
-    names = {each.data: each.name for each in data.sets}
+    now = {each.data: each for each in data.sets}
     stream = SampleStream(seed, eras)
     for sample in samples:
-        sets, epochs, chunks = (int(each[0]) for each in stream.locate(np.array([sample])))
+        number, epoch, chunk = (int(each[0]) for each in stream.locate(np.array([sample])))
         era = next(era for era in reversed(eras) if era.start <= sample)
-        name, length = stream.names[sets], era.sequence_length
+        name, length = stream.names[number], era.sequence_length
         wanted = era.sets[name].data
-        tokens, dataset = by_data.get(wanted), None
-        if tokens is None or data.folder is None or name != data.name:
-            dataset = opened(names.get(wanted, name), wanted) if data.folder is None or tokens is None else None
-            tokens = dataset.tokens if tokens is None and dataset is not None else tokens
-        elif (data.folder / f"{TRAIN}.idx").exists():
-            dataset = IndexedDataset(data.folder / TRAIN)
-        if tokens is None:
+        name = now[wanted].name if wanted in now else name
+        dataset = (opened(data.folder, wanted) if data.folder else None) or opened(Path(name).expanduser(), wanted)
+        if wanted not in now and dataset is None:
             raise ConfigError(f"sample {sample} is of {name}, which no longer holds the tokens that were read")
-        read, start = gather(tokens, np.array([chunks]), length)[0], chunks * length
-        yield f"\nsample {sample}: {names.get(wanted, name)}, epoch {epochs}, {place(start, start + length, dataset)}"
+        tokens, start = now[wanted].train if dataset is None else dataset.tokens, chunk * length
+        read = gather(tokens, np.array([chunk]), length)[0]
+        yield f"\nsample {sample}: {name}, epoch {epoch}, {place(start, start + length, dataset)}"
         yield as_text(read[:-1], data.tokenizer)
 
 
-def opened(name: str, data: str) -> IndexedDataset | None:
+def opened(folder: Path, data: str) -> IndexedDataset | None:
     """The training tokens of a prepared folder, if they are still those."""
     try:
-        dataset = IndexedDataset(Path(name).expanduser() / TRAIN)
+        dataset = IndexedDataset(folder / TRAIN)
     except ConfigError:
         return None
     return dataset if dataset.meta is not None and dataset.meta.sha256 == data else None

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from gptlite.data.corpus import document_hash
 from gptlite.errors import ConfigError
 from gptlite.preprocess.inputs import STDIN, Source
 from gptlite.preprocess.streams import DamagedInput, Stream
@@ -14,7 +15,6 @@ from gptlite.preprocess.streams import DamagedInput, Stream
 BLOCK = 1 << 20  # bytes
 _PART = 8 << 20  # bytes of a text file that is one document, from where on it comes in parts
 BLANK_LINES = "blank"  # separator=blank
-DIGEST = 8  # bytes of the hash of a document
 
 
 @dataclass(frozen=True)
@@ -148,19 +148,15 @@ class _Records:
         data = bytearray()
         while True:
             data += self._stream.read(BLOCK - len(data))
-            ended = len(data) < BLOCK
+            ended, line, too_long = len(data) < BLOCK, self._line, ""
             stop = len(data) if ended and not self._stream.damage else self._last_end(data)
-            if not stop and not ended and not (stop := self._lengthen(data)):
-                if self._stream.damage:
-                    break
-                yield self._leave_out(data)
-                continue
+            if not stop and not ended:
+                stop, too_long = self._lengthen(data)
             if stop:
-                piece = Piece(self._number, self._line, bytes(data[:stop]))
-                self._pass(piece.data)
+                piece = Piece(self._number, line, b"" if too_long else bytes(data[:stop]), damage=too_long)
+                self._pass(data, stop)
                 yield piece, self._place(), self._stream.raw_position
-                del data[:stop]
-            if ended:
+            if ended or not stop:
                 break
         self._stream.close()
         if self._stream.damage:
@@ -173,39 +169,30 @@ class _Records:
         found = [(data.find(end, max(0, start - len(end) + 1)), len(end)) for end in self._ends]
         return min((at + length for at, length in found if at >= 0), default=0)
 
-    def _lengthen(self, data: bytearray) -> int:
-        """Reads on to the end of a record longer than a block, and returns it; 0 if that is too far."""
-        while len(data) <= self._longest:
+    def _lengthen(self, data: bytearray) -> tuple[int, str]:
+        """Reads on to the end of a record longer than a block; where that is, 0 for never, and what is wrong with it.
+
+        Of one that is too long the start is passed over, and not held.
+        """
+        too_long, keep = "", max(map(len, self._ends)) - 1
+        while True:
             size = len(data)
             data += self._stream.read(BLOCK)
-            if len(data) == size and not self._stream.damage:
-                return size
-            if (stop := self._first_end(data, size)) or len(data) == size:
-                return stop
-        return 0
+            if stop := self._first_end(data, size):
+                return stop, too_long
+            if len(data) == size:
+                return (size if too_long or not self._stream.damage else 0), too_long
+            if too_long or len(data) > self._longest:
+                too_long = f"it is longer than max_record_bytes={self._longest}"
+                self._pass(data, len(data) - keep)
 
-    def _leave_out(self, data: bytearray) -> tuple[Piece, Place, int]:
-        """Reads over the rest of a record that is too long, without holding it."""
-        piece = Piece(self._number, self._line, b"", damage=f"it is longer than max_record_bytes={self._longest}")
-        keep = max(map(len, self._ends)) - 1
-        while not (stop := self._first_end(data, 0)):
-            passed = len(data) - keep
-            self._pass(bytes(data[:passed]))
-            del data[:passed]
-            more = self._stream.read(BLOCK)
-            if not more:
-                stop = len(data)
-                break
-            data += more
-        self._pass(bytes(data[:stop]))
-        del data[:stop]
-        return piece, self._place(), self._stream.raw_position
-
-    def _pass(self, data: bytes) -> None:
-        self._offset += len(data)
-        self._line += data.count(b"\n")
+    def _pass(self, data: bytearray, size: int) -> None:
+        """Takes away bytes that are done with."""
+        self._offset += size
+        self._line += data.count(b"\n", 0, size)
         if self._hash is not None:
-            self._hash.update(data)
+            self._hash.update(data[:size])
+        del data[:size]
 
     def _place(self) -> Place:
         return Place(self._number, self._offset, self._line, self._hash.hexdigest() if self._hash else "")
@@ -223,7 +210,7 @@ class _Records:
 
 def _document(source: Source, place: Place) -> Iterator[tuple[Piece, Place, int]]:
     """A text file that is one document, in parts that end with lines if it is long."""
-    stream, digest, line = Stream(source.path), hashlib.blake2b(digest_size=DIGEST), 1
+    stream, digest, line = Stream(source.path), document_hash(), 1
     data, first = b"", True
     while True:
         data += stream.read(_PART - len(data))

@@ -1,19 +1,134 @@
-"""A block to tokens: what a worker does."""
+"""A block to documents and tokens: what a worker does."""
 
-import hashlib
+import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from gptlite.data.tokenizer import Tokenizer, load_tokenizer
-from gptlite.preprocess.blocks import DIGEST, Block, Cutting
-from gptlite.preprocess.documents import Bad, documents
+from gptlite.data.corpus import document_hash, is_held_out
+from gptlite.data.tokenizer import load_tokenizer
+from gptlite.preprocess.blocks import BLANK_LINES, Block, Cutting, Piece
+
+_BLANK = re.compile(rb"\n(?:[ \t\r]*\n)+")
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text and its UTF-8; of a long one, the part that is in this block."""
+
+    text: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that is no text: source, line or row from 1, and why."""
+
+    source: int
+    line: int
+    reason: str
+
+
+def documents(block: Block, formats: list[str], cutting: Cutting) -> Iterator[tuple[Piece, Document | Bad]]:
+    """Documents and bad records in order; empty documents are among them, empty lines of JSON are not.
+
+    `formats` are those of the sources.
+    """
+    for piece in block.pieces:
+        for line, record in _records(piece, formats[piece.source], cutting):
+            try:
+                yield piece, _document(record, formats[piece.source], cutting)
+            except UnicodeDecodeError as error:
+                line += error.object.count(b"\n", 0, error.start)
+                byte = f"0x{error.object[error.start]:02x}"
+                yield piece, Bad(piece.source, line, f"it is not UTF-8 at byte {error.start} ({byte})")
+            except UnicodeEncodeError:
+                yield piece, Bad(piece.source, line, "it has half of a surrogate pair, which is no text")
+            except json.JSONDecodeError as error:
+                yield piece, Bad(piece.source, line, f"it is not JSON: {error.msg} at column {error.colno}")
+            except RecursionError:
+                yield piece, Bad(piece.source, line, "its JSON is nested too deep")
+            except ValueError as error:
+                yield piece, Bad(piece.source, line, str(error))
+        if piece.damage:
+            yield piece, Bad(piece.source, piece.line, piece.damage)
+
+
+def _document(record: bytes | None, format: str, cutting: Cutting) -> Document:
+    """Raises ValueError for what is no text."""
+    if record is None:
+        raise ValueError(f"its {cutting.column} is null")
+    if len(record) > cutting.max_record_bytes:
+        raise ValueError(f"it is longer than max_record_bytes={cutting.max_record_bytes}")
+    text = record.decode("utf-8")
+    if format != "jsonl":
+        return Document(text, record)
+    text = _value(json.loads(text), cutting.column)
+    return Document(text, text.encode("utf-8"))
+
+
+def _value(record: Any, name: str) -> str:
+    if not isinstance(record, dict):
+        raise ValueError(f"it is a JSON {_type(record)}, not an object")
+    if name not in record:
+        found = ", ".join(list(record)[:8]) or "none"
+        raise ValueError(f"it has no field {name}; its fields: {found}")
+    if not isinstance(record[name], str):
+        raise ValueError(f"its field {name} is a {_type(record[name])}, not a string")
+    return record[name]
+
+
+def _type(value: Any) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def _records(piece: Piece, format: str, cutting: Cutting) -> Iterator[tuple[int, bytes | None]]:
+    """Each record without its separator, with its line, or its row of Parquet; None for a null."""
+    if piece.lengths is not None:
+        yield from _rows(piece)
+        return
+    data = piece.data.removeprefix(_BOM) if piece.line == 1 else piece.data
+    if format == "jsonl":
+        for line, record in enumerate(data.split(b"\n"), piece.line):
+            if record and not record.isspace():
+                yield line, record
+    elif piece.whole:
+        yield piece.line, data
+    elif data:
+        yield from _texts(data, piece.line, cutting.separator)
+
+
+def _rows(piece: Piece) -> Iterator[tuple[int, bytes | None]]:
+    start = 0
+    assert piece.lengths is not None
+    for row, length in enumerate(piece.lengths, piece.line):
+        stop = start + max(length, 0)
+        yield row, piece.data[start:stop] if length >= 0 else None
+        start = stop
+
+
+def _texts(data: bytes, line: int, separator: str) -> Iterator[tuple[int, bytes]]:
+    ends = list(_BLANK.finditer(data) if separator == BLANK_LINES else re.finditer(re.escape(separator.encode()), data))
+    start = 0
+    for stop, after in [*((each.start(), each.end()) for each in ends), (len(data), len(data))]:
+        record = data[start:stop]
+        if separator == BLANK_LINES:
+            record = record.strip(b"\r\n")
+        if record or stop < len(data):
+            yield line, record
+        line += data.count(b"\n", start, after)
+        start = after
 
 
 @dataclass
 class Split:
-    """Whole documents: tokens one after the other, each document ended by `eod`; tokens and bytes of text of each."""
+    """Whole documents: tokens one after the other, each document ended by `eod`; tokens of each, bytes of text."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -34,21 +149,16 @@ class Encoded:
 class Encoder:
     """Tokenizes blocks. A document is held out by a hash of its text, so neither order nor workers matter."""
 
-    def __init__(self, tokenizer: Tokenizer, formats: list[str], cutting: Cutting, validation_fraction: float):
-        self._tokenizer, self._formats, self._cutting = tokenizer, formats, cutting
-        self._fraction = validation_fraction
-        small = tokenizer.vocab_size < 1 << 16
-        self._dtype = np.dtype(np.uint16 if small else np.int32)
-        self._eod = np.array([tokenizer.eod], dtype=np.int32)
-
-    @classmethod
-    def load(cls, folder: Path, formats: list[str], cutting: Cutting, validation_fraction: float) -> "Encoder":
+    def __init__(self, folder: Path, formats: list[str], cutting: Cutting, validation_fraction: float):
         """With the tokenizer that was saved in `folder`."""
-        return cls(load_tokenizer(folder), formats, cutting, validation_fraction)
+        self._tokenizer = load_tokenizer(folder)
+        self._formats, self._cutting, self._fraction = formats, cutting, validation_fraction
+        self._dtype = np.dtype(np.uint16 if self._tokenizer.vocab_size < 1 << 16 else np.int32)
+        self._eod = np.array([self._tokenizer.eod], dtype=np.int32)
 
-    def encode(self, block: Block) -> Encoded:
+    def __call__(self, block: Block) -> Encoded:
         """All documents of a block, without the empty ones."""
-        parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        parts: tuple[list[np.ndarray], ...] = ([], [])
         text_bytes, empty = [0, 0], 0
         bad: list[Bad] = []
         long: Split | None = None
@@ -63,7 +173,7 @@ class Encoder:
             if not document.data:
                 empty += 1
                 continue
-            digest = piece.digest or hashlib.blake2b(document.data, digest_size=DIGEST).digest()
+            digest = piece.digest or document_hash(document.data).digest()
             split = is_held_out(digest, self._fraction)
             parts[split].extend((self._tokenizer.encode_array(document.text), self._eod))
             text_bytes[split] += len(document.data)
@@ -74,8 +184,3 @@ class Encoder:
         lengths = np.array([ids.size + 1 for ids in parts[::2]], dtype=np.int32)
         tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
         return Split(tokens.astype(self._dtype), lengths, text_bytes)
-
-
-def is_held_out(digest: bytes, fraction: float) -> bool:
-    """Whether the document of this hash is of the validation set."""
-    return int.from_bytes(digest, "big") < fraction * 2.0 ** (8 * DIGEST)

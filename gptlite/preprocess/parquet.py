@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gptlite.errors import ConfigError
+from gptlite.errors import needed_package
 from gptlite.preprocess.inputs import Source
 from gptlite.preprocess.streams import DamagedInput
 
@@ -59,9 +59,7 @@ def _strings(pyarrow: Any, column: Any) -> tuple[bytes, list[int]]:
 
 
 def _pyarrow() -> Any:
-    try:
+    with needed_package("pyarrow", "a .parquet file"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError:
-        raise ConfigError("a .parquet file needs a missing package; pip install pyarrow") from None
     return pyarrow

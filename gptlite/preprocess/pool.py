@@ -8,10 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-Job = TypeVar("Job")
-Result = TypeVar("Result")
 _AHEAD = 3  # jobs for each worker that are read, done or waiting for an earlier one
 
 _work: Callable[[Any], Any] | None = None  # of this process, once `_begin` has made it
@@ -21,13 +19,13 @@ class WorkerDied(Exception):
     """A worker ended by itself, most likely killed for its memory."""
 
 
-class Pool(Generic[Job, Result]):
+class Pool:
     """`workers` processes that each call `make(*arguments)` once and what it returns for every job; 0: this process.
 
     A context manager: its processes end with it, and by themselves if this process is killed.
     """
 
-    def __init__(self, workers: int, make: Callable[..., Callable[[Job], Result]], *arguments: Any):
+    def __init__(self, workers: int, make: Callable[..., Callable[[Any], Any]], *arguments: Any):
         self._ahead = _AHEAD * workers
         self._before = {child.pid for child in multiprocessing.active_children()}
         if workers:
@@ -36,12 +34,12 @@ class Pool(Generic[Job, Result]):
         else:
             self._here = make(*arguments)
 
-    def map(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Result]]:
+    def map(self, jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Each job with its result, in the order of the jobs. Raises WorkerDied, and what the work raises."""
         if not self._ahead:
             yield from ((job, self._here(job)) for job in jobs)
             return
-        waiting: deque[tuple[Job, Future[Any]]] = deque()
+        waiting: deque[tuple[Any, Future[Any]]] = deque()
         try:
             for job in jobs:
                 waiting.append((job, self._executor.submit(_do, job)))
@@ -54,7 +52,7 @@ class Pool(Generic[Job, Result]):
         except BrokenProcessPool as error:
             raise WorkerDied("a worker ended by itself, most likely for lack of memory") from error
 
-    def __enter__(self) -> "Pool[Job, Result]":
+    def __enter__(self) -> "Pool":
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:

@@ -3,25 +3,23 @@
 import fcntl
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from gptlite.data.corpus import TOKENIZER
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import sync_folder, sync_tree, write_synced, write_whole
 from gptlite.preprocess.blocks import Block, Piece, read_blocks
-from gptlite.preprocess.documents import Bad
-from gptlite.preprocess.encode import Encoded, Encoder
+from gptlite.preprocess.encode import Bad, Encoded, Encoder
 from gptlite.preprocess.inputs import STDIN
 from gptlite.preprocess.pool import Pool
-from gptlite.preprocess.report import Report
 from gptlite.preprocess.settings import FILE, Settings, difference, read_settings
-from gptlite.preprocess.shards import Counts, Shard, Shards, require_documents
+from gptlite.preprocess.shards import Counts, Shard, Shards
 from gptlite.progress import Log, Progress
 
 SHARD_BYTES = 64 << 20  # of input read for each shard: what a kill costs at most
@@ -67,22 +65,28 @@ def preprocess(
         shards = Shards(partial / "shards", tokenizer)
         if len(shards):
             log(f"going on after {len(shards)} shards, {shards.counts.tokens:,} tokens")
-        job = _Job(settings, shards, on_error, Report(settings.sources, log), log)
+        job = _Job(settings, shards, on_error, log)
         job.run(partial / TOKENIZER, workers)
-        require_documents(shards.counts)
+        if not shards.counts.documents:
+            seen = f"{shards.counts.skipped} bad records and {shards.counts.empty} empty ones"
+            raise ConfigError(f"input has no document with text in it, but {seen}; nothing is written")
         _finish(settings, shards, partial, output, log)
-        return Result(shards.counts, job.new, job.report.seconds)
+        return Result(shards.counts, job.new, job.seconds)
 
 
 class _Job:
     """Reads, tokenizes and writes what is left to do."""
 
-    def __init__(self, settings: Settings, shards: Shards, on_error: str, report: Report, log: Log):
+    def __init__(self, settings: Settings, shards: Shards, on_error: str, log: Log):
         self._settings, self._shards, self._on_error, self._log = settings, shards, on_error, log
-        self.report = report
-        self.new = Counts()
+        self.new, self._started = Counts(), time.monotonic()
         self._long_open = self._long_is_bad = False
         self._shown = 0
+
+    @property
+    def seconds(self) -> float:
+        """Since the first block was asked for."""
+        return time.monotonic() - self._started
 
     def run(self, tokenizer: Path, workers: int) -> None:
         """Writes shards until the sources end."""
@@ -92,8 +96,10 @@ class _Job:
         formats = [source.format for source in settings.sources]
         blocks = read_blocks(settings.sources, settings.cutting, self._shards.place)
         make = (tokenizer, formats, settings.cutting, settings.validation_fraction)
-        with Pool[Block, Encoded](workers, _encoder, *make) as pool:
-            self.report.start(self._shards.place)
+        with Pool(workers, Encoder, *make) as pool:
+            sizes = [source.size for source in settings.sources]
+            self._read, self._started = sum(sizes[: self._shards.place.source]), time.monotonic()
+            self._progress = Progress("tokenizing", sum(sizes), self._log, done=self._read)
             results = pool.map(blocks)
             for first in results:
                 with self._shards.writing() as shard:
@@ -105,7 +111,10 @@ class _Job:
         size = 0
         for block, encoded in results:
             self._write_block(shard, block, encoded)
-            self.report.add(block.read, self.new.tokens + shard.counts.tokens)
+            tokens = self.new.tokens + shard.counts.tokens
+            rate = f"{tokens / 1e6:,.1f}M tokens, {tokens / max(self.seconds, 1e-9) / 1e6:.2f}M tokens/s"
+            self._progress.add(block.read - self._read, rate)
+            self._read = block.read
             size += block.size
             if size >= SHARD_BYTES and not self._long_open:
                 break
@@ -148,10 +157,6 @@ class _Job:
         self._shown += 1
         if self._shown <= _SHOWN:
             self._log(f"skipped {what}" + ("; further ones are not shown" if self._shown == _SHOWN else ""))
-
-
-def _encoder(*arguments: Any) -> Callable[[Block], Encoded]:
-    return Encoder.load(*arguments).encode
 
 
 def _refuse_own(settings: Settings, made: tuple[Path, Path]) -> None:
@@ -201,7 +206,7 @@ def _finish(settings: Settings, shards: Shards, partial: Path, output: Path, log
     whole = partial / "whole"
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
-    shards.merge(whole, Progress("joining the shards", shards.size, log))
+    shards.merge(whole, log)
     shutil.copytree(partial / TOKENIZER, whole / TOKENIZER)
     about = settings.as_json() | {"counts": asdict(shards.counts)}
     write_synced(whole / FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")

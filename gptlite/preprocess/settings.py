@@ -1,7 +1,7 @@
 """What decides the bytes of a prepared folder, kept beside it: a rerun goes on only with the same."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,29 +35,26 @@ class Settings:
         }
 
 
-def make_settings(
-    input: str, format: str, field: str, separator: str, max_record_bytes: int, validation_fraction: float
-) -> Settings:
-    """Settings of the command line, its tokenizer to be filled in. Raises ConfigError, naming the key."""
-    if not 0 <= validation_fraction < 1:
-        raise ConfigError(f"validation_fraction={validation_fraction} must be at least 0 and below 1, e.g. 0.005")
-    if not 1 <= max_record_bytes < 1 << 31:
-        raise ConfigError(f"max_record_bytes={max_record_bytes} must be above 0 and below 2 GiB")
-    if not field:
+def make_settings(given: Any) -> Settings:
+    """Settings of a command line that has their keys, its tokenizer to be filled in. Raises ConfigError.
+
+    The keys are input, format, field, separator, max_record_bytes and validation_fraction.
+    """
+    if not 0 <= given.validation_fraction < 1:
+        value = given.validation_fraction
+        raise ConfigError(f"validation_fraction={value} must be at least 0 and below 1, e.g. 0.005")
+    if not 1 <= given.max_record_bytes < 1 << 31:
+        raise ConfigError(f"max_record_bytes={given.max_record_bytes} must be above 0 and below 2 GiB")
+    if not given.field:
         raise ConfigError("field= is empty; give the name of the JSON field or Parquet column with the text")
-    sources = find_sources(input, format)
-    literal = separator
-    if separator != BLANK_LINES:
+    sources = find_sources(given.input, given.format)
+    literal = given.separator
+    if given.separator != BLANK_LINES:
         for escape, character in (("\\n", "\n"), ("\\t", "\t"), ("\\r", "\r"), ("\\0", "\0")):
             literal = literal.replace(escape, character)
-    if separator and not any(source.format == "text" for source in sources):
-        raise ConfigError(f"separator={separator} is for text, and input={input} has no text files")
-    return Settings(sources, Cutting(field, literal, max_record_bytes), "", validation_fraction)
-
-
-def with_tokenizer(settings: Settings, fingerprint: str) -> Settings:
-    """The settings, complete."""
-    return replace(settings, tokenizer=fingerprint)
+    if given.separator and not any(source.format == "text" for source in sources):
+        raise ConfigError(f"separator={given.separator} is for text, and input={given.input} has no text files")
+    return Settings(sources, Cutting(given.field, literal, given.max_record_bytes), "", given.validation_fraction)
 
 
 def read_settings(path: Path) -> dict[str, Any] | None:

@@ -17,17 +17,15 @@ from typing import BinaryIO
 
 import numpy as np
 
-from gptlite.data.corpus import TRAIN, VALIDATION
+from gptlite.data.corpus import TRAIN, VALIDATION, is_held_out, split_writers
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.data.verify import verify
-from gptlite.errors import ConfigError
 from gptlite.files import sync_folder, write_synced
 from gptlite.preprocess.blocks import Place
-from gptlite.preprocess.documents import Bad
-from gptlite.preprocess.encode import Split, is_held_out
+from gptlite.preprocess.encode import Bad, Split
 from gptlite.preprocess.inputs import Source
-from gptlite.progress import Progress
+from gptlite.progress import Log, Progress
 
 STATE, SKIPPED = "state.json", "skipped.jsonl"
 _PARTS = 4 << 20  # tokens of a long document read back at a time
@@ -53,8 +51,7 @@ class Shard:
     """One shard being written, inside `writing`."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, stack: ExitStack):
-        about = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
-        self._writers = [stack.enter_context(IndexedWriter(folder / part, *about)) for part in (TRAIN, VALIDATION)]
+        self._writers = stack.enter_context(split_writers(folder, tokenizer))
         self._skipped = stack.enter_context((folder / SKIPPED).open("w", encoding="utf-8"))
         spool = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._long = _LongDocument(stack.enter_context(spool))
@@ -135,12 +132,6 @@ class Shards:
     def __len__(self) -> int:
         return self._number
 
-    @property
-    def size(self) -> int:
-        """Bytes of all tokens."""
-        paths = (self._path(number) / f"{part}.bin" for number in range(self._number) for part in (TRAIN, VALIDATION))
-        return sum(path.stat().st_size for path in paths)
-
     @contextmanager
     def writing(self) -> Iterator["Shard"]:
         """A new shard. It is there once `self.place` has been set to its end and the block is over."""
@@ -157,10 +148,12 @@ class Shards:
         self.counts.add(shard.counts)
         self._number += 1
 
-    def merge(self, target: Path, progress: Progress) -> None:
+    def merge(self, target: Path, log: Log) -> None:
         """Joins all shards into the folder `target`: train, val, and skipped.jsonl if anything was skipped."""
         about = (self._tokenizer.fingerprint, self._tokenizer.vocab_size, self._tokenizer.eod)
         paths = [self._path(number) for number in range(self._number)]
+        size = sum((path / f"{part}.bin").stat().st_size for path in paths for part in (TRAIN, VALIDATION))
+        progress = Progress("joining the shards", size, log)
         for part in (TRAIN, VALIDATION):
             with IndexedWriter(target / part, *about) as writer:
                 for path in paths:
@@ -174,10 +167,3 @@ class Shards:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:06d}"
-
-
-def require_documents(counts: Counts) -> None:
-    """Raises ConfigError where nothing was text."""
-    if not counts.documents:
-        seen = f"{counts.skipped} bad records and {counts.empty} empty ones"
-        raise ConfigError(f"input has no document with text in it, but {seen}; nothing is written")

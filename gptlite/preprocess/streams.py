@@ -7,9 +7,9 @@ import lzma
 import sys
 import zlib
 from contextlib import suppress
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-from gptlite.errors import ConfigError
+from gptlite.errors import needed_package
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
 _COMPRESSED = 1 << 14  # bytes given to zstandard at a time: what comes out may be a thousand times as much
@@ -56,16 +56,16 @@ class Stream:
         if self._file is not sys.stdin.buffer:
             self._file.close()
 
-    def _opened(self, kind: str | None) -> BinaryIO:
+    def _opened(self, kind: str | None) -> Any:
         match kind:
             case "gzip":
-                return cast(BinaryIO, gzip.GzipFile(fileobj=self._file))
+                return gzip.GzipFile(fileobj=self._file)
             case "xz":
-                return cast(BinaryIO, lzma.LZMAFile(self._file))
+                return lzma.LZMAFile(self._file)
             case "bzip2":
-                return cast(BinaryIO, bz2.BZ2File(self._file))
+                return bz2.BZ2File(self._file)
             case "zstandard":
-                return cast(BinaryIO, _Zstandard(self._file))
+                return _Zstandard(self._file)
             case _:
                 return self._file
 
@@ -81,10 +81,8 @@ class _Zstandard:
     """Frames one after the other. Unlike the library's own reader it notices a last frame that was cut off."""
 
     def __init__(self, file: BinaryIO):
-        try:
+        with needed_package("zstandard", "a .zst file"):
             import zstandard
-        except ImportError:
-            raise ConfigError("a .zst file needs a missing package; pip install zstandard") from None
         self._file, self._library = file, zstandard
         self._frame: Any = None
         self._ready = memoryview(b"")

@@ -1,15 +1,14 @@
 """A tokenizer for a corpus, from the same sources as preprocessing."""
 
-import hashlib
 from collections.abc import Iterator
 from itertools import chain
 
+from gptlite.data.corpus import document_hash, is_held_out
 from gptlite.data.sentence_piece import train_sentencepiece
 from gptlite.data.tokenizer import CharTokenizer, Tokenizer
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.preprocess.blocks import DIGEST, Place, read_blocks
-from gptlite.preprocess.documents import Bad, documents
-from gptlite.preprocess.encode import is_held_out
+from gptlite.preprocess.blocks import Place, read_blocks
+from gptlite.preprocess.encode import Bad, documents
 from gptlite.preprocess.inputs import COMPRESSED
 from gptlite.preprocess.settings import Settings
 from gptlite.progress import Log, Progress
@@ -61,7 +60,7 @@ def _texts(settings: Settings, every: int, held_out: float, log: Log) -> Iterato
             if isinstance(document, Bad):
                 bad.append(document)
             elif document.text:
-                digest = hashlib.blake2b(document.data, digest_size=DIGEST).digest()
+                digest = document_hash(document.data).digest()
                 if block.part is not None or not is_held_out(digest, held_out):
                     yield document.text
     if bad:

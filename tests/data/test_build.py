@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 import gptlite
 from gptlite.data import build, cache
 from gptlite.data.build import build_loader, prepare
-from gptlite.data.check import check_settings, find_recipe
+from gptlite.data.check import check_settings
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.loader import IGNORE
@@ -49,10 +48,10 @@ def temporary(folder):
 @pytest.mark.parametrize("kind", ["sentencepiece", "char", "byte"])
 def test_text_becomes_two_parts_that_join_to_it(text, settings, kind):
     data = prepare(TextConfig(path=str(text), tokenizer=kind, vocab_size=400, **settings), seed=1)
-    train, held_out = (data.tokenizer.decode(part.tolist()) for part in (data.train, data.validation))
+    train, held_out = (data.tokenizer.decode(part.tolist()) for part in (data.sets[0].train, data.sets[0].validation))
     assert train + held_out == TEXT
     assert len(held_out) == pytest.approx(0.1 * len(TEXT), rel=0.05)
-    assert data.train[-1] == data.validation[-1] == data.tokenizer.eod
+    assert data.sets[0].train[-1] == data.sets[0].validation[-1] == data.tokenizer.eod
     assert str(data.num_train_tokens) in data.describe().replace(",", "")
 
 
@@ -60,11 +59,11 @@ def test_text_becomes_two_parts_that_join_to_it(text, settings, kind):
 def test_bits_per_byte_divides_by_the_held_out_text(text, settings, kind):
     data = prepare(TextConfig(path=str(text), tokenizer=kind, vocab_size=400, **settings), seed=1)
     loader = build_loader(DataConfig(**settings), data, Mesh(torch.device("cpu")), seed=1)
-    held_out = data.tokenizer.decode(data.validation.tolist())
-    first = data.tokenizer.decode(data.validation[:1].tolist())  # nothing comes before it: not a target
+    held_out = data.tokenizer.decode(data.sets[0].validation.tolist())
+    first = data.tokenizer.decode(data.sets[0].validation[:1].tolist())  # nothing comes before it: not a target
     assert loader.validation_bytes() == len(held_out.encode()) - len(first.encode())
     counted = sum(int((batch.targets != IGNORE).sum()) for batch in loader.validation_batches())
-    assert counted == len(data.validation) - 1
+    assert counted == len(data.sets[0].validation) - 1
 
 
 def test_every_file_is_a_document_and_gives_its_end(tmp_path, settings):
@@ -79,7 +78,7 @@ def test_every_file_is_a_document_and_gives_its_end(tmp_path, settings):
     train, held_out = (IndexedDataset(data.folder / part) for part in ("train", "val"))
     assert train.tokens.tolist() == [*b"a\n" * 90, eod, *b"b\n" * 90, eod]
     assert held_out.tokens.tolist() == [*b"a\n" * 10, eod, *b"b\n" * 10, eod]
-    assert train.num_documents == held_out.num_documents == int((data.validation == eod).sum()) == 2
+    assert train.num_documents == held_out.num_documents == int((data.sets[0].validation == eod).sum()) == 2
 
 
 def test_the_second_time_it_is_read_from_the_cache(text, settings, monkeypatch):
@@ -89,7 +88,7 @@ def test_the_second_time_it_is_read_from_the_cache(text, settings, monkeypatch):
     second = prepare(config, seed=2)
     assert first.folder == second.folder
     assert first.identity == second.identity
-    assert np.array_equal(first.train, second.train)
+    assert np.array_equal(first.sets[0].train, second.sets[0].train)
 
 
 def test_the_cache_is_keyed_by_what_makes_a_difference(text, settings, tmp_path):
@@ -283,9 +282,9 @@ def test_two_processes_at_once_make_it_once(tmp_path):
 def test_synthetic_tokens_follow_the_seed_and_nothing_else(settings):
     config = SyntheticConfig(vocab_size=100, num_tokens=5000, **settings)
     a, b, c = (prepare(config, seed) for seed in (1, 1, 2))
-    assert np.array_equal(a.train, b.train)
-    assert not np.array_equal(a.train, c.train)
-    assert (len(a.train), a.train.max(), a.folder) == (5000, 99, None)
+    assert np.array_equal(a.sets[0].train, b.sets[0].train)
+    assert not np.array_equal(a.sets[0].train, c.sets[0].train)
+    assert (len(a.sets[0].train), a.sets[0].train.max(), a.folder) == (5000, 99, None)
     assert a.tokenizer.vocab_size == 100
     assert a.identity != c.identity
     loader = build_loader(config, a, Mesh(torch.device("cpu")), seed=1)
@@ -368,15 +367,3 @@ def test_checking_needs_no_torch_and_no_numpy():
     code = "import sys, gptlite.data.check; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     environment = os.environ | {"PYTHONPATH": str(Path(gptlite.__file__).parents[1])}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
-
-
-def test_resuming_at_a_billion_samples_takes_no_time(settings):
-    config = SyntheticConfig(num_tokens=5000, **settings)
-    loader = build_loader(config, prepare(config, 1), Mesh(torch.device("cpu")), seed=1)
-    start = time.monotonic()
-    loader.batch(10**9, 0)
-    assert time.monotonic() - start < 1
-
-
-def test_the_shakespeare_recipe_is_found():
-    assert find_recipe("shakespeare").is_file()

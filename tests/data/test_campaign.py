@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.dataset import TokenDataset
-from gptlite.data.loader import Loader
+from gptlite.data.loader import Loader, TokenDataset
 from gptlite.data.stream import SampleStream
 
 LENGTH, BATCH, STEPS = 8, 24, 48

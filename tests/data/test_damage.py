@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import pytest
+from token_folders import write_numbers as write
 
 from gptlite.data.corpus import open_split
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
@@ -13,16 +14,7 @@ from gptlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from gptlite.data.verify import verify
 from gptlite.errors import ConfigError
 
-EOD = 9
 HEADER = 34
-
-
-def write(prefix, documents=((5, 6, 7), (), (8,)), vocab_size=10):
-    with IndexedWriter(prefix, "fingerprint", vocab_size, EOD) as writer:
-        for document in documents:
-            writer.write(list(document), text_bytes=2 * len(document))
-            writer.end_document()
-    return prefix
 
 
 def poke(offset, form, *values):

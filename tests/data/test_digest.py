@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from gptlite.data import digest
-from gptlite.data.digest import text_digest
-from gptlite.data.text import scan
+from gptlite.data import text
+from gptlite.data.text import scan, text_digest
 from gptlite.errors import ConfigError
 
 
@@ -28,9 +27,9 @@ def reads(monkeypatch):
         seen.append(files)
         return scan(files, log)
 
-    monkeypatch.setattr(digest, "scan", counted)
-    monkeypatch.setattr(digest, "_LARGE", 0)
-    monkeypatch.setattr(digest, "_SETTLED", -(1 << 62))
+    monkeypatch.setattr(text, "scan", counted)
+    monkeypatch.setattr(text, "_LARGE", 0)
+    monkeypatch.setattr(text, "_SETTLED", -(1 << 62))
     return seen
 
 
@@ -57,7 +56,7 @@ def test_other_files_and_another_order_are_other_texts(files, reads, tmp_path):
 
 
 def test_a_file_written_a_moment_ago_is_not_trusted_yet(files, reads, tmp_path, monkeypatch):
-    monkeypatch.setattr(digest, "_SETTLED", 3600 * 10**9)
+    monkeypatch.setattr(text, "_SETTLED", 3600 * 10**9)
     text_digest(files, tmp_path, print)
     text_digest(files, tmp_path, print)
     assert len(reads) == 2
@@ -91,12 +90,12 @@ def test_text_that_changes_while_it_is_read_is_refused(files, monkeypatch, tmp_p
         files[0].write_text("longer than it was before")
         return scan(files, log)
 
-    monkeypatch.setattr(digest, "scan", grows)
+    monkeypatch.setattr(text, "scan", grows)
     with pytest.raises(ConfigError, match="changed while it was read"):
         text_digest(files, tmp_path, print)
 
 
 def test_a_small_text_leaves_no_note(tmp_path, files, monkeypatch):
-    monkeypatch.setattr(digest, "_LARGE", 1 << 20)
+    monkeypatch.setattr(text, "_LARGE", 1 << 20)
     assert text_digest(files, tmp_path / "cache", print) == scan(files)
     assert not (tmp_path / "cache").exists()

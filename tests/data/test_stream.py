@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gptlite.data.blend import BLOCK
-from gptlite.data.eras import Era, first_era
+from gptlite.data.eras import DataSet, Era
 from gptlite.data.stream import SampleStream, gather
 
 LENGTH = 8
@@ -144,7 +144,7 @@ def test_eras_survive_json():
 def test_the_billionth_sample_costs_a_moment_and_little_memory():
     """A synthetic index: 200 data sets of up to 10**13 tokens, and no file behind them."""
     sizes = np.random.default_rng(5).integers(10**9, 10**13, size=200).tolist()
-    era = first_era(2048, {f"set{n}": (f"sha {n}", size, 1.0 + n % 7) for n, size in enumerate(sizes)})
+    era = Era(0, 2048, {f"set{n}": DataSet(f"sha {n}", size, 1.0 + n % 7) for n, size in enumerate(sizes)})
     tracemalloc.start()
     began = time.process_time()
     run = SampleStream(1, [era]).resumed([era], 10**9)

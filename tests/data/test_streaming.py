@@ -11,8 +11,8 @@ from recipe_modules import load_recipe
 
 from gptlite.data.build import prepare
 from gptlite.data.config import CorpusConfig
-from gptlite.data.corpus import open_split
-from gptlite.data.streaming import is_held_out, open_rows, texts
+from gptlite.data.corpus import document_hash, is_held_out, open_split
+from gptlite.data.streaming import open_rows, texts
 from gptlite.data.tokenizer import load_tokenizer
 from gptlite.data.verify import verify
 from gptlite.errors import ConfigError
@@ -67,7 +67,7 @@ def test_fineweb_from_parquet_into_a_prepared_folder(parquet, tmp_path):
     )
     data = prepare(config, seed=1)
     assert data.folder is not None
-    held_out = [text for text in TEXTS[:150] if is_held_out(text.encode(), FRACTION)]
+    held_out = [text for text in TEXTS[:150] if is_held_out(document_hash(text.encode()).digest(), FRACTION)]
     assert 5 <= len(held_out) <= 30
     assert read(data.folder, "val") == held_out
     assert read(data.folder, "train") == [text for text in TEXTS[:150] if text not in held_out]

@@ -46,7 +46,7 @@ def test_a_folder_is_a_preset_by_its_name():
     assert by_name == by_path
     data = prepare(by_name, seed=1)
     assert [(each.name, each.weight) for each in data.sets] == [("data/web", 1.0)]
-    assert data.tokenizer.decode(data.train[:40].tolist()) == documents(sum(b"web"), 60)[0][:40]
+    assert data.tokenizer.decode(data.sets[0].train[:40].tolist()) == documents(sum(b"web"), 60)[0][:40]
 
 
 def test_a_blend_is_read_as_the_shell_gives_it():

@@ -2,14 +2,16 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
+from gptlite.commands.preprocess import Arguments
 from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.tokenizer import load_tokenizer
 from gptlite.data.verify import verify
 from gptlite.preprocess.run import Result, preprocess
-from gptlite.preprocess.settings import make_settings, with_tokenizer
+from gptlite.preprocess.settings import make_settings
 
 WORDS = "the quick brown fox jumps over dogs 漢字 naïve 😀 \u0000 it's 12345 hello,world \n \n\n \t  ▁ a".split(" ")
 
@@ -26,16 +28,12 @@ def as_jsonl(texts: list[str]) -> bytes:
 
 def prepare(input: object, output: Path, tokenizer: str = "byte", **options) -> Result:
     """`preprocess` with the tool's defaults."""
-    settings = {"format": "auto", "field": "text", "separator": "", "max_record_bytes": 1 << 27}
-    how = {"workers": 0, "on_error": "error", "overwrite": False, "log": lambda _: None}
-    made = make_settings(
-        str(input),
-        **{key: options.get(key, value) for key, value in settings.items()},
-        validation_fraction=options.get("validation_fraction", 0.2),
-    )
-    found = find_tokenizer(tokenizer)
-    how = {key: options.get(key, value) for key, value in how.items()}
-    return preprocess(with_tokenizer(made, found.fingerprint), found, output, **how)
+    given = {"validation_fraction": 0.2, "on_error": "error", "overwrite": False, "workers": 0} | options
+    log, found = given.pop("log", lambda _: None), find_tokenizer(tokenizer)
+    arguments = Arguments(str(input), tokenizer, str(output), **given)
+    settings = replace(make_settings(arguments), tokenizer=found.fingerprint)
+    how = {key: getattr(arguments, key) for key in ("workers", "on_error", "overwrite")}
+    return preprocess(settings, found, output, **how, log=log)
 
 
 def read_documents(folder: Path, split: str) -> list[str]:

@@ -16,10 +16,10 @@ import pytest
 import zstandard
 
 from gptlite.commands.preprocess import main
+from gptlite.data.corpus import is_held_out
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.tokenizer import ByteTokenizer
 from gptlite.errors import ConfigError
-from gptlite.preprocess.encode import is_held_out
 from preprocess.corpora import as_jsonl, made_up, prepare, read_documents, tree
 
 TEXTS = made_up(0, 300)
@@ -86,6 +86,7 @@ def test_documents_are_there_in_order_each_in_one_split(expected: Path) -> None:
     assert 30 < len(val) < 90
     metas = [IndexedDataset(expected / split).meta for split in ("train", "val")]
     assert sum(meta.text_bytes for meta in metas if meta) == sum(len(text.encode()) for text in TEXTS)
+    assert {meta.tokenizer for meta in metas if meta} == {ByteTokenizer().fingerprint}
     assert json.loads((expected / "preprocess.json").read_text())["counts"]["documents"] == 300
 
 
@@ -134,14 +135,6 @@ def test_text_with_a_separator_is_the_same(expected: Path, tmp_path: Path, separ
     assert tree(tmp_path / "out") == tree(expected)
 
 
-def test_a_text_file_is_a_document(expected: Path, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    for n, text in enumerate(TEXTS):
-        (tmp_path / "in" / f"{n:03}.txt").write_bytes(text.encode())
-    prepare(tmp_path / "in", tmp_path / "out")
-    assert tree(tmp_path / "out") == tree(expected)
-
-
 def test_empty_lines_end_documents_of_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\n\none\nmore\n\n\ntwo\r\n\r\nthree\n \t\nfour\n")
     assert prepare(tmp_path, tmp_path / "out", separator="blank", validation_fraction=0).counts.documents == 4
@@ -180,13 +173,6 @@ def test_workers_do_not_matter(expected: Path, tmp_path: Path, monkeypatch, work
     assert tree(tmp_path / "out") == tree(expected)
 
 
-def test_what_is_held_out_does_not_depend_on_order(tmp_path: Path) -> None:
-    for name, texts in (("a", TEXTS), ("b", TEXTS[::-1])):
-        (tmp_path / f"{name}.jsonl").write_bytes(as_jsonl(texts))
-        prepare(tmp_path / f"{name}.jsonl", tmp_path / name)
-    assert read_documents(tmp_path / "a", "val") == read_documents(tmp_path / "b", "val")[::-1]
-
-
 def test_the_share_held_out_is_the_one_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(as_jsonl([f"document {n}" for n in range(20_000)]))
     for fraction in (0, 0.005, 0.3):
@@ -219,13 +205,6 @@ def test_a_folder_that_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "thesis.tex").exists()
 
 
-def test_nothing_but_empty_documents_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(as_jsonl(["", ""]))
-    with pytest.raises(ConfigError, match="no document with text"):
-        prepare(tmp_path / "a.jsonl", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("input", "options", "message"),
     [
@@ -251,12 +230,6 @@ def test_refusals_name_the_key(tmp_path: Path, monkeypatch, input: str, options:
         prepare(input, tmp_path / "out", **options)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_byte_tokenizer_is_saved_beside(expected: Path) -> None:
-    meta = IndexedDataset(expected / "train").meta
-    assert meta is not None
-    assert meta.tokenizer == ByteTokenizer().fingerprint
 
 
 def test_output_among_the_input_is_not_read(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gptlite.commands.train_tokenizer import Arguments
 from gptlite.config import CONF_DIR
 from gptlite.data.tokenizer import CharTokenizer, load_tokenizer
 from gptlite.errors import ConfigError
@@ -18,7 +19,7 @@ TEXTS = [f"number {n}: the quick brown fox jumps over the lazy dog\n" for n in r
 
 
 def settings(path: Path, validation_fraction: float = 0.0):
-    return make_settings(str(path), "auto", "text", "", 1 << 27, validation_fraction)
+    return make_settings(Arguments(str(path), validation_fraction=validation_fraction))
 
 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from run_files import snapshot
+from token_folders import write_folder
 
 from gptlite.data.indexed import IndexedWriter
-from gptlite.data.tokenizer import ByteTokenizer
 from gptlite.data_tool import command
 from gptlite.data_tool.inspect import histogram
 
@@ -41,14 +41,7 @@ def tool(monkeypatch, capsys) -> Callable[..., Result]:
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A prepared folder of bytes."""
-    tokenizer, root = ByteTokenizer(), tmp_path / "mine"
-    for split, texts in TEXTS.items():
-        with IndexedWriter(root / split, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod) as writer:
-            for text in texts:
-                writer.write(tokenizer.encode(text), len(text))
-                writer.end_document()
-    tokenizer.save(root / "tokenizer")
-    return root
+    return write_folder(tmp_path / "mine", **TEXTS)
 
 
 def row(out: str, start: str) -> list[str]:
