@@ -40,7 +40,7 @@ def pretrain(
     with folder.opened(config, run.data.tokenizer), closing(state.loader), closing(watch):
         if opened is not None:
             opened(folder.path)
-        reporter = announce(config, folder, mesh, state, run.data, run.policy, run.ops)
+        reporter = announce(run, folder)
         settings = Settings(config.trainer, config.optimizer, config.checkpoint)
         with (
             conclude(config, folder, state, reporter, started, watch) as conclusion,

@@ -96,7 +96,8 @@ ROOMS = {
     "build": Room("config data models ops optimizer parallelism precision trainer warm_start"),
     "run_folder": Room("config checkpoint data models parallelism trainer warm_start"),
     "summary": Room(
-        "config checkpoint data metrics models ops optimizer parallelism precision run_folder trainer", packages="torch"
+        "build config checkpoint data metrics models ops optimizer parallelism precision run_folder trainer",
+        packages="torch",
     ),
     "config": Room(
         "conf config_errors checks checkpoint data metrics models ops optimizer parallelism plan precision trainer "

@@ -1,4 +1,4 @@
-"""How much of a training step each axis's communication takes, and whom the others wait for.
+"""The share of a training step that each axis's communication takes, and the rank that the others wait for.
 
 On a CPU a thread waits where it communicates, so looking twenty times a second at where the main thread stands gives
 its share of the time, and the training pays next to nothing for it. On GPUs the process groups time what they do.
@@ -8,6 +8,7 @@ the one they wait for.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -26,18 +27,16 @@ class CommunicationTime:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._new: dict[str, float] = dict.fromkeys(kinds(), 0.0)  # seconds since the last row
-        self._new_total = 0.0
-        self._seconds, self._total = dict.fromkeys(kinds(), 0.0), 0.0
+        # Seconds by axis, None where the main thread has computed: since the last row, and over the window.
+        self._new: Counter[str | None] = Counter()
+        self._seconds: dict[str | None, float] = dict.fromkeys([*kinds(), None], 0.0)
         self._rows = 0
         groups = [dist.group.WORLD, *mesh.groups().values()]
         self._recorded = RecordedTime(groups) if mesh.device.type == "cuda" else None
 
     def add(self, axis: str | None, seconds: float) -> None:
         """So long the main thread has stood in a collective along an axis, or has computed (None)."""
-        if axis is not None:
-            self._new[axis] += seconds
-        self._new_total += seconds
+        self._new[axis] += seconds  # type: ignore[assignment]
 
     def row(self, step_seconds: float) -> dict[str, Any]:
         """The keys of a metrics row, the same on all ranks; to be called by all of them, after as many steps.
@@ -57,16 +56,13 @@ class CommunicationTime:
         if self._recorded is not None:
             recorded = self._recorded.shares()
             return [recorded.get(kind, 0.0) for kind in kinds()]
-        # What is added meanwhile counts now or in the next row.
-        total, self._new_total = self._new_total, 0.0
+        new, self._new = self._new, Counter()
         # The first row is of steps that connect, allocate and compile: their shares say nothing of the later ones'.
-        keep = 0.5 ** (total / WINDOW_SECONDS) if self._rows != 1 else 0.0
+        keep = 0.5 ** (new.total() / WINDOW_SECONDS) if self._rows != 1 else 0.0
         self._rows += 1
-        self._total = keep * self._total + total
-        for kind in kinds():
-            seconds, self._new[kind] = self._new[kind], 0.0
-            self._seconds[kind] = keep * self._seconds[kind] + seconds
-        return [seconds / max(self._total, 1e-9) for seconds in self._seconds.values()]
+        self._seconds = {axis: keep * seconds + new[axis] for axis, seconds in self._seconds.items()}
+        total = max(sum(self._seconds.values()), 1e-9)
+        return [self._seconds[kind] / total for kind in kinds()]
 
 
 def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the process groups know of their own collectives. None of it has a public name in torch."""
+"""The process groups' own records of their collectives. None of it has a public name in torch."""
 
 import json
 import time

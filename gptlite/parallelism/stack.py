@@ -1,4 +1,4 @@
-"""Where another thread of this process stands, read from its Python stack: what it runs is not touched or slowed.
+"""The place of another thread of this process, read from its Python stack: what it runs is not touched or slowed.
 
 A thread that waits for other ranks does so in a few known ways: in a function of torch.distributed, on a line that
 calls `.wait()`, or in the store. The files on its stack say along which axis.
@@ -6,10 +6,10 @@ calls `.wait()`, or in the store. The files on its stack say along which axis.
 
 import linecache
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 
 import torch
@@ -46,11 +46,17 @@ class Place:
     axis: str = ""
     words: str = ""
 
+    @property
+    def waiting_for(self) -> str:
+        """`all_reduce over tp`."""
+        nameless = next((axis.waits for axis in every_axis() if axis.kind == self.axis), "a collective")
+        return f"{self.collective or nameless} over {self.axis}"
+
 
 def waits_along(thread: int) -> str | None:
     """The axis whose ranks a thread waits for in a collective, by the thread's identifier; None where it does not."""
     frame = sys._current_frames().get(thread)
-    return None if frame is None or not _in_collective(frame) else _axis(frame)
+    return None if frame is None or not _waits(frame.f_code.co_filename, frame.f_lineno or 0) else _axis(frame)
 
 
 def place_of(thread: int) -> Place:
@@ -58,47 +64,34 @@ def place_of(thread: int) -> Place:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return Place(words="ended")
-    words = _words(list(_outwards(frame)))
-    if _in_collective(frame):
-        own_name = frame.f_code.co_filename in COLLECTIVES
-        return Place("collective", frame.f_code.co_name if own_name else "", _axis(frame), words)
-    return Place("store" if frame.f_code.co_filename == STORE else "", words=words)
-
-
-def _in_collective(frame: FrameType) -> bool:
-    return _waits_on_line(frame.f_code.co_filename, frame.f_lineno)
+    words, file = _words([each for each, _ in walk_stack(frame)]), frame.f_code.co_filename
+    if _waits(file, frame.f_lineno or 0):
+        return Place("collective", frame.f_code.co_name if file in COLLECTIVES else "", _axis(frame), words)
+    return Place("store" if file == STORE else "", words=words)
 
 
 @cache
-def _waits_on_line(file: str, line: int | None) -> bool:
-    if file in COLLECTIVES:
-        return True
-    return file.startswith((TORCH, PACKAGE)) and ".wait()" in linecache.getline(file, line or 0)
+def _waits(file: str, line: int) -> bool:
+    """Whether a thread on that line waits in a collective."""
+    return file in COLLECTIVES or (file.startswith((TORCH, PACKAGE)) and ".wait()" in linecache.getline(file, line))
 
 
 def _axis(frame: FrameType) -> str:
     # The first file on the stack, from the inside, that is an axis's; of none: all ranks.
-    for outer in _outwards(frame):
-        if axis := _axis_of_file(outer.f_code.co_filename):
-            return axis
-    return WORLD
+    found = (_axis_of_file(outer.f_code.co_filename) for outer, _ in walk_stack(frame))
+    return next(filter(None, found), WORLD)
 
 
 @cache
 def _axis_of_file(file: str) -> str | None:
-    return next((axis.kind for axis in every_axis() if file.startswith(tuple(map(_path, axis.files)))), None)
-
-
-def _path(file: str) -> str:
-    """Where a file or folder of the axes' table is."""
-    package, _, rest = file.partition("/")
-    return (PACKAGE if package == "gptlite" else TORCH.removesuffix("distributed/")) + rest
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    """The axis that a file's collectives are along, by the axes' table of files and folders."""
+    roots = {"gptlite": Path(PACKAGE), "torch": Path(TORCH).parent}
+    for axis in every_axis():
+        for name in axis.files:
+            package, _, rest = name.partition("/")
+            if file.startswith(f"{roots[package]}/{rest}"):
+                return axis.kind
+    return None
 
 
 def _words(frames: list[FrameType]) -> str:

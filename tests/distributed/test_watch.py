@@ -10,19 +10,23 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from marking import marked
 
 from distributed.ranks import RankFailed, run_ranks
 from gptlite.config import CONF_DIR
-from gptlite.parallelism import stack
+from gptlite.parallelism import stack, watchdog
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.layout import Layout
+from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.parallelism.stack import Place
 from gptlite.parallelism.tensor import leave, tensor_axis
-from gptlite.parallelism.verdict import Word, judge, rank_words
+from gptlite.parallelism.verdict import Heartbeat, judge, rank_words
 from gptlite.parallelism.watchdog import Watch
 
 THIS = "distributed.test_watch"
@@ -153,56 +157,73 @@ def ranks_of(folder: Path) -> dict[int, int]:
     return found
 
 
-# Who is to blame, from the ranks' words.
+# Who is to blame, from the ranks' heartbeats.
 
-WAITING = Word(0, "a", 10, 5, 100.0, 12, "collective", "all_reduce", "tp", "forward, in f (m.py:1)", 20.0)
-WORKING = replace(WAITING, waits="", collective="", axis="", words="in load (d.py:2)", since=21.0)
+IN_TP = Place("collective", "all_reduce", "tp", "forward, in f (m.py:1)")
+WAITING = Heartbeat(0, "a", 10, 5, 100.0, 12, IN_TP, 20.0)
+WORKING = replace(WAITING, place=Place(words="in load (d.py:2)"), stood=21.0)
+IN_PP = replace(IN_TP, collective="", axis="pp")
 
 
-def word(rank: int, like: Word = WAITING, **changes) -> Word:
+def beat(rank: int, like: Heartbeat = WAITING, **changes) -> Heartbeat:
     return replace(like, rank=rank, pid=10 + rank, **changes)
 
 
-def old(words: list[Word]) -> list[Word]:
-    return [replace(each, beat=each.beat - 2) for each in words]
+def old(beats: list[Heartbeat]) -> list[Heartbeat]:
+    return [replace(each, beat=each.beat - 2) for each in beats]
 
 
 def test_the_silent_rank_is_to_blame_and_the_others_places_are_said():
-    now = [word(0), word(1), word(2, collective="", axis="pp"), word(3, time=79.0)]
-    before = [*old(now[:3]), now[3]]
-    verdict = judge(before, now, now=110.0)
-    assert verdict.text == (
+    now = [beat(0), beat(1), beat(2, place=IN_PP), beat(3, time=79.0)]
+    assert judge([*old(now[:3]), now[3]], now, now=110.0) == (
         "rank 3 (a, pid 13) has said nothing for 31 s; its last word: step 12, forward, in f (m.py:1); "
         "ranks 0-1 wait in all_reduce over tp, rank 2 waits in send or receive over pp"
     )
-    assert verdict.silent == (now[3],)
 
 
 def test_without_silence_it_is_the_rank_that_waits_for_none():
-    now = [word(0), word(1, like=WORKING)]
-    assert judge(old(now), now, 110.0).text == (
+    now = [beat(0), beat(1, like=WORKING)]
+    assert judge(old(now), now, 110.0) == (
         "rank 1 (a, pid 11) keeps the others waiting: for 21 s step 12, in load (d.py:2); "
         "rank 0 waits in all_reduce over tp"
     )
     # One that waits for rank 0's word in the store is none of those.
-    now = [word(0, like=WORKING), word(1), word(2, waits="store")]
-    assert judge(old(now), now, 110.0).text.startswith("rank 0 (a, pid 10) keeps the others waiting")
+    now = [beat(0, like=WORKING), beat(1), beat(2, place=Place("store"))]
+    assert judge(old(now), now, 110.0).startswith("rank 0 (a, pid 10) keeps the others waiting")
 
 
 def test_a_deadlock_and_a_rank_that_never_spoke():
-    now = [word(0), word(1, collective="recv", axis="pp")]
-    assert judge(old(now), now, 110.0).text == (
+    now = [beat(0), beat(1, place=replace(IN_PP, collective="recv"))]
+    assert judge(old(now), now, 110.0) == (
         "rank 0 waits in all_reduce over tp, rank 1 waits in recv over pp; "
         "none is behind: they wait for each other, or the network between them fails"
     )
-    assert (
-        judge([None, None], [now[0], None], 110.0).text == "nothing yet from rank 1; rank 0 waits in all_reduce over tp"
-    )
+    assert judge([None, None], [now[0], None], 110.0) == "nothing yet from rank 1; rank 0 waits in all_reduce over tp"
     assert rank_words([5, 0, 1, 2]) == "ranks 0-2, 5"
 
 
-def test_words_survive_the_store():
-    assert Word.read(str(WAITING)) == WAITING
+def unstarted(store: object) -> Watch:
+    """A rank's, of two, without its threads."""
+    watch = Watch(Mesh(torch.device("cpu")), LIMIT)
+    watch._mesh, watch._store, watch._verdict_key = Mesh(torch.device("cpu"), Layout((1, 2, 1, 1))), store, "verdict"
+    return watch
+
+
+def test_the_first_verdict_is_every_ranks():
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ranks = [unstarted(store.clone()) for _ in range(2)]
+    assert [rank.verdict() for rank in ranks] == [None, None]
+    ranks[1].leave_verdict("rank 0 is stuck")
+    ranks[0].leave_verdict("the connection was closed")
+    assert [rank.verdict() for rank in ranks] == ["rank 0 is stuck"] * 2
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.2)
+    watch = unstarted(SimpleNamespace(check=lambda keys: time.sleep(2)))
+    before = time.monotonic()
+    assert watch.verdict() is None
+    assert time.monotonic() - before < 1
 
 
 @pytest.mark.parametrize(
