@@ -28,13 +28,10 @@ def format_duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "n/a"
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    for large, name, small, second in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= large:
+            return f"{whole // large}{name}{whole % large // small:02d}{second}"
+    return f"{whole}s"
 
 
 def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None = None) -> str:
@@ -49,12 +46,12 @@ def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None 
     """
     columns = [
         _position("step", row, max_steps),
-        f"loss {_number(row.get('loss'), '.4f', 7)}",
-        f"lr {_number(row.get('lr'), '.2e', 8)}",
+        f"loss {_text(row.get('loss'), '{:.4f}'.format, 7)}",
+        f"lr {_text(row.get('lr'), '{:.2e}'.format, 8)}",
         f"grad norm {_text(row.get('grad_norm'), _norm, 6)}",
         f"{_text(row.get('tokens_per_second'), format_count, 6)} tok/s",
         f"MFU {_text(row.get('mfu'), '{:.1%}'.format, 5)}",
-        f"mem {_text(row.get('memory_allocated_bytes'), _gib, 9)}",
+        f"mem {_text(row.get('memory_allocated_bytes'), lambda size: f'{size / 2**30:.2f} GiB', 9)}",
         f"ETA {_text(eta_seconds, format_duration, 0)}",
     ]
     if row.get("loss_scale") is not None:
@@ -67,10 +64,12 @@ def eval_line(row: Mapping[str, Any], max_steps: int) -> str:
 
     Bits per byte are left out where the data has no bytes (synthetic tokens).
     """
-    columns = [_position("eval", row, max_steps), f"val loss {_number(row['val_loss'], '.4f', 7)} nats/token"]
+    columns = [_position("eval", row, max_steps), f"val loss {_text(row['val_loss'], '{:.4f}'.format, 7)} nats/token"]
     if (bits := row.get("val_bits_per_byte")) is not None:
         columns.append(f"{bits:.4f} bits/byte")
-    columns += [f"{key.removeprefix(PART)} {_number(row[key], '.4f', 7)}" for key in row if key.startswith(PART)]
+    columns += [
+        f"{key.removeprefix(PART)} {_text(row[key], '{:.4f}'.format, 7)}" for key in row if key.startswith(PART)
+    ]
     return " | ".join(columns)
 
 
@@ -105,12 +104,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "",
 
 
 def _position(name: str, row: Mapping[str, Any], max_steps: int) -> str:
-    digits = len(str(max_steps))
-    return f"{name} {row['step']:>{digits}}/{max_steps}"
-
-
-def _number(value: float | None, spec: str, width: int) -> str:
-    return _text(value, lambda number: format(number, spec), width)
+    return f"{name} {row['step']:>{len(str(max_steps))}}/{max_steps}"
 
 
 def _text(value: float | None, form: Any, width: int) -> str:
@@ -119,10 +113,6 @@ def _text(value: float | None, form: Any, width: int) -> str:
 
 def _norm(number: float) -> str:
     return f"{number:.2f}" if number < 1000 else f"{number:.0e}"
-
-
-def _gib(number: float) -> str:
-    return f"{number / 2**30:.2f} GiB"
 
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:

@@ -23,8 +23,13 @@ class JsonlSink:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row; it has left this process when the call returns."""
-        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        stamped = {"time": now, **{key: _finite(value) for key, value in row.items()}}
+        stamped: dict[str, Any] = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            **{
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in row.items()
+            },
+        }
         self._file.write(json.dumps(stamped, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -63,17 +68,17 @@ def truncate_after(path: Path, step: int) -> int:
     # The copy is on disk before the original goes, so no moment exists at which a row is in neither file.
     if replaced:
         with path.with_suffix(".replaced.jsonl").open("a", encoding="utf-8") as copy:
-            copy.write(_joined(replaced))
+            copy.writelines(replaced)
             copy.flush()
             os.fsync(copy.fileno())
-    write_whole(path, _joined(kept))
+    write_whole(path, "".join(kept))
     return len(replaced)
 
 
 def _lines(path: Path) -> list[str]:
     # Only "\n" ends a row: str.splitlines would also cut at separators inside a string.
     text = path.read_bytes().decode("utf-8", errors="replace")
-    return [line for line in text.split("\n") if line.strip()]
+    return [line + "\n" for line in text.split("\n") if line.strip()]
 
 
 def _parse(line: str) -> dict[str, Any] | None:
@@ -82,11 +87,3 @@ def _parse(line: str) -> dict[str, Any] | None:
     except json.JSONDecodeError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def _joined(lines: list[str]) -> str:
-    return "".join(line + "\n" for line in lines)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

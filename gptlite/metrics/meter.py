@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 
+@dataclass(kw_only=True)
 class Throughput:
     """Counts optimizer steps against a clock; `read` gives the means since the `read` before.
 
@@ -21,27 +23,19 @@ class Throughput:
         clock: seconds, monotonic.
     """
 
-    def __init__(
-        self,
-        *,
-        tokens_per_step: int,
-        samples_per_step: int,
-        flops_per_token: float | None,
-        peak_flops: float | None,
-        num_devices: int = 1,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self.tokens_per_step = tokens_per_step
-        self.samples_per_step = samples_per_step
-        self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops
-        self.num_devices = num_devices
-        self._clock = clock
-        self._window_start = self._pace_start = clock()
+    tokens_per_step: int
+    samples_per_step: int
+    flops_per_token: float | None
+    peak_flops: float | None
+    num_devices: int = 1
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self._window_start = self._pace_start = self.clock()
         self._window_steps = 0
         self._window_batches = self._pace_batches = 0.0  # steps with a smaller batch count for less
         self._excluded = 0.0
-        self._warm = False
+        self._first_pace: float | None = None
 
     def step(self, samples: int | None = None) -> None:
         """One optimizer step of so many samples has been issued; by default a full global batch."""
@@ -53,11 +47,11 @@ class Throughput:
     @contextmanager
     def excluded(self) -> Iterator[None]:
         """Time spent in the block does not count as training."""
-        start = self._clock()
+        start = self.clock()
         try:
             yield
         finally:
-            self._excluded += self._clock() - start
+            self._excluded += self.clock() - start
 
     def read(self) -> dict[str, float | None]:
         """The row keys `tokens_per_second`, `samples_per_second`, `step_seconds`, `mfu` (0 to 1), and a new window.
@@ -67,16 +61,15 @@ class Throughput:
         """
         if self._window_steps == 0:
             raise RuntimeError("Throughput.read() needs at least one step() since the last read()")
-        now = self._clock()
+        now = self.clock()
         window = max(now - self._window_start - self._excluded, 1e-9)
         batch_seconds = window / self._window_batches
         tokens_per_second = self.tokens_per_step / batch_seconds
         mfu = None
         if self.peak_flops is not None and self.flops_per_token is not None:
             mfu = tokens_per_second * self.flops_per_token / (self.peak_flops * self.num_devices)
-        if not self._warm:
+        if self._first_pace is None:
             # The first window compiles, allocates and fills caches: a pace that includes it promises too long an ETA.
-            self._warm = True
             self._first_pace = (now - self._pace_start) / self._pace_batches
             self._pace_start, self._pace_batches = now, 0.0
         steps = self._window_steps
@@ -94,10 +87,7 @@ class Throughput:
 
         None before the first step.
         """
+        pace = self._first_pace
         if self._pace_batches:
-            pace = (self._clock() - self._pace_start) / self._pace_batches
-        elif self._warm:
-            pace = self._first_pace
-        else:
-            return None
-        return pace * remaining
+            pace = (self.clock() - self._pace_start) / self._pace_batches
+        return None if pace is None else pace * remaining

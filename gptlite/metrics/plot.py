@@ -1,6 +1,7 @@
 """A run on one page: loss, learning rate, gradient norm and speed over the steps of a metrics.jsonl."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from gptlite.metrics.jsonl import read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 TRAIN, VALIDATION, INK, FAINT = "#2460a7", "#d1602a", "#23272e", "#7a828e"
 STYLE: dict[Any, Any] = {
@@ -138,20 +140,15 @@ def _label_ends(axes: "Axes", ends: list[tuple[int, float, str, str]]) -> None:
 
 
 def _draw_rate(axes: "Axes", series: Series) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
     axes.plot(*series, color=INK, linewidth=1.5, marker=_marker(series[1]))
     axes.fill_between(*series, color=INK, alpha=0.05, linewidth=0)
     _title(axes, "learning rate")
     _format(axes)
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_locator(MaxNLocator(3, min_n_ticks=2))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _rate_tick(value)))
+    _ticks(axes.yaxis, _rate_tick, nbins=3, min_n_ticks=2)
 
 
 def _draw_noisy(axes: "Axes", name: str, series: Series) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
     steps, values = series
     _title(axes, name)
     _format(axes)
@@ -162,8 +159,7 @@ def _draw_noisy(axes: "Axes", name: str, series: Series) -> None:
     # From zero, so that noise looks as small as it is; a few spikes may leave the picture.
     highest = sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
     axes.set_ylim(0, 1.15 * highest or 1)
-    axes.yaxis.set_major_locator(MaxNLocator(3, min_n_ticks=2))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    _ticks(axes.yaxis, _tick, nbins=3, min_n_ticks=2)
 
 
 def _title(axes: "Axes", name: str, unit: str = "") -> None:
@@ -173,11 +169,15 @@ def _title(axes: "Axes", name: str, unit: str = "") -> None:
 
 
 def _format(axes: "Axes") -> None:
+    axes.tick_params(length=0)
+    _ticks(axes.xaxis, _tick, nbins=6, integer=True, steps=[1, 2, 5, 10])
+
+
+def _ticks(axis: "Axis", words: Callable[[float], str], **where: Any) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes.tick_params(length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    axis.set_major_locator(MaxNLocator(**where))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: words(value)))
 
 
 def _tick(value: float) -> str:
@@ -200,13 +200,8 @@ def _summary(rows: list[dict[str, Any]]) -> str:
         parts.append(f"{format_count(tokens[-1])} tokens")
     if seconds := _series(rows, "step_seconds")[1]:
         parts.append(f"{format_duration(last * sum(seconds) / len(seconds))} of training")
-    if best := min(
-        ((row["val_loss"], row) for row in rows if row.get("val_loss") is not None), default=None, key=_first
-    ):
-        bits = best[1].get("val_bits_per_byte")
-        parts.append(f"best validation loss {best[0]:.4f}" + (f" ({bits:.4f} bits per byte)" if bits else ""))
+    if evaluations := [row for row in rows if row.get("val_loss") is not None]:
+        best = min(evaluations, key=lambda row: row["val_loss"])
+        bits = f" ({best['val_bits_per_byte']:.4f} bits per byte)" if best.get("val_bits_per_byte") else ""
+        parts.append(f"best validation loss {best['val_loss']:.4f}{bits}")
     return "   ·   ".join(parts)
-
-
-def _first(pair: tuple[float, Any]) -> float:
-    return pair[0]

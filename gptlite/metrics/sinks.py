@@ -1,12 +1,11 @@
 """Where metrics rows go. A row is a flat dict of the names in metrics.jsonl, the same in every sink."""
 
-import difflib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from gptlite.errors import ConfigError
+from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
 from gptlite.metrics.jsonl import JsonlSink, truncate_after
 from gptlite.metrics.wandb_sink import WandbSink
@@ -70,9 +69,8 @@ def check(config: LoggerConfig) -> None:
         case WandbConfig():
             _require("wandb")
             if config.mode is not None and config.mode not in WANDB_MODES:
-                close = difflib.get_close_matches(config.mode, WANDB_MODES, n=1)
-                fix = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(WANDB_MODES)} or null"
-                raise ConfigError(f"logger.mode={config.mode} is unknown; {fix}")
+                fix = did_you_mean(config.mode, WANDB_MODES) or f"; choose one of {', '.join(WANDB_MODES)} or null"
+                raise ConfigError(f"logger.mode={config.mode} is unknown{fix}")
 
 
 def build_sinks(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from threading import Event, Thread
 
 import torch
+
+from gptlite.metrics.memory import resident_bytes
 
 SAMPLE_SECONDS = 0.1
 
@@ -30,20 +30,6 @@ class _Mean:
         return self.total / self.count if self.count else None
 
 
-@dataclass
-class _Window:
-    """The samples between two rows: sums, since a row may take hours to come."""
-
-    memory: _Mean = field(default_factory=_Mean)
-    used: _Mean = field(default_factory=_Mean)
-    any: bool = False
-
-    def add(self, memory: int | None, used: float | None) -> None:
-        self.memory.add(memory)
-        self.used.add(used)
-        self.any = True
-
-
 class Usage:
     """Samples ten times a second, beside the training, until `close`.
 
@@ -54,7 +40,7 @@ class Usage:
 
     def __init__(self, device: torch.device, seconds: float = SAMPLE_SECONDS) -> None:
         self._device, self._seconds = device, seconds
-        self._window = _Window()
+        self._means = _Mean(), _Mean()  # of memory and of utilisation since the last row, which may be hours ago
         self._rows: list[tuple[float, int | None, float | None]] = []  # seconds, memory, utilisation
         self._since = time.perf_counter(), time.process_time()
         self._ended = Event()
@@ -62,17 +48,17 @@ class Usage:
 
     def read(self) -> dict[str, float | None]:
         """The row keys `memory_average_bytes` and `utilization`, the means since the `read` before."""
-        window, self._window = self._window, _Window()
-        if not window.any:
-            window.add(*self._sample())
-        memory, used = window.memory.value, window.used.value
+        (memory, used), self._means = self._means, (_Mean(), _Mean())
+        if not memory.count and not used.count:
+            self._sample(memory, used)
+        utilization = used.value
         (wall, busy), self._since = self._since, (time.perf_counter(), time.process_time())
         wall, busy = self._since[0] - wall, self._since[1] - busy
         if self._device.type != "cuda" and wall > 0:
-            used = min(1.0, busy / (wall * torch.get_num_threads()))
-        average = None if memory is None else round(memory)
-        self._rows.append((wall, average, used))
-        return {"memory_average_bytes": average, "utilization": used}
+            utilization = min(1.0, busy / (wall * torch.get_num_threads()))
+        average = None if memory.value is None else round(memory.value)
+        self._rows.append((wall, average, utilization))
+        return {"memory_average_bytes": average, "utilization": utilization}
 
     @property
     def memory(self) -> int | None:
@@ -97,12 +83,14 @@ class Usage:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._seconds):
-            self._window.add(*self._sample())
+            self._sample(*self._means)
 
-    def _sample(self) -> tuple[int | None, float | None]:
+    def _sample(self, memory: _Mean, used: _Mean) -> None:
         if self._device.type == "cuda":
-            return torch.cuda.memory_allocated(self._device), gpu_utilization(self._device)
-        return _resident(), None
+            memory.add(torch.cuda.memory_allocated(self._device))
+            used.add(gpu_utilization(self._device))
+        else:
+            memory.add(resident_bytes()[0])
 
 
 def gpu_utilization(device: torch.device) -> float | None:
@@ -110,10 +98,3 @@ def gpu_utilization(device: torch.device) -> float | None:
     with suppress(Exception):  # ModuleNotFoundError, and NVML's own kinds
         return torch.cuda.utilization(device) / 100
     return None
-
-
-def _resident(statm: Path = Path("/proc/self/statm")) -> int | None:
-    try:
-        return int(statm.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None

@@ -76,9 +76,9 @@ def test_its_thread_ends():
 
 def test_a_long_wait_for_a_row_keeps_no_samples(usage):
     time.sleep(0.1)
-    assert usage._window.memory.count > 3
+    assert usage._means[0].count > 3
     assert not any(value for value in vars(usage).values() if isinstance(value, list))
-    window = module._Window()
-    for used in (1, 2, 6):
-        window.add(100 * used, None)
-    assert (window.memory.value, window.used.value) == (300, None)
+    mean = module._Mean()
+    for value in (100, None, 200, 600):
+        mean.add(value)
+    assert (mean.value, module._Mean().value) == (300, None)
