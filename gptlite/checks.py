@@ -6,10 +6,10 @@ import itertools
 import math
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from gptlite import apex
-from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.data.batches import batch_schedule
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
@@ -42,12 +42,32 @@ if TYPE_CHECKING:
 
 MAX_STEP_TOKENS = 2**31  # twenty times the largest batches published; past it a typo, not a plan
 FP8_MULTIPLE = 16  # the hardware's, of each side of a product
-MAX_TIMEOUT = 1_000_000  # seconds, eleven days
+SOME, FINITE = sys.float_info.min, sys.float_info.max  # the least and the most of a number above zero
+AT_LEAST_1, OFF_AT_0 = "must be at least 1", "must not be negative; 0 turns it off"
+# Keys of a section, the least and the most of their values, and how the refusal ends. None passes: a key left open.
+BOUNDS: list[tuple[str, str, float, float, str]] = [
+    ("", "seed", 0, 2**32 - 1, "must be at least 0 and below 2**32"),
+    ("cluster.", "nodes devices_per_node", 1, math.inf, AT_LEAST_1),
+    ("parallelism.", "virtual_stages bucket_layers offload_buffer_mib", 1, math.inf, AT_LEAST_1),
+    ("parallelism.", "zero", 0, 3, "is no stage of ZeRO; use 0, 1, 2 or 3"),
+    ("parallelism.", "prefetch", 0, math.inf, "must not be negative; 0 gathers nothing ahead"),
+    ("parallelism.", "timeout_seconds", SOME, 1_000_000, "must be above 0 and at most 1,000,000"),  # eleven days
+    ("trainer.", "max_steps log_interval eval_samples spike.patience", 1, math.inf, AT_LEAST_1),
+    ("trainer.", "spike.window", 8, math.inf, "must be at least 8"),
+    ("trainer.", "spike.threshold spike.rise spike.margin spike.max_rewinds", 0, math.inf, "must be at least 0"),
+    ("trainer.", "eval_interval sample_tokens max_restarts replica_check_interval", 0, math.inf, OFF_AT_0),
+    ("trainer.", "max_time", SOME, FINITE, "must be above 0: it is in minutes"),
+    ("trainer.", "host_memory_limit", SOME, FINITE, "must be above 0: it is in GiB a rank; null: no limit"),
+    ("checkpoint.", "interval", 0, math.inf, "must not be negative; 0 saves only at the end"),
+    ("checkpoint.", "keep", 0, math.inf, "must not be negative; 0 keeps all"),
+    ("checkpoint.", "keep_every", 0, math.inf, OFF_AT_0),
+    ("checkpoint.", "timeout_seconds", SOME, math.inf, "must be above 0; the default is 1800"),
+]
 
 
 def check(config: Config) -> None:
     """Raises ConfigError, one line, at the first key that cannot work."""
-    _positive(config)
+    _bounds(config)
     check_data(config.data)
     _model(config)
     check_precision(config.precision)
@@ -56,7 +76,7 @@ def check(config: Config) -> None:
     _spike(config)
     check_optimizer(config.optimizer, config.schedule, config.trainer.max_steps)
     _ops(config)
-    _checkpoint(config.checkpoint)
+    _one_of("checkpoint.load", config.checkpoint.load, ("all", "weights"))
     check_logger(config.logger)
 
 
@@ -83,36 +103,23 @@ def check_device(config: Config, device: str) -> None:
     check_optimizer_device(config.optimizer, device)
 
 
-def _positive(config: Config) -> None:
-    sections = {
-        "model": spec_of(config.model).positive,
-        "parallelism": (
-            *(axis.key for axis in every_axis()),
-            "virtual_stages",
-            "bucket_layers",
-            "offload_buffer_mib",
-        ),
-        "trainer": ("max_steps", "log_interval", "eval_samples"),
-        "cluster": ("nodes", "devices_per_node"),
-    }
-    for section, keys in sections.items():
-        for key in keys:
-            value = getattr(getattr(config, section), key)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{section}.{key}={value} must be at least 1")
+def _bounds(config: Config) -> None:
+    sizes = " ".join(spec_of(config.model).positive)
+    degrees = " ".join(axis.key for axis in every_axis())
+    own = [(section, keys, 1, math.inf, AT_LEAST_1) for section, keys in (("model.", sizes), ("parallelism.", degrees))]
+    for section, keys, least, most, words in own + BOUNDS:
+        for key in (f"{section}{name}" for name in keys.split()):
+            value = attrgetter(key)(config)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"{key}={value} {words}")
     for key in ("name", "dir"):
         if not getattr(config.run, key).strip():
             raise ConfigError(f"run.{key} is empty; give one, or leave it out")
-    minutes = config.trainer.max_time
-    if minutes is not None and not 0 < minutes < math.inf:
-        raise ConfigError(f"trainer.max_time={minutes} must be above 0: it is in minutes")
 
 
 def _model(config: Config) -> None:
     spec = spec_of(config.model)
     spec.check(config.model)
-    if not 0 <= config.seed < 2**32:
-        raise ConfigError(f"seed={config.seed} must be at least 0 and below 2**32")
     longest = spec.max_length(config.model)
     if longest is not None and config.data.sequence_length > longest:
         raise ConfigError(
@@ -123,14 +130,6 @@ def _model(config: Config) -> None:
 
 def _parallelism(config: Config) -> None:
     layout = config.parallelism
-    if not 0 <= layout.zero <= 3:
-        raise ConfigError(f"parallelism.zero={layout.zero} is no stage of ZeRO; use 0, 1, 2 or 3")
-    if layout.prefetch < 0:
-        raise ConfigError(f"parallelism.prefetch={layout.prefetch} must not be negative; 0 gathers nothing ahead")
-    if not 0 < layout.timeout_seconds <= MAX_TIMEOUT:
-        raise ConfigError(
-            f"parallelism.timeout_seconds={layout.timeout_seconds} must be above 0 and at most {MAX_TIMEOUT:,}"
-        )
     _context(config)
     _tensor(config)
     _pipeline(config)
@@ -355,25 +354,15 @@ def _trainer(config: Config) -> None:
         raise ConfigError(f"trainer.profile_steps={steps} must be [first, last] with 1 <= first <= last, or []")
     if steps and steps[0] > trainer.max_steps:
         raise ConfigError(f"trainer.profile_steps={steps} begins after trainer.max_steps={trainer.max_steps}")
-    most = trainer.host_memory_limit
-    if most is not None and not 0 < most < math.inf:
-        raise ConfigError(f"trainer.host_memory_limit={most:g} must be above 0: it is in GiB a rank; null: no limit")
-    if most is not None and sys.platform != "linux":
-        raise ConfigError(f"trainer.host_memory_limit={most:g}: only Linux has such limits; leave it out")
-    for key in ("eval_interval", "sample_tokens", "max_restarts", "replica_check_interval"):
-        if getattr(trainer, key) < 0:
-            raise ConfigError(f"trainer.{key}={getattr(trainer, key)} must not be negative; 0 turns it off")
+    if trainer.host_memory_limit is not None and sys.platform != "linux":
+        raise ConfigError(
+            f"trainer.host_memory_limit={trainer.host_memory_limit:g}: only Linux has such limits; leave it out"
+        )
 
 
 def _spike(config: Config) -> None:
     spike = config.trainer.spike
-    if spike.policy not in ("none", "skip"):
-        hint = did_you_mean(spike.policy, ("none", "skip"))
-        raise ConfigError(f"trainer.spike.policy={spike.policy} is not none or skip{hint}")
-    least = {"window": 8, "threshold": 0, "rise": 0, "patience": 1, "margin": 0, "max_rewinds": 0}
-    for key, value in least.items():
-        if not getattr(spike, key) >= value:
-            raise ConfigError(f"trainer.spike.{key}={getattr(spike, key)} must be at least {value}")
+    _one_of("trainer.spike.policy", spike.policy, ("none", "skip"))
     if spike.policy == "none":
         return
     if not config.checkpoint.interval:
@@ -393,12 +382,6 @@ def _ops(config: Config) -> None:
         raise ConfigError("ops.layer_norm=apex has biases, and model.bias=false; use ops.layer_norm=auto")
 
 
-def _checkpoint(config: CheckpointConfig) -> None:
-    for key, zero in (("interval", "saves only at the end"), ("keep", "keeps all"), ("keep_every", "turns it off")):
-        if getattr(config, key) < 0:
-            raise ConfigError(f"checkpoint.{key}={getattr(config, key)} must not be negative; 0 {zero}")
-    if not config.timeout_seconds > 0:
-        raise ConfigError(f"checkpoint.timeout_seconds={config.timeout_seconds:g} must be above 0; the default is 1800")
-    if config.load not in ("all", "weights"):
-        hint = did_you_mean(config.load, ("all", "weights"))
-        raise ConfigError(f"checkpoint.load={config.load} is not all or weights{hint}")
+def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value} is not {' or '.join(choices)}{did_you_mean(value, choices)}")

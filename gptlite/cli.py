@@ -30,17 +30,10 @@ def run(raw: DictConfig) -> float | None:
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         if code := guarded(refuse_sweep):  # an experiment may be a sweep, unseen by `command`
             sys.exit(code)
-        return job_of_sweep(raw)
-    else:
-        # Leaves by SystemExit: Hydra has words of its own for an exception.
-        sys.exit(guarded(lambda: train(raw)))
+        from gptlite.sweep.job import run_cell
 
-
-def job_of_sweep(raw: DictConfig) -> float | None:
-    """A cell of a sweep, on ranks of its own. One that fails does not end the sweep."""
-    from gptlite.sweep.job import run_cell
-
-    return run_cell(raw)
+        return run_cell(raw)
+    sys.exit(guarded(lambda: train(raw)))  # by SystemExit: Hydra has words of its own for an exception
 
 
 def train(raw: DictConfig) -> int:

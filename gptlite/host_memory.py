@@ -30,12 +30,8 @@ def limit(gib: float | None) -> None:
 
     Linux counts the heap and private writable mappings (RLIMIT_DATA): not files, nor memory shared with others.
     """
-    if gib is not None and sys.platform == "linux":
-        import resource
-
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        wanted = int(gib * GIB)
-        resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
+    if gib is not None:
+        _set_limit(int(gib * GIB))
 
 
 def limit_words(gib: float | None) -> str:
@@ -45,11 +41,16 @@ def limit_words(gib: float | None) -> str:
 
 def lift() -> None:
     """Takes the limit back, so that what has failed can still say why."""
+    _set_limit(None)
+
+
+def _set_limit(most: int | None) -> None:
     if sys.platform == "linux":
         import resource
 
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+        soft = hard if most is None or 0 <= hard < most else most
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def out_of_memory(error: BaseException) -> str:

@@ -78,7 +78,7 @@ def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
     if config.parallelism.auto:
         from gptlite.planning import chosen
 
-        config = chosen(config, outer.world_size if outer else None, print if is_main() else _unsaid)
+        config = chosen(config, outer.world_size if outer else None, print if is_main() else lambda _: None)
     world = outer.world_size if outer else wanted_world(config.parallelism, gpus)
     layout = check_world(config, world)
     check_device(config, "cuda" if gpus else "cpu")
@@ -104,10 +104,6 @@ def start_ranks(config: Config, world: int, started: float) -> Ended:
     device = torch.device("cuda" if torch.cuda.device_count() else "cpu")
     select_ops(config.ops, device, documents=config.data.documents)
     return rank_ending(config, world, started)
-
-
-def _unsaid(text: str) -> None:
-    """What rank 0 says for all."""
 
 
 def keep_freed_memory() -> None:

@@ -7,12 +7,12 @@ comes from the configuration alone.
 import os
 import re
 import signal
-import time
-from dataclasses import dataclass
+import threading
+from dataclasses import astuple, dataclass
 
 from gptlite.errors import ConfigError
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_JOB_ID")
 LAST_WORD_SECONDS = 5  # that rank 0 has for its line on a refusal, before the others end
 
@@ -31,31 +31,17 @@ class Starter:
 
     def environment(self) -> dict[str, str]:
         """The variables torchrun sets, which torch.distributed reads."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_address,
-            "MASTER_PORT": str(self.master_port),
-        }
+        return dict(zip(TORCHRUN, map(str, astuple(self)[1:]), strict=True))
 
 
 def starter() -> Starter | None:
     """None where a person or a script started this process alone. Raises ConfigError for a damaged environment."""
     env = os.environ
-    if all(name in env for name in TORCHRUN):
-        world = _number("WORLD_SIZE")
-        return Starter(
-            "torchrun",
-            _number("RANK"),
-            world,
-            _number("LOCAL_RANK"),
-            _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world,
-            env["MASTER_ADDR"],
-            _number("MASTER_PORT"),
-        )
-    if all(name in env for name in SRUN) and _number("SLURM_NTASKS") > 1:
+    if env.keys() >= set(TORCHRUN) - {"LOCAL_WORLD_SIZE"}:
+        rank, world, local_rank = map(_number, TORCHRUN[:3])
+        local_world = _number("LOCAL_WORLD_SIZE", world)
+        return Starter("torchrun", rank, world, local_rank, local_world, env["MASTER_ADDR"], _number("MASTER_PORT"))
+    if env.keys() >= set(SRUN) and _number("SLURM_NTASKS") > 1:
         return _of_srun()
     return None
 
@@ -83,24 +69,17 @@ def let_main_speak() -> None:
 
     torchrun and srun end the others once the first has failed. This one then still ends with its own exit code.
     """
-    over = False
-
-    def wake(*_: object) -> None:
-        nonlocal over
-        over = True
-
+    over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, wake)
-    deadline = time.monotonic() + LAST_WORD_SECONDS
-    while not over and time.monotonic() < deadline:
-        time.sleep(0.05)
+        signal.signal(number, lambda *_: over.set())
+    over.wait(LAST_WORD_SECONDS)
 
 
 def _of_srun() -> Starter:
     env = os.environ
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
     local = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "")
-    node = _number("SLURM_NODEID") if "SLURM_NODEID" in env else 0
+    node = _number("SLURM_NODEID", 0)
     world = _number("SLURM_NTASKS")
     alone = node < len(local) and local[node] == world
     # Below the ports that systems give out by themselves, and another for each step of a job.
@@ -112,7 +91,7 @@ def _of_srun() -> Starter:
         _number("SLURM_LOCALID"),
         local[node] if node < len(local) else 1,
         env.get("MASTER_ADDR") or ("localhost" if alone else first_host(nodes)),
-        _number("MASTER_PORT") if "MASTER_PORT" in env else port,
+        _number("MASTER_PORT", port),
     )
 
 
@@ -128,7 +107,9 @@ def _tasks_per_node(text: str) -> list[int]:
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
-def _number(name: str) -> int:
+def _number(name: str, default: int | None = None) -> int:
+    if name not in os.environ and default is not None:
+        return default
     try:
         return int(os.environ[name])
     except ValueError:

@@ -9,13 +9,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gptlite.build import Run
 from gptlite.config import Config, hydra_value, to_dict
-from gptlite.data.prepared import PreparedData
 from gptlite.data.tokenizer import StreamDecoder
 from gptlite.invocation import command
 from gptlite.metrics.console import banner, format_bytes, format_count, format_duration
@@ -49,51 +50,65 @@ from gptlite.trainer.spike import Spiked
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged
 
+# What is left of a run, and what to try, by what ended it.
+ADVICE: dict[type[Exception], str] = {
+    Diverged: ". Stopped with the parameters of the step before; earlier checkpoints are intact. "
+    "Try a lower optimizer.lr (now {lr:g}), more schedule.warmup_steps, optimizer.clip_norm=1",
+    Spiked: ". Nothing was saved since, and earlier checkpoints are intact. "
+    "Try a lower optimizer.lr (now {lr:g}), or skip more at once: trainer.spike.margin",
+    ReplicasDiffer: ". Nothing was saved; of the earlier checkpoints, which are intact, resume from one before "
+    "the last check that passed, on other hardware if it happens again",
+    OffloadFailed: "; the same command goes on from the last checkpoint once it is mended",
+    SaveFailed: "",
+}
 
-def announce(
-    config: Config, run: RunFolder, mesh: Mesh, state: TrainState, data: PreparedData, policy: Policy, ops: Ops
-) -> Reporter:
+
+def announce(run: Run, folder: RunFolder) -> Reporter:
     """Prints the banner and opens the trackers: on rank 0, with what all ranks know."""
+    config, mesh, state, policy, ops = run.config, run.mesh, run.state, run.policy, run.ops
     batch, model, length = config.data, config.model, config.data.sequence_length
     spec, accumulation = state.model.spec, state.loader.num_micro_batches
     peak = device_peak_flops(mesh.device, policy.compute_dtype)
     per_token, uncounted = _flops(state.model, length, peak)
     per_step, steps = batch.global_batch_size * length, config.trainer.max_steps
-    schedule, shares = state.loader.schedule, gather_objects(mesh, Share.of(state))
+    schedule = state.loader.schedule
+    sizes, elements, layers = map(list, zip(*gather_objects(mesh, _share(state)), strict=True))
     total = schedule.trained(schedule.after(0, steps)) * length
     arithmetic = f"{format_count(total * per_token)} FLOP" if per_token else "FLOP n/a"
-    count = sum({name: size for share in shares for name, size in share.sizes.items()}.values())
+    count = sum({name: size for each in sizes for name, size in each.items()}.values())
     lines = [
         ("device", f"{device_words(mesh.device)}, torch {torch.__version__}"),
-        *_layout(run.layout, mesh, accumulation, shares),
+        *_layout(folder.layout, mesh, accumulation, elements, layers),
         ("model", f"{spec.label(model)}: {format_count(count)} parameters, {spec.words(model)}".removesuffix(", ")),
         ("precision", f"{policy.name} ({policy.reason})"),
         ("ops", ", ".join(ops.reasons)),
         *_attention(config, mesh, policy, ops),
         *predicted(state, mesh, config.parallelism, policy, ops, length),
         *offload_words(state, config.parallelism),
-        ("data", f"{data.describe()}"),
+        ("data", run.data.describe()),
         ("batch", f"{batch.global_batch_size} sequences of {length} = {per_step:,} tokens a step; "
                   f"{batch.global_batch_size} = micro-batch {state.loader.micro_batch_size} x "
                   f"{accumulation} accumulation x {mesh.data_size} data-parallel{_ramp(config)}"),
         ("length", f"{steps} steps = {format_count(total)} tokens, {total / count:.1f} a parameter, "
-                   f"{total / max(1, data.num_train_tokens):.1f} epochs, {arithmetic}"),
+                   f"{total / max(1, run.data.num_train_tokens):.1f} epochs, {arithmetic}"),
         *uncounted,
-        ("run folder", str(run.path)),
+        ("run folder", str(folder.path)),
     ]  # fmt: skip
     if mesh.is_main:
-        run.log(banner(lines))
+        folder.log(banner(lines))
     sinks: list[Sink] = []
 
     def open_trackers() -> None:
         sinks.extend(
-            build_sinks(config.logger, run.path, config.run.name, to_dict(config), state.wandb_id, state.step, run.log)
+            build_sinks(
+                config.logger, folder.path, config.run.name, to_dict(config), state.wandb_id, state.step, folder.log
+            )
         )
 
     from_main(mesh, open_trackers)
     state.wandb_id = wandb_id(sinks) or state.wandb_id
-    run.write_config()
-    run.write_order(state)
+    folder.write_config()
+    folder.write_order(state)
     throughput = Throughput(
         tokens_per_step=per_step,
         samples_per_step=batch.global_batch_size,
@@ -101,7 +116,7 @@ def announce(
         peak_flops=peak,
         num_devices=mesh.world_size,
     )
-    return Reporter(sinks, throughput, mesh.device, steps, run.log)
+    return Reporter(sinks, throughput, mesh.device, steps, folder.log)
 
 
 def _flops(model: Model, length: int, peak: float | None) -> tuple[int | None, list[tuple[str, str]]]:
@@ -135,34 +150,22 @@ def _ramp(config: Config) -> str:
     return f"; it grows to that from {start} by {increment} over the first {samples:,} samples"
 
 
-@dataclass(frozen=True)
-class Share:
-    """What a rank holds: the whole sizes of its parameters by name, its elements of them, the layers of each part."""
-
-    sizes: dict[str, int]
-    elements: int
-    layers: list[list[int]]
-
-    @classmethod
-    def of(cls, state: TrainState) -> Share:
-        """This rank's."""
-        return cls(
-            sizes={name: parameter.numel() for name, parameter in state.named_parameters()},
-            elements=sum(num_local_elements(p) for part in state.parts for p in part.parameters()),
-            layers=[list(state.model.blocks(part)) for part in state.parts],
-        )
+def _share(state: TrainState) -> tuple[dict[str, int], int, list[list[int]]]:
+    """Of this rank: the whole sizes of its parameters by name, its elements of them, the layers of each part."""
+    sizes = {name: parameter.numel() for name, parameter in state.named_parameters()}
+    elements = sum(num_local_elements(p) for part in state.parts for p in part.parameters())
+    return sizes, elements, [list(state.model.blocks(part)) for part in state.parts]
 
 
-def _layout(words: str, mesh: Mesh, accumulation: int, shares: list[Share]) -> list[tuple[str, str]]:
+def _layout(words: str, mesh: Mesh, micro_batches: int, elements: list[int], layers: list) -> list[tuple[str, str]]:
     """The banner's line on several ranks: `8 ranks on CPU (gloo): pipeline 2 x ... ; layers 0-1 | 2-3; ...`."""
     if mesh.world_size == 1:
         return []
     text = f"{mesh.world_size} ranks on {mesh.device.type.upper()} ({dist.get_backend()}): {words}"
     if mesh.size("pp") > 1:
-        first_ranks = range(0, mesh.world_size, mesh.world_size // mesh.size("pp"))
-        held = [" + ".join(map(_span, shares[rank].layers)) for rank in first_ranks]
-        text += f" over {accumulation} micro-batches; layers {' | '.join(held)}"
-    least, most = (format_count(choose(share.elements for share in shares)) for choose in (min, max))
+        held = [" + ".join(map(_span, each)) for each in layers[:: mesh.world_size // mesh.size("pp")]]
+        text += f" over {micro_batches} micro-batches; layers {' | '.join(held)}"
+    least, most = format_count(min(elements)), format_count(max(elements))
     return [("layout", f"{text}; {least if least == most else f'{least} to {most}'} parameters a rank")]
 
 
@@ -196,43 +199,23 @@ def conclude(
     """
     conclusion = Conclusion()
     status = "failed"
+    result = partial(_result, config, run, state, reporter, started)
 
     def note(error: RankStuck) -> None:  # this process is about to end, from another thread
         run.record(f"error: {error}")
-        run.write_result(_result(f"failed: {error}", config, run, state, reporter, None, started))
+        run.write_result(result(f"failed: {error}"))
 
     watch.ending = note
     try:
         yield conclusion
         assert conclusion.outcome is not None
         status, conclusion.exit_code = conclusion.outcome.ending.value, conclusion.outcome.exit_code
-    except Diverged as error:
-        status, conclusion.exit_code = f"diverged: {error}", 1
-        run.log(
-            f"error: {error}. Stopped with the parameters of the step before; earlier checkpoints are intact. "
-            f"Try a lower optimizer.lr (now {config.optimizer.lr:g}), more schedule.warmup_steps, optimizer.clip_norm=1"
-        )
-    except Spiked as error:
-        status, conclusion.exit_code = f"spiked: {error}", 1
-        run.log(
-            f"error: {error}. Nothing was saved since, and earlier checkpoints are intact. "
-            f"Try a lower optimizer.lr (now {config.optimizer.lr:g}), or skip more at once: trainer.spike.margin"
-        )
-    except ReplicasDiffer as error:
-        status, conclusion.exit_code = f"failed: {error}", 1
-        run.log(
-            f"error: {error}. Nothing was saved; of the earlier checkpoints, which are intact, resume from one before "
-            f"the last check that passed, on other hardware if it happens again"
-        )
-    except OffloadFailed as error:
-        status = f"failed: {error}"
-        if run.mesh.world_size > 1:  # the others wait for this rank: it ends the run
+    except tuple(ADVICE) as error:
+        word = {Diverged: "diverged", Spiked: "spiked"}.get(type(error), "failed")
+        status, conclusion.exit_code = f"{word}: {error}", 1
+        if isinstance(error, OffloadFailed) and run.mesh.world_size > 1:  # the others wait for this rank: it ends all
             raise
-        conclusion.exit_code = 1
-        run.log(f"error: {error}; the same command goes on from the last checkpoint once it is mended")
-    except SaveFailed as error:
-        status, conclusion.exit_code = f"failed: {error}", 1
-        run.log(f"error: {error}")
+        run.log(f"error: {error}{ADVICE[type(error)].format(lr=config.optimizer.lr)}")
     except BaseException as error:
         status = f"failed: {watch.verdict() or f'{type(error).__name__}: {error}'}"
         run.record(traceback.format_exc())
@@ -242,26 +225,26 @@ def conclude(
             reporter.close(failed=conclusion.outcome is None)
         finally:
             try:
-                run.write_result(_result(status, config, run, state, reporter, conclusion.outcome, started))
+                run.write_result(result(status, conclusion.outcome))
             except OSError as error:
                 if conclusion.outcome is not None:
                     raise
                 print(f"warning: no result.json: {error}")  # a full disk: what ended the run has been told
     if conclusion.outcome is not None:
         try:
-            _close(config, run, state, reporter, conclusion.outcome, started)
+            _close(config, run, state, reporter, started, conclusion.outcome)
         except Exception as error:  # the run is trained and saved: a picture that fails does not make it a failure
             run.log(f"warning: no closing report: {type(error).__name__}: {error}")
 
 
 def _result(
-    status: str,
     config: Config,
     run: RunFolder,
     state: TrainState,
     reporter: Reporter,
-    outcome: Outcome | None,
     started: float,
+    status: str,
+    outcome: Outcome | None = None,
 ) -> dict[str, Any]:
     """result.json: how the run ended, and the figures that a sweep compares (docs/sweeps.md says what each means)."""
     evaluation = outcome.evaluation if outcome else None
@@ -303,7 +286,7 @@ def _pipeline(config: Config, state: TrainState) -> dict[str, Any] | None:
 
 
 def _close(
-    config: Config, run: RunFolder, state: TrainState, reporter: Reporter, outcome: Outcome, started: float
+    config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float, outcome: Outcome
 ) -> None:
     """The sample, which all ranks make together, the curves and the next commands."""
     if outcome.ending is Ending.done:

@@ -77,20 +77,17 @@ class Stopping:
     @property
     def signal(self) -> int | None:
         """The signal that was sent, if any."""
-        self._refresh()
-        return self._signal
+        return self._known()._signal
 
     @property
     def now(self) -> bool:
         """Whether to stop before the next step."""
-        self._refresh()
-        return self._signal is not None or self._time_over or self._save_failed
+        return self.signal is not None or self._time_over or self._save_failed
 
     @property
     def save_failed(self) -> bool:
         """Whether a save beside the training has failed, as all ranks know it."""
-        self._refresh()
-        return self._save_failed
+        return self._known()._save_failed
 
     def poll(self) -> bool:
         """`now`, after asking all ranks, at every few calls: to be called by all of them."""
@@ -127,6 +124,7 @@ class Stopping:
                 self._signal = number
         self._time_over, self._save_failed = sums[-2] > 0, sums[-1] > 0
 
-    def _refresh(self) -> None:
-        if self._mesh.world_size == 1:
-            self._signal, self._time_over, self._save_failed = self._stop.received, self._over(), self._failed()
+    def _known(self) -> "Stopping":
+        if self._mesh.world_size == 1:  # there is nobody to hear it from
+            self.heard(self.words().tolist())
+        return self
