@@ -126,19 +126,19 @@ def _plain(config: OpsConfig, key: str, library: Loaded | Unavailable, chosen: d
 
 
 def _linear(config: OpsConfig, device: torch.device, library: Loaded | Unavailable, chosen: dict[str, str]) -> bool:
-    own, kernels = config.linear, isinstance(library, Loaded) and device.type == "cpu"
+    own, isa = config.linear, library.isa if isinstance(library, Loaded) and device.type == "cpu" else ""
     if device.type == "cuda" and not (own is Implementation.auto and config.implementation is Implementation.reference):
         fused = own is not Implementation.reference
         chosen["linear"] = "fused (weight gradients in fp32 by cuBLAS)" if fused else "reference (asked for)"
         return fused
     if own is Implementation.fused:
         _available("ops.linear=fused", True, library)
-        if not kernels or BF16_PRODUCTS not in library.isa:
+        if BF16_PRODUCTS not in isa:
             raise ConfigError(f"ops.linear=fused needs a CPU with AVX512-BF16; {_lacks(device)}; use ops.linear=auto")
     elif own is Implementation.reference or config.implementation is Implementation.reference:
         chosen["linear"] = "reference (asked for)"
         return False
-    if kernels and BF16_PRODUCTS in library.isa:
+    if BF16_PRODUCTS in isa:
         chosen["linear"] = _fused_words(own is Implementation.fused, library)
         return True
     chosen["linear"] = f"reference ({_lacks(device)})" if isinstance(library, Loaded) else _why_not(library)
