@@ -78,7 +78,7 @@ def command() -> int:
 
 def sweep(flags: list[str], overrides: list[str]) -> int:
     """Runs a sweep, a new one or what is left of the one in its folder; returns its exit code."""
-    from gptlite.sweep.resume import sweep_overrides
+    from gptlite.sweep.begin import sweep_overrides
 
     refuse_sweep()
     sys.argv[1:] = ["--multirun", *(each for each in flags if each not in ("-m", "--multirun"))]
@@ -96,14 +96,12 @@ def print_once(text: str) -> None:
 
 def jobs() -> int:
     """Hands the command line to Hydra; returns the exit code."""
-    from gptlite.sweep.ended import Ended
-
     try:
         run()
-    except Ended as ended:
-        if ended.error is not None:
-            raise ended.error from None
-        return ended.code
+    except SystemExit as ended:
+        if isinstance(ended.__cause__, Exception):  # of a sweep
+            raise ended.__cause__ from None
+        raise
     return 0
 
 

@@ -73,8 +73,8 @@ ROOMS = {
     ),
     "cli": Room("config config_errors launch starter sweep warm_start", packages="hydra omegaconf"),
     "sweep": Room(
-        "checkpoint checks config config_errors launch metrics parallelism plan planning rank_stop trainer",
-        packages="hydra omegaconf",
+        "checkpoint checks config config_errors elastic launch metrics parallelism plan planning rank_stop",
+        packages="hydra numpy omegaconf",
         lazy="matplotlib",
     ),
     "starter": Room(),

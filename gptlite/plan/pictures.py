@@ -32,6 +32,7 @@ PASSES = {
 EQUAL = "#f1ead6"  # the span of the planner's error
 NAME_WIDTH, TITLE_WIDTH = 44, 110  # signs
 SHOWN_RANKS = 32  # of a pipeline; more are lines too thin to see
+NUMBERED = 1 / 110  # of a step: the shortest pass that carries its micro-batch's number
 
 
 def draw_layouts(
@@ -78,6 +79,10 @@ def draw_timeline(timeline: Timeline, title: str, out: Path) -> None:
                 spans = [(each.start, each.end - each.start) for each in timeline.of_rank(rank) if each.kind == kind]
                 axes.broken_barh(spans, (rank - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.3, label=label)
                 label = None
+        for event in timeline.events:
+            if event.rank < shown and event.end - event.start > NUMBERED * timeline.seconds:
+                place = (event.start + event.end) / 2, event.rank
+                axes.text(*place, str(event.micro_batch + 1), ha="center", va="center", fontsize=7, color="white")
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(used), frameon=False)
         axes.set_xlim(left=0)
         axes.set_ylim(shown - 0.5, -0.5)

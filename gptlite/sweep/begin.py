@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
+import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
@@ -15,96 +21,144 @@ from omegaconf import DictConfig, OmegaConf
 from gptlite.config import hydra_value
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
-from gptlite.sweep.cells import Cell, all_overrides, checked_cells, swept_keys
-from gptlite.sweep.ended import HERE
-from gptlite.sweep.folder import SweepFolder, refuse_unwritable
-from gptlite.sweep.publish import publish
-from gptlite.sweep.record import FAILED, FINISHED, INTERRUPTED, PRUNED, STATUSES, Record
-from gptlite.sweep.resume import refuse_others
+from gptlite.sweep.cells import checked_cells, parsed_overrides, swept_keys
+from gptlite.sweep.folder import FAILED, INTERRUPTED, PRUNED, Record, SweepFolder
+from gptlite.sweep.report import publish
 
+DIR = "hydra.sweep.dir"
 BASIC = "BasicSweeper"  # Hydra's own; another chooses its cells as it goes, and each is checked as it comes
+HERE = "BasicLauncher"  # Hydra's own, which runs jobs one after the other in the sweep's process
+FORGOTTEN = ("hydra.sweep.dir=", "hydra.mode=")  # of what Hydra was told; a sweep that goes on tells it the rest again
 ELSEWHERE = "SlurmLauncher"  # runs cells on machines that are not this one
 
 
 class Sweep:
-    """Making one checks every cell, and holds the folder. Raises ConfigError before anything is written."""
+    """Making one checks every cell, and holds the folder. Raises ConfigError before anything is written.
+
+    From then on the first of trainer.signals' SIGNALS stops the sweep, and a second one ends it at once. While a cell
+    runs in this process its launcher has the signals, and run_cell exits. Cells in other processes are told by a file,
+    and the launcher goes on waiting for them.
+    """
 
     def __init__(self, config: DictConfig) -> None:
         loader: ConfigLoader = GlobalHydra.instance().config_loader()
         hydra = config.hydra
-        launcher, sweeper = str(hydra.launcher._target_), str(hydra.sweeper._target_)
+        launcher = str(hydra.launcher._target_)
         self.folder = SweepFolder(Path(str(hydra.sweep.dir)))
-        self._concluded: int | None = None
-        overrides = [str(each) for each in hydra.overrides.task]
-        refuse_unwritable(self.folder.path)
-        refuse_others(self.folder, overrides)
-        if any(each.startswith("run.dir=") for each in overrides):
+        self._code: int | None = None
+        given = [str(each) for each in hydra.overrides.task]
+        self.folder.refuse()
+        refuse_others(self.folder, given)
+        if any(each.startswith("run.dir=") for each in given):
             raise ConfigError("run.dir in a sweep: its cells have folders of their own; give hydra.sweep.dir=...")
-        swept = swept_keys(loader, all_overrides(config))
-        known = sweeper.endswith(BASIC)
-        cells = checked_cells(loader, config, swept, world=not launcher.endswith(ELSEWHERE)) if known else []
-        header = {
+        overrides = parsed_overrides(loader, config)
+        known = str(hydra.sweeper._target_).endswith(BASIC)
+        cells = checked_cells(loader, config, overrides, not launcher.endswith(ELSEWHERE)) if known else []
+        from gptlite.rank_stop import SAME_SECONDS, SIGNALS  # torch comes with it: not before the sweep stands
+
+        self._received: int | None = None
+        self._since, self._same, self._by_file = 0.0, SAME_SECONDS, False
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
+        started = {"started": datetime.now(UTC).isoformat(timespec="seconds")}
+        self.folder.open(started | self.folder.header | {
             "name": self.folder.path.resolve().name,
-            "overrides": overrides,
-            "hydra": _kept(hydra.overrides.hydra),
-            "swept": swept,
+            "overrides": given,
+            "hydra": [each for each in hydra.overrides.hydra if not each.startswith(FORGOTTEN)],
+            "swept": swept_keys(overrides),
             "cells": len(cells) or None,
             "launcher": OmegaConf.select(config, "hydra.runtime.choices", default={}).get("hydra/launcher"),
-        }
-        if "started" not in self.folder.header:
-            header["started"] = datetime.now(UTC).isoformat(timespec="seconds")
-        from gptlite.sweep.stop import SweepSignals  # torch comes with it: not before the sweep stands
-
-        self._signals = SweepSignals(self.folder, launcher.endswith(HERE))
-        self.folder.open(header)
-        self._signals.folder_is_open = True
+        })  # fmt: skip
+        self._by_file = not launcher.endswith(HERE)
         self._settle(cells)
 
     def conclude(self) -> int:
         """Says how the sweep ended, once; returns its exit code."""
-        if self._concluded is None:
-            publish(self.folder, final=True)
-            records, expected = self.folder.records(), self.folder.header.get("cells")
-            self._concluded = exit_code(records, self._signals.received)
-            open_cells = [record for record in records if record.status not in FINISHED]
-            if open_cells or (expected and len(records) < expected):
-                where = shlex.quote(f"hydra.sweep.dir={hydra_value(str(self.folder.path))}")
+        if self._code is None:
+            records, expected = publish(self.folder, final=True), self.folder.header.get("cells")
+            self._code = exit_code(records, self._received)
+            if not all(record.finished for record in records) or len(records) < (expected or 0):
+                where = shlex.quote(f"{DIR}={hydra_value(str(self.folder.path))}")
                 print(f"go on with:  {command('train')} -m {where}", flush=True)
-        return self._concluded
+        return self._code
 
-    def _settle(self, cells: Sequence[Cell]) -> None:
+    def _settle(self, cells: Sequence[Record]) -> None:
         """Records the cells that cannot run, and says what is left to do."""
         done: Counter[str] = Counter()
         for cell in cells:
-            record = self.folder.record(cell.number)
-            if cell.refusal:
-                self.folder.keep(_pruned(cell))
+            record = self.folder.record(cell.number, cell.digest)
+            if cell.status == PRUNED:
+                self.folder.keep(replace(cell, run_dir=""))
                 done[PRUNED] += 1
-                print(f"cell {cell.number} ({cell.name}): pruned: {cell.refusal}")
-            elif record and (record.status == PRUNED or record.digest != cell.digest):
-                self.folder.forget(cell.number)  # legal now, or of presets that have changed since
-            elif record and record.status in FINISHED:
-                done["finished before"] += 1
-        self.folder.update()
-        words = "".join(f", {count} {what}" for what, count in done.items())
-        count = len(cells) - done.total()
+                print(f"cell {cell.number} ({cell.name}): pruned: {cell.reason}")
+            elif not record or record.status == PRUNED:
+                self.folder.forget(cell.number)  # of presets that have changed since, or legal now
+            else:
+                done["finished before"] += record.finished
+        words = "".join(f", {count} {what}" for what, count in done.items() if count)
         if cells:
-            print(f"sweep of {len(cells)} cells in {self.folder.path}: {count} to run{words}", flush=True)
+            where = f"sweep of {len(cells)} cells in {self.folder.path}"
+            print(f"{where}: {len(cells) - done.total()} to run{words}", flush=True)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._received is None:
+            self._received, self._since = number, time.monotonic()
+            if not self._by_file:
+                sys.exit(128 + number)
+            self.folder.stop.touch()
+            os.write(2, b"\nstopping: cells that run save and end, no other starts (again: at once)\n")
+        elif time.monotonic() - self._since > self._same / 2:  # not the same one by way of the process group
+            sys.exit(128 + number)
 
 
 def exit_code(records: Sequence[Record], received: int | None) -> int:
     """Of a sweep: 128 + a signal's number, 1 if a cell failed, else 0; out of memory and pruned are results."""
-    assert all(record.status in STATUSES for record in records)
     if received:
         return 128 + received
     codes = [record.exit_code for record in records if record.status == INTERRUPTED and record.exit_code]
     return max(codes, default=int(any(record.status == FAILED for record in records)))
 
 
-def _pruned(cell: Cell) -> Record:
-    return Record(cell.number, cell.name, list(cell.overrides), PRUNED, cell.refusal, digest=cell.digest)
+def sweep_overrides(arguments: list[str]) -> list[str]:
+    """The overrides of a sweep: those given, or the remembered ones of the sweep in `hydra.sweep.dir`.
+
+    `run.dir` is taken for hydra.sweep.dir, and `sweep=` for `+sweep=`. Raises ConfigError for a folder with another
+    sweep, or with none where nothing else is given.
+    """
+    arguments = [f"+{each}" if each.startswith("sweep=") else each for each in arguments]
+    named = DIR if any(_key(each) == DIR for each in arguments) else "run.dir"
+    where = [each.partition("=")[2].strip("'\"") for each in arguments if _key(each) == named]
+    if not where:
+        return arguments
+    folder = SweepFolder(Path(where[-1]).expanduser())
+    others = [each for each in arguments if _key(each) != named]
+    task = [each for each in others if not _key(each).startswith(("hydra.", "hydra/"))]
+    hydra = [*(each for each in others if each not in task), f"{DIR}={hydra_value(str(folder.path))}"]
+    header = folder.header
+    if not header and not task:
+        raise ConfigError(f"{DIR}={where[-1]} holds no sweep to go on with; give overrides to start one there")
+    if task:
+        refuse_others(folder, task)
+    given = {_key(each) for each in hydra}
+    # Another launcher has other keys: `hydra/launcher` takes the kept `hydra.launcher.n_jobs` with it.
+    groups = {key: "/".join(key.split(".")[:2]) for key in map(_key, header.get("hydra", []))}
+    kept = [each for each in header.get("hydra", []) if not {_key(each), groups[_key(each)]} & given]
+    return [*header.get("overrides", task), *kept, *hydra]
 
 
-def _kept(overrides: Sequence[str]) -> list[str]:
-    """Of what was said to Hydra, that which a sweep that goes on should hear again."""
-    return [each for each in overrides if not each.startswith(("hydra.sweep.dir=", "hydra.mode="))]
+def refuse_others(folder: SweepFolder, overrides: list[str]) -> None:
+    """Raises ConfigError where the folder has the sweep of other overrides."""
+    if not (header := folder.header):
+        return
+    old, new = ({_key(each): each for each in them} for them in (header["overrides"], overrides))
+    for key in [*old, *new]:
+        if old.get(key) != new.get(key):
+            was, now = (each.get(key, f"no {key}") for each in (old, new))
+            raise ConfigError(
+                f"{DIR}={folder.path} holds another sweep: it has {was}, not {now}; "
+                f"give {DIR} alone to go on with it, or another folder"
+            )
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")

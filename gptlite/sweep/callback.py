@@ -1,8 +1,10 @@
-"""What Hydra calls when a sweep begins and ends. It is named in conf/config.yaml, and light: every command loads it."""
+"""The hooks that Hydra calls as a sweep begins and ends. Light, since every command loads them (conf/config.yaml)."""
 
 from __future__ import annotations
 
 import atexit
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from hydra.experimental.callback import Callback
@@ -10,7 +12,10 @@ from omegaconf import DictConfig
 
 
 class SweepCallback(Callback):
-    """Checks all cells before the first starts, and reports at the end, whatever ended the sweep."""
+    """Checks all cells before the first starts, and reports at the end, whatever ended the sweep.
+
+    It leaves Hydra by SystemExit, for an error with that as its cause: of an Exception Hydra would make a warning.
+    """
 
     def __init__(self) -> None:
         self._sweep: Any = None
@@ -19,22 +24,17 @@ class SweepCallback(Callback):
         return {"_sweep": None}  # in a process that runs one cell
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Raises Ended with what is wrong: Hydra would make a warning of an Exception, and go on."""
         from gptlite.sweep.begin import Sweep
-        from gptlite.sweep.ended import Ended
 
-        try:
-            self._sweep = Sweep(config)
-        except Exception as error:
-            raise Ended(1, error) from error
+        self._sweep = _raising(lambda: Sweep(config))
         atexit.register(self._sweep.conclude)  # Hydra tells nobody of a sweep that a launcher's failure has ended
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Raises Ended with the exit code of the sweep, which Hydra has no word for."""
-        from gptlite.sweep.ended import Ended
+        sys.exit(_raising(self._sweep.conclude))
 
-        try:
-            code = self._sweep.conclude()
-        except Exception as error:
-            raise Ended(1, error) from error
-        raise Ended(code)
+
+def _raising(action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except Exception as error:
+        raise SystemExit(1) from error

@@ -1,7 +1,7 @@
-"""A sweep's folder and who works in it. No torch here.
+"""A sweep's folder: its records, and the locks of the processes that work in it. No torch here.
 
-sweep.json has the sweep and its records, whole at every moment; records/3.json is written by whoever ran cell 3, and
-3-tensor2-zero1/ is its run folder.
+sweep.json has the sweep and its records, whole at every moment. Whoever runs cell 3 writes records/3.json, and its
+output to records/3.log.
 """
 
 from __future__ import annotations
@@ -12,16 +12,45 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from gptlite.errors import ConfigError
 from gptlite.files import unwritable, write_whole
-from gptlite.sweep.record import Record
 
-SWEEP = "sweep.json"
+OK, OUT_OF_MEMORY, PRUNED, FAILED, INTERRUPTED = "ok", "out of memory", "pruned", "failed", "interrupted"
+FINISHED = (OK, OUT_OF_MEMORY, PRUNED)  # not run again when the sweep goes on
 VERSION = 1
-LOCK, OWNER, STOP, UPDATE = ".lock", ".owner", ".stop", ".update"
+
+
+@dataclass
+class Record:
+    """A cell and how it ended. `status` is one of the five above, `reason` a line where there is one to give.
+
+    `name` is what differs from the other cells; `layout` is in words. `wall_seconds` is over all attempts. `result` is
+    the run's result.json, {} where it wrote none; `predicted` the fields of the planner's Prediction. `digest` is of
+    the resolved configuration, by which a sweep that goes on knows what it has.
+    """
+
+    number: int
+    name: str
+    overrides: list[str]
+    status: str
+    reason: str = ""
+    run_dir: str = ""
+    exit_code: int | None = None
+    world_size: int | None = None
+    layout: str = ""
+    wall_seconds: float | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+    predicted: dict[str, Any] | None = None
+    digest: str = ""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the cell is not to be run again."""
+        return self.status in FINISHED
 
 
 class SweepFolder:
@@ -29,134 +58,109 @@ class SweepFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.stop = path / ".stop"  # there once a signal has come: what runs saves and ends, no other cell starts
         self._lock: TextIO | None = None
 
     @property
     def header(self) -> dict[str, Any]:
         """What sweep.json says of the sweep as a whole, {} where there is none. Raises ConfigError if damaged."""
-        return read(self.path).get("sweep", {})
-
-    def record(self, number: int) -> Record | None:
-        """A cell's record. None if it has none, or one that cannot be read: then it runs again."""
+        path = self.path / "sweep.json"
         try:
-            return Record.from_dict(json.loads(self._record(number).read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["version"] != VERSION:
+                raise ValueError(f"version {content['version']}")
+            return content["sweep"]
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is damaged or of another version of gptlite: {error}; move it away, or give another folder"
+            ) from None
+
+    def record(self, number: int, digest: str | None = None) -> Record | None:
+        """A cell's record. None if it has none, one of another `digest`, or one that cannot be read: it runs again."""
+        try:
+            values = json.loads((self.path / "records" / f"{number}.json").read_text(encoding="utf-8"))
+            record = Record(**{each.name: values[each.name] for each in fields(Record) if each.name in values})
+            return record if digest in (None, record.digest) else None
+        except (OSError, ValueError, TypeError):
             return None
 
-    def records(self) -> list[Record]:
-        """Those there are, in the order of the cells."""
-        numbers = sorted(int(path.stem) for path in (self.path / "records").glob("*.json") if path.stem.isdigit())
-        return [record for number in numbers if (record := self.record(number))]
+    def refuse(self) -> None:
+        """Raises ConfigError for a folder that cannot be written, or is a run's. Leaves nothing behind."""
+        where = f"hydra.sweep.dir={self.path}"
+        if (self.path / "config.yaml").exists() and not self.header:
+            raise ConfigError(
+                f"{where} is the folder of a run; give another, or go on with the run: run.dir={self.path}"
+            )
+        if reason := unwritable(self.path, "folder"):
+            raise ConfigError(f"{where}: {reason}")
 
     def open(self, header: dict[str, Any]) -> None:
         """Makes the folder and holds it until this process ends. Raises ConfigError if another process has it."""
-        where = f"hydra.sweep.dir={self.path}"
-        try:
-            (self.path / "records").mkdir(parents=True, exist_ok=True)
-            file = (self.path / LOCK).open("a")
-        except OSError as error:
-            raise ConfigError(f"{where} cannot be written: {error.strerror}; give another folder") from None
-        if not try_lock(file):
-            raise ConfigError(f"{where}: {self.owner()} runs a sweep in it; wait, stop it, or give another folder")
-        self._lock = file  # for as long as this process lives: the kernel drops the lock with it
-        write_whole(self.path / OWNER, f"process {os.getpid()} on {platform.node()}\n")
-        (self.path / STOP).unlink(missing_ok=True)
-        self.update(header)
+        (self.path / "records").mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("a")  # the kernel drops the lock with this process
+        if not _try_lock(self._lock):
+            owner = f"hydra.sweep.dir={self.path}: {self.owner} runs a sweep in it"
+            raise ConfigError(f"{owner}; wait, stop it, or give another folder")
+        self._lock.truncate(0)
+        print(f"process {os.getpid()} on {platform.node()}", file=self._lock, flush=True)
+        self.stop.unlink(missing_ok=True)
+        with self.updating(header):
+            pass
 
     def keep(self, record: Record) -> None:
         """Writes a cell's record."""
-        write_whole(self._record(record.number), json.dumps(record.to_dict(), indent=2) + "\n")
+        write_whole(self.path / "records" / f"{record.number}.json", json.dumps(asdict(record), indent=2) + "\n")
 
     def forget(self, number: int) -> None:
         """Takes a cell's record away."""
-        self._record(number).unlink(missing_ok=True)
-
-    def update(self, changes: dict[str, Any] | None = None) -> list[Record]:
-        """Writes sweep.json from the records there are, one process after the other, and returns them."""
-        with self.alone(UPDATE):
-            header, records = self.header | (changes or {}), self.records()
-            whole = {"version": VERSION, "sweep": header, "cells": [record.to_dict() for record in records]}
-            write_whole(self.path / SWEEP, json.dumps(whole, indent=2) + "\n")
-        return records
+        (self.path / "records" / f"{number}.json").unlink(missing_ok=True)
 
     @contextmanager
-    def alone(self, name: str) -> Iterator[None]:
-        """Waits for the lock file of that name, and holds it. Without locks on that file system, it holds nothing."""
-        with (self.path / name).open("a") as file:
+    def updating(self, header: dict[str, Any] | None = None) -> Iterator[list[Record]]:
+        """Writes sweep.json from the records there are, and yields them; other processes wait until the block is over.
+
+        Without locks on that file system they do not.
+        """
+        with (self.path / ".update").open("a") as file:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            numbers = sorted(int(path.stem) for path in (self.path / "records").glob("*.json") if path.stem.isdigit())
+            records = [record for number in numbers if (record := self.record(number))]
+            whole = {"version": VERSION, "sweep": header or self.header, "cells": [asdict(each) for each in records]}
+            write_whole(self.path / "sweep.json", json.dumps(whole, indent=2) + "\n")
+            yield records
 
     @contextmanager
     def running(self, number: int) -> Iterator[bool]:
         """Holds a cell; yields whether no other process does."""
         with (self.path / "records" / f".{number}.lock").open("a") as file:
-            yield try_lock(file)
+            yield _try_lock(file)
 
-    def ask_to_stop(self, number: int) -> None:
-        """Tells the processes that run cells that a signal has come, and those that would that they need not."""
-        write_whole(self.path / STOP, str(number))
-
-    def asked_to_stop(self) -> int | None:
-        """The signal that has come, if one has."""
-        with suppress(OSError, ValueError):
-            return int((self.path / STOP).read_text())
-        return None
-
+    @property
     def owner(self) -> str:
-        """`process 123 on node1`: who holds the folder."""
-        with suppress(OSError):
-            return (self.path / OWNER).read_text(encoding="utf-8").strip()
-        return "another process"
+        """`process 123 on node1`: who holds the folder, or did."""
+        return (self.path / ".lock").read_text(encoding="utf-8").strip() or "another process"
 
+    @property
     def deserted(self) -> bool:
         """Whether the process that held the folder was of this machine, and is gone."""
-        words = self.owner().split()
-        if len(words) != 4 or words[3] != platform.node():
-            return False
-        try:
-            os.kill(int(words[1]), 0)
-        except ProcessLookupError:
-            return True
-        except (OSError, ValueError):
-            pass
+        with suppress(ValueError, PermissionError):
+            _, number, _, node = self.owner.split()
+            try:
+                os.kill(int(number), 0)
+            except ProcessLookupError:
+                return node == platform.node()
         return False
 
-    def _record(self, number: int) -> Path:
-        return self.path / "records" / f"{number}.json"
 
-
-def read(folder: Path) -> dict[str, Any]:
-    """The content of a folder's sweep.json, {} where there is none. Raises ConfigError for one that is damaged."""
-    path = folder / SWEEP
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["version"] != VERSION or not isinstance(content["sweep"], dict):
-            raise ValueError(f"version {content['version']}")
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is damaged or of another version of gptlite: {error}; move it away, or give another folder"
-        ) from None
-    return content
-
-
-def refuse_unwritable(folder: Path) -> None:
-    """Raises ConfigError for a folder that cannot be written, or is a run's. Leaves nothing behind."""
-    where = f"hydra.sweep.dir={folder}"
-    if (folder / "config.yaml").exists() and not (folder / SWEEP).exists():
-        raise ConfigError(f"{where} is the folder of a run; give another, or go on with the run: run.dir={folder}")
-    if reason := unwritable(folder, "folder"):
-        raise ConfigError(f"{where}: {reason}")
-
-
-def try_lock(file: TextIO) -> bool:
+def _try_lock(file: TextIO) -> bool:
     """Whether nobody else holds the file, which this process does now; also where there are no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True
+        pass
     return True

@@ -19,7 +19,7 @@ from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.planning import vocabulary_of, with_planned_vocabulary
-from gptlite.sweep.predict import predicted
+from gptlite.sweep.job import predicted
 from gptlite.trainer.state import model_tensors
 
 LAYOUTS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distributed.launch_command import TRAIN, Run
 
-from gptlite.sweep.record import Record
+from gptlite.sweep.folder import Record
 
 # A run of seconds: no text to prepare, nothing said at its end.
 SMALL = (
@@ -35,7 +35,7 @@ def records(folder: Path) -> list[Record]:
     """Those in sweep.json."""
     content = json.loads((folder / "sweep.json").read_text())
     assert content["version"] == 1
-    return [Record.from_dict(each) for each in content["cells"]]
+    return [Record(**each) for each in content["cells"]]
 
 
 def statuses(folder: Path) -> list[str]:

@@ -14,38 +14,31 @@ import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
-from omegaconf import DictConfig
 
 from gptlite import host_memory
 from gptlite.config import CONF_DIR, load, register
 from gptlite.errors import ConfigError
-from gptlite.sweep.begin import exit_code
-from gptlite.sweep.cells import Cell, all_overrides, checked_cells, swept_keys
-from gptlite.sweep.folder import SweepFolder, read, refuse_unwritable
-from gptlite.sweep.record import STATUSES, Record
-from gptlite.sweep.resume import refuse_others, sweep_overrides
+from gptlite.sweep.begin import exit_code, refuse_others, sweep_overrides
+from gptlite.sweep.cells import checked_cells, parsed_overrides
+from gptlite.sweep.folder import Record, SweepFolder
 from sweep.sweeps import SMALL
 
 
-def composed(*overrides: str) -> tuple[object, DictConfig]:
-    loader = GlobalHydra.instance().config_loader()
-    return loader, loader.load_configuration("config", list(overrides), run_mode=RunMode.MULTIRUN)
-
-
-def cells(*overrides: str, base: Iterable[str] = SMALL) -> list[Cell]:
+def cells(*overrides: str, base: Iterable[str] = SMALL) -> list[Record]:
     register()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        loader, config = composed(*base, "hydra.sweep.dir=s", *overrides)
-        swept = swept_keys(loader, all_overrides(config))  # type: ignore[arg-type]
-        return checked_cells(loader, config, swept, world=True)  # type: ignore[arg-type]
+        loader = GlobalHydra.instance().config_loader()
+        given = [*base, "hydra.sweep.dir=s", *overrides]
+        config = loader.load_configuration("config", given, run_mode=RunMode.MULTIRUN)
+        return checked_cells(loader, config, parsed_overrides(loader, config), world=True)
 
 
 def test_cells_are_named_by_what_differs() -> None:
     found = cells("parallelism=single,tp2", "optimizer.lr=1e-3,2e-3", "seed=7")
     assert [cell.name for cell in found] == ["single lr=0.001", "single lr=0.002", "tp2 lr=0.001", "tp2 lr=0.002"]
-    assert [cell.run_dir for cell in found][1:3] == [Path("s/1-single-lr0.002"), Path("s/2-tp2-lr0.001")]
+    assert [cell.run_dir for cell in found][1:3] == ["s/1-single-lr0.002", "s/2-tp2-lr0.001"]
     assert [cell.number for cell in found] == [0, 1, 2, 3]
-    assert found[3].overrides[-3:] == ("parallelism=tp2", "optimizer.lr=0.002", "seed=7")
+    assert found[3].overrides[-3:] == ["parallelism=tp2", "optimizer.lr=0.002", "seed=7"]
     assert len({cell.digest for cell in found}) == 4
 
 
@@ -58,7 +51,7 @@ def test_a_digest_is_of_what_is_trained_not_of_where() -> None:
 
 def test_illegal_cells_have_their_reason_and_the_rest_none() -> None:
     found = cells("parallelism.tensor=1,2,4", "parallelism.zero=0,5")
-    reasons = [cell.refusal for cell in found]
+    reasons = [cell.reason for cell in found]
     assert [bool(reason) for reason in reasons] == [False, True, False, True, True, True]
     assert reasons[4] == "model.num_heads=2 is not divisible by parallelism.tensor=4; try 1, 2"
     assert reasons[1] == "parallelism.zero=5 is no stage of ZeRO; use 0, 1, 2 or 3"
@@ -67,8 +60,8 @@ def test_illegal_cells_have_their_reason_and_the_rest_none() -> None:
 def test_what_depends_on_the_number_of_ranks_prunes_too() -> None:
     """The batch of 4 in micro-batches of 2 feeds two data ranks, not three."""
     found = cells("parallelism.zero=1", "parallelism.dp_replicate=1,3")
-    assert not found[0].refusal
-    assert found[1].refusal.startswith("data.global_batch_size=4 = data.micro_batch_size=2 x accumulation x data=6")
+    assert not found[0].reason
+    assert found[1].reason.startswith("data.global_batch_size=4 = data.micro_batch_size=2 x accumulation x data=6")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +88,7 @@ def test_what_is_wrong_with_the_sweep_itself_is_one_line(overrides: list[str], l
 
 def test_a_subdir_of_ones_own() -> None:
     found = cells("seed=1,2", "hydra.sweep.subdir=job-${hydra.job.num}")
-    assert [str(cell.run_dir) for cell in found] == ["s/job-0", "s/job-1"]
+    assert [cell.run_dir for cell in found] == ["s/job-0", "s/job-1"]
 
 
 @pytest.mark.slow
@@ -107,7 +100,7 @@ def test_presets(preset: str, count: int, legal: int) -> None:
     """Two heads are not to be cut in four."""
     small = [each for each in SMALL if not each.startswith("data.micro_batch_size=")]
     found = cells(f"+sweep={preset}", "model.num_layers=4", "data.global_batch_size=16", base=small)
-    assert (len(found), sum(not cell.refusal for cell in found)) == (count, legal)
+    assert (len(found), sum(not cell.reason for cell in found)) == (count, legal)
     assert preset in {file.stem for file in (CONF_DIR / "sweep").glob("*.yaml")}
 
 
@@ -121,14 +114,18 @@ def test_a_folder_is_enough_to_go_on(tmp_path: Path) -> None:
     hydra = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     folder = header(tmp_path / "s", hydra=hydra)
     where = f"hydra.sweep.dir={folder.path}"
-    assert sweep_overrides([where]) == ["seed=1,2", "+sweep=zero", *hydra, where]
-    # The same again, in any order; another launcher takes the old one's keys with it.
-    assert sweep_overrides(["sweep=zero", "seed=1,2", where]) == ["seed=1,2", "+sweep=zero", *hydra, where]
-    given = [where, "hydra/launcher=basic"]
-    assert sweep_overrides(given) == ["seed=1,2", "+sweep=zero", where, "hydra/launcher=basic"]
-    assert sweep_overrides([f"run.dir={folder.path}"]) == ["seed=1,2", "+sweep=zero", *hydra, where]
+    whole = ["seed=1,2", "+sweep=zero", *hydra, where]
+    assert sweep_overrides([where]) == sweep_overrides([f"run.dir={folder.path}"]) == whole
+    assert sweep_overrides(["sweep=zero", "seed=1,2", where]) == whole  # the same again, in any order
+    # Another launcher takes the old one's keys with it.
+    assert sweep_overrides([where, "hydra/launcher=basic"]) == [
+        "seed=1,2",
+        "+sweep=zero",
+        "hydra/launcher=basic",
+        where,
+    ]
     new = f"hydra.sweep.dir={tmp_path / 'new'}"
-    assert sweep_overrides(["seed=1,2", new]) == ["seed=1,2", new]
+    assert sweep_overrides([new, "seed=1,2"]) == ["seed=1,2", new]
     assert sweep_overrides(["seed=1,2"]) == ["seed=1,2"]
 
 
@@ -151,14 +148,14 @@ def test_folders_that_cannot_be_a_sweeps(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
     with pytest.raises(ConfigError, match="is the folder of a run"):
-        refuse_unwritable(tmp_path / "run")
+        SweepFolder(tmp_path / "run").refuse()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file is a file; give a folder"):
-        refuse_unwritable(tmp_path / "file" / "s")
+        SweepFolder(tmp_path / "file" / "s").refuse()
     for text in ('{"version": 1, "swe', '{"version": 2, "sweep": {}}', "[]"):
         (tmp_path / "sweep.json").write_text(text)
         with pytest.raises(ConfigError, match=r"sweep.json is damaged or of another version"):
-            read(tmp_path)
+            assert SweepFolder(tmp_path).header
 
 
 def test_two_sweeps_in_a_folder(tmp_path: Path) -> None:
@@ -174,17 +171,19 @@ def test_two_sweeps_in_a_folder(tmp_path: Path) -> None:
 def test_records_round_trip_and_damaged_ones_run_again(tmp_path: Path) -> None:
     folder = header(tmp_path)
     whole = Record(10, "a", ["seed=1"], "ok", "", "d", 0, 2, "tensor 2", 1.5, {"loss": 2.0}, {"mfu": None}, "f")
-    assert Record.from_dict(json.loads(json.dumps(whole.to_dict())) | {"new": 1}) == whole
     folder.keep(whole)
-    folder.keep(dataclasses.replace(whole, number=9))
-    assert [record.number for record in folder.update()] == [9, 10]
-    content = read(tmp_path)
+    newer = dataclasses.asdict(whole) | {"number": 9, "new": 1}
+    (tmp_path / "records" / "9.json").write_text(json.dumps(newer))
+    with folder.updating() as found:
+        assert found == [dataclasses.replace(whole, number=9), whole]
+    content = json.loads((tmp_path / "sweep.json").read_text())
     assert [cell["number"] for cell in content["cells"]] == [9, 10]
     assert content["sweep"]["cells"] == 2
-    for text in ("", "{", "[]", '{"number": 9}', json.dumps(whole.to_dict() | {"status": "odd"})):
+    for text in ("", "{", "[]", '{"number": 9}'):
         (tmp_path / "records" / "9.json").write_text(text)
         assert folder.record(9) is None
-    assert [record.number for record in folder.update()] == [10]
+    with folder.updating() as found:
+        assert found == [whole]
 
 
 def test_exit_codes() -> None:
@@ -195,17 +194,16 @@ def test_exit_codes() -> None:
     assert code("ok", "failed", "out of memory") == 1
     assert code("failed", "interrupted") == 143
     assert code("failed", received=2) == 130
-    assert set(STATUSES) == {"ok", "pruned", "out of memory", "failed", "interrupted"}
 
 
 def test_a_sweep_whose_process_is_gone_is_deserted(tmp_path: Path) -> None:
     folder = header(tmp_path)
-    assert not folder.deserted()
-    owner = (tmp_path / ".owner").read_text()
-    (tmp_path / ".owner").write_text(owner.replace(str(os.getpid()), "999999999"))
-    assert folder.deserted()
-    (tmp_path / ".owner").write_text("process 999999999 on another-machine\n")
-    assert not folder.deserted()
+    assert not folder.deserted
+    owner = (tmp_path / ".lock").read_text()
+    (tmp_path / ".lock").write_text(owner.replace(str(os.getpid()), "999999999"))
+    assert folder.deserted
+    (tmp_path / ".lock").write_text("process 999999999 on another-machine\n")
+    assert not folder.deserted
 
 
 def test_memory_that_runs_out_is_told_from_other_errors() -> None:

@@ -25,7 +25,7 @@ def test_a_killed_sweep_goes_on_where_it_was(start: Start, tmp_path: Path) -> No
     code, output, errors = start(TRAIN, "-m", f"hydra.sweep.dir={folder}").end(250)
     assert code == 0, errors
     assert begun(output) == ["max_steps=1000", "max_steps=3"]
-    assert "resuming from" in output
+    assert "resuming from" in (folder / "1-max_steps1000" / "train.log").read_text()
     assert statuses(folder) == ["ok", "ok", "ok"]
     assert first.stat().st_mtime_ns == before
     assert [record.result["step"] for record in records(folder)] == [2, 1000, 3]

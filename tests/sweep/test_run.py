@@ -58,6 +58,12 @@ def test_layouts_have_worlds_of_their_own_and_train_alike(start: Start, tmp_path
     config = read_saved(folder / "2-tp2" / "config.yaml")
     assert (config.run.name, config.logger.group) == ("s-2-tp2", "s")  # type: ignore[attr-defined]
     assert "go on with" not in output
+    assert output.count(found[3].reason) == 1  # said before the first cell, not after each
+    assert max(len(line) for line in output.splitlines() if line.startswith(("=", "*", " "))) == 80
+    for words in ("== gptlite", "== results", "step 1/3"):
+        assert words not in output
+        assert words in (folder / "0-single" / "train.log").read_text()
+        assert words in (folder / "records" / "0.log").read_text()
     # A cell is a run like others: its folder alone goes on with it.
     code, output, errors = start(TRAIN, f"run.dir={folder / '2-tp2'}", "trainer.max_steps=4").end(120)
     assert code == 0, errors

@@ -31,14 +31,15 @@ def test_a_signal_stops_the_sweep_and_it_goes_on(start: Start, tmp_path: Path, n
     assert (folder / "1-max_steps1000" / "checkpoints" / f"step-{step:08d}" / "MANIFEST.json").exists()
     code, output, errors = start(TRAIN, *LONG_SECOND, f"hydra.sweep.dir={folder}").end(250)
     assert (code, begun(output)) == (0, ["max_steps=1000", "max_steps=3"]), errors
-    assert f"resuming from {folder}/1-max_steps1000/checkpoints/step-{step:08d}" in output
+    run_folder = folder / "1-max_steps1000"
+    assert f"resuming from {run_folder}/checkpoints/step-{step:08d}" in (run_folder / "train.log").read_text()
     assert statuses(folder) == ["ok", "ok", "ok"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [".owner", "sweep.json"])
+@pytest.mark.parametrize("moment", [".lock", "sweep.json"])
 def test_a_signal_before_the_first_cell_starts(start: Start, tmp_path: Path, moment: str) -> None:
-    """`moment`: the file that is there when it comes; .owner is before the sweep has written anything about cells."""
+    """`moment`: the file that is there when it comes; .lock is before the sweep has written anything about cells."""
     folder = tmp_path / "s"
     run = start(TRAIN, *LONG_SECOND, f"hydra.sweep.dir={folder}")
     run.until(folder / moment)

@@ -1,0 +1,241 @@
+"""A sweep's cells side by side: their figures, the baseline, the best and what it is judged by. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import StatisticsError, correlation
+from typing import Any
+
+from gptlite.checkpoint.compare import Effect, effect_of
+from gptlite.metrics.console import format_count
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.layout import SCHEDULES
+from gptlite.plan.timeline import Timeline, timeline
+from gptlite.sweep.folder import OK, Record
+
+Row = dict[str, Any]  # a cell's record and figures, by the columns of sweep.csv
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
+ALIKE = 0.05  # speeds closer than this are the same: a measurement on a busy machine tells no less
+FEWEST = 4  # cells whose order says something
+MOST_PASSES = 20_000  # of a timeline; beyond, it takes long and its picture is grey
+SPEED = "tokens_per_second"
+MEASURED = (SPEED, "mfu", "step_seconds", "loss", "val_loss", "val_bits_per_byte", "pipeline")  # as in result.json
+# What the best is judged by, where cells train different models: the first of these that a cell has.
+LOSSES = {
+    "val_bits_per_byte": "validation bits per byte",
+    "val_loss": "validation loss",
+    "loss": "training loss, for want of a validation loss",
+}
+# With these, cells read other tokens: bits per byte of text compare, nats per token do not.
+TOKENS = {"data", "data.tokenizer", "data.vocab_size", "data.path", "data.corpus", "data.blend"}
+# A run that goes on may change these and stays the same run; cells that differ in them end elsewhere.
+ENDS_ELSEWHERE = ("model", "trainer.max_steps", "trainer.max_time", "checkpoint.resume", "checkpoint.load")
+# These change a resumed run's rounding alone.
+ROUNDS = ("ops", "trainer.compile")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The cells in order. `axes` are the keys that differ between them and change their numbers; without any they train
+    the same model, up to rounding. `measure` is the column that counts: speed, else a loss.
+    """
+
+    rows: list[Row]
+    axes: list[str]
+    measure: str
+    baseline: Row | None
+    best: Row | None
+
+    @property
+    def counts(self) -> str:
+        """`12 cells: 8 ok, 1 out of memory, 3 pruned`."""
+        statuses = [row["status"] for row in self.rows]
+        each = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+        return f"{len(self.rows)} cell{'s' * (len(self.rows) > 1)}: {each}"
+
+    @property
+    def title(self) -> str:
+        """The measure in words."""
+        return LOSSES.get(self.measure, "speed")
+
+    @property
+    def judged_by(self) -> str:
+        """`validation loss, since optimizer.lr changes the numbers`."""
+        verb = "change" if len(self.axes) > 1 else "changes"
+        return f"{self.title}, since {' and '.join(self.axes) or 'no axis'} {verb} the numbers"
+
+    @property
+    def best_words(self) -> str:
+        """`tp2: 12.3k tokens/s, 1.40 times single's`, or of the validation loss; empty where no cell has one."""
+        if (best := self.best) is None:
+            return ""
+        value, speed = best[self.measure], self.measure == SPEED
+        words = f"{best['name']}: " + (f"{format_count(value)} tokens/s" if speed else f"{self.title} {value:.4f}")
+        base = self.baseline
+        if base is None or base is best or not base[self.measure]:
+            return words
+        faster, other = value / base[self.measure], f"{base['name']}'s"
+        noise = ", which is within the noise" * (abs(faster - 1) <= ALIKE)
+        lower = f"{base[self.measure] - value:.4f} below {other}"
+        return f"{words}, {f'{faster:.2f} times {other}{noise}' if speed else lower}"
+
+    @property
+    def plan_words(self) -> list[str]:
+        """Lines on how well the plan knew the order of the cells, and what it had to guess."""
+        pairs = [(row["predicted_step_seconds"], row["step_seconds"]) for row in self.rows if row["status"] == OK]
+        pairs = [pair for pair in pairs if all(pair)]
+        guesses = dict.fromkeys(row["predicted_assumed"] for row in self.rows)
+        lines = [f"assumed a {guess}" for guess in guesses if guess]
+        if (rank := agreement(pairs)) is not None:
+            lines.insert(0, f"the planned order of {len(pairs)} cells by speed: rank correlation {rank:.2f}")
+        return lines
+
+
+def compare(records: Sequence[Record]) -> Comparison:
+    """The records as rows, of which one is the baseline and one the best, if any ran.
+
+    The baseline is the cell named `single` if it is ok, else the first ok one that has a loss. Of cells with the same
+    numbers the best is the fastest.
+    """
+    rows = [_row(record) for record in records]
+    ok = [row for row in rows if row["status"] == OK]
+    given = [dict(each.lstrip("+~").split("=", 1) for each in row["overrides"] if "=" in each) for row in rows]
+    keys = dict.fromkeys(key for each in given for key in each)
+    axes = [key for key in keys if changes_numbers(key) and len({each.get(key) for each in given}) > 1]
+    losses = [key for key in LOSSES if key != "val_bits_per_byte" or TOKENS & set(axes)]
+    known = (key for key in losses if any(row[key] is not None for row in ok))
+    measure = next(known, "val_loss") if axes else SPEED
+    judged = [row for row in ok if row[measure] is not None]
+    if axes and judged:
+        settings = {row["number"]: [each.get(key) for key in axes] for row, each in zip(rows, given, strict=True)}
+        least = settings[min(judged, key=lambda row: row[measure])["number"]]
+        judged = [row for row in judged if settings[row["number"]] == least]
+    best = max(judged, key=lambda row: row[SPEED] or 0, default=None)
+    fit = [row for row in ok if row["loss"] is not None]
+    single = (row for row in fit if row["name"] == "single" or "parallelism=single" in row["overrides"])
+    baseline = next(single, fit[0] if fit else None)
+    for row in rows:
+        row["best"], row["baseline"] = int(row is best), int(row is baseline)
+        if baseline and row["loss"] is not None and row["loss_step"] == baseline["loss_step"]:
+            row["loss_minus_baseline"] = row["loss"] - baseline["loss"]
+    return Comparison(rows, axes, measure, baseline, best)
+
+
+def _row(record: Record) -> Row:
+    """A cell's figures, None for what a run does not have. Seconds are of a step, bytes of the rank that has most.
+
+    The bytes of tensors, the sum of the categories, are what the plan predicts; the peak is all that the process had
+    (on a GPU: the allocator), the average the same over the time of the run.
+    """
+    result: dict[str, Any] = dict(record.result)
+    result.update((key, None) for key, value in result.items() if isinstance(value, float) and not math.isfinite(value))
+    predicted, ranks = record.predicted or {}, result.get("memory_ranks") or []
+
+    def known(key: str) -> list[Any]:
+        return [rank[key] for rank in ranks if rank.get(key) is not None]
+
+    peak = result.get("memory_peak_bytes")
+    peaks = known("peak") or [peak] * (peak is not None)
+    used, world, speed = known("utilization"), record.world_size or result.get("world_size"), result.get(SPEED)
+    tensors = [{name: rank[name] for name in CATEGORIES if rank.get(name) is not None} for rank in ranks]
+    fullest = max(tensors, key=lambda rank: sum(rank.values()), default={})
+    parts = split(result.get("step_seconds"), result.get("comm_seconds") or {}, result.get("pipeline"))
+    return vars(record) | {key: result.get(key) for key in MEASURED} | {
+        "world_size": world,
+        "tokens_per_second_per_rank": speed / world if speed is not None and world else None,
+        "memory_peak_bytes": max(peaks, default=None),
+        "memory_average_bytes": max(known("average"), default=None),
+        "utilization": sum(used) / len(used) if used else None,
+        "memory_peak_bytes_of_each_rank": peaks,
+        "memory_tensor_bytes": sum(fullest.values()) if fullest else None,
+        **{f"memory_{name}_bytes": fullest.get(name) for name in CATEGORIES},
+        **dict(zip(("compute_seconds", "communication_seconds", "bubble_seconds"), parts, strict=True)),
+        "loss_step": result.get("step"),
+        "loss_minus_baseline": None,
+        "predicted_step_seconds": predicted.get("step_seconds"),
+        "predicted_memory_bytes": sum(predicted["memory"].values()) if "memory" in predicted else None,
+        "predicted_assumed": predicted.get("assumed", ""),
+        "ranks": tensors if fullest else [],
+        "fullest": fullest,
+    }  # fmt: skip
+
+
+def changes_numbers(key: str) -> bool:
+    """Whether cells that differ in this key train different models."""
+
+    def within(keys: Sequence[str]) -> bool:
+        return any(key == each or key.startswith(f"{each}.") for each in keys)
+
+    if within(ENDS_ELSEWHERE):
+        return key != "model.name"
+    return not within(ROUNDS) and effect_of(key) in (Effect.refused, Effect.changes_numbers)
+
+
+def split(
+    step: float | None, comm: dict[str, float], pipeline: dict[str, Any] | None
+) -> tuple[float | None, float | None, float | None]:
+    """A step's seconds of compute, of communication and of the pipeline's bubble; None for what is not known.
+
+    Measured: `comm`, the time that ranks stand in collectives of each axis, and compute, which is the rest. Time along
+    the pipeline is waiting for the rank before as much as it is sending. Derived: of that time the bubble is what the
+    schedule makes a rank idle for the time it is busy, by its timeline, at most all of it; the rest is communication.
+    """
+    if step is None:
+        return None, None, None
+    waits = sum(value or 0 for value in comm.values())
+    compute = max(0.0, step - waits)
+    if pipeline is None:
+        return compute, waits, 0.0
+    if (found := timeline_of(pipeline)) is None:
+        return compute, waits, None
+    share = bubble_share(found)
+    busy = compute + (comm.get("tp") or 0)
+    bubble = min(comm.get("pp") or 0, busy * share / max(1e-9, 1 - share))
+    return compute, waits - bubble, bubble
+
+
+def timeline_of(pipeline: dict[str, Any], compute: float = 1.0) -> Timeline | None:
+    """When each pass of a step runs, if messages took no time; None for a schedule that this version does not know.
+
+    `pipeline` is result.json's. Passes take time in proportion to their FLOPs: a backward pass twice a forward one,
+    three times where it computes the blocks again. `compute` is the seconds that a rank computes in a step, on average.
+    """
+    ranks, micro_batches, flops = pipeline["ranks"], pipeline["micro_batches"], pipeline["stage_flops"]
+    schedule = pipeline["schedule"]
+    if schedule not in SCHEDULES or 3 * micro_batches * len(flops) > MOST_PASSES:
+        return None
+    virtual = None if SCHEDULES[schedule].fixed else pipeline["stages_per_rank"]
+    config = ParallelismConfig(pipeline=ranks, schedule=schedule, virtual_stages=virtual, data=None)
+    backward = 3 if pipeline.get("activation_checkpointing") == "full" else 2
+    unit = compute * ranks / (micro_batches * (1 + backward) * sum(flops))
+    forward = [each * unit for each in flops]
+    return timeline(config, micro_batches, forward, [backward * each for each in forward], 0.0)
+
+
+def bubble_share(found: Timeline) -> float:
+    """The share of the step that the ranks wait, on average."""
+    return sum(map(found.bubble, range(found.ranks))) / found.ranks
+
+
+def schedule_words(pipeline: dict[str, Any]) -> str:
+    """`1f1b, 2 ranks, 8 micro-batches`."""
+    stages = pipeline["stages_per_rank"]
+    each = f", {stages} stages a rank" * (stages > 1)
+    return f"{pipeline['schedule']}, {pipeline['ranks']} ranks{each}, {pipeline['micro_batches']} micro-batches"
+
+
+def agreement(pairs: Sequence[Sequence[float]]) -> float | None:
+    """Spearman's rank correlation, 1 for the same order. Lengths within 5% of each other are ties. None for fewer than
+    four pairs, or where all are tied."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        """Of each value how many are less, ties counted by half."""
+        of_all = [[0.5 if abs(a - b) <= ALIKE * max(a, b) else float(b < a) for b in values] for a in values]
+        return list(map(sum, of_all))
+
+    try:
+        return correlation(*map(ranks, zip(*pairs, strict=True))) if len(pairs) >= FEWEST else None
+    except StatisticsError:
+        return None

@@ -1,0 +1,210 @@
+"""A sweep's pictures: speed and memory of each cell, their losses, each rank's memory, the pipelines' timelines."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from gptlite.files import replacing
+from gptlite.metrics.console import format_bytes, format_count
+from gptlite.metrics.jsonl import read_rows
+from gptlite.metrics.plot import INK, STYLE
+from gptlite.plan.pictures import MEMORY, TIME, draw_timeline
+from gptlite.sweep.compare import SPEED, Comparison, Row, bubble_share, schedule_words, timeline_of
+from gptlite.sweep.folder import OK
+from gptlite.sweep.table import shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+MOST_BARS, MOST_CURVES, MOST_TIMELINES = 40, 12, 8
+SAME = 1e-9  # a loss that differs by less is drawn as this
+DPI = 150
+BLUE, PALE, GREY, ORANGE = TIME["compute"], "#a9c3e3", "#c3c8d0", TIME["communication"]
+# Okabe and Ito's colours, which the colour-blind can tell apart, without their yellow.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#23272e")
+
+
+class Picture(NamedTuple):
+    """A PNG of the sweep's folder, and what the page says with it."""
+
+    file: str
+    title: str
+    caption: str
+
+
+def draw_all(
+    folder: Path, found: Comparison, attempting: Callable[[str], AbstractContextManager[None]]
+) -> list[Picture]:
+    """Draws what the cells have figures for, into the folder, each in `attempting` so that one fails alone."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    pictures = []
+    plots = (
+        ("throughput.png", "Speed and memory by layout", _throughput),
+        ("losses.png", "Losses", _losses),
+        ("memory.png", "Memory of each rank", _memory),
+    )
+    # No name is a formula, and nothing global is left behind: a style for these figures, and no pyplot.
+    with matplotlib.rc_context({**STYLE, "text.parse_math": False}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that the font does not have
+        for file, title, draw in plots:
+            with attempting(file):
+                figure = Figure(figsize=(11, 4.4), dpi=DPI, facecolor="white", layout="constrained")
+                if caption := draw(figure, found, folder):
+                    with replacing(folder / file) as out:
+                        figure.savefig(out, format="png")
+                    pictures.append(Picture(file, title, caption))
+        ran = [row for row in found.rows if row["pipeline"] and row["compute_seconds"]]
+        schedules = {schedule_words(row["pipeline"]): row for row in reversed(ran)}
+        for words, row in sorted(schedules.items())[:MOST_TIMELINES]:
+            file = f"timeline-{re.sub(r'[^a-z0-9]+', '-', words.lower())}.png"
+            with attempting(file):
+                if timeline := timeline_of(row["pipeline"], row["compute_seconds"]):
+                    title = f"Timeline: {words}"
+                    draw_timeline(timeline, f"{title}, bubble {bubble_share(timeline):.1%} of the step", folder / file)
+                    derived = "Derived, not recorded: passes in proportion to their FLOPs, messages free, scaled to the"
+                    pictures.append(Picture(file, title, f"{derived} compute time measured in {row['name']}."))
+    return pictures
+
+
+def run_folder(row: Row, folder: Path) -> Path:
+    """The cell's run folder, which may not be there; a relative one may be the sweep's or the shell's."""
+    inside = folder / row["run_dir"]
+    return inside if inside.exists() else Path(row["run_dir"]).absolute()
+
+
+def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
+    """Bars of tokens a second and of memory, the fastest first; cells without figures say why."""
+    rows = sorted(found.rows, key=lambda row: -(row[SPEED] or -1))[:MOST_BARS]
+    if all(row[SPEED] is None for row in rows):
+        return ""
+    keys = ("step_seconds", "predicted_step_seconds", "memory_tensor_bytes", "memory_average_bytes")
+    steps, planned_steps, tensors, average = (_values(rows, key) for key in keys)
+    speed, memory = figure.subplots(1, 2, sharey=True)
+    figure.set_figheight(1.4 + 0.3 * len(rows))
+    places, names = range(len(rows)), [row["name"] for row in rows]
+    colors = [BLUE if row["best"] else PALE if row["status"] == OK else GREY for row in rows]
+    speed.barh(places, speeds := _values(rows, SPEED), height=0.72, color=colors)
+    memory.barh(places, peaks := _values(rows, "memory_peak_bytes"), height=0.72, color=PALE)
+    memory.barh(places, tensors, height=0.36, color=BLUE)
+    memory.plot(average, places, "|", color=ORANGE, markersize=18, markeredgewidth=2, label="average")
+    planned = speeds * steps / np.where(planned_steps > 0, planned_steps, math.nan)
+    for axes, ends in ((speed, planned), (memory, _values(rows, "predicted_memory_bytes"))):
+        axes.plot(ends, places, "D", color=INK, markersize=4.5, markerfacecolor="white", label="predicted")
+    _finish(speed, "tokens per second", names, np.fmax(speeds, planned), map(_speed_words, rows), format_count)
+    words = ["" if math.isnan(peak) else format_bytes(peak) for peak in peaks]
+    _finish(memory, "memory of the rank that has most", names, peaks, words, format_bytes)
+    memory.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
+    return (
+        f"The fastest first, at most {MOST_BARS}. Memory: all that the process had at its peak (on a GPU: the "
+        "allocator), and dark, its tensors; the orange line is the average over the run. Used: the devices' "
+        "utilisation. Diamonds: what was predicted."
+    )
+
+
+def _speed_words(row: Row) -> str:
+    if row[SPEED] is None:
+        return shorten(f"{row['status']}: {row['reason']}".removesuffix(": "), 60)
+    words = format_count(row[SPEED]) + ("" if row["mfu"] is None else f", MFU {row['mfu']:.1%}")
+    words += "" if row["utilization"] is None else f", {row['utilization']:.0%} used"
+    return words + ("" if row["status"] == OK else f" ({row['status']})")
+
+
+def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
+    """The curves over each other; beside them the validation losses of cells that train different models, and of cells
+    that train the same one how far each is from the baseline's."""
+    files = [(row, run_folder(row, folder) / "metrics.jsonl") for row in found.rows]
+    runs = [(row, read_rows(path)) for row, path in files if path.is_file()]
+    curves = [(row, curve, _curve(rows, "val_loss")) for row, rows in runs if (curve := _curve(rows, "loss"))]
+    if not curves:
+        return ""
+    loss, apart = figure.subplots(1, 2)
+    base_row, base, _ = next((each for each in curves if each[0]["baseline"]), curves[0])
+    for index, (row, curve, held_out) in enumerate(curves):
+        style: dict[str, Any] = {
+            "color": COLORS[index % len(COLORS)] if index < MOST_CURVES else GREY,
+            "linestyle": ("-", "--", ":")[index // len(COLORS) % 3],
+            "marker": "o" if len(curve) == 1 else "",
+        }
+        label = shorten(row["name"], 30) if index < MOST_CURVES else None
+        # The last curve lies on top and the first is the widest, so that equal ones all show.
+        loss.plot(*zip(*curve.items(), strict=True), label=label, linewidth=max(1.1, 4.5 - 0.45 * index), **style)
+        if found.axes and held_out:
+            apart.plot(*zip(*held_out.items(), strict=True), **style | {"marker": "o"})
+        elif not found.axes and curve is not base:
+            common = [step for step in curve if step in base]
+            apart.plot(common, [max(abs(curve[step] - base[step]), SAME) for step in common], **style)
+    loss.set_title("loss, nats per token", loc="left", fontsize=10, weight="bold")
+    title = "validation loss, nats per token" if found.axes else f"distance from {shorten(base_row['name'], 30)}"
+    apart.set_title(title, loc="left", fontsize=10, weight="bold")
+    if not found.axes:
+        apart.set_yscale("log")
+        apart.yaxis.set_major_formatter("{x:.0e}")
+    if not apart.lines:
+        apart.set_axis_off()
+    for axes in (loss, apart):
+        axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    if found.axes:
+        return f"Cells that differ in {' or '.join(found.axes)} train different models."
+    same = "Every cell trains the same model: the curves lie on each other, and differ by rounding."
+    return f"{same} Distances below {SAME:g} are drawn there."
+
+
+def _memory(figure: Figure, found: Comparison, folder: Path) -> str:
+    """A bar for each rank, stacked by category; of many, for each cell's rank that has most."""
+    bars = [(f"{row['name']}  rank {rank}", sizes) for row in found.rows for rank, sizes in enumerate(row["ranks"])]
+    if len(bars) > MOST_BARS:
+        bars = [(row["name"], row["fullest"]) for row in found.rows if row["ranks"]][:MOST_BARS]
+    if not bars:
+        return ""
+    figure.set_figheight(1.4 + 0.3 * len(bars))
+    axes, ends = figure.subplots(), np.zeros(len(bars))
+    for category, color in MEMORY.items():
+        widths = np.array([sizes.get(category, 0) for _, sizes in bars])
+        axes.barh(range(len(bars)), widths, left=ends, height=0.82, label=category, color=color)
+        ends = ends + widths
+    names = [name for name, _ in bars]
+    _finish(axes, "tensors of a training step", names, ends, map(format_bytes, ends), format_bytes)
+    figure.legend(loc="outside lower center", frameon=False, ncols=4, fontsize=8)
+    return (
+        "Bytes of tensors found in one step: each category when the model state is most, and the most that activations "
+        f"and temporary tensors took at one instant. At most {MOST_BARS} bars."
+    )
+
+
+def _finish(
+    axes: Axes, title: str, names: list[str], ends: Array, words: Iterable[str], form: Callable[[float], str]
+) -> None:
+    """Names and words of horizontal bars, the first on top; words stand at `ends`."""
+    invisible = axes.barh(range(len(names)), np.nan_to_num(ends), alpha=0)
+    axes.bar_label(invisible, list(words), padding=7, fontsize=8)
+    axes.set_yticks(range(len(names)), [shorten(name, 30) for name in names])
+    axes.set_title(title, loc="left", fontsize=10, weight="bold", pad=7)
+    axes.set_xlim(0, 1.28 * (axes.get_xlim()[1] or 1))  # room for the words
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.xaxis.set_major_formatter(lambda value, _: form(value) if value else "0")
+    axes.tick_params(length=0)
+    axes.grid(axis="y", visible=False)
+
+
+def _values(rows: Sequence[Row], key: str) -> Array:
+    return np.array([row[key] for row in rows], dtype=float)  # nan for None
+
+
+def _curve(rows: Sequence[Row], key: str) -> dict[int, float]:
+    """Losses by step."""
+    known = ((row["step"], row.get(key)) for row in rows)
+    return {step: loss for step, loss in known if isinstance(loss, float) and math.isfinite(loss)}

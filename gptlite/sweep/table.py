@@ -1,0 +1,163 @@
+"""The table of a sweep's cells: its columns, on the terminal and in sweep.csv."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shlex
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gptlite.invocation import command as written
+from gptlite.metrics.console import format_bytes, format_count, format_duration
+from gptlite.metrics.console import table as aligned
+from gptlite.sweep.compare import CATEGORIES, SPEED, Comparison, Row
+from gptlite.sweep.folder import OK, PRUNED
+
+WIDTH = 80
+NAME_WIDTH, REASON_LENGTH = 24, 400
+
+
+class Column(NamedTuple):
+    """A figure of a cell: its key in sweep.csv, its title and explanation on the page, and how it is written.
+
+    Without a title it is of sweep.csv alone. Beside a prediction stands how far it is above what was `measured`.
+    """
+
+    key: str
+    title: str = ""
+    words: str = ""
+    form: Callable[[Any], str] = str
+    measured: str = ""
+
+    def text(self, row: Row) -> str:
+        """The figure of a cell in words; where it has none, `n/a` if the cell ran and `-` if it did not."""
+        value = row[self.key]
+        if value in (None, "", []):
+            return "n/a" if row["status"] == OK else "-"
+        against = row.get(self.measured)
+        return self.form(value) + (f" {value / against - 1:+.0%}" if against else "")
+
+
+def seconds(value: float) -> str:
+    """A short time in three digits: `0.52 ms`, `98.1 ms`, `1.23 s`, then as format_duration has it."""
+    if not value:
+        return "0"
+    if value >= 99.95:
+        return format_duration(value)
+    unit, scaled = ("s", value) if value >= 0.9995 else ("ms", 1e3 * value)
+    digits = 0 if abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2
+    return f"{scaled:.{digits}f} {unit}"
+
+
+def difference(value: float) -> str:
+    """A loss less another's, with its sign: `+1.2e-07`, `0`."""
+    return f"{value:+.1e}" if value else "0"
+
+
+PERCENT, LOSS = "{:.1%}".format, "{:.4f}".format
+COLUMNS = (
+    Column("number"),
+    Column("name", "cell", "One run of the sweep, in its own folder; bold: the best."),
+    Column("layout", "layout"),
+    Column("status", "status", "Pruned: refused before the sweep began. Out of memory: of a GPU, or of the host."),
+    Column("reason", "reason"),
+    Column("exit_code"),
+    Column("best"),
+    Column("baseline"),
+    Column("world_size", "ranks"),
+    Column(SPEED, "tok/s", "Tokens a second at the run's median speed.", format_count),
+    Column("tokens_per_second_per_rank", "of a rank", form=format_count),
+    Column("mfu", "MFU", "The model's FLOPs over the peak of all devices; n/a where that is not known.", PERCENT),
+    Column("memory_peak_bytes", "peak", "Memory of the fullest rank. On a GPU: all that the allocator handed out; on a "
+           "CPU: the resident set of the process, libraries included.", format_bytes),
+    Column("memory_average_bytes", "average", "The same over the run.", format_bytes),
+    Column("utilization", "utilisation", "The ranks' mean. On a GPU: the share of the time in which a kernel ran; on a "
+           "CPU: the processor time of a rank over that of its threads.", PERCENT),
+    Column("memory_peak_bytes_of_each_rank", "of each rank", form=lambda sizes: ", ".join(map(format_bytes, sizes))),
+    Column("memory_tensor_bytes", "tensors", "Of the rank that has most of them.", format_bytes),
+    *(Column(f"memory_{name}_bytes") for name in CATEGORIES),
+    Column("step_seconds", "step", "Measured, at the median speed.", seconds),
+    Column("compute_seconds", "compute", "The step less communication and bubble; with the optimizer.", seconds),
+    Column("communication_seconds", "communication", "Standing in collectives, the ranks' mean, less the bubble. Along "
+           "a pipeline to stand is to wait for the rank before as much as to send.", seconds),
+    Column("bubble_seconds", "bubble", "Derived: the part of the time along a pipeline that its schedule makes a rank "
+           "idle, with passes as long as their FLOPs.", seconds),
+    Column("loss", "loss", "Of the last step.", LOSS),
+    Column("loss_step"),
+    Column("val_loss", "validation", "Loss: nats per token over held-out data after the last step.", LOSS),
+    Column("val_bits_per_byte", "bits per byte", "The same, by bytes of text.", LOSS),
+    Column("loss_minus_baseline", "difference", "The loss less the baseline's at the same step. The baseline is the "
+           "cell named single, else the first that is ok.", difference),
+    Column("predicted_step_seconds", "planned", "The step by the plan, before the run, and how far above the measured "
+           "one.", seconds, "step_seconds"),
+    Column("predicted_memory_bytes", "planned memory", "The same of the tensors.", format_bytes, "memory_tensor_bytes"),
+    Column("predicted_assumed"),
+    Column("wall_seconds", "wall", "Start and end of the cell included, over all attempts.", format_duration),
+    Column("run_dir", "run folder"),
+    Column("overrides"),
+)  # fmt: skip
+# On the terminal, the most needed first: those from the first that does not fit on are left out.
+TERMINAL = ("name", "status", SPEED, "step_seconds", "memory_peak_bytes", "val_loss", "loss", "loss_minus_baseline",
+            "mfu", "predicted_step_seconds", "utilization", "wall_seconds")  # fmt: skip
+
+
+def csv_text(found: Comparison) -> str:
+    """A line for each cell, every figure in seconds, bytes and fractions, empty where there is none."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [each.key for each in COLUMNS], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in found.rows:
+        peaks = " ".join(map(str, row["memory_peak_bytes_of_each_rank"]))
+        writer.writerow(row | {"memory_peak_bytes_of_each_rank": peaks, "overrides": shlex.join(row["overrides"])})
+    return out.getvalue()
+
+
+def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
+    """The sweep in lines for the terminal, of 80 characters but for a command.
+
+    The final one says also why cells have no figures (pruned ones were told before the first ran), and what is best.
+    """
+    by_key = {each.key: each for each in COLUMNS}
+    columns = [by_key[key] for key in TERMINAL if any(row[key] is not None for row in found.rows)]
+    while max(map(len, lines := _lines(found, columns))) > WIDTH:
+        columns.pop()
+    if bold:
+        lines = [f"\033[1m{line}\033[0m" if line.startswith("*") else line for line in lines]
+    text = [f"== sweep: {found.counts} ".ljust(WIDTH, "="), *lines]
+    if final:
+        text.append("")
+        notes = [
+            (f"  {shorten(row['name'], NAME_WIDTH)}: {row['status']}: ", shorten(row["reason"], REASON_LENGTH))
+            for row in found.rows
+            if row["reason"] and row["status"] != PRUNED
+        ]
+        notes += [("best  ", found.best_words), ("by    ", found.judged_by)] if found.best else []
+        for name, words in [*notes, *(("plan  ", words) for words in found.plan_words)]:
+            text += textwrap.wrap(words, WIDTH, initial_indent=name, subsequent_indent=" " * 6)
+        if found.best:
+            text.append(f"run   {command(found.best)}")  # whole, so that it can be copied
+        if len(above := {str(Path(row["run_dir"]).parent) for row in found.rows if row["run_dir"]}) == 1:
+            text.append(f"more  in {above.pop()}: runs, sweep.csv and sweep.html")
+    return "\n".join([*text, "=" * WIDTH])
+
+
+def command(row: Row) -> str:
+    """The line that runs a cell alone."""
+    return " ".join([written("train"), *map(shlex.quote, row["overrides"])])
+
+
+def shorten(text: str, width: int) -> str:
+    """Text in at most `width` characters, `..` for its middle."""
+    head = (width - 2) // 2
+    return text if len(text) <= width else f"{text[:head]}..{text[head - width + 2 :]}"
+
+
+def _lines(found: Comparison, columns: list[Column]) -> list[str]:
+    rows = [[each.text(row) for each in columns] for row in found.rows]
+    for row, texts in zip(found.rows, rows, strict=True):
+        texts[0] = "* "[not row["best"]] + shorten(row["name"], NAME_WIDTH)
+    titles = [each.title for each in columns]
+    return list(aligned([" cell", *titles[1:]], rows, right=" ".join(titles[2:]), indent=""))
