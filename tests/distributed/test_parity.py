@@ -73,6 +73,15 @@ def test_bf16_is_as_close_to_one_process_as_that_is_to_fp32_and_no_closer(refere
     assert [each.name for each in compare(longer, whole[1], limits).differences] == [UP]
 
 
+def test_in_16_bits_values_whose_gradient_is_rounding_alone_are_not_judged(reference):
+    gradient = torch.tensor([1.0, -1.0, 1e-4, -1e-4, 0.0])
+    for at, error in enumerate([0.6, 0.6, 0.0, 0.0, 0.6]):
+        step = changed(reference[0], "gradients", UP, gradient)
+        step = changed(step, "values", UP, torch.zeros(5))
+        other = changed(step, "values", UP, torch.eye(5)[at] * step.lr * 0.6 * math.sqrt(3))
+        assert distances(other, step, rms=True).values[UP] == pytest.approx(error)
+
+
 PLANTED = {
     "a gradient": ("gradients", lambda t: t * 1.001, f"step 2: gradient of {UP} is off by 1.0e-03 (limit 1.0e-04)"),
     "a value": ("values", lambda t: t + 2e-4 * 0.2, f"step 2: value of {UP} is off by 2.0e-01 (limit 1.0e-01)"),

@@ -12,22 +12,13 @@ from distributed.matrix import CELLS, CHOSEN, CROSSED, OFFLOADED, QUICK, SLOW
 from distributed.parity_cells import Pool, judge
 from distributed.refused import REFUSED, Refused
 from gptlite.parity.report import row
-from gptlite.precision import cpu_flags
 
 # Values of the axes that are not crossed, so that layouts which differ in them alone count once.
 NO_CROSSED = {axis: values[0] for axis, values in AXES.items() if axis not in CROSSED_AXES}
 
 
-# A known gap, of every version since e6369ae, on CPUs that multiply bf16 by AVX-512 alone: in step 5 a fused QKV bias
-# is off by 0.68 of a learning rate, and 0.65 is allowed. A third of it, the keys', has no gradient but rounding.
-OFF_BY_KEYS = "tp1-pp2-cp4-zbv-dp1-zero1-acc4-untied-uneven-bf16-cpu"
-AVX512_ALONE = "avx512_bf16" in cpu_flags() and "amx_bf16" not in cpu_flags()
-
-
 def marked(cell: Cell) -> object:
     marks = [] if cell.id in QUICK else [pytest.mark.slow if cell.id in SLOW else pytest.mark.long]
-    if cell.id == OFF_BY_KEYS and AVX512_ALONE:
-        marks.append(pytest.mark.xfail(reason="the keys' bias is 0.68 of a rate off, 0.65 is allowed"))
     return pytest.param(cell, id=cell.id, marks=marks)
 
 
