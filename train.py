@@ -3,7 +3,7 @@
 import sys
 
 try:
-    from gptlite.cli import main
+    from gptlite.commands.train import main
 except KeyboardInterrupt:  # Ctrl-C within the first moment
     sys.exit(130)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 # Packages that lie beside this one in the source tree, by the names that pyproject.toml installs them under.
-_BESIDE = {"conf": "conf", "kernels": "kernels", "recipes": "data"}
+_BESIDE = {"kernels": "kernels", "recipes": "data"}
 
 
 class _SourceTree:
@@ -18,7 +18,7 @@ class _SourceTree:
         self.root = root
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The package `gptlite.conf`, `gptlite.kernels` or `gptlite.recipes`; its modules are found through it."""
+        """The package `gptlite.kernels` or `gptlite.recipes`; its modules are found through it."""
         parent, _, child = name.rpartition(".")
         folder = self.root / _BESIDE.get(child, "")
         if parent != __name__ or child not in _BESIDE or not (folder / "__init__.py").is_file():

@@ -10,8 +10,8 @@ import gptlite
 
 # Each command: its module, whose `main` reads the command line, and its line in the help.
 COMMANDS = {
-    "train": ("gptlite.cli", "train a model, or go on with a run: [GROUP=PRESET] [KEY=VALUE]"),
-    "sweep": ("gptlite.cli", "train -m: one run for each of several values, and a report"),
+    "train": ("gptlite.commands.train", "train a model, or go on with a run: [GROUP=PRESET] [KEY=VALUE]"),
+    "sweep": ("gptlite.commands.train", "train -m: one run for each of several values, and a report"),
     "plan": ("gptlite.commands.plan", "the fastest layouts of a model on a cluster, by arithmetic"),
     "tune": ("gptlite.commands.tune", "the fastest layout by measuring, as a preset"),
     "parity": ("gptlite.commands.parity", "whether a layout trains as one process does"),
@@ -19,7 +19,7 @@ COMMANDS = {
     "train-tokenizer": ("gptlite.commands.train_tokenizer", "train a tokenizer on a corpus"),
     "data": ("gptlite.data_tool.command", "token files: inspect, show, verify, import"),
     "checkpoint": ("gptlite.checkpoint_tool.command", "ls, inspect, verify, diff, prune, export, import"),
-    "kernels": ("gptlite.kernels.command", "the fused kernels: build, info, test, bench"),
+    "kernels": ("gptlite.commands.kernels", "the fused kernels: build, info, test, bench"),
     "generate": ("gptlite.commands.generate", "continue a text with a trained model"),
     "eval": ("gptlite.commands.eval", "the loss of a trained model on held-out text"),
 }

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from gptlite.build import build_run
 from gptlite.config import Config
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.watchdog import Watch
-from gptlite.run_folder import RunFolder
-from gptlite.summary import announce, conclude
+from gptlite.run.build import build_run
+from gptlite.run.folder import RunFolder
+from gptlite.run.summary import announce, conclude
 from gptlite.trainer.loop import Settings, train
 from gptlite.trainer.signals import StopSignal
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from gptlite import apex
-from gptlite.checks import check_device
 from gptlite.config import load
+from gptlite.config.checks import check_device
 from gptlite.errors import ConfigError
+from gptlite.ops import apex
 from gptlite.ops.config import LayerNorm, OpsConfig
 from gptlite.ops.layer_norm import layer_norm, residual_norm
 from gptlite.ops.select import select_ops

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gptlite import apex
-from gptlite.config import CONF_DIR, SCHEMAS, from_yaml, load, parse_arguments, saved_overrides, to_yaml
+from gptlite.config import CONF_DIR, SCHEMAS, from_yaml, load, saved_overrides, to_yaml
+from gptlite.config.command_line import parse_arguments
 from gptlite.errors import ConfigError
+from gptlite.ops import apex
 
 ROOT = CONF_DIR.parent
 GROUPS = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name[0] not in "._")
@@ -128,7 +129,7 @@ def test_a_saved_configuration_of_another_version_is_refused() -> None:
 
 
 def test_flags_may_stand_anywhere() -> None:
-    from gptlite.cli import sort_arguments
+    from gptlite.commands.train import sort_arguments
 
     arguments = ["--config-dir", "mine", "run.dir=a", "-m", "seed=1,2", "--cfg", "job", "+x.y=1", "~z"]
     flags, overrides = sort_arguments(arguments)

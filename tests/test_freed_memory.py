@@ -15,7 +15,7 @@ MIB = 2**20
 # the memory of a tensor freed alone is short by less than a page for the next one, where it is not aligned by chance.
 PROGRAM = """
 import re, resource, sys
-from gptlite.launch import keep_freed_memory
+from gptlite.launch.launcher import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 import torch
@@ -33,9 +33,9 @@ print(faults, int(found[1]) * 1024)
 RANK = """
 import os, re, sys, tempfile
 from pathlib import Path
-from gptlite import worker
+from gptlite.launch import worker
 from gptlite.config import load, to_yaml
-from gptlite.starter import Starter
+from gptlite.launch.starter import Starter
 
 def train_rank(*given, **also):
     import torch

@@ -10,13 +10,14 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "gptlite"
-MAPPED = {"conf": ROOT / "conf", "kernels": ROOT / "kernels", "recipes": ROOT / "data"}  # as pyproject.toml maps them
+MAPPED = {"kernels": ROOT / "kernels", "recipes": ROOT / "data"}  # as pyproject.toml maps them
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,26 @@ class Room:
 
 
 # Every room may import itself, gptlite (its version) and these, which import nothing.
-LEAVES = "apex documents errors files host_memory inputs invocation plugins progress torchao".split()
+LEAVES = "errors files invocation progress".split()
 ROOMS = {
     **{leaf: Room() for leaf in LEAVES},
-    "inputs": Room("documents", lazy="torch"),
-    "plugins": Room("errors"),
-    "documents": Room(lazy="torch"),  # data makes them, parallelism hands them on, the model reads them
     "ops": Room("kernels", packages="torch", lazy="apex"),
-    "parallelism": Room(packages="torch"),
-    "precision": Room(lazy="torch"),  # config.py imports it for its dataclass
+    "parallelism": Room("ops", packages="torch"),
+    "precision": Room(lazy="torch"),  # the schema imports it for its dataclass
     "metrics": Room(packages="torch", lazy="matplotlib numpy tensorboard wandb"),
-    "data": Room("parallelism", packages="torch numpy", lazy="datasets sentencepiece tiktoken tiktoken_ext tokenizers"),
+    "data": Room(
+        "ops parallelism", packages="torch numpy", lazy="datasets sentencepiece tiktoken tiktoken_ext tokenizers"
+    ),
     "preprocess": Room("data", packages="numpy", lazy="pyarrow zstandard"),
     "models": Room("ops", packages="torch", lazy="hydra"),
     "optimizer": Room("ops parallelism", packages="torch", lazy="torchao hydra"),
     "checkpoint": Room("parallelism", packages="torch"),
     "trainer": Room("ops parallelism precision metrics data models optimizer checkpoint", packages="torch"),
+    # Of a room, the configuration knows its dataclasses and what checks them.
+    "config": Room(
+        "checkpoint data metrics models ops optimizer parallelism plan precision trainer",
+        packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
+    ),
     "plan": Room(
         "data kernels metrics models ops optimizer parallelism precision trainer",
         packages="torch",
@@ -66,59 +71,25 @@ ROOMS = {
     # The composition, from the command line down.
     "__main__": Room(),
     "commands": Room(
-        "checks cli config data elastic largest models parallelism parity plan plan_report planning precision "
-        "preprocess restore starter tool trainer tuning",
-        packages="numpy",
+        "config data launch models parallelism parity plan precision preprocess run sweep trainer",
+        packages="hydra numpy omegaconf",
         lazy="torch",
     ),
-    "cli": Room("config config_errors launch starter sweep warm_start", packages="hydra omegaconf"),
     "sweep": Room(
-        "checkpoint checks config config_errors elastic launch metrics parallelism plan planning rank_stop",
-        packages="hydra numpy omegaconf",
-        lazy="matplotlib",
+        "checkpoint config launch metrics parallelism plan", packages="hydra numpy omegaconf", lazy="matplotlib"
     ),
-    "starter": Room(),
     "launch": Room(
-        "checks config data elastic memory_advice offload_space ops parallelism planning pretrain starter warm_start "
-        "worker",
+        "checkpoint config data models ops parallelism plan pretrain trainer",
         packages="torch",
     ),
-    "offload_space": Room("config models ops parallelism plan"),
-    "planning": Room("checks config data models ops parallelism plan precision"),
-    "largest": Room("config models parallelism plan planning"),
-    "plan_report": Room("config largest metrics models parallelism plan planning"),
-    "tuning": Room("config metrics parallelism plan planning"),
-    "elastic": Room("checkpoint config memory_advice rank_log rank_stop", packages="torch"),
-    "worker": Room("config launch parallelism pretrain rank_log rank_stop starter trainer", packages="torch"),
-    "rank_log": Room(),
-    "rank_stop": Room("trainer"),
-    "pretrain": Room("build config parallelism run_folder summary trainer"),
-    "build": Room("config data models ops optimizer parallelism precision trainer warm_start"),
-    "run_folder": Room("config checkpoint data models parallelism trainer warm_start"),
-    "summary": Room(
-        "build config checkpoint data metrics models ops optimizer parallelism precision run_folder trainer",
-        packages="torch",
-    ),
-    "config": Room(
-        "conf config_errors checks checkpoint data metrics models ops optimizer parallelism plan precision trainer "
-        "warm_start",
-        packages="hydra omegaconf yaml",  # PyYAML comes with omegaconf
-    ),
-    "warm_start": Room("checkpoint config models"),
-    "restore": Room("config checkpoint data models ops parallelism precision trainer", packages="torch"),
-    "huggingface": Room("checkpoint config data models", packages="torch"),
-    "checkpoint_tool": Room("config checkpoint huggingface metrics subcommands", packages="torch omegaconf"),
-    "data_tool": Room("config data metrics subcommands", packages="numpy", lazy="matplotlib"),
-    "subcommands": Room("config tool"),
-    "tool": Room("config"),
-    "parity": Room("build config parallelism precision trainer worker", packages="torch"),
-    "config_errors": Room("config", packages="hydra omegaconf"),
-    "memory_advice": Room("checks config metrics parallelism plan planning precision", packages="torch"),
-    "checks": Room("config checkpoint data metrics models ops optimizer parallelism precision trainer"),
+    "pretrain": Room("config parallelism run trainer"),
+    "run": Room("checkpoint config data metrics models ops optimizer parallelism precision trainer", packages="torch"),
+    "checkpoint_tool": Room("config checkpoint data metrics models", packages="torch omegaconf"),
+    "data_tool": Room("config data metrics", packages="numpy", lazy="matplotlib"),
+    "parity": Room("config launch parallelism precision run trainer", packages="torch"),
     # Folders of their own, installed as gptlite.<name>.
-    "conf": Room(),
     "kernels": Room(packages="torch"),
-    "recipes": Room("data tool", packages="numpy", lazy="sentencepiece"),
+    "recipes": Room("config data", packages="numpy", lazy="sentencepiece"),
 }
 # A submodule that may import more than its room.
 WIDER = {
@@ -130,15 +101,11 @@ WIDER = {
     PACKAGE / "models" / "gpt" / "model.py": "precision",  # for types alone
     PACKAGE / "models" / "init.py": "parallelism",  # which box of a weight is this rank's
     PACKAGE / "models" / "gpt" / "generate.py": "parallelism",  # through the parts of a pipeline
-    MAPPED["kernels"] / "command.py": "tool",  # a command line; what a run imports of the kernels never imports it
 }
-CONFIG_USERS = set(
-    """
-    commands data_tool offload_space memory_advice cli sweep launch elastic worker build pretrain run_folder
-    summary checks config_errors planning largest plan_report tuning restore warm_start tool parity
-    huggingface checkpoint_tool subcommands
-    """.split()
-)
+# From a configuration to a plan, and back: these know the whole configuration, the rest of plan/ its own section.
+PLANNING = {PACKAGE / "plan" / f"{name}.py" for name in "advice largest planning report tuning".split()}
+WIDER |= dict.fromkeys(PLANNING, "config")
+CONFIG_USERS = set("checkpoint_tool commands config data_tool launch parity pretrain run sweep".split())
 
 
 def test_every_room_has_a_row():
@@ -166,6 +133,17 @@ def test_a_room_imports_only_what_it_may(name):
     assert refused == []
 
 
+def test_rooms_import_each_other_in_no_cycle():
+    """Dataclasses in ROOM/config.py stand for themselves: the configuration takes them, and they import nothing."""
+    graph: dict[str, set[str]] = {}
+    for name in ROOMS:
+        paths = [path for path in files_of(name) if path.name != "config.py"]
+        modules = {f.module for path in paths for f in imports_of(path) if not f.lazy}
+        found = {m.split(".")[1] for m in modules if re.match(r"gptlite\.(?!\w+\.config\.)", m)}
+        graph[name] = (found & set(ROOMS)) - {name}
+    assert list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("*/**/config.py")), ids=lambda path: path.parent.name)
 def test_a_config_is_dataclasses_and_nothing_else(path):
     modules = {found.module for found in imports_of(path)}
@@ -174,22 +152,22 @@ def test_a_config_is_dataclasses_and_nothing_else(path):
 
 
 def test_the_root_configuration_takes_only_config_classes_from_rooms():
-    found = [f for f in imports_of(PACKAGE / "config.py") if f.module.startswith("gptlite.")]
+    found = [f for f in imports_of(PACKAGE / "config" / "schema.py") if f.module.startswith("gptlite.")]
     folders = [path.parent.relative_to(ROOT) for path in PACKAGE.glob("*/**/__init__.py")]
     rooms = {".".join(folder.parts) + "." for folder in folders}
     taken = [f for f in found if f.module.startswith((*rooms, "gptlite.precision."))]
     assert taken  # else the filter has a hole
     inside = [f for f in taken if not (f.module + ".").startswith(tuple(f"{room}config." for room in rooms))]
-    models = ["gptlite.models.registry", "gptlite.models.spec.spec_of"]
+    models = ["gptlite.models.registry"]
     others = ["gptlite.optimizer.registry", "gptlite.precision.PrecisionConfig"]
     assert [f.module for f in inside] == [*models, *others]
 
 
 def test_only_the_composition_knows_the_whole_configuration():
     scripts = [*ROOT.glob("*.py"), PACKAGE / "__init__.py"]
-    rooms = [path for name in ROOMS if name not in CONFIG_USERS | {"config"} for path in files_of(name)]
+    rooms = [path for name in ROOMS if name not in CONFIG_USERS for path in files_of(name) if path not in PLANNING]
     found = [f for path in scripts + rooms for f in imports_of(path) if (f.module + ".").startswith("gptlite.config.")]
-    assert list(map(str, found)) == []
+    assert [str(f) for f in found if not f.module.startswith("gptlite.config.command_line.")] == []
 
 
 # What still knows the GPT: the planner, which describes it by hand.
@@ -216,10 +194,11 @@ def test_composing_a_configuration_loads_nothing_heavy():
 
 def test_pyproject_lists_every_package():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert setuptools["package-dir"] == {f"gptlite.{name}": folder.name for name, folder in MAPPED.items()}
+    folders = {f"gptlite.{name}": folder.name for name, folder in MAPPED.items()}
+    assert setuptools["package-dir"] == folders | {"gptlite.conf": "conf"}  # presets, no Python
     top = {"gptlite": PACKAGE, **{f"gptlite.{name}": folder for name, folder in MAPPED.items()}}
     packages = {name for prefix, folder in top.items() for name in packages_in(prefix, folder, "__init__.py")}
-    assert sorted(packages) == setuptools["packages"]
+    assert sorted(packages | {"gptlite.conf"}) == setuptools["packages"]
     without_init = {name for prefix, folder in top.items() for name in packages_in(prefix, folder, "*.py")} - packages
     assert without_init == set()
 

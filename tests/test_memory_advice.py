@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from token_folders import write_folder
 
-from gptlite.checks import check_world
 from gptlite.config import Config, load
-from gptlite.memory_advice import advice_lines, memory_advice
+from gptlite.config.checks import check_world
+from gptlite.plan.advice import advice_lines, memory_advice
 from gptlite.plan.local import assumed
 from gptlite.plan.memory import most
-from gptlite.planning import workload_of
+from gptlite.plan.planning import workload_of
 
 RUN = (
     "data=synthetic",
@@ -39,7 +39,7 @@ def test_three_ways_that_fit_the_mildest_first(monkeypatch, extra, world, share)
     room = share * whole
     limit = f"trainer.host_memory_limit={room / 2**30 + assumed().reserved_gib}"
     if assumed().device != "cpu":
-        monkeypatch.setattr("gptlite.memory_advice.assumed", lambda: replace(assumed(), device="cpu"))
+        monkeypatch.setattr("gptlite.plan.advice.assumed", lambda: replace(assumed(), device="cpu"))
     lines = memory_advice(load([*RUN, *extra, limit]), world)
     assert "by the plan rank 0 takes" in lines[0]
     ways = suggested(lines)

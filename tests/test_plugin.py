@@ -16,6 +16,7 @@ from plan.truth_layouts import Layout
 from run_files import read_metrics
 
 from gptlite.config import CONF_DIR, from_yaml, load, to_yaml
+from gptlite.config.plugins import import_plugins, named_in
 from gptlite.errors import ConfigError
 from gptlite.models.registry import register_model
 from gptlite.optimizer.config import OPTIMIZERS, LionConfig, SGDConfig
@@ -23,7 +24,6 @@ from gptlite.optimizer.registry import register_optimizer
 from gptlite.parallelism.config import Offload
 from gptlite.plan.memory import estimate
 from gptlite.plan.parameters import num_parameters
-from gptlite.plugins import import_plugins, named_in
 
 TESTS = Path(__file__).parent
 OWN = ("plugins=[my_model,signum]", "optimizer=signum", *SYNTHETIC, *RUN)

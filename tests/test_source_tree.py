@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in f"{finder} {type(finder)}".lower()]
-import gptlite.conf, gptlite.kernels.units, gptlite.recipes.shakespeare
-from importlib.resources import files
-places = gptlite.kernels.units.__file__, files("gptlite.conf") / "config.yaml", *gptlite.recipes.shakespeare.__path__
+import gptlite.kernels.units, gptlite.recipes.shakespeare
+from gptlite.config import CONF_DIR
+places = gptlite.kernels.units.__file__, CONF_DIR / "config.yaml", *gptlite.recipes.shakespeare.__path__
 print(*places, sep="\\n")
 """
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from gptlite import tuning
 from gptlite.config import load
-from gptlite.planning import make_plan
-from gptlite.tuning import Trial, tune
+from gptlite.plan import tuning
+from gptlite.plan.planning import make_plan
+from gptlite.plan.tuning import Trial, tune
 
 GIVEN = ["data=synthetic", "data.vocab_size=300", "data.global_batch_size=16", "cluster=dgx-h100"]
 

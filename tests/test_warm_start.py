@@ -10,8 +10,8 @@ from yaml import safe_load
 
 from gptlite.checkpoint.compare import compare_configs
 from gptlite.config import CONF_DIR, load, to_dict, to_yaml
+from gptlite.config.warm_start import model_overrides
 from gptlite.data.tokenizer import CharTokenizer
-from gptlite.warm_start import model_overrides
 
 TRAIN = CONF_DIR.parent / "train.py"
 MODEL = (

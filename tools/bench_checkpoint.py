@@ -20,7 +20,7 @@ from typing import Any
 
 from timing import in_turn, own_arguments, seconds
 
-from gptlite.cli import guarded
+from gptlite.commands.train import guarded
 from gptlite.config import load
 from gptlite.errors import ConfigError
 
@@ -92,7 +92,7 @@ def against_dd(folder: Path, megabytes: int, repeats: int) -> None:
 
 def intervals(folder: Path, overrides: list[str], steps: int, repeats: int) -> None:
     """Intervals of training without and with an asynchronous save."""
-    from gptlite.launch import keep_freed_memory
+    from gptlite.launch.launcher import keep_freed_memory
 
     keep_freed_memory()  # first, as where ranks start
     from gptlite.checkpoint.checkpointer import Checkpointer

@@ -52,6 +52,6 @@ if __name__ == "__main__":
     if refusal := environment.prepare(ROOT, sys.argv[1:]):
         print(f"error: {refusal}", file=sys.stderr)
         sys.exit(2)
-    from gptlite.tool import run_tool
+    from gptlite.config.command_line import run_tool
 
     run_tool(main, Arguments, __doc__)

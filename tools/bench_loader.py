@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from timing import in_turn, own_arguments, seconds
 
-from gptlite.cli import guarded
+from gptlite.commands.train import guarded
 from gptlite.config import load
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Loader

@@ -14,6 +14,7 @@ import torch
 from omegaconf import MISSING
 from torch import nn
 
+from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import select_ops
@@ -21,7 +22,6 @@ from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig
 from gptlite.optimizer.streamed import StreamedStep, stream_state
 from gptlite.parallelism.state_file import StateFile, aligned
-from gptlite.tool import run_tool
 
 
 @dataclass

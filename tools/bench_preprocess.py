@@ -36,9 +36,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
-from gptlite.tool import run_tool
 
 OURS = Path(__file__).with_name("preprocess.py")
 NEW_WORDS = 50  # one of so many is at random

@@ -23,8 +23,8 @@ from bench_step import SIZES
 from nanogpt import Size
 from timing import in_turn
 
+from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
-from gptlite.tool import run_tool
 
 if TYPE_CHECKING:
     from gptlite.models.gpt.config import GPTConfig
@@ -65,7 +65,7 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     """Prints a line for each layout and side, and the ratio of ours to the peer's."""
     layouts = _check(arguments)
-    from gptlite.launch import keep_freed_memory
+    from gptlite.launch.launcher import keep_freed_memory
 
     if arguments.keep_freed_memory:
         keep_freed_memory()  # before torch makes a tensor, which some imports do: it asks only once for huge pages

@@ -20,8 +20,8 @@ from typing import Any
 from nanogpt import Size, check_clone, nanogpt_step
 from timing import in_turn, seconds
 
+from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
-from gptlite.tool import run_tool
 
 ASLEEP = 0.05  # seconds after which the threads of the one before no longer spin, waiting for work, on the cores
 STEP_SECONDS = 600  # more than the slowest first step takes, compiling
@@ -130,7 +130,7 @@ def report(name: str, size: Size, times: dict[str, float]) -> None:
 
 def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
     """A step of the trainer's, without its data loader and log."""
-    from gptlite.launch import keep_freed_memory
+    from gptlite.launch.launcher import keep_freed_memory
 
     if arguments.keep_freed_memory:
         keep_freed_memory()  # before torch makes a tensor, which some imports do: it asks only once for huge pages

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanogpt import Size, check_clone, nanogpt_model
 
-from gptlite.tool import run_tool
+from gptlite.config.command_line import run_tool
 
 SIZE = Size(vocab_size=512, d_model=128, num_heads=4, num_layers=4, sequence_length=64, batch_size=8)
 

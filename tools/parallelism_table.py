@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 from gptlite.files import write_whole
-from gptlite.tool import run_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from plot_schedules import INK, MUTED, save
 
+from gptlite.config.command_line import run_tool
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, num_stages, resolve, split_layers, stages_of_rank
 from gptlite.plan.timeline import Timeline, timeline
-from gptlite.tool import run_tool
 
 GRID, EMPTY = "#d9d9d9", "#f6f6f6"
 BLUE, ORANGE, GREEN, VIOLET = "#1f5fbf", "#d9822b", "#3d8b5f", "#7a5fb5"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from gptlite.config import parse_arguments
+from gptlite.config.command_line import parse_arguments
 
 T = TypeVar("T")
 

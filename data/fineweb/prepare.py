@@ -13,8 +13,8 @@ tokenizes; for a whole sample, let several, and restart where it stopped:
     gptlite preprocess input=fineweb.jsonl tokenizer=tiktoken:gpt2 output=data/fineweb workers=16
 """
 
+from gptlite.config.command_line import run_tool
 from gptlite.data.streaming import Hub, StreamArguments, prepare_stream
-from gptlite.tool import run_tool
 
 HUB = Hub(corpus="fineweb", repository="HuggingFaceFW/fineweb", config="sample-10BT")
 

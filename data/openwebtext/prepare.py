@@ -11,8 +11,8 @@ by their hash, are held out. One process tokenizes; for all of it, let several, 
     gptlite preprocess input=owt.jsonl tokenizer=tiktoken:gpt2 output=data/owt workers=16
 """
 
+from gptlite.config.command_line import run_tool
 from gptlite.data.streaming import Hub, StreamArguments, prepare_stream
-from gptlite.tool import run_tool
 
 HUB = Hub(corpus="openwebtext", repository="Skylion007/openwebtext")
 

@@ -17,8 +17,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from gptlite.config.command_line import run_tool
 from gptlite.data.sources import RecipeArguments, Source, write_folder
-from gptlite.tool import run_tool
 
 WHEEL = Source(
     corpus="shakespeare",

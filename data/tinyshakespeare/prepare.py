@@ -9,8 +9,8 @@ train and val .bin/.idx, and the same text as train.txt and val.txt.
 
 from dataclasses import dataclass
 
+from gptlite.config.command_line import run_tool
 from gptlite.data.sources import RecipeArguments, Source, write_folder
-from gptlite.tool import run_tool
 
 FILE = Source(
     corpus="tinyshakespeare",

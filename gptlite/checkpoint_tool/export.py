@@ -22,7 +22,7 @@ class Options:
 
 def run(paths: list[str], options: Options) -> int:
     """Exports."""
-    from gptlite.huggingface import export
+    from gptlite.checkpoint_tool.huggingface import export
 
     source, target = paths
     export(

@@ -21,7 +21,7 @@ class Options:
 
 def run(paths: list[str], options: Options) -> int:
     """Imports."""
-    from gptlite.huggingface import import_
+    from gptlite.checkpoint_tool.huggingface import import_
 
     source, target = paths
     print(import_(existing(source), Path(target).expanduser(), plugins=options.plugins, log=log))

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from gptlite.config import Config, hydra_value, load, presets_of
+from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
-from gptlite.tool import run_tool
 
 if TYPE_CHECKING:
     from gptlite.data.prepared import PreparedData
@@ -46,7 +46,7 @@ def evaluate(arguments: Arguments) -> None:
     if arguments.micro_batch_size < 1 or (arguments.samples is not None and arguments.samples < 1):
         raise ConfigError(f"micro_batch_size={arguments.micro_batch_size}, samples={arguments.samples}: at least 1")
     from gptlite.data.build import build_loader
-    from gptlite.restore import restore
+    from gptlite.run.restore import restore
     from gptlite.trainer.eval import evaluate_sets
 
     model, chain, tokenizer, config = restore(arguments.checkpoint, arguments.precision)

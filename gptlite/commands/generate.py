@@ -10,8 +10,8 @@ token each time; top_k=0 and top_p=1 cut nothing. The same seed gives the same t
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
-from gptlite.tool import run_tool
 
 
 @dataclass
@@ -39,7 +39,7 @@ def write_samples(arguments: Arguments) -> None:
     """Prints each sample as it is drawn."""
     from gptlite.data.tokenizer import StreamDecoder
     from gptlite.models.sampling import Sampling
-    from gptlite.restore import restore
+    from gptlite.run.restore import restore
 
     if arguments.max_tokens < 1 or arguments.num_samples < 1:
         raise ConfigError(f"max_tokens={arguments.max_tokens}, num_samples={arguments.num_samples}: give at least 1")

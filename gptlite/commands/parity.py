@@ -18,15 +18,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from gptlite.checks import check_world
-from gptlite.cli import guarded
+from gptlite.commands.train import guarded
 from gptlite.config import Config, load
+from gptlite.config.checks import check_world
 from gptlite.errors import ConfigError
 from gptlite.invocation import localized
+from gptlite.launch.starter import starter
 from gptlite.parallelism.layout import wanted_world
 from gptlite.parallelism.words import layout_words
 from gptlite.precision import Precision, PrecisionConfig
-from gptlite.starter import starter
 
 if TYPE_CHECKING:
     from gptlite.parity.record import StepRecord
@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(
             f"the layout has {world} ranks, and there are {gpus} GPUs; set CUDA_VISIBLE_DEVICES= for a CPU"
         )
-    from gptlite.elastic import run_ranks
+    from gptlite.launch.elastic import run_ranks
     from gptlite.parity.worker import save_reference
 
     with tempfile.TemporaryDirectory(prefix="gptlite-parity-") as folder:

@@ -18,8 +18,9 @@ from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gptlite.cli import guarded
-from gptlite.config import Config, load, parse_arguments
+from gptlite.commands.train import guarded
+from gptlite.config import Config, load
+from gptlite.config.command_line import parse_arguments
 from gptlite.errors import ConfigError
 from gptlite.invocation import localized
 
@@ -80,9 +81,9 @@ def planned_config(given: list[str]) -> Config:
 
 def plan(own: Arguments, config: Config) -> None:
     """The table, and the pictures if they are wanted."""
-    from gptlite import plan_report as show
-    from gptlite.largest import largest_models
-    from gptlite.planning import make_plan
+    from gptlite.plan import report as show
+    from gptlite.plan.largest import largest_models
+    from gptlite.plan.planning import make_plan
 
     if own.largest:
         cluster, found = largest_models(config)

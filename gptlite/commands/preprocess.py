@@ -26,9 +26,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 from gptlite.progress import log
-from gptlite.tool import run_tool
 
 # What only another output, or a change of its folder's rights, helps against.
 CANNOT_GO_ON = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT}

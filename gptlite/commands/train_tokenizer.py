@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 from gptlite.progress import log
-from gptlite.tool import run_tool
 
 
 @dataclass

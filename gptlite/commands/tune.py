@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from gptlite.cli import guarded
 from gptlite.commands.plan import planned_config, separated
+from gptlite.commands.train import guarded
 from gptlite.errors import ConfigError
 from gptlite.invocation import localized
 
@@ -48,8 +48,8 @@ def run(arguments: list[str]) -> int:
     if preset.exists() and not settings.overwrite:
         raise ConfigError(f"{preset} exists; give another name=, or overwrite=true")
     config = planned_config(given)
-    from gptlite.planning import make_plan
-    from gptlite.tuning import TRIED, tune
+    from gptlite.plan.planning import make_plan
+    from gptlite.plan.tuning import TRIED, tune
 
     plan = make_plan(config, wanted=TRIED * settings.k)
     return tune(plan, preset, settings.k, settings.steps, 60 * settings.minutes)

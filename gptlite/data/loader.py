@@ -11,9 +11,9 @@ from gptlite.data.batches import BatchSchedule
 from gptlite.data.eras import Era
 from gptlite.data.indexed import outside
 from gptlite.data.stream import SampleStream
-from gptlite.documents import Documents
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
+from gptlite.ops.documents import Documents
 
 IGNORE = -100  # targets that do not count, the default of torch's cross entropy
 _Key = tuple[BatchSchedule, SampleStream, int]  # with the samples before the step

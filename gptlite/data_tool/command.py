@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from gptlite.subcommands import Subcommand, run_subcommand
+from gptlite.config.command_line import Subcommand, run_subcommand
 
 SUBCOMMANDS = {
     "inspect": Subcommand("gptlite.data_tool.inspect", ("PATH",), more=True),

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from gptlite.inputs import Inputs
 from gptlite.models.model import Model
+from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 
 _TORCHS_OWN = ("aten", "prim", "prims", "profiler")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gptlite.inputs import Inputs
 from gptlite.models.spec import ModelSpec, spec_of
+from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.parallelism.layout import split_layers
 from gptlite.precision import Policy

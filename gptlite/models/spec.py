@@ -21,10 +21,10 @@ from gptlite.models.config import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from gptlite.inputs import Inputs
     from gptlite.models.huggingface import Adapter
     from gptlite.models.micro_batch import MicroBatch
     from gptlite.models.sampling import Sampling
+    from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
     from gptlite.parallelism.chain import Chain
     from gptlite.precision import Policy

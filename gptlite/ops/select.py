@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 import torch
 
-from gptlite import apex
 from gptlite.errors import ConfigError
 from gptlite.kernels.library import Loaded, Unavailable, load
+from gptlite.ops import apex
 from gptlite.ops.config import Attention, CrossEntropy, Implementation, LayerNorm, OpsConfig
 
 BF16_PRODUCTS = "avx512_bf16"  # of a CPU; one with AMX has it too

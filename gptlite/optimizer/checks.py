@@ -1,7 +1,8 @@
 """What is known to be wrong with an optimizer or a schedule before anything starts. No torch here."""
 
-from gptlite import apex, torchao
 from gptlite.errors import ConfigError
+from gptlite.ops import apex
+from gptlite.optimizer import torchao
 from gptlite.optimizer.config import (
     AdamW8bitConfig,
     ApexAdamConfig,

@@ -28,8 +28,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from gptlite.documents import Documents, joined
-from gptlite.inputs import Inputs
+from gptlite.ops.documents import Documents, joined
+from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import num_stages, stages_of_rank
 from gptlite.parallelism.mesh import Mesh

@@ -1,7 +1,7 @@
 """One rank of a comparison: it takes a layout's steps, and rank 0 says how far each is from one process's.
 
-`python -m gptlite.parity.worker REFERENCE FOLDER STARTED LAUNCHER`, as gptlite/elastic.py starts it. REFERENCE is a
-folder that `save_reference` wrote.
+`python -m gptlite.parity.worker REFERENCE FOLDER STARTED LAUNCHER`, as gptlite/launch/elastic.py starts it. REFERENCE
+is a folder that `save_reference` wrote.
 """
 
 from __future__ import annotations
@@ -61,6 +61,6 @@ def compare_run(reference: Path, config: Config, *_: Any) -> int:
 
 
 if __name__ == "__main__":
-    from gptlite.worker import main
+    from gptlite.launch.worker import main
 
     main(sys.argv[2:], partial(compare_run, Path(sys.argv[1])))

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gptlite.inputs import Inputs
 from gptlite.models.model import Model
+from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.parallelism.torch_private import flash_attention_only, stage_backward_input, stage_backward_weight

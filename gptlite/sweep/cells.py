@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gptlite.config import typed
-from gptlite.config_errors import refusals
+from gptlite.config.messages import refusals
 from gptlite.errors import ConfigError
 from gptlite.sweep.folder import PRUNED, Record
 
@@ -110,7 +110,7 @@ def _checked(raw: DictConfig, cell: Record, world: bool) -> Record:
         prepare(raw, cell)
         config = typed(raw)
         if world:
-            from gptlite.launch import planned
+            from gptlite.launch.launcher import planned
 
             planned(config, None)
     except ConfigError as error:

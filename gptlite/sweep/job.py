@@ -21,9 +21,9 @@ from omegaconf import DictConfig
 
 from gptlite.config import Config, typed
 from gptlite.errors import ConfigError
+from gptlite.launch.rank_stop import EXIT_TERMINATED, SIGNALS
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.words import layout_words
-from gptlite.rank_stop import EXIT_TERMINATED, SIGNALS
 from gptlite.sweep.begin import HERE
 from gptlite.sweep.cells import prepare, this_cell
 from gptlite.sweep.folder import FAILED, INTERRUPTED, OK, OUT_OF_MEMORY, PRUNED, Record, SweepFolder
@@ -69,9 +69,9 @@ def run_cell(raw: DictConfig) -> float | None:
 
 def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     """Runs a cell, its output in `log`, and tells what came of it. `before` are the seconds of earlier attempts."""
-    from gptlite.checks import check_world
-    from gptlite.elastic import Ended
-    from gptlite.launch import planned, start_ranks
+    from gptlite.config.checks import check_world
+    from gptlite.launch.elastic import Ended
+    from gptlite.launch.launcher import planned, start_ranks
 
     started = time.monotonic()
     prepare(raw, cell)
@@ -126,7 +126,7 @@ def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
     """
     from gptlite.plan.cost import predict
     from gptlite.plan.local import this_machine
-    from gptlite.planning import given_keys, vocabulary_of, with_planned_vocabulary, workload_of
+    from gptlite.plan.planning import given_keys, vocabulary_of, with_planned_vocabulary, workload_of
 
     def unsaid(text: str) -> None:
         """How to measure the machine is for who asks for a plan."""

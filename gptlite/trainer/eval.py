@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from gptlite.data.loader import Batch, Loader
-from gptlite.inputs import Inputs
 from gptlite.models.model import Model
+from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.collectives import all_reduce
 

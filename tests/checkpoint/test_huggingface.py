@@ -15,12 +15,12 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from gptlite import huggingface
 from gptlite.checkpoint.manifest import read_manifest
+from gptlite.checkpoint_tool import huggingface
+from gptlite.checkpoint_tool.huggingface import export
 from gptlite.data import export_tokenizer
 from gptlite.data.sentence_piece import SentencePieceTokenizer, train_sentencepiece
 from gptlite.errors import ConfigError
-from gptlite.huggingface import export
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from torch import Tensor
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.load import load_tensors, read_config
+from gptlite.checkpoint_tool.huggingface import export, import_
 from gptlite.config import from_yaml, load, to_yaml
 from gptlite.data.tokenizer import NumberTokenizer
 from gptlite.errors import ConfigError
-from gptlite.huggingface import export, import_
 from gptlite.invocation import command
 from gptlite.models.huggingface import Adapter, Weight
 from gptlite.models.model import Model

@@ -27,14 +27,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from gptlite.checkpoint.load import read_config
 from gptlite.checkpoint.manifest import read_manifest
+from gptlite.checkpoint_tool.huggingface import export, import_
 from gptlite.config import from_yaml, load
 from gptlite.data.build import build_loader, prepare
 from gptlite.errors import ConfigError
-from gptlite.huggingface import export, import_
 from gptlite.invocation import command
 from gptlite.parallelism.main_rank import ALONE
 from gptlite.pretrain import pretrain
-from gptlite.restore import restore
+from gptlite.run.restore import restore
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from run_files import snapshot
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gptlite.checkpoint_tool.huggingface import import_
 from gptlite.errors import ConfigError
-from gptlite.huggingface import import_
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from gptlite.data.build import prepare
 from gptlite.data.tokenizer import CharTokenizer
 from gptlite.data.vocabulary import Vocabulary, find_vocabulary
 from gptlite.models.gpt.flops import num_parameters
-from gptlite.planning import make_plan
+from gptlite.plan.planning import make_plan
 
 
 def silent(text):

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-from gptlite.cli import guarded
+from gptlite.commands.train import guarded
 from gptlite.config import load
 from gptlite.data.loader import Batch, Loader
-from gptlite.elastic import run_ranks
-from gptlite.worker import main
+from gptlite.launch.elastic import run_ranks
+from gptlite.launch.worker import main
 
 
 def train(logs: Path, arguments: list[str]) -> None:

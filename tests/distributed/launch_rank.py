@@ -1,4 +1,4 @@
-"""A rank of test_launch.py: gptlite.worker with a stand-in for training, which does what the test needs.
+"""A rank of test_launch.py: gptlite.launch.worker with a stand-in for training, which does what the test needs.
 
     python launch_rank.py BEHAVIOUR FOLDER STARTED LAUNCHER        as train.py starts its ranks
     torchrun ... launch_rank.py BEHAVIOUR KEY=VALUE...             as torchrun and srun start train.py
@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gptlite.cli import guarded
+from gptlite.commands.train import guarded
 from gptlite.config import Config, load
 from gptlite.errors import ConfigError
-from gptlite.starter import starter
+from gptlite.launch.starter import starter
+from gptlite.launch.worker import main, under
 from gptlite.trainer.signals import StopSignal
-from gptlite.worker import main, under
 
 STEP_SECONDS = 0.05
 

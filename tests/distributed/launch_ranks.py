@@ -4,9 +4,9 @@ import sys
 import time
 from pathlib import Path
 
-from gptlite.cli import guarded
+from gptlite.commands.train import guarded
 from gptlite.config import load
-from gptlite.elastic import run_ranks
+from gptlite.launch.elastic import run_ranks
 
 if __name__ == "__main__":
     config = load(sys.argv[3:])

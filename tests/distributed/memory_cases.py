@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gptlite import build as run_build
 from gptlite.config import Config, load
 from gptlite.models.parallelize import finish_gradients
 from gptlite.ops.select import select_ops
@@ -25,6 +24,7 @@ from gptlite.parallelism.pipeline import MicroBatches
 from gptlite.parallelism.zero import before_backward
 from gptlite.parity.record import build
 from gptlite.precision import Precision, PrecisionConfig
+from gptlite.run import build as run_build
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 

@@ -21,8 +21,8 @@ from gptlite.parity.record import build
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.memory import estimate
 from gptlite.plan.offload import Moved, moved
+from gptlite.plan.planning import workload_of
 from gptlite.plan.workload import RankBytes
-from gptlite.planning import workload_of
 from gptlite.precision import Precision
 from gptlite.trainer.state import TrainState
 

@@ -20,9 +20,9 @@ def command(overrides: Sequence[str]) -> int:
     """What `python train.py` does, and its exit code."""
     import time
 
-    from gptlite.cli import guarded
+    from gptlite.commands.train import guarded
     from gptlite.config import load
-    from gptlite.launch import launch
+    from gptlite.launch.launcher import launch
 
     return guarded(lambda: launch(load(overrides), time.monotonic()))
 

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from distributed.cell import Cell
-from gptlite import build as run_build
 from gptlite.data import build
 from gptlite.data.loader import Loader
-from gptlite.inputs import Inputs
 from gptlite.models import init, parallelize
 from gptlite.models.gpt import attention
 from gptlite.models.gpt import model as gpt
+from gptlite.ops.inputs import Inputs
 from gptlite.parallelism import boxes, collectives, context, pipeline, tensor, zero
+from gptlite.run import build as run_build
 from gptlite.trainer import build as trainer_build
 from gptlite.trainer import step
 from gptlite.trainer.state import TrainState

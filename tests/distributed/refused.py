@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distributed.cell import BASE
-from gptlite.checks import check_world
 from gptlite.config import load
+from gptlite.config.checks import check_world
 from gptlite.errors import ConfigError
 
 

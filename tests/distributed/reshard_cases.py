@@ -26,7 +26,7 @@ from gptlite.parallelism.torch_private import forget_meshes
 from gptlite.parallelism.words import layout_words
 from gptlite.parity.gather import Whole, gather
 from gptlite.parity.record import build
-from gptlite.run_folder import RunFolder
+from gptlite.run.folder import RunFolder
 from gptlite.trainer.eval import evaluate
 from gptlite.trainer.state import TrainState
 

@@ -16,10 +16,10 @@ from transformers import GPT2LMHeadModel
 from distributed.ranks import Ranks
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import read_manifest
+from gptlite.checkpoint_tool.huggingface import export
 from gptlite.config import Config, from_yaml
 from gptlite.data.build import build_loader, prepare
 from gptlite.data.loader import IGNORE
-from gptlite.huggingface import export
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
 from gptlite.parallelism.main_rank import ALONE

@@ -11,9 +11,9 @@ import pytest
 from marking import marked
 
 from distributed.launch_command import HERE, OUTER, RANK, TRAIN, Start, losses, training
-from gptlite import starter
 from gptlite.errors import ConfigError
-from gptlite.starter import first_host
+from gptlite.launch import starter
+from gptlite.launch.starter import first_host
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 

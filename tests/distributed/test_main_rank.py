@@ -13,7 +13,6 @@ import pytest
 
 from distributed.checkpoint_cases import Unknown, fails
 from distributed.ranks import Ranks
-from gptlite import run_folder
 from gptlite.config import load
 from gptlite.data import build
 from gptlite.data.config import TextConfig
@@ -21,7 +20,8 @@ from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.main_rank import from_all, from_main, together
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.run_folder import RunFolder
+from gptlite.run import folder as run_folder
+from gptlite.run.folder import RunFolder
 
 
 def world() -> Mesh:

@@ -18,11 +18,11 @@ from distributed.ranks import GrowingRanks, Ranks
 from distributed.reshard_cases import COUNTERS
 from distributed.reshard_pairs import SINGLE, Layout, Pair
 from distributed.test_reshard import check_stored, whole
-from gptlite.checks import check
 from gptlite.config import load
+from gptlite.config.checks import check
 from gptlite.errors import ConfigError
-from gptlite.launch import planned
-from gptlite.offload_space import needed_bytes
+from gptlite.launch.launcher import planned
+from gptlite.launch.offload_space import needed_bytes
 from gptlite.optimizer.config import OptimizerConfig
 from gptlite.parallelism.layout import resolve
 from gptlite.parallelism.state_file import StateFile

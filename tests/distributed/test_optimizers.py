@@ -23,7 +23,7 @@ from gptlite.parallelism.boxes import local_box, local_part
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.words import layout_words
 from gptlite.parity.gather import Whole, gather
-from gptlite.run_folder import RunFolder
+from gptlite.run.folder import RunFolder
 from gptlite.trainer.state import TrainState
 
 STEPS = 4

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
+from gptlite.commands.kernels import HELP, SUBCOMMANDS, main
 from gptlite.invocation import command
-from gptlite.kernels.command import HELP, SUBCOMMANDS, main
 
 
 def tool(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -11,15 +11,15 @@ from run_files import read_metrics
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from gptlite import summary
-from gptlite.inputs import Inputs
 from gptlite.models.flops import Uncounted, count_flops
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token, matmul_parameters, num_parameters
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
 from gptlite.ops.config import Attention
+from gptlite.ops.inputs import Inputs
 from gptlite.pretrain import pretrain
+from gptlite.run import summary
 
 CONV = ConvConfig(channels=8, depth=2, kernel=3, symbols=11)
 LENGTH = 16

@@ -11,8 +11,6 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from gptlite.data.loader import document_starts, documents_in
-from gptlite.documents import Documents, joined
-from gptlite.inputs import Inputs
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
@@ -21,6 +19,8 @@ from gptlite.ops import attention
 from gptlite.ops.attention import Spans
 from gptlite.ops.config import Attention
 from gptlite.ops.cross_entropy import IGNORE
+from gptlite.ops.documents import Documents, joined
+from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh

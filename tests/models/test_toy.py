@@ -8,17 +8,17 @@ from distributed.ranks import Ranks
 from models.toy import ConvConfig, config_of, train
 from run_files import read_metrics
 
-from gptlite.build import build_run
 from gptlite.checkpoint.load import load_tensors
 from gptlite.errors import ConfigError
-from gptlite.inputs import Inputs
-from gptlite.memory_advice import advice_lines
+from gptlite.launch.offload_space import check_offload_space
 from gptlite.models.model import Model
-from gptlite.offload_space import check_offload_space
+from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.planning import vocabulary_of, with_planned_vocabulary
+from gptlite.plan.advice import advice_lines
+from gptlite.plan.planning import vocabulary_of, with_planned_vocabulary
+from gptlite.run.build import build_run
 from gptlite.sweep.job import predicted
 from gptlite.trainer.state import model_tensors
 

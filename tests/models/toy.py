@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlite.config import load
-from gptlite.inputs import Inputs
 from gptlite.models.config import ModelConfig
 from gptlite.models.registry import register_model
 from gptlite.models.spec import ModelSpec
+from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 
 

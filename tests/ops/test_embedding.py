@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptlite.inputs import Inputs
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.model import GPT
 from gptlite.models.init import init_weights
 from gptlite.models.model import Model
 from gptlite.ops.config import CrossEntropy
 from gptlite.ops.embedding import TableGradient
+from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, known_upstream
 

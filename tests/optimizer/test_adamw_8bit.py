@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gptlite import torchao
 from gptlite.config import load
 from gptlite.errors import ConfigError
+from gptlite.optimizer import torchao
 from gptlite.optimizer.adamw_8bit import AdamW8bit
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import CODES_8BIT, AdamW8bitConfig, AdamWConfig, state_in_8_bits

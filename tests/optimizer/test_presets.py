@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from gptlite import apex
+from gptlite.ops import apex
 from gptlite.optimizer import config as classes
 from gptlite.optimizer.checks import check_optimizer
 from gptlite.optimizer.config import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gptlite.checks import check
 from gptlite.config import load
+from gptlite.config.checks import check
 from gptlite.errors import ConfigError
 from gptlite.optimizer import rounded
 from gptlite.optimizer.build import build_optimizer

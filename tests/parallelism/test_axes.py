@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import gptlite
-from gptlite.checks import check
 from gptlite.config import load
+from gptlite.config.checks import check
 from gptlite.errors import ConfigError
 from gptlite.parallelism import axes, flight_recorder, stack
 from gptlite.parallelism.axes import Axis, kinds

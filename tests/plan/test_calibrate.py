@@ -15,7 +15,7 @@ from gptlite.plan import local
 from gptlite.plan.calibrate import best, calibrate, kernel_seconds, matmul_rates, memory_bandwidth, ranks, saturation
 from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.local import LOCAL_LINK, cpu_cores, read_calibration, this_machine, write_calibration
-from gptlite.planning import planned_dtype
+from gptlite.plan.planning import planned_dtype
 from gptlite.precision import PrecisionConfig, resolve_precision
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from gptlite.config import CONF_DIR, load
-from gptlite.largest import largest_models
+from gptlite.plan.largest import largest_models
 from gptlite.plan.memory import most
-from gptlite.plan_report import train_command, write_largest
+from gptlite.plan.report import train_command, write_largest
 
 ROOT = CONF_DIR.parent
 GIVEN = """

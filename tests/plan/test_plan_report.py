@@ -5,10 +5,10 @@ import json
 import pytest
 
 from gptlite.config import load
+from gptlite.plan.planning import make_plan
+from gptlite.plan.report import report, write
 from gptlite.plan.room import rank_memory
 from gptlite.plan.search import ERROR, distinct, equals
-from gptlite.plan_report import report, write
-from gptlite.planning import make_plan
 
 GIVEN = ["model=gpt3-xl", "data=synthetic", "cluster=dgx-h100", "data.global_batch_size=64"]
 

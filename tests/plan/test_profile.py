@@ -14,11 +14,11 @@ from gptlite.plan import profile
 from gptlite.plan.cost import flops_per_token, predict
 from gptlite.plan.memory import estimate, most
 from gptlite.plan.parameters import inventory, num_blocks, num_parameters, stages
+from gptlite.plan.planning import make_plan, space_of
 from gptlite.plan.probe import record
 from gptlite.plan.profile import ADDED, GRADIENT, MATMUL, MOVE, SIZES, between, halves_of, profile_of
 from gptlite.plan.simulate import simulate
 from gptlite.plan.traffic import transfers
-from gptlite.planning import make_plan, space_of
 from plan.truth import BASE, workload
 from plan.truth_layouts import Layout
 

@@ -14,10 +14,10 @@ from gptlite.plan import walk
 from gptlite.plan.cost import predict
 from gptlite.plan.memory import most
 from gptlite.plan.offload import file_bytes
+from gptlite.plan.planning import apply, chosen, fixed_keys, make_plan, overrides, space_of, too_small
 from gptlite.plan.room import least_activations, least_bytes, rank_memory
 from gptlite.plan.search import ERROR, distinct, equals, layouts, search, workloads
 from gptlite.plan.timeline import order
-from gptlite.planning import apply, chosen, fixed_keys, make_plan, overrides, space_of, too_small
 
 MODEL = ["data=synthetic", "model.num_layers=4", "model.num_heads=8", "model.d_model=256", "model.sequence_length=128"]
 BATCH = ["data.global_batch_size=32"]

@@ -32,8 +32,8 @@ from gptlite.parallelism.memory_watch import MemoryWatch, where_backward_begins
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, _Stage
 from gptlite.parity.record import build
+from gptlite.plan.planning import planned_dtype
 from gptlite.plan.workload import RankBytes, Transfer, Workload
-from gptlite.planning import planned_dtype
 from gptlite.precision import Reduce
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step

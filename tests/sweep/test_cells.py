@@ -15,9 +15,9 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from gptlite import host_memory
 from gptlite.config import CONF_DIR, load, register
 from gptlite.errors import ConfigError
+from gptlite.launch import host_memory
 from gptlite.sweep.begin import exit_code, refuse_others, sweep_overrides
 from gptlite.sweep.cells import checked_cells, parsed_overrides
 from gptlite.sweep.folder import Record, SweepFolder
@@ -78,7 +78,7 @@ def test_what_depends_on_the_number_of_ranks_prunes_too() -> None:
     ],
 )
 def test_what_is_wrong_with_the_sweep_itself_is_one_line(overrides: list[str], line: str) -> None:
-    from gptlite.config_errors import refusals
+    from gptlite.config.messages import refusals
 
     with pytest.raises(ConfigError) as error, refusals():
         cells(*overrides)
@@ -230,7 +230,7 @@ def test_memory_that_runs_out_is_told_from_other_errors() -> None:
 
 def test_whose_memory_ran_out() -> None:
     """By a rank's own word, by the kernel's, or by an abort near the limit; else it is a crash."""
-    from gptlite.elastic import _memory
+    from gptlite.launch.elastic import _memory
 
     def failures(**codes: int) -> dict:
         return {int(rank[1:]): SimpleNamespace(exitcode=code) for rank, code in codes.items()}
@@ -250,7 +250,7 @@ def test_what_was_in_use_is_known_after_an_abort(tmp_path: Path) -> None:
     file = tmp_path / "memory-0"
     assert not host_memory.was_near(file, 0.5)
     code = (
-        "import sys, os, time\nfrom pathlib import Path\nfrom gptlite.host_memory import note_use\n"
+        "import sys, os, time\nfrom pathlib import Path\nfrom gptlite.launch.host_memory import note_use\n"
         "note_use(Path(sys.argv[1]))\nx = bytearray(2**28)\ntime.sleep(0.3)\nos.abort()\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(file)]).returncode == -signal.SIGABRT
@@ -263,7 +263,7 @@ def test_what_was_in_use_is_known_after_an_abort(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
 def test_the_limit_is_of_this_process_and_can_be_lifted() -> None:
     code = (
-        "from gptlite.host_memory import limit, lift, out_of_memory\n"
+        "from gptlite.launch.host_memory import limit, lift, out_of_memory\n"
         "limit(0.25)\n"
         "try:\n    bytearray(2**28)\nexcept MemoryError as error:\n    print(out_of_memory(error))\n"
         "lift()\nprint(len(bytearray(2**28)))\n"

@@ -14,10 +14,9 @@ import pytest
 import torch
 from run_files import snapshot
 
-from gptlite import huggingface
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.checkpoint_tool import command
+from gptlite.checkpoint_tool import command, huggingface
 from gptlite.models.model import Model
 
 ROOT = Path(__file__).parents[2]

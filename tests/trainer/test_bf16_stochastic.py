@@ -3,7 +3,7 @@
 import torch
 from run_files import checkpoint
 
-from gptlite.restore import restore
+from gptlite.run.restore import restore
 
 HALF = ("precision=bf16_stochastic", "optimizer.lr=3e-3", "model.dropout=0.1")
 

@@ -11,8 +11,8 @@ from run_files import read_metrics
 from token_folders import documents, write_folder
 
 from gptlite.data.indexed import IndexedDataset
-from gptlite.inputs import Inputs
-from gptlite.restore import restore
+from gptlite.ops.inputs import Inputs
+from gptlite.run.restore import restore
 
 LENGTH, LIMIT, END = 32, 4, 256
 Row = dict[str, float]

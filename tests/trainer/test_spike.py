@@ -101,7 +101,7 @@ def test_a_kill_meanwhile_changes_nothing(
                 Reporter, "step", lambda self, state, *a: die() if state.step == 17 else real(self, state, *a)
             )
         elif where == "before the rewind is done":
-            patch.setattr("gptlite.run_folder.load_tensors", die)
+            patch.setattr("gptlite.run.folder.load_tensors", die)
         else:
             patch.setattr(Reporter, "rewound", die)
         with pytest.raises(Killed):

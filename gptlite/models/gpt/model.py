@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlite.documents import Documents
 from gptlite.models.gpt.attention import CausalSelfAttention, ContextCut, SequenceCut
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig
@@ -17,6 +16,7 @@ from gptlite.models.gpt.mlp import MLP
 from gptlite.models.layers import Head, LayerNorm
 from gptlite.ops.attention import Spans
 from gptlite.ops.cross_entropy import LossGradient
+from gptlite.ops.documents import Documents
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.embedding import TableGradient, copied_rows, embedding
 from gptlite.ops.select import Ops

@@ -17,11 +17,11 @@ from gptlite.parallelism.layout import divisors, listed
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from gptlite.inputs import Inputs
     from gptlite.models.gpt.huggingface import GPT2
     from gptlite.models.gpt.model import GPT
     from gptlite.models.micro_batch import MicroBatch
     from gptlite.models.sampling import Sampling
+    from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
     from gptlite.parallelism.chain import Chain
     from gptlite.precision import Policy

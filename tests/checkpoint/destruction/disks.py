@@ -62,7 +62,7 @@ def remove(path: str) -> None:
 
 def generate(checkpoint: str) -> int:
     """`gptlite generate`, with a prompt of a number."""
-    from gptlite.cli import guarded
     from gptlite.commands.generate import Arguments, write_samples
+    from gptlite.commands.train import guarded
 
     return guarded(lambda: write_samples(Arguments(checkpoint=checkpoint, prompt="7", max_tokens=3)))

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[2]
-PRELOAD = ("gptlite.cli", "gptlite.pretrain", "matplotlib.figure", "checkpoint.destruction.lives")
+PRELOAD = ("gptlite.commands.train", "gptlite.pretrain", "matplotlib.figure", "checkpoint.destruction.lives")
 
 
 class Forked:

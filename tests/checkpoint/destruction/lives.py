@@ -36,7 +36,7 @@ def live(
     The stage `step` is the end of a step. `act` is kill (this process), or `fill:BYTES:PATH`, which by a file of that
     name takes all the space there is but so many bytes.
     """
-    from gptlite.cli import guarded
+    from gptlite.commands.train import guarded
     from gptlite.config import load
     from gptlite.pretrain import pretrain
 
@@ -101,7 +101,7 @@ class Journal:
 
     def watch(self, points: Points) -> None:
         """Has steps and saves noted."""
-        from gptlite.run_folder import RunFolder
+        from gptlite.run.folder import RunFolder
         from gptlite.trainer.step import Step
 
         save, begin = RunFolder.save, Step.begin

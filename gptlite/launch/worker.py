@@ -16,9 +16,9 @@ from typing import NoReturn
 from gptlite.config import Config, from_yaml, to_yaml
 from gptlite.errors import ConfigError
 from gptlite.files import write_whole
-from gptlite.host_memory import be_first_to_go, lift, limit, limit_words, note_use, out_of_memory
-from gptlite.rank_log import RankLog
-from gptlite.starter import Starter
+from gptlite.launch.host_memory import be_first_to_go, lift, limit, limit_words, note_use, out_of_memory
+from gptlite.launch.rank_log import RankLog
+from gptlite.launch.starter import Starter
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 Pretrain = Callable[..., int]
@@ -45,11 +45,11 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
 
     config = None
     try:
-        from gptlite.launch import keep_freed_memory, share_cores
+        from gptlite.launch.launcher import keep_freed_memory, share_cores
 
         keep_freed_memory()  # first: torch asks for huge pages as it did at its first tensor, which imports make
+        from gptlite.launch.rank_stop import LauncherStop
         from gptlite.parallelism.process_group import leave
-        from gptlite.rank_stop import LauncherStop
 
         stop = LauncherStop(folder.parent / "stop", launcher, lambda code: conclude(exit_code=code))
         share_cores(world)
@@ -80,7 +80,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
 
     `config` is this rank's own reading; rank 0's is what runs, since folders are named by the time.
     """
-    from gptlite.launch import keep_freed_memory, ran_out, share_cores
+    from gptlite.launch.launcher import keep_freed_memory, ran_out, share_cores
 
     keep_freed_memory()  # first, as in main
     from gptlite.parallelism.process_group import leave

@@ -22,9 +22,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.config import Config, to_yaml
 from gptlite.errors import ConfigError
-from gptlite.host_memory import kernel_kills, was_near
-from gptlite.rank_log import log_path
-from gptlite.rank_stop import EXIT_TERMINATED, SAME_SECONDS, SIGNALS
+from gptlite.launch.host_memory import kernel_kills, was_near
+from gptlite.launch.rank_log import log_path
+from gptlite.launch.rank_stop import EXIT_TERMINATED, SAME_SECONDS, SIGNALS
 
 ABORTS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 SHOWN_LINES = 12  # of a failed rank's traceback or log
@@ -34,12 +34,12 @@ FOLLOWS = re.compile(
 )
 Failures = dict[int, ProcessFailure]
 # The package that runs here, whichever is installed; not what lies where the command is given, which -m would take.
-HOME = str(Path(__file__).parents[1])
+HOME = str(Path(__file__).parents[2])
 START = f"""\
 import sys
 if {HOME!r} not in sys.path:
     sys.path.insert(0, {HOME!r})
-from gptlite.worker import main
+from gptlite.launch.worker import main
 main(sys.argv[1:])
 """
 
@@ -87,7 +87,7 @@ def rank_ending(config: Config, world: int, started: float, worker: tuple[str, .
             reason, ran_out = memory or words.splitlines()[0], bool(memory)
             print(memory or words, file=sys.stderr)
             if memory:
-                from gptlite.memory_advice import advice_lines
+                from gptlite.plan.advice import advice_lines
 
                 print(*advice_lines(config, world), sep="\n", file=sys.stderr)
             if requests.received:

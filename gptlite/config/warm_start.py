@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from gptlite.config import Config, from_yaml, override_value
+from gptlite.config.saved import from_yaml, override_value
+from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
 from gptlite.progress import Log

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gptlite.documents import Documents
+    from gptlite.ops.documents import Documents
 
 
 @dataclass(frozen=True)

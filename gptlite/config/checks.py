@@ -9,12 +9,12 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from gptlite import apex
 from gptlite.data.batches import batch_schedule
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check as check_logger
 from gptlite.models.spec import spec_of
+from gptlite.ops import apex
 from gptlite.ops.config import LayerNorm
 from gptlite.optimizer.checks import check_device as check_optimizer_device
 from gptlite.optimizer.checks import check_optimizer, check_placement
@@ -37,7 +37,7 @@ from gptlite.parallelism.layout import (
 from gptlite.precision import Precision, check_precision
 
 if TYPE_CHECKING:
-    from gptlite.config import Config
+    from gptlite.config.schema import Config
 
 
 MAX_STEP_TOKENS = 2**31  # twenty times the largest batches published; past it a typo, not a plan
@@ -145,7 +145,7 @@ def _parallelism(config: Config) -> None:
 
 
 def _offload(config: Config) -> None:
-    """That the folder is one, and has room, is seen where the ranks will run: gptlite/offload_space.py."""
+    """That the folder is one, and has room, is seen where the ranks will run: gptlite/launch/offload_space.py."""
     offload, path = config.parallelism.offload, config.parallelism.offload_path
     if offload is not Offload.nvme:
         if path is not None:

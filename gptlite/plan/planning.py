@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
-from gptlite.checks import check_layout
 from gptlite.config import Config, override_value, with_vocabulary
+from gptlite.config.checks import check_layout
 from gptlite.data.batches import batch_schedule
 from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError

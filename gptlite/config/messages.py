@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from gptlite.config import known_keys
+from gptlite.config.schema import known_keys
 from gptlite.errors import ConfigError, did_you_mean
 
 

@@ -14,11 +14,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gptlite.config import CONF_DIR, SCHEMAS, choices, help_text, register, saved_overrides, typed
-from gptlite.config_errors import refusals
+from gptlite.config.messages import refusals
+from gptlite.config.plugins import import_plugins, named_in
+from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
-from gptlite.plugins import import_plugins, named_in
-from gptlite.starter import is_main, let_main_speak, refuse_sweep
-from gptlite.warm_start import with_model
+from gptlite.launch.starter import is_main, let_main_speak, refuse_sweep
 
 SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}  # Hydra's, which run nothing
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
@@ -41,7 +41,7 @@ def train(raw: DictConfig) -> int:
     started = time.monotonic()
     config = typed(raw)
     config.run.overrides = list(HydraConfig.get().overrides.task)
-    from gptlite.launch import launch  # torch comes with it: not before the configuration stands
+    from gptlite.launch.launcher import launch  # torch comes with it: not before the configuration stands
 
     return launch(config, started)
 

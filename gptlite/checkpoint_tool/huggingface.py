@@ -23,6 +23,7 @@ from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, 
 from gptlite.checkpoint.load import load_tensors, not_finite, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
 from gptlite.config import Config, from_yaml, hydra_value, load, override_value, to_yaml
+from gptlite.config.plugins import import_plugins
 from gptlite.data.config import DataConfig, TextConfig
 from gptlite.data.export_tokenizer import tokenizer_files
 from gptlite.data.sentence_piece import SentencePieceTokenizer
@@ -34,7 +35,6 @@ from gptlite.models.config import ModelConfig
 from gptlite.models.huggingface import Adapter, Weight
 from gptlite.models.registry import SPECS
 from gptlite.models.spec import spec_of
-from gptlite.plugins import import_plugins
 from gptlite.progress import Log
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from gptlite.config import Config, with_vocabulary
+from gptlite.config.warm_start import refuse_larger_vocabulary
 from gptlite.data.build import build_loader, prepare
 from gptlite.data.prepared import PreparedData
 from gptlite.models.init import init_weights
@@ -22,7 +23,6 @@ from gptlite.trainer.loss_scale import build_scaler
 from gptlite.trainer.ops import agreed_ops
 from gptlite.trainer.spike import build_spike_watch
 from gptlite.trainer.state import TrainState
-from gptlite.warm_start import refuse_larger_vocabulary
 
 
 @dataclass(frozen=True)

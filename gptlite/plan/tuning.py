@@ -19,8 +19,8 @@ from gptlite.files import write_whole
 from gptlite.invocation import command
 from gptlite.metrics.console import format_count
 from gptlite.plan.pictures import make_folder
+from gptlite.plan.planning import Plan, overrides, train_overrides
 from gptlite.plan.search import Candidate, distinct
-from gptlite.planning import Plan, overrides, train_overrides
 
 TRIED = 3  # layouts looked at, for each that is measured
 STOP_SECONDS = 20.0  # that a run has to stop before it is killed
@@ -89,7 +89,10 @@ def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: in
     last = [f"trainer.max_steps={steps}", f"run.dir={hydra_value(str(folder))}"]
     arguments = [*BARE, *BARE_SAVING, *train_overrides(given, candidate.work), *last]
     started = time.monotonic()
-    start = f"from gptlite.cli import main; from gptlite.worker import die_with; die_with({os.getpid()}); main()"
+    start = (
+        f"from gptlite.launch.worker import die_with; die_with({os.getpid()}); "
+        "from gptlite.commands.train import main; main()"
+    )
     run = subprocess.Popen(
         [sys.executable, "-c", start, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )

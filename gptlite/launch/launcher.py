@@ -7,19 +7,19 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from gptlite.checks import check_device, check_world
 from gptlite.config import Config, with_vocabulary
+from gptlite.config.checks import check_device, check_world
+from gptlite.config.warm_start import refuse_larger_vocabulary
 from gptlite.data.config import SyntheticConfig, TokensConfig
 from gptlite.data.vocabulary import find_vocabulary
 from gptlite.errors import ConfigError
-from gptlite.host_memory import lift, limit, limit_words, out_of_memory
-from gptlite.offload_space import check_offload_space
+from gptlite.launch.host_memory import lift, limit, limit_words, out_of_memory
+from gptlite.launch.offload_space import check_offload_space
+from gptlite.launch.starter import Starter, is_main, starter
 from gptlite.parallelism.layout import wanted_world
-from gptlite.starter import Starter, is_main, starter
-from gptlite.warm_start import refuse_larger_vocabulary
 
 if TYPE_CHECKING:
-    from gptlite.elastic import Ended
+    from gptlite.launch.elastic import Ended
 
 # glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -50,7 +50,7 @@ def launch(config: Config, started: float) -> int:
         finally:
             leave()  # the group of one rank that offloads
     if outer:
-        from gptlite.worker import under
+        from gptlite.launch.worker import under
 
         return under(outer, config, started)
     return start_ranks(config, world, started).exit_code
@@ -58,7 +58,7 @@ def launch(config: Config, started: float) -> int:
 
 def ran_out(reason: str, config: Config, world: int) -> int:
     """Says that this rank's memory ran out, and what would have taken less; returns the exit code."""
-    from gptlite.memory_advice import advice_lines
+    from gptlite.plan.advice import advice_lines
 
     limited = limit_words(config.trainer.host_memory_limit)
     print(f"error: {reason}{limited}", *advice_lines(config, world), sep="\n", file=sys.stderr, flush=True)
@@ -76,7 +76,7 @@ def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
             refuse_larger_vocabulary(config, vocabulary.size)
             with_vocabulary(config, vocabulary.size)
     if config.parallelism.auto:
-        from gptlite.planning import chosen
+        from gptlite.plan.planning import chosen
 
         config = chosen(config, outer.world_size if outer else None, print if is_main() else lambda _: None)
     world = outer.world_size if outer else wanted_world(config.parallelism, gpus)
@@ -97,7 +97,7 @@ def start_ranks(config: Config, world: int, started: float) -> Ended:
     """Runs the configuration on processes of their own, one too. Raises ConfigError where it is refused."""
     import torch
 
-    from gptlite.elastic import rank_ending
+    from gptlite.launch.elastic import rank_ending
     from gptlite.ops.select import select_ops
 
     # Refuses what cannot run before a rank starts, and compiles the kernels once before all ranks want them.

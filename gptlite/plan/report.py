@@ -13,21 +13,21 @@ from pathlib import Path
 from gptlite.config import Config
 from gptlite.files import write_whole
 from gptlite.invocation import arguments, command
-from gptlite.largest import Largest
 from gptlite.metrics.console import banner, format_bytes, format_count, format_duration, table
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.words import layout_words
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, stage_seconds
+from gptlite.plan.largest import Largest
 from gptlite.plan.offload import file_bytes
 from gptlite.plan.parameters import num_parameters
 from gptlite.plan.pictures import TIME, draw_layouts, draw_timeline, make_folder
+from gptlite.plan.planning import Plan, fixed_keys, overrides, room, train_overrides, vocabulary_of
 from gptlite.plan.room import GIB, MEMORY_ERROR
 from gptlite.plan.search import ERROR, Candidate, distinct, equal_seconds, equals
 from gptlite.plan.timeline import timeline
 from gptlite.plan.workload import Workload
-from gptlite.planning import Plan, fixed_keys, overrides, room, train_overrides, vocabulary_of
 
 WIDTH = 80
 EQUAL = "="  # marks a layout within the planner's error of the fastest

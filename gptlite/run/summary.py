@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gptlite.build import Run
 from gptlite.config import Config, hydra_value, to_dict
 from gptlite.data.tokenizer import StreamDecoder
 from gptlite.invocation import command
@@ -42,7 +41,8 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.replicas import ReplicasDiffer
 from gptlite.parallelism.watchdog import RankStuck, Watch
 from gptlite.precision import Policy, cpu_name
-from gptlite.run_folder import RunFolder, SaveFailed
+from gptlite.run.build import Run
+from gptlite.run.folder import RunFolder, SaveFailed
 from gptlite.trainer.loop import Ending, Outcome
 from gptlite.trainer.memory import offload_words, predicted
 from gptlite.trainer.report import Reporter

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from gptlite.checks import check, check_world
 from gptlite.config import Config
+from gptlite.config.checks import check, check_world
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
@@ -18,9 +18,9 @@ from gptlite.parallelism.layout import divisors
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import assumed
 from gptlite.plan.memory import most
+from gptlite.plan.planning import assumed_words, with_planned_vocabulary, workload_of
 from gptlite.plan.room import rank_memory
 from gptlite.plan.workload import RankBytes
-from gptlite.planning import assumed_words, with_planned_vocabulary, workload_of
 from gptlite.precision import resolve_precision
 
 SHOWN = 3

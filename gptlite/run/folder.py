@@ -19,6 +19,7 @@ from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import environment_changes, read_manifest
 from gptlite.checkpoint.store import step_folders
 from gptlite.config import Config, from_yaml, read_saved, to_dict, to_yaml
+from gptlite.config.warm_start import too_few_ids
 from gptlite.data.order_log import OrderRow, note_order, note_spike
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
@@ -29,7 +30,6 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.words import layout_words
 from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState, model_tensors
-from gptlite.warm_start import too_few_ids
 
 LOG = "train.log"
 OWNER = ".owner"

@@ -1,0 +1,33 @@
+"""The configuration: its schema, how it is composed and checked, and how it is kept as text."""
+
+from gptlite.config.compose import help_text, load, typed, with_vocabulary
+from gptlite.config.saved import (
+    from_yaml,
+    hydra_value,
+    override_value,
+    read_saved,
+    saved_overrides,
+    to_dict,
+    to_yaml,
+)
+from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of, register
+
+__all__ = [
+    "CONF_DIR",
+    "SCHEMAS",
+    "Config",
+    "choices",
+    "from_yaml",
+    "help_text",
+    "hydra_value",
+    "load",
+    "override_value",
+    "presets_of",
+    "read_saved",
+    "register",
+    "saved_overrides",
+    "to_dict",
+    "to_yaml",
+    "typed",
+    "with_vocabulary",
+]

@@ -1,0 +1,120 @@
+"""Command lines: `key=value` arguments typed by a dataclass, subcommands on paths, one-line errors, exit codes.
+
+A subcommand's module has its help as docstring, `Options` (a dataclass of its key=value options) and
+`run(paths, options)`, which returns the exit code. No module is loaded but the one that runs.
+"""
+
+import dataclasses
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NoReturn, TypeVar
+
+from omegaconf import OmegaConf
+
+from gptlite.errors import ConfigError, did_you_mean
+from gptlite.invocation import localized
+
+T = TypeVar("T")
+
+
+def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | None) -> NoReturn:
+    """Runs a tool with its typed arguments and exits: 0 or what it returns, 1 disk, 2 refused, 130 after Ctrl-C.
+
+    `--help` prints `usage`, the tool's docstring, with commands as they are written here.
+    """
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(localized(usage or "").strip())
+        sys.exit(0)
+    try:
+        sys.exit(main(parse_arguments(schema, sys.argv[1:])) or 0)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+        sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:  # what the disk refuses
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """Its module, dotted, and the paths it takes; `more`: any number of the last one."""
+
+    module: str
+    paths: tuple[str, ...] = ()
+    more: bool = False
+
+    @property
+    def usage(self) -> str:
+        """`A B`, `PATH ...` or `no paths`."""
+        return (" ".join(self.paths) or "no paths") + " ..." * self.more
+
+
+def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoReturn:
+    """Runs the command line and exits; without arguments or with --help it prints `usage`."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(localized(usage))
+        sys.exit(0)
+    try:
+        if name not in subcommands:
+            raise ConfigError(f"{name} is not one of {', '.join(subcommands)}{did_you_mean(name, subcommands)}")
+        module = import_module(subcommands[name].module)
+        if {"-h", "--help"} & set(rest):
+            print(localized(module.__doc__ or "").strip())
+            sys.exit(0)
+        keys = [item.name for item in dataclasses.fields(module.Options)]
+        paths, options = separate(name, subcommands[name], rest, keys)
+        parse_arguments(module.Options, options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv[1:] = options  # run_tool reads them
+    run_tool(lambda typed: module.run(*[paths] * bool(subcommands[name].paths), typed), module.Options, None)
+
+
+def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str]) -> tuple[list[str], list[str]]:
+    """Paths and key=value options. Raises ConfigError where the number of paths is not the subcommand's."""
+    # A sweep's folders are called lr=0.1: only what reads as one of our keys is an option where a path has that name.
+    options = [each for each in arguments if re.match(r"[A-Za-z_]+=", each) or each.startswith("-")]
+    paths = [each for each in arguments if each not in options]
+    for each in options:
+        if each.startswith("-"):
+            raise ConfigError(f"{each}: options are key=value{'; ' * bool(keys)}{', '.join(keys)}")
+        if not keys:
+            raise ConfigError(f"{each}: {name} takes no options, only {wanted.usage}; a path with = starts with ./")
+    short = len(paths) < len(wanted.paths)
+    if short or (len(paths) > len(wanted.paths) and not wanted.more):
+        given = f"{len(paths)} path{'s' * (len(paths) != 1)} given"
+        raise ConfigError(f"{name} takes {wanted.usage}; {given}{': ' * bool(paths)}{' '.join(paths)}")
+    return paths, options
+
+
+def parse_arguments(schema: type[T], arguments: list[str]) -> T:
+    """The `key=value` command line of a tool, typed by a dataclass. Raises ConfigError."""
+    config = OmegaConf.structured(schema)
+    fields = {item.name: item for item in dataclasses.fields(schema)}  # type: ignore[arg-type]
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if not separator:
+            raise ConfigError(f"{argument!r} is not key=value; the keys are {', '.join(fields)}")
+        if key not in fields:
+            raise ConfigError(f"{key} is not a key of this tool{did_you_mean(key, fields)}; it has {', '.join(fields)}")
+        text = fields[key].type in (str, str | None, "str", "str | None")
+        try:
+            config[key] = value if text else OmegaConf.from_dotlist([argument])[key]
+        except Exception as error:
+            raise ConfigError(f"{argument}: {str(error).splitlines()[0]}") from error
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=...")
+    return OmegaConf.to_object(config)  # type: ignore[return-value]

@@ -1,0 +1,91 @@
+"""Configurations as text: what a run folder and a checkpoint keep, and what going on with a run starts from."""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from gptlite.config.plugins import import_plugins
+from gptlite.config.schema import SCHEMAS, Config, schema_names
+from gptlite.errors import ConfigError
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain nested dicts, enums by name: what goes into YAML, manifests and trackers."""
+    # Not resolved again: nothing is left to resolve but what a remembered override says, and that stays as typed.
+    container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True, resolve=False)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()} | {"schemas": schema_names(config)}
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration; `from_yaml` reads it back to an equal object."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)), sort_keys=False)
+
+
+def from_yaml(text: str) -> Config:
+    """The configuration `to_yaml` wrote. Raises ConfigError for one that is damaged or of another version."""
+    try:
+        raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        assert isinstance(raw, dict)
+        names, overrides = raw.pop("schemas"), raw["run"].pop("overrides")
+        import_plugins(raw.get("plugins", []))
+        base = OmegaConf.structured(Config)
+        for group, name in names.items():
+            base[group] = SCHEMAS[group][name]
+        result = OmegaConf.to_object(OmegaConf.merge(base, raw))
+    except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AssertionError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"a saved config.yaml is damaged or of another version of gptlite: {reason}") from error
+    assert isinstance(result, Config)
+    result.run.overrides = overrides
+    return result
+
+
+def read_saved(path: Path) -> Config:
+    """The configuration in a run's config.yaml. Raises ConfigError naming the file where it cannot be read."""
+    try:
+        return from_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"{path}: {error}; move it away, or give another run.dir") from error
+
+
+def saved_overrides(arguments: list[str]) -> list[str]:
+    """What a run in an existing `run.dir` was composed with, but for the keys that `arguments` give anew.
+
+    So `gptlite train run.dir=outputs/mine` goes on with that run, whatever it was.
+    """
+    given = {argument.partition("=")[0].lstrip("+~"): argument.partition("=")[2] for argument in arguments}
+    saved = Path(given.get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"
+    if not given.get("run.dir") or not saved.exists():
+        return []
+    run = read_saved(saved).run
+    candidates = [*run.overrides, f"run.name={hydra_value(run.name)}"]
+    kept = {c.partition("=")[0].lstrip("+~"): c for c in candidates}
+    # A preset given anew takes its group's remembered keys with it: another preset may not have them.
+    kept = {key: c for key, c in kept.items() if key not in given and key.partition(".")[0] not in given}
+    if any((saved.parent / "checkpoints").glob("step-*")):
+        # Where the run came from is behind it: it goes on from its own checkpoints.
+        kept = {key: c for key, c in kept.items() if key not in ("checkpoint.resume", "checkpoint.load")}
+    return list(kept.values())
+
+
+def hydra_value(text: str) -> str:
+    """A string as the value of an override, in quotes where Hydra would read signs in it."""
+    if re.fullmatch(r"[\w./:+~@-]+", text):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def override_value(value: Any) -> str:
+    """A value of any type as the value of an override."""
+    if isinstance(value, Enum):
+        return value.name
+    return hydra_value(value) if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,160 @@
+"""The root configuration: one dataclass a section, each beside its owner, and the presets that Hydra composes it from.
+
+No torch in this package: `gptlite train --cfg job` composes and prints in a quarter of a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra.core.config_store import ConfigStore
+
+import gptlite
+from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
+from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
+from gptlite.models import registry
+from gptlite.models.config import ModelConfig
+from gptlite.ops.config import OpsConfig
+from gptlite.optimizer import config as optimizers
+from gptlite.optimizer import registry as optimizer_registry
+from gptlite.optimizer.config import OptimizerConfig, ScheduleConfig
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.plan.config import ClusterConfig
+from gptlite.precision import PrecisionConfig
+from gptlite.trainer.config import TrainerConfig
+
+PREPARED = "data"  # where `data=NAME` looks for NAME, a folder of tokens, if there is no such preset
+
+
+def _presets() -> Path:
+    """conf/: beside this package in a checkout, inside it where a wheel is installed."""
+    package = Path(gptlite.__file__).resolve().parent
+    return next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir())
+
+
+CONF_DIR = _presets()
+
+
+# Of the class that a spec of gptlite.models names, whose fields the code that reads them knows.
+if TYPE_CHECKING:
+    from typing import Any as AnyModel
+else:
+    AnyModel = ModelConfig
+
+
+@dataclass
+class RunConfig:
+    """Where a run lives. Its folder is never overwritten: the same folder again means go on.
+
+    `overrides` is the command line the run was composed with; going on starts from it.
+    """
+
+    name: str = "???"
+    dir: str = "???"
+    overrides: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Config:
+    """Everything a run is made from."""
+
+    seed: int = 1234
+    plugins: list[str] = field(default_factory=list)  # modules that register models of one's own
+    run: RunConfig = field(default_factory=RunConfig)
+    model: AnyModel = field(default_factory=ModelConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    ops: OpsConfig = field(default_factory=OpsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+# group -> the schemas its presets may start from
+SCHEMAS: dict[str, dict[str, type]] = {
+    "model": registry.SCHEMAS,  # plugins add theirs
+    "parallelism": {"parallelism_schema": ParallelismConfig},
+    "precision": {"precision_schema": PrecisionConfig},
+    "ops": {"ops_schema": OpsConfig},
+    "data": {
+        "text_schema": TextConfig,
+        "corpus_schema": CorpusConfig,
+        "tokens_schema": TokensConfig,
+        "synthetic_schema": SyntheticConfig,
+    },
+    "optimizer": optimizer_registry.SCHEMAS,
+    "schedule": {
+        "constant_schema": optimizers.ConstantConfig,
+        "cosine_schema": optimizers.CosineConfig,
+        "linear_schema": optimizers.LinearConfig,
+        "wsd_schema": optimizers.WSDConfig,
+        "inverse_sqrt_schema": optimizers.InverseSqrtConfig,
+        "warmup_schema": optimizers.WarmupConfig,
+    },
+    "trainer": {"trainer_schema": TrainerConfig},
+    "checkpoint": {"checkpoint_schema": CheckpointConfig},
+    "logger": {"jsonl_schema": LoggerConfig, "tensorboard_schema": TensorboardConfig, "wandb_schema": WandbConfig},
+    "cluster": {"cluster_schema": ClusterConfig},
+}
+
+
+def register() -> None:
+    """Puts the schemas where Hydra finds them. Safe to call again."""
+    store = ConfigStore.instance()
+    store.store(name="config_schema", node=Config)
+    for group, schemas in SCHEMAS.items():
+        for name, node in schemas.items():
+            store.store(group=group, name=name, node=node)
+    for name in prepared_folders():
+        node = {"defaults": ["tokens_schema", "_self_"], "path": f"{PREPARED}/{name}"}
+        store.store(group="data", name=name, node=node | {"sequence_length": "${model.sequence_length}"})
+
+
+def prepared_folders() -> list[str]:
+    """Names of the folders ./data/NAME that hold tokens: each is a preset data=NAME, unless that is one already."""
+    names = sorted(index.parent.name for index in Path(PREPARED).glob("*/train.idx"))
+    return [name for name in names if not (CONF_DIR / "data" / f"{name}.yaml").exists()]
+
+
+def choices(group: str) -> str:
+    """`choose optimizer=adam, adamw, sgd`."""
+    return f"choose {group}={', '.join(presets_of(group))}"
+
+
+def presets_of(group: str) -> list[str]:
+    """What GROUP=... can be; of data also the prepared folders."""
+    names = sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
+    others = {"data": prepared_folders, "model": lambda: registry.PRESETS, "optimizer": lambda: optimizers.OPTIMIZERS}
+    return names + [name for name in others.get(group, list)() if name not in names]
+
+
+def schema_names(config: Config) -> dict[str, str]:
+    """Which schema each section has: its class, by the name presets use."""
+    sections = {group: type(getattr(config, group)) for group in SCHEMAS}
+    return {group: name for group, cls in sections.items() for name, c in SCHEMAS[group].items() if c is cls}
+
+
+def known_keys() -> list[str]:
+    """Every key any preset can have, dotted."""
+    return sorted(set(_keys(Config, "")))
+
+
+def _keys(cls: type, prefix: str) -> Iterator[str]:
+    for item in dataclasses.fields(cls):
+        yield prefix + item.name
+        if prefix == "" and item.name in SCHEMAS:
+            for schema in SCHEMAS[item.name].values():
+                yield from _keys(schema, f"{item.name}.")
+        elif item.name == "run":
+            yield from _keys(RunConfig, "run.")
+        elif isinstance(item.type, type) and dataclasses.is_dataclass(item.type):
+            yield from _keys(item.type, f"{prefix}{item.name}.")
