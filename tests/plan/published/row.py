@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from yaml import safe_load
 
+from gptlite.config import CONF_DIR
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token
 from gptlite.plan.config import ClusterConfig, LinkConfig
@@ -77,9 +77,7 @@ def recomputed_flops(model: GPTConfig) -> float:
 @cache
 def preset(name: str) -> ClusterConfig:
     """The cluster of conf/cluster/<name>.yaml, without composing a configuration."""
-    raw: dict[str, Any] = safe_load(
-        files("gptlite.conf").joinpath("cluster", f"{name}.yaml").read_text(encoding="utf-8")
-    )
+    raw: dict[str, Any] = safe_load((CONF_DIR / "cluster" / f"{name}.yaml").read_text(encoding="utf-8"))
     raw.pop("defaults")
     raw |= {key: LinkConfig(**raw[key]) for key in ("intra", "inter") if key in raw}
     return ClusterConfig(**raw)
