@@ -76,7 +76,7 @@ ROOMS = {
         lazy="torch",
     ),
     "sweep": Room(
-        "checkpoint config launch metrics parallelism plan", packages="hydra numpy omegaconf", lazy="matplotlib"
+        "checkpoint config launch metrics parallelism plan", packages="hydra numpy omegaconf", lazy="jinja2 matplotlib"
     ),
     "launch": Room(
         "checkpoint config data models ops parallelism plan pretrain trainer",

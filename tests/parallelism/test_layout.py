@@ -81,7 +81,7 @@ def test_ranks_that_share_a_sequence_have_as_many_keys_to_look_at(size):
     assert set(seen) == {length * (length + 1) // 2 // size}
 
 
-# More are in tests/test_checks_parallelism.py.
+# More are in tests/config/test_checks_parallelism.py.
 @pytest.mark.parametrize(
     ("config", "world", "message"),
     [

@@ -139,7 +139,7 @@ def test_csv_and_page_have_every_figure(tmp_path: Path) -> None:
     assert [cells[2][part] for part in ("compute", "communication", "bubble")] == ["50.0 ms", "43.8 ms", "6.25 ms"]
     assert (cells[5]["status"], cells[5]["reason"]) == ("failed", "RuntimeError: rank 1 <has> crashed & burned")
     text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
-    assert "<tr class=best><th scope='row'>ddp" in text
+    assert '<tr class="best"><th scope="row">ddp' in text
     assert "goes on" in text
     assert "script" not in page.tags
 
@@ -258,7 +258,7 @@ def test_a_sweep_has_its_pictures_and_the_page_shows_them(tmp_path: Path, monkey
         assert data.startswith(b"\x89PNG")
         assert min(struct.unpack(">II", data[16:24])) > 30
     text = (tmp_path / "sweep.html").read_text()
-    assert text.count("<img alt='") == text.count("src='data:image/png;base64,iVBOR") == 4
+    assert text.count('<img alt="') == text.count('src="data:image/png;base64,iVBOR') == 4
     assert "goes on" not in text
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
 
