@@ -20,9 +20,9 @@ from gptlite.ops.select import Ops, select_ops
 from gptlite.optimizer.config import AdamWConfig, ConstantConfig
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
-from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 from gptlite.trainer.build import build_parts, build_updates
 from gptlite.trainer.signals import Stopping, StopSignal
@@ -77,11 +77,11 @@ def build_step(
     optimizer_state(optimizer)  # creates it: the first step is like the others
     if ops.weight_copies and not compile:
         copy_weights(parts, mesh, policy)
-    chain, loader = Chain(parts, mesh, layout), SameBatch(config, mesh, micro_batch, micro_batches)
-    state = TrainState(model, chain, optimizer, Schedule(ConstantConfig(), 1000), cast(Loader, loader), {})
+    runner, loader = StageRunner(parts, mesh, layout), SameBatch(config, mesh, micro_batch, micro_batches)
+    state = TrainState(model, runner, optimizer, Schedule(ConstantConfig(), 1000), cast(Loader, loader), {})
     passes = build_passes(
         model,
-        chain,
+        runner,
         layout,
         micro_batches=micro_batches,
         micro_batch_size=micro_batch,

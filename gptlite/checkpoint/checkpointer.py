@@ -23,9 +23,9 @@ from gptlite.checkpoint.manifest import DamagedCheckpoint, verify, write_manifes
 from gptlite.checkpoint.parts import Parts
 from gptlite.checkpoint.verify import verify_together
 from gptlite.errors import ConfigError
-from gptlite.parallelism.main_rank import ALONE, from_all, from_main, together
+from gptlite.parallelism.layout import ONE_RANK
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.words import ONE_RANK
+from gptlite.parallelism.rank_sync import ALONE, from_all, from_main, together
 from gptlite.progress import Log
 
 

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from gptlite.checkpoint.dcp_plugins import BoxLoadPlanner, BoxSavePlanner, MetadataUnpickler, Reader, Writer
 from gptlite.checkpoint.manifest import Entries
 from gptlite.checkpoint.parts import Parts, check_coverage, described
-from gptlite.parallelism.main_rank import from_all
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.rank_sync import from_all
 from gptlite.progress import Log
 
 # Said at every save and load of one process. For good: warnings.catch_warnings is not for threads.

@@ -10,8 +10,8 @@ from gptlite.checkpoint import dcp
 from gptlite.checkpoint.manifest import DamagedCheckpoint, Entries, Manifest, describe, read_file, read_manifest, verify
 from gptlite.checkpoint.verify import verify_together
 from gptlite.errors import ConfigError
-from gptlite.parallelism.main_rank import ALONE, from_all, from_main, together
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.rank_sync import ALONE, from_all, from_main, together
 from gptlite.progress import Log
 
 

@@ -20,7 +20,7 @@ import gptlite
 from gptlite.checkpoint.store import step_of
 from gptlite.errors import ConfigError
 from gptlite.files import write_synced
-from gptlite.parallelism.words import ONE_RANK
+from gptlite.parallelism.layout import ONE_RANK
 from gptlite.progress import Log, Progress
 
 if TYPE_CHECKING:

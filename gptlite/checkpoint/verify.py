@@ -7,8 +7,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gptlite.checkpoint.manifest import Manifest, check_hashes, verify
-from gptlite.parallelism.main_rank import from_all, from_main
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.rank_sync import from_all, from_main
 from gptlite.progress import Log
 
 

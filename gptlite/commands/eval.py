@@ -49,13 +49,13 @@ def evaluate(arguments: Arguments) -> None:
     from gptlite.run.restore import restore
     from gptlite.trainer.eval import evaluate_sets
 
-    model, chain, tokenizer, config = restore(arguments.checkpoint, arguments.precision)
+    model, runner, tokenizer, config = restore(arguments.checkpoint, arguments.precision)
     size = arguments.micro_batch_size
     section = replace(config.data, global_batch_size=size, micro_batch_size=size, batch_ramp=None)
     data = held_out(arguments.data, config, tokenizer)
-    loader = build_loader(section, data, chain.mesh, config.seed)
+    loader = build_loader(section, data, runner.mesh, config.seed)
     print(f"{data.num_validation_tokens:,} tokens of {data.name}", flush=True)
-    result = evaluate_sets(model, chain, loader, arguments.samples)
+    result = evaluate_sets(model, runner, loader, arguments.samples)
     loader.close()
     assert result is not None
     bits = result.bits_per_byte

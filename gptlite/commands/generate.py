@@ -47,14 +47,14 @@ def write_samples(arguments: Arguments) -> None:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    model, chain, tokenizer, _ = restore(arguments.checkpoint, arguments.precision)
+    model, runner, tokenizer, _ = restore(arguments.checkpoint, arguments.precision)
     if not model.spec.writes_text:
         raise ConfigError(f"checkpoint={arguments.checkpoint}: a {model.spec.name} model writes no text")
     prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eod]
     for index in range(arguments.num_samples):
         decoder, drawn = StreamDecoder(tokenizer), replace(sampling, seed=arguments.seed + index)
         print(arguments.prompt, end="", flush=True)
-        given = (chain, prompt, arguments.max_tokens, drawn)
+        given = (runner, prompt, arguments.max_tokens, drawn)
         for token in model.spec.generate(*given, stop=tokenizer.eod, cache=arguments.cache):
             print(decoder.push(token), end="", flush=True)
         print(decoder.flush(), flush=True)

@@ -25,7 +25,6 @@ from gptlite.errors import ConfigError
 from gptlite.invocation import localized
 from gptlite.launch.starter import starter
 from gptlite.parallelism.layout import wanted_world
-from gptlite.parallelism.words import layout_words
 from gptlite.precision import Precision, PrecisionConfig
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def run(arguments: list[str]) -> int:
         save_reference(Path(folder), reference, exact)
         if gpus:
             torch.cuda.empty_cache()
-        print(f"{layout_words(config.parallelism, layout)}: {world} ranks", flush=True)
+        print(f"{layout.describe(config.parallelism)}: {world} ranks", flush=True)
         return run_ranks(config, world, time.monotonic(), ("-m", "gptlite.parity.worker", folder))
 
 

@@ -25,8 +25,8 @@ from gptlite.errors import ConfigError
 from gptlite.parallelism.axes import CONTEXT
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import chunk_starts, largest_micro_batch
-from gptlite.parallelism.main_rank import ALONE, from_all, from_main, together
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.rank_sync import ALONE, from_all, from_main, together
 from gptlite.progress import Log, Progress
 
 _VERSION = "1"  # of what `prepare` writes: a new one makes every cached folder anew

@@ -102,7 +102,7 @@ def kernel_kills() -> int:
     return count
 
 
-def be_first_to_go() -> None:
+def prefer_oom_kill() -> None:
     """Offers this process to the kernel when memory runs out, before the one that started it and tells the story."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")

@@ -16,7 +16,7 @@ from typing import NoReturn
 from gptlite.config import Config, from_yaml, to_yaml
 from gptlite.errors import ConfigError
 from gptlite.files import write_whole
-from gptlite.launch.host_memory import be_first_to_go, lift, limit, limit_words, note_use, out_of_memory
+from gptlite.launch.host_memory import lift, limit, limit_words, note_use, out_of_memory, prefer_oom_kill
 from gptlite.launch.rank_log import RankLog
 from gptlite.launch.starter import Starter
 
@@ -34,7 +34,7 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
     """
     folder, started, launcher = Path(arguments[0]), float(arguments[1]), int(arguments[2])
     die_with(launcher)
-    be_first_to_go()
+    prefer_oom_kill()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # until there is someone to ask what it means
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     log = RankLog(folder / f"rank-{rank}.log", rank) if rank else None

@@ -17,12 +17,12 @@ from gptlite.models.vocab_parallel import VocabParallelHead
 from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.weight_copies import keep_copies
 from gptlite.parallelism.activation_offload import ActivationOffload
-from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.context import ContextAxis, context_axis
 from gptlite.parallelism.layout import CONTEXT, num_stages, splits_backward, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, add_across_ends
+from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.parallelism.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -137,7 +137,7 @@ def _is_cast(parameter: nn.Parameter, dtype: torch.dtype, mesh: Mesh) -> bool:
 
 def build_passes(
     model: Model,
-    chain: Chain,
+    runner: StageRunner,
     config: ParallelismConfig,
     *,
     micro_batches: int,
@@ -145,12 +145,12 @@ def build_passes(
     sequence_length: int,
 ) -> OnePart | Pipeline:
     """How a step runs forward and backward through this rank's parts, over that many micro-batches."""
-    if chain.mesh.size("pp") == 1:
-        return OnePart(model.forward, chain.parts[0], config.zero)
-    length = sequence_length // chain.mesh.size(CONTEXT)
+    if runner.mesh.size("pp") == 1:
+        return OnePart(model.forward, runner.parts[0], config.zero)
+    length = sequence_length // runner.mesh.size(CONTEXT)
     tokens = (micro_batch_size, length)
-    activations = model.activations(micro_batch_size, chain.slice_length(length))
-    return Pipeline(model.forward, chain.parts, chain.mesh, config, micro_batches, tokens, activations, model.dtype)
+    activations = model.activations(micro_batch_size, runner.slice_length(length))
+    return Pipeline(model.forward, runner.parts, runner.mesh, config, micro_batches, tokens, activations, model.dtype)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gptlite.models.sampling import Sampling
     from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
-    from gptlite.parallelism.chain import Chain
+    from gptlite.parallelism.stage_runner import StageRunner
     from gptlite.precision import Policy
 
 C = TypeVar("C", bound=ModelConfig)
@@ -211,7 +211,14 @@ class ModelSpec(Generic[C]):
         """Tells modules what is known once: the dtypes, and whether blocks are computed again in the backward pass."""
 
     def generate(
-        self, chain: Chain, prompt: list[int], max_tokens: int, sampling: Sampling, *, stop: int | None, cache: bool
+        self,
+        runner: StageRunner,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling,
+        *,
+        stop: int | None,
+        cache: bool,
     ) -> Iterator[int]:
         """Up to `max_tokens` tokens that continue `prompt`, which end before the first `stop`, where the model
         `writes_text`. `cache`: what was computed of earlier tokens is kept. Called by all ranks of a chain."""

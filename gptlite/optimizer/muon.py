@@ -2,7 +2,7 @@
 
 Matrices inside the layers step by the nearest orthogonal matrix to their momentum, which a Newton-Schulz iteration
 approaches; embeddings, the head and vectors by AdamW. A matrix that several ranks hold pieces of is orthogonalised
-whole, by one of them: see gptlite.parallelism.owners.
+whole, by one of them: see gptlite.parallelism.matrix_gather.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -20,7 +20,7 @@ from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_parameters
 from gptlite.optimizer.config import MuonConfig, MuonDtype, MuonScale
 from gptlite.optimizer.fused import FusedAdamW
 from gptlite.optimizer.state import materialized
-from gptlite.parallelism.owners import change_whole
+from gptlite.parallelism.matrix_gather import change_whole
 from gptlite.parallelism.zero import local_tensor
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: singular values come to between 0.7 and 1.2 in five steps

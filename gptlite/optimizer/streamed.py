@@ -27,8 +27,8 @@ from gptlite.optimizer.base import refuse
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import cut_like
 from gptlite.parallelism.config import Offload, ParallelismConfig
-from gptlite.parallelism.main_rank import together
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.rank_sync import together
 from gptlite.parallelism.state_file import ALIGN, InFiles, StateFile, aligned
 from gptlite.parallelism.zero import local_tensor
 

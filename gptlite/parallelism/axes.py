@@ -36,7 +36,7 @@ class Axis:
 
 
 FSDP = ("torch/distributed/fsdp/",)
-PIPELINING = ("torch/distributed/pipelining/", "gptlite/parallelism/pipeline.py", "gptlite/parallelism/chain.py")
+PIPELINING = ("torch/distributed/pipelining/", "gptlite/parallelism/pipeline.py", "gptlite/parallelism/stage_runner.py")
 # Slowest first: the ranks of the last are neighbours.
 TABLE: tuple[Axis, ...] = (
     Axis("pp", "pipeline", "pipeline", "the blocks", "pp", alike="tied", files=PIPELINING, waits="send or receive"),

@@ -10,6 +10,7 @@ from gptlite.errors import ConfigError, did_you_mean
 from gptlite.parallelism.axes import AXES, CONTEXT, DATA_AXES, every_axis, folded
 from gptlite.parallelism.config import ParallelismConfig
 
+ONE_RANK = "one rank"  # the description of its layout
 MAX_MICRO_BATCH = 16  # sequences; the most that a micro-batch left open becomes
 
 
@@ -74,6 +75,33 @@ class Layout:
     def data_rank(self, rank: int) -> int:
         """Which part of the global batch a rank reads."""
         return self.coordinate(rank, *DATA_AXES) // self.sharing
+
+    def describe(self, config: ParallelismConfig) -> str:
+        """`pipeline 2 x data 2 (zero 1) x tensor 2, 1f1b`: all of a layout that decides how numbers are rounded."""
+        if self.world_size == 1:
+            return ONE_RANK
+        parts, data = [], f" ({', '.join(self._data_words(config))})"
+        for axis in every_axis():
+            size = self.data_size if axis.key == "data" else self.size(axis.name)
+            if size == 1 or not axis.label:
+                continue
+            words = " (sequence)" if axis.key == "tensor" and config.sequence else ""
+            if axis.key == "data" or axis.over:
+                words, data = data, ""  # with the first that is of data ranks
+            parts.append(f"{axis.label} {size}{words}")
+        words = " x ".join(parts)
+        if self.size("pp") > 1:
+            stages = stages_per_rank(config)
+            words += f", {config.schedule}{f' with {stages} stages a rank' if stages > 1 else ''}"
+        return words
+
+    def _data_words(self, config: ParallelismConfig) -> list[str]:
+        words = [f"zero {config.zero}"]
+        if config.zero and (copies := self.size("dp_replicate")) > 1:
+            words.append(f"{copies} copies of {self.size('dp_shard')} shards")
+        if config.bucket_layers > 1:
+            words.append(f"buckets of {config.bucket_layers} layers")
+        return words
 
 
 @dataclass(frozen=True)

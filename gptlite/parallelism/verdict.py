@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gptlite.parallelism.stack import Place
+from gptlite.parallelism.stack_sampling import Place
 
 SHOWN = 4  # ranks described one by one
 

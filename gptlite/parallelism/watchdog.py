@@ -28,9 +28,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.comm_time import CommunicationTime
 from gptlite.parallelism.flight_recorder import counts, oldest_under_way
-from gptlite.parallelism.main_rank import from_main
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.stack import Place, place_of, waits_along
+from gptlite.parallelism.rank_sync import from_main
+from gptlite.parallelism.stack_sampling import Place, place_of, waits_along
 from gptlite.parallelism.verdict import Heartbeat, judge, silent_ranks
 
 LOOK_SECONDS = 0.05

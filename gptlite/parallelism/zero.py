@@ -74,7 +74,7 @@ def sharded_modules(part: nn.Module) -> list[FSDPModule]:
     return [module for module in part.modules() if isinstance(module, FSDPModule)]
 
 
-def home(mesh: Mesh, config: ParallelismConfig) -> torch.device:
+def storage_device(mesh: Mesh, config: ParallelismConfig) -> torch.device:
     """Where parameters, gradients and optimizer state are between their uses."""
     return mesh.device if config.offload is Offload.none else torch.device("cpu")
 

@@ -15,11 +15,11 @@ from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import divisors
+from gptlite.plan.capacity import rank_memory
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import assumed
 from gptlite.plan.memory import most
 from gptlite.plan.planning import assumed_words, with_planned_vocabulary, workload_of
-from gptlite.plan.room import rank_memory
 from gptlite.plan.workload import RankBytes
 from gptlite.precision import resolve_precision
 

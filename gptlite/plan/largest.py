@@ -10,13 +10,12 @@ from gptlite.config import Config
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.layout import num_stages, resolve
-from gptlite.parallelism.words import layout_words
+from gptlite.plan.capacity import rank_memory, too_large
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import this_machine
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import num_blocks, with_blocks
 from gptlite.plan.planning import Log, cluster_worlds, given_keys, limited, thrifty_space, with_planned_vocabulary
-from gptlite.plan.room import rank_memory, too_large
 from gptlite.plan.search import layouts
 from gptlite.plan.workload import RankBytes, Workload
 
@@ -63,7 +62,7 @@ def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, lis
                 continue
             work = replace(space.work, parallelism=parallelism, layout=layout)
             best = None if space.refuses(parallelism, work.micro_batch_size) else deepest(work, here)
-            key = (str(world), layout_words(replace(parallelism, sequence=False), layout))
+            key = (str(world), layout.describe(replace(parallelism, sequence=False)))
             if best and (key not in found or best.layers > found[key].layers):
                 found[key] = best
     if not found:

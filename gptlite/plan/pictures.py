@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gptlite.errors import ConfigError
 from gptlite.files import replacing
 from gptlite.metrics.plot import FAINT, INK, STYLE
-from gptlite.plan.room import GIB
+from gptlite.plan.capacity import GIB
 from gptlite.plan.timeline import Timeline
 from gptlite.plan.workload import RankBytes
 

@@ -19,11 +19,10 @@ from gptlite.models.spec import spec_of
 from gptlite.ops.config import Attention, Implementation, OpsConfig
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.layout import Layout, divisors, largest_micro_batch
-from gptlite.parallelism.words import layout_words
+from gptlite.plan.capacity import GIB, rank_memory
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.hardware import ranks_on_node
 from gptlite.plan.local import this_machine
-from gptlite.plan.room import GIB, rank_memory
 from gptlite.plan.search import WANTED, Candidate, Found, Space, search
 from gptlite.plan.workload import Workload
 from gptlite.precision import SCALED, Precision, Reduce
@@ -124,7 +123,7 @@ def limited(cluster: ClusterConfig, config: Config, world: int) -> ClusterConfig
     return replace(cluster, memory_gib=min(cluster.memory_gib, limit * ranks_on_node(cluster, world)))
 
 
-def room(config: Config, cluster: ClusterConfig, work: Workload) -> float:
+def rank_limit(config: Config, cluster: ClusterConfig, work: Workload) -> float:
     """Bytes that each rank of a layout may take."""
     world = work.layout.world_size
     return rank_memory(limited(cluster, config, world), world)
@@ -249,8 +248,8 @@ def too_small(config: Config, cluster: ClusterConfig, found: Found) -> str:
     return (
         f"{spec_of(config.model).label(config.model)} does not fit cluster={cluster.name} "
         f"cluster.nodes={cluster.nodes or 1}: of {found.tried} layouts the smallest "
-        f"({layout_words(work.parallelism, work.layout)}) takes {memory.total / GIB:.1f} GiB on a rank, "
-        f"{(memory.total - room(config, cluster, work)) / GIB:.1f} more than there are; try "
+        f"({work.layout.describe(work.parallelism)}) takes {memory.total / GIB:.1f} GiB on a rank, "
+        f"{(memory.total - rank_limit(config, cluster, work)) / GIB:.1f} more than there are; try "
         f"{f'cluster.nodes={nodes}' if nodes else 'a smaller model or data.sequence_length'}"
     )
 

@@ -16,15 +16,14 @@ from gptlite.invocation import arguments, command
 from gptlite.metrics.console import banner, format_bytes, format_count, format_duration, table
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import Offload
-from gptlite.parallelism.words import layout_words
+from gptlite.plan.capacity import GIB, MEMORY_ERROR
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, stage_seconds
 from gptlite.plan.largest import Largest
 from gptlite.plan.offload import file_bytes
 from gptlite.plan.parameters import num_parameters
 from gptlite.plan.pictures import TIME, draw_layouts, draw_timeline, make_folder
-from gptlite.plan.planning import Plan, fixed_keys, overrides, room, train_overrides, vocabulary_of
-from gptlite.plan.room import GIB, MEMORY_ERROR
+from gptlite.plan.planning import Plan, fixed_keys, overrides, rank_limit, train_overrides, vocabulary_of
 from gptlite.plan.search import ERROR, Candidate, distinct, equal_seconds, equals
 from gptlite.plan.timeline import timeline
 from gptlite.plan.workload import Workload
@@ -70,7 +69,7 @@ def report_largest(config: Config, cluster: ClusterConfig, found: Sequence[Large
     ]
     headings = ("#", "layout", "layers", "parameters", "memory/rank", "of")
     rows = [
-        (str(number), layout_words(its.work.parallelism, its.work.layout), str(its.layers),
+        (str(number), its.work.layout.describe(its.work.parallelism), str(its.layers),
          format_count(num_parameters(its.work.model)), format_bytes(its.memory.total), format_bytes(its.room))
         for number, its in enumerate(found[:top], 1)
     ]  # fmt: skip
@@ -124,7 +123,7 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
             for each in predictions
         ],
         memory=[each.memory for each in predictions],
-        room=[room(plan.config, plan.cluster, each.work) for each in ranked],
+        room=[rank_limit(plan.config, plan.cluster, each.work) for each in ranked],
         shaded=(predictions[0].step_seconds, equal),
         notes=[_equal_words(plan), f"memory of the first: {_memory_words(plan)}"],
     )
@@ -139,12 +138,12 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
         "vocabulary_assumed": plan.assumed or None,
         "error": ERROR,
         "equal": len(equals(plan.found)),
-        "memory_limit": room(plan.config, plan.cluster, work),
+        "memory_limit": rank_limit(plan.config, plan.cluster, work),
         "pruned": dict(plan.found.pruned),
         "layouts": [
             {
                 "overrides": overrides(each.work),
-                "layout": layout_words(each.work.parallelism, each.work.layout),
+                "layout": each.work.layout.describe(each.work.parallelism),
                 "prediction": asdict(each.prediction),
                 "equal": each.prediction.step_seconds <= equal,
             }
@@ -163,7 +162,7 @@ def write_largest(cluster: ClusterConfig, found: Sequence[Largest], folder: Path
     draw_layouts(
         folder / "largest.png",
         f"The most layers of {_label(found[0].work)}'s width that fit {cluster.name}, {nodes} node{'s' * (nodes > 1)}",
-        names=[layout_words(each.work.parallelism, each.work.layout) for each in shown],
+        names=[each.work.layout.describe(each.work.parallelism) for each in shown],
         lengths={"layers": [each.layers for each in shown]},
         label="layers, the most that fit",
         words=[f"{each.layers}: {format_count(num_parameters(each.work.model))} parameters" for each in shown],
@@ -180,7 +179,7 @@ def _table(plan: Plan, top: int) -> Iterator[str]:
     header, *figures = table(HEADINGS, rows, right=RIGHT, indent="")
     yield header
     for line, each in zip(figures, ranked, strict=True):
-        words = layout_words(each.work.parallelism, each.work.layout)
+        words = each.work.layout.describe(each.work.parallelism)
         yield line
         yield textwrap.fill(words, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False)
 
@@ -216,7 +215,7 @@ def _equal_words(plan: Plan) -> str:
 
 def _memory_words(plan: Plan) -> str:
     """The pick's memory beside what there is."""
-    total, limit = plan.best.prediction.memory.total, room(plan.config, plan.cluster, plan.best.work)
+    total, limit = plan.best.prediction.memory.total, rank_limit(plan.config, plan.cluster, plan.best.work)
     spare = 1 - total / limit
     words = f"{total / GIB:.1f} GiB predicted of {limit / GIB:.1f} on the fullest rank, {spare:.1%} to spare"
     return f"{words}: less than the {MEMORY_ERROR:.0%} that a prediction may be off" if spare < MEMORY_ERROR else words

@@ -16,12 +16,11 @@ from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, ScheduleRule, divisors, resolve
-from gptlite.parallelism.words import layout_words
+from gptlite.plan.capacity import least_bytes, least_too_large, too_large
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost import Costs
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import num_blocks
-from gptlite.plan.room import least_bytes, least_too_large, too_large
 from gptlite.plan.workload import Prediction, RankBytes, Workload
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -67,7 +66,7 @@ class Candidate:
     @property
     def words(self) -> str:
         """The layout and its micro-batch."""
-        words = layout_words(self.work.parallelism, self.work.layout)
+        words = self.work.layout.describe(self.work.parallelism)
         return f"{words}, micro-batch {self.work.micro_batch_size}"
 
 

@@ -29,13 +29,13 @@ from gptlite.ops.select import Ops
 from gptlite.optimizer.config import ConstantConfig
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
-from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.memory_watch import state_tensors, where_backward_begins
 from gptlite.parallelism.mesh import Mesh, mesh_over_world
 from gptlite.parallelism.pipeline import OnePart
 from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduceScatter
+from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.parallelism.torch_private import imagined_world, schedule_stages
 from gptlite.parallelism.zero import sharded_modules
 from gptlite.plan.watch import Watch
@@ -167,21 +167,21 @@ def watched_step(work: Workload, rank: int, micro_batches: int) -> StepWatch:
 
 def _build(work: Workload, mesh: Mesh, model: Model, parts: list[nn.Module], loader: Loader) -> tuple[Step, TrainState]:
     """What `pretrain` builds of them, but for the data and the initial weights."""
-    config, chain, policy = work.parallelism, Chain(parts, mesh, work.parallelism), policy_of(work)
+    config, runner, policy = work.parallelism, StageRunner(parts, mesh, work.parallelism), policy_of(work)
     materialize(model, parts, CPU)
     on_device = replace(config, offload=Offload.none)
     optimizer = build_updates(work.optimizer, model, parts, on_device, mesh, policy, ops_of(work))
     optimizer_state(optimizer)  # creates it
     passes = build_passes(
         model,
-        chain,
+        runner,
         config,
         micro_batches=loader.num_micro_batches,
         micro_batch_size=work.micro_batch_size,
         sequence_length=work.sequence_length,
     )
     step = Step(mesh, passes, work.optimizer.lr, work.optimizer.clip_norm, Stopping(mesh, StopSignal()))
-    return step, TrainState(model, chain, optimizer, Schedule(ConstantConfig(), 1), loader, {})
+    return step, TrainState(model, runner, optimizer, Schedule(ConstantConfig(), 1), loader, {})
 
 
 def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:

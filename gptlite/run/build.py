@@ -12,10 +12,10 @@ from gptlite.models.parallelize import build_passes, copy_weights, materialize
 from gptlite.ops.select import Ops
 from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.schedule import Schedule
-from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline
-from gptlite.parallelism.zero import home
+from gptlite.parallelism.stage_runner import StageRunner
+from gptlite.parallelism.zero import storage_device
 from gptlite.precision import Policy, resolve_precision
 from gptlite.progress import Log
 from gptlite.trainer.build import build_parts, build_updates
@@ -52,7 +52,7 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
     layout, compiles = config.parallelism, config.trainer.compile
     model = Model.of(config.model, policy)
     parts = build_parts(model, layout, mesh, policy, ops, config.seed, compile=compiles)
-    materialize(model, parts, home(mesh, layout))
+    materialize(model, parts, storage_device(mesh, layout))
     for part in parts:
         init_weights(model, part, config.seed)
         model.fill_buffers(part, ops, config.seed)
@@ -62,7 +62,7 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
     loader = build_loader(config.data, data, mesh, config.seed, layout)
     state = TrainState(
         model,
-        Chain(parts, mesh, layout),
+        StageRunner(parts, mesh, layout),
         optimizer,
         Schedule(config.schedule, config.trainer.max_steps),
         loader,
@@ -72,7 +72,7 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
     )
     passes = build_passes(
         model,
-        state.chain,
+        state.runner,
         layout,
         micro_batches=loader.num_micro_batches,
         micro_batch_size=loader.micro_batch_size,

@@ -25,9 +25,8 @@ from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.files import existing, unwritable, write_whole
 from gptlite.models.spec import spec_of
-from gptlite.parallelism.main_rank import from_all, from_main
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.words import layout_words
+from gptlite.parallelism.rank_sync import from_all, from_main
 from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState, model_tensors
 
@@ -57,7 +56,7 @@ class RunFolder:
         self._early: list[str] = []  # lines said before there was a log
         self._log_file: TextIO | None = None
         self.tokenizer: Tokenizer | None = None
-        self.layout = layout_words(config.parallelism, mesh.layout)
+        self.layout = mesh.layout.describe(config.parallelism)
         self.checkpointer = Checkpointer(config.checkpoint, self.path, mesh, self.layout)
         from_main(mesh, self._refuse_folder)
         self.resume_from = self.checkpointer.find(config.checkpoint.resume, self.log)

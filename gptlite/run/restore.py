@@ -9,14 +9,14 @@ from gptlite.models.model import Model
 from gptlite.models.parallelize import materialize, set_dtypes
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import select_ops
-from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 from gptlite.trainer.state import model_tensors
 
 
-def restore(checkpoint: str, precision: str = "auto") -> tuple[Model, Chain, Tokenizer, Config]:
+def restore(checkpoint: str, precision: str = "auto") -> tuple[Model, StageRunner, Tokenizer, Config]:
     """The model in evaluation mode, its one part on a device, its tokenizer and its run's configuration.
 
     `checkpoint` is a step folder, or a run folder for its newest. Raises ConfigError for what is not there.
@@ -39,4 +39,4 @@ def restore(checkpoint: str, precision: str = "auto") -> tuple[Model, Chain, Tok
     model.fill_buffers(part, ops, config.seed)
     set_dtypes(model, part, policy)
     load_tensors(path, model_tensors(model, [part]), strict=False, verified=True)
-    return model, Chain([part.eval()], mesh), load_tokenizer(path / "tokenizer"), config
+    return model, StageRunner([part.eval()], mesh), load_tokenizer(path / "tokenizer"), config

@@ -36,8 +36,8 @@ from gptlite.parallelism.boxes import num_local_elements
 from gptlite.parallelism.collectives import gather_objects
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages, stages_per_rank
-from gptlite.parallelism.main_rank import from_main
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.rank_sync import from_main
 from gptlite.parallelism.replicas import ReplicasDiffer
 from gptlite.parallelism.watchdog import RankStuck, Watch
 from gptlite.precision import Policy, cpu_name
@@ -329,7 +329,7 @@ def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
     # Compiled blocks would be compiled again for every length of the cache.
     with torch.compiler.set_stance("force_eager"):
         spec, count = state.model.spec, trainer.sample_tokens
-        tokens = spec.generate(state.chain, prompt, count, sampling, stop=tokenizer.eod, cache=True)
+        tokens = spec.generate(state.runner, prompt, count, sampling, stop=tokenizer.eod, cache=True)
         text = "".join([decoder.push(token) for token in tokens]) + decoder.flush()
     if not run.mesh.is_main:
         return

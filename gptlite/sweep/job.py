@@ -23,7 +23,6 @@ from gptlite.config import Config, typed
 from gptlite.errors import ConfigError
 from gptlite.launch.rank_stop import EXIT_TERMINATED, SIGNALS
 from gptlite.parallelism.layout import Layout
-from gptlite.parallelism.words import layout_words
 from gptlite.sweep.begin import HERE
 from gptlite.sweep.cells import prepare, this_cell
 from gptlite.sweep.folder import FAILED, INTERRUPTED, OK, OUT_OF_MEMORY, PRUNED, Record, SweepFolder
@@ -80,7 +79,7 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     except ConfigError as error:
         return told(replace(cell, run_dir=""), PRUNED, str(error))
     layout = check_world(config, world)
-    cell.world_size, cell.layout = world, layout_words(config.parallelism, layout)
+    cell.world_size, cell.layout = world, layout.describe(config.parallelism)
     cell.predicted = predicted(config, layout)
     sweeping = any(each.startswith(SWEEPING) for each in cell.overrides)
     config.run.overrides = [*cell.overrides, *["hydra.mode=RUN"] * sweeping]

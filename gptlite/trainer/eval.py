@@ -10,8 +10,8 @@ import torch
 from gptlite.data.loader import Batch, Loader
 from gptlite.models.model import Model
 from gptlite.ops.inputs import Inputs
-from gptlite.parallelism.chain import Chain
 from gptlite.parallelism.collectives import all_reduce
+from gptlite.parallelism.stage_runner import StageRunner
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,17 @@ class Evaluation:
 
 
 def evaluate_sets(
-    model: Model, chain: Chain, loader: Loader, limit: int | None, interrupted: Callable[[], bool] = lambda: False
+    model: Model,
+    runner: StageRunner,
+    loader: Loader,
+    limit: int | None,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
     """The loss on the held-out text of all data sets, `limit` sequences of each; None if `interrupted` came true."""
     parts = {}
     for name in loader.validation_sets:
         batches, text_bytes = loader.validation_batches(limit, name), loader.validation_bytes(limit, name)
-        if (result := evaluate(model, chain, batches, text_bytes, interrupted)) is None:
+        if (result := evaluate(model, runner, batches, text_bytes, interrupted)) is None:
             return None
         parts[name] = result
     if len(parts) == 1:
@@ -61,22 +65,22 @@ def evaluate_sets(
 
 def evaluate(
     model: Model,
-    chain: Chain,
+    runner: StageRunner,
     batches: Iterable[Batch],
     text_bytes: int | None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
     """The loss over all batches of all ranks, dropout off; None if `interrupted` came true meanwhile."""
-    mesh = chain.mesh
+    mesh = runner.mesh
     counts = mesh.is_first("uncut")  # the others have computed the same loss
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    with chain.reading():
+    with runner.reading():
         for batch in batches:
             if interrupted():
                 return None
             cut = mesh.size("pp") > 1
-            shape = model.activations(len(batch.tokens), chain.slice_length(batch.tokens.shape[1])) if cut else ()
-            loss = chain.run(batch.tokens, partial(_forward, model, batch), shape, model.dtype)
+            shape = model.activations(len(batch.tokens), runner.slice_length(batch.tokens.shape[1])) if cut else ()
+            loss = runner.run(batch.tokens, partial(_forward, model, batch), shape, model.dtype)
             if loss is not None and counts:
                 sums += torch.stack([loss.double(), model.spec.count(batch.targets).double()])
     nats, tokens = all_reduce(sums, mesh).tolist()

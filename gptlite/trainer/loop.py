@@ -263,7 +263,7 @@ def _evaluate(
     if state.evaluated_step == state.step:
         return None
     with reporter.throughput.excluded():
-        result = evaluate_sets(state.model, state.chain, state.loader, config.eval_samples, interrupted)
+        result = evaluate_sets(state.model, state.runner, state.loader, config.eval_samples, interrupted)
     if result is not None:
         state.best_val_loss = min(state.best_val_loss, result.loss)
         state.evaluated_step = state.step

@@ -72,7 +72,7 @@ class RankMemory:
         )
         blocks = sum(len(state.model.blocks(part)) for part in state.parts)
         recompute, spec = config.activation_checkpointing.value, state.model.spec
-        found = spec.activation_bytes(state.model.config, batch, recompute, blocks, state.chain.has_last)
+        found = spec.activation_bytes(state.model.config, batch, recompute, blocks, state.runner.has_last)
         kept, passing = found or (0, 0)
         sharded = mesh.fsdp_size > 1 or config.offload is not Offload.none
         if itemsize < (gathered if sharded else policy.parameter_dtype.itemsize):
@@ -151,7 +151,7 @@ class MemoryReport:
         with ExitStack() as stack:
             with excluded():
                 count = state.loader.micro_batches(state.consumed_samples)
-                watch = MemoryWatch(state.parts, state.optimizer, state.chain.mesh.device, count)
+                watch = MemoryWatch(state.parts, state.optimizer, state.runner.mesh.device, count)
                 stack.enter_context(watch)
                 stack.enter_context(watched_shards(state.parts, self._to_device.append, self._to_host.append))
             result = step(state)
@@ -159,8 +159,8 @@ class MemoryReport:
                 stack.close()
                 found = watch.found()
                 each = (found.state.parameters, found.state.gradients, found.state.optimizer, found.activations)
-                self._found = _everyone(each, state.chain.mesh)
-                phases = _everyone([found.phases[phase] for phase in PHASES], state.chain.mesh)
+                self._found = _everyone(each, state.runner.mesh)
+                phases = _everyone([found.phases[phase] for phase in PHASES], state.runner.mesh)
         self._phases = list(map(max, zip(*phases, strict=True)))
         most = map(max, zip(*self._found, strict=True))
         self.row = {f"memory_{name}_bytes": size for name, size in zip(CATEGORIES, most, strict=True)}

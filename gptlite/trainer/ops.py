@@ -5,8 +5,8 @@ from dataclasses import replace
 from gptlite.ops.config import Implementation, OpsConfig
 from gptlite.ops.select import Ops, select_ops
 from gptlite.parallelism.collectives import gather_objects
-from gptlite.parallelism.main_rank import together
 from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.rank_sync import together
 
 
 def agreed_ops(config: OpsConfig, mesh: Mesh, documents: bool = False) -> Ops:

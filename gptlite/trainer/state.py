@@ -15,7 +15,7 @@ from gptlite.models.model import Model
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
 from gptlite.parallelism.boxes import local_part, num_local_elements
-from gptlite.parallelism.chain import Chain
+from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.trainer.loss_scale import LossScaler
 from gptlite.trainer.spike import SpikeWatch
 
@@ -67,7 +67,7 @@ class TrainState:
     """
 
     model: Model
-    chain: Chain
+    runner: StageRunner
     optimizer: Optimizer
     schedule: Schedule
     loader: Loader
@@ -109,7 +109,7 @@ class TrainState:
     @property
     def parts(self) -> list[nn.Module]:
         """The parts of the model on this rank; one, unless there is a pipeline."""
-        return self.chain.parts
+        return self.runner.parts
 
     def weights(self) -> Iterator[nn.Parameter]:
         """Every parameter of this rank's parts but for copies of tied ones."""

@@ -32,7 +32,7 @@ from gptlite.config import from_yaml, load
 from gptlite.data.build import build_loader, prepare
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
-from gptlite.parallelism.main_rank import ALONE
+from gptlite.parallelism.rank_sync import ALONE
 from gptlite.pretrain import pretrain
 from gptlite.run.restore import restore
 

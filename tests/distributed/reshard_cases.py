@@ -23,7 +23,6 @@ from gptlite.optimizer.base import OwnOptimizer
 from gptlite.parallelism.boxes import local_box, local_part
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.torch_private import forget_meshes
-from gptlite.parallelism.words import layout_words
 from gptlite.parity.gather import Whole, gather
 from gptlite.parity.record import build
 from gptlite.run.folder import RunFolder
@@ -96,7 +95,7 @@ def filled(config: Config, mesh: Mesh, filling: str) -> TrainState:
 
 def held_out_loss(state: TrainState) -> float:
     """What the model makes of some text: it tells where the values of a layer are in the wrong place."""
-    found = evaluate(state.model, state.chain, state.loader.validation_batches(8), None)
+    found = evaluate(state.model, state.runner, state.loader.validation_batches(8), None)
     assert found is not None
     return found.loss
 
@@ -110,7 +109,7 @@ def save(config: Config, world: int, name: str) -> Path | None:
         state = filled(config, mesh, SAVED)
         for key, value in COUNTERS.items():
             setattr(state, key, value)
-        words = layout_words(config.parallelism, mesh.layout)
+        words = mesh.layout.describe(config.parallelism)
         with closing(state.loader), closing(Checkpointer(config.checkpoint, Path(config.run.dir), mesh, words)) as into:
             return into.save(state.tensors(), state.meta(), to_yaml(config), None, print)
 

@@ -22,7 +22,7 @@ from gptlite.data.build import build_loader, prepare
 from gptlite.data.loader import IGNORE
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
-from gptlite.parallelism.main_rank import ALONE
+from gptlite.parallelism.rank_sync import ALONE
 from gptlite.trainer.state import model_tensors
 
 VOCABULARY, STEPS = 37, 2

@@ -21,7 +21,6 @@ from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.boxes import local_box, local_part
 from gptlite.parallelism.mesh import build_mesh
-from gptlite.parallelism.words import layout_words
 from gptlite.parity.gather import Whole, gather
 from gptlite.run.folder import RunFolder
 from gptlite.trainer.state import TrainState
@@ -84,7 +83,7 @@ def take_steps(config: Config, save: bool = False) -> dict[str, Whole] | None:
         found = gather(held(state))
         if save:
             state.step = STEPS
-            words = layout_words(config.parallelism, mesh.layout)
+            words = mesh.layout.describe(config.parallelism)
             with closing(Checkpointer(config.checkpoint, Path(config.run.dir), mesh, words)) as into:
                 into.save(state.tensors(), state.meta(), to_yaml(config), None, print)
     mesh.close()

@@ -19,12 +19,12 @@ from marking import marked
 
 from distributed.ranks import RankFailed, run_ranks
 from gptlite.config import CONF_DIR
-from gptlite.parallelism import stack, watchdog
+from gptlite.parallelism import stack_sampling, watchdog
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout
 from gptlite.parallelism.mesh import Mesh, build_mesh
-from gptlite.parallelism.stack import Place
+from gptlite.parallelism.stack_sampling import Place
 from gptlite.parallelism.tensor import leave, tensor_axis
 from gptlite.parallelism.verdict import Heartbeat, judge, rank_words
 from gptlite.parallelism.watchdog import Watch
@@ -229,7 +229,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch):
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        (f"{stack.PACKAGE}model/trunk.py", "gptlite/model/trunk.py"),
+        (f"{stack_sampling.PACKAGE}model/trunk.py", "gptlite/model/trunk.py"),
         ("/home/someone/gptlite/train/loop.py", None),  # a folder of the same name is not the package
     ],
 )
@@ -242,13 +242,13 @@ def test_a_place_says_the_phase_and_the_line(file, said):
     thread.start()
     standing.wait(30)
     assert thread.ident is not None
-    place = stack.place_of(thread.ident)
+    place = stack_sampling.place_of(thread.ident)
     done.set()
     thread.join()
-    assert place == stack.Place(words=place.words)  # waits for no other rank
+    assert place == stack_sampling.Place(words=place.words)  # waits for no other rank
     if said is None:  # nothing of the package is on this stack: the innermost frame is named
         assert "gptlite/train/loop.py" not in place.words
         assert place.words.startswith("evaluation, forward, in ")
     else:
         assert place.words in [f"evaluation, forward, in forward ({said}:{line})" for line in (2, 3)]
-    assert stack.place_of(0) == stack.Place(words="ended")  # no such thread
+    assert stack_sampling.place_of(0) == stack_sampling.Place(words="ended")  # no such thread

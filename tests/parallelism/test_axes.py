@@ -16,14 +16,13 @@ import gptlite
 from gptlite.config import load
 from gptlite.config.checks import check
 from gptlite.errors import ConfigError
-from gptlite.parallelism import axes, flight_recorder, stack
+from gptlite.parallelism import axes, flight_recorder, stack_sampling
 from gptlite.parallelism.axes import Axis, kinds
 from gptlite.parallelism.comm_time import summary
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout, resolve
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.torch_private import imagined_world
-from gptlite.parallelism.words import layout_words
 
 CPU = torch.device("cpu")
 EXPERTS = Axis(
@@ -77,8 +76,8 @@ def test_a_folded_axis_regroups_the_ranks_of_a_layout():
     assert (layout.size("ep"), layout.size("cp"), plain.size("ep")) == (3, 1, 1)
     # Its degree neither multiplies the world nor makes ranks read the same samples.
     assert (layout.world_size, layout.data_size, layout.fsdp_size) == (24, 6, 6)
-    assert layout_words(TWELVE, layout) == "pipeline 2 x data 6 (zero 1) x tensor 2 x expert 3, 1f1b"
-    assert layout_words(TWELVE, plain) == "pipeline 2 x data 6 (zero 1) x tensor 2, 1f1b"
+    assert layout.describe(TWELVE) == "pipeline 2 x data 6 (zero 1) x tensor 2 x expert 3, 1f1b"
+    assert plain.describe(TWELVE) == "pipeline 2 x data 6 (zero 1) x tensor 2, 1f1b"
 
 
 @pytest.mark.usefixtures("experts")
@@ -130,7 +129,7 @@ def test_a_folded_axis_and_one_that_shares_sequences_take_the_same_ranks():
         (layout.data_rank(rank), layout.coordinate(rank, "cp"), layout.coordinate(rank, "ep")) for rank in range(8)
     ]
     assert places == [(rank // 2, rank % 2, rank % 4) for rank in range(8)]
-    assert layout_words(WithExperts(zero=3), layout) == "data 4 (zero 3) x context 2 x expert 4"
+    assert layout.describe(WithExperts(zero=3)) == "data 4 (zero 3) x context 2 x expert 4"
 
 
 @pytest.mark.usefixtures("experts")
@@ -149,7 +148,7 @@ def test_a_kind_of_axis_more_is_timed():
 
 @pytest.mark.usefixtures("experts")
 def test_a_rank_that_waits_in_the_file_of_a_row_waits_along_its_axis():
-    file, source = f"{stack.PACKAGE}parallelism/expert.py", "def exchange(work):\n    work.wait()\n"
+    file, source = f"{stack_sampling.PACKAGE}parallelism/expert.py", "def exchange(work):\n    work.wait()\n"
     linecache.cache[file] = (len(source), None, [*source.splitlines(True)], file)
     scope: dict[str, Any] = {}
     exec(compile(source, file, "exec"), scope)
@@ -159,7 +158,7 @@ def test_a_rank_that_waits_in_the_file_of_a_row_waits_along_its_axis():
         thread.start()
         assert thread.ident is not None
         time.sleep(0.2)
-        place = stack.place_of(thread.ident)
+        place = stack_sampling.place_of(thread.ident)
     thread.join()
     assert (place.waits, place.axis) == ("collective", "ep")
     assert place.waiting_for == "tokens over ep"

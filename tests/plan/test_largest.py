@@ -7,12 +7,12 @@ import pytest
 
 from gptlite.config import load
 from gptlite.errors import ConfigError
+from gptlite.plan.capacity import GIB, rank_memory
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.largest import largest_models
 from gptlite.plan.memory import most
 from gptlite.plan.planning import fixed_keys, limited, make_plan
 from gptlite.plan.report import report_largest, train_command
-from gptlite.plan.room import GIB, rank_memory
 
 GIVEN = ["data=synthetic", "data.vocab_size=300", "data.global_batch_size=8", "model.d_model=128", "precision=fp32"]
 NODE = ["cluster=dgx-h100", "cluster.devices_per_node=4", "cluster.memory_gib=3"]

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from gptlite.config import load
+from gptlite.plan.capacity import rank_memory
 from gptlite.plan.planning import make_plan
 from gptlite.plan.report import report, write
-from gptlite.plan.room import rank_memory
 from gptlite.plan.search import ERROR, distinct, equals
 
 GIVEN = ["model=gpt3-xl", "data=synthetic", "cluster=dgx-h100", "data.global_batch_size=64"]

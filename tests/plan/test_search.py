@@ -11,11 +11,11 @@ from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import resolve
 from gptlite.plan import walk
+from gptlite.plan.capacity import least_activations, least_bytes, rank_memory
 from gptlite.plan.cost import predict
 from gptlite.plan.memory import most
 from gptlite.plan.offload import file_bytes
 from gptlite.plan.planning import apply, chosen, fixed_keys, make_plan, overrides, space_of, too_small
-from gptlite.plan.room import least_activations, least_bytes, rank_memory
 from gptlite.plan.search import ERROR, distinct, equals, layouts, search, workloads
 from gptlite.plan.timeline import order
 

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, num_stages, schedule_refuses, stages_per_rank
 from gptlite.parallelism.pipeline import SCHEDULES as TORCH_SCHEDULES
-from gptlite.plan.room import least_in_flight
+from gptlite.plan.capacity import least_in_flight
 from gptlite.plan.timeline import Timeline, order, timeline
 
 CASES = [

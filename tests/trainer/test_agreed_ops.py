@@ -6,7 +6,7 @@ import pytest
 
 from gptlite.ops.config import CrossEntropy, Implementation, OpsConfig
 from gptlite.ops.select import Ops
-from gptlite.parallelism.main_rank import ALONE
+from gptlite.parallelism.rank_sync import ALONE
 from gptlite.trainer import ops
 
 FUSED = Ops(cross_entropy=CrossEntropy.fused, layer_norm=True, adamw=True, reasons=("all fused",))

@@ -13,8 +13,8 @@ def test_the_checkpoint_is_bf16_widened(run, tmp_path):
     stored = checkpoint(tmp_path / "whole", 3)[0]
     weights = {key: value for key, value in stored.items() if key.startswith("model.")}
     assert all(torch.equal(value, value.bfloat16().float()) for value in weights.values())
-    model, chain, *_ = restore(str(tmp_path / "whole"), "fp32")
-    for name, parameter in model.named_weights(chain.parts[0]):
+    model, runner, *_ = restore(str(tmp_path / "whole"), "fp32")
+    for name, parameter in model.named_weights(runner.parts[0]):
         assert torch.equal(parameter, weights[f"model.{name}"])
 
 

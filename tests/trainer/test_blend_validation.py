@@ -37,7 +37,7 @@ def evaluations(folder: Path) -> list[Row]:
 
 def measured(run_dir: Path, folder: Path) -> tuple[float, int, int]:
     """Nats, tokens and bytes of LIMIT evenly spread stretches of held-out text, each read by itself."""
-    model, chain, *_ = restore(str(run_dir), "fp32")
+    model, runner, *_ = restore(str(run_dir), "fp32")
     tokens = IndexedDataset(folder / "val").tokens.astype(np.int64)
     chunks = [tokens[start : start + LENGTH + 1] for start in range(0, len(tokens) - 1, LENGTH)]
     count = min(LIMIT, len(chunks))
@@ -45,7 +45,7 @@ def measured(run_dir: Path, folder: Path) -> tuple[float, int, int]:
     for index in range(count):
         chunk = torch.from_numpy(chunks[index * len(chunks) // count])
         with torch.no_grad():
-            nats += model.forward(chain.parts[0], chunk[None, :-1], Inputs(chunk[None, 1:])).item()
+            nats += model.forward(runner.parts[0], chunk[None, :-1], Inputs(chunk[None, 1:])).item()
         counted += len(chunk) - 1
         text_bytes += int((chunk[1:] != END).sum())  # an end of document costs bits and stands for no byte
     return nats, counted, text_bytes

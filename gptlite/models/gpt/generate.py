@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.model import GPT
 from gptlite.models.sampling import Sampling
-from gptlite.parallelism.chain import Chain
+from gptlite.parallelism.stage_runner import StageRunner
 
 
 def generate(
-    model: GPT | Chain,
+    model: GPT | StageRunner,
     prompt: list[int],
     max_tokens: int,
     sampling: Sampling,
@@ -29,13 +29,13 @@ def generate(
     """
     if not prompt:
         raise ValueError("an empty prompt: give at least one token, such as the end of a document")
-    chain = model if isinstance(model, Chain) else Chain([model])
-    limit = _first(chain).config.sequence_length
+    runner = model if isinstance(model, StageRunner) else StageRunner([model])
+    limit = _first(runner).config.sequence_length
     generator = torch.Generator().manual_seed(sampling.seed)
-    context, unread, caches = prompt[-limit:], prompt[-limit:], _caches(chain) if cache else None
+    context, unread, caches = prompt[-limit:], prompt[-limit:], _caches(runner) if cache else None
     for _ in range(max_tokens):
-        logits = _logits(chain, unread if caches else context, caches)
-        token = chain.from_last(partial(_draw, logits, sampling, generator))
+        logits = _logits(runner, unread if caches else context, caches)
+        token = runner.from_last(partial(_draw, logits, sampling, generator))
         if token == stop:
             return
         yield token
@@ -43,33 +43,33 @@ def generate(
         unread = [token]
         if len(context) > limit:
             context = context[limit // 2 + 1 :]
-            unread, caches = context, _caches(chain) if cache else None
+            unread, caches = context, _caches(runner) if cache else None
 
 
-def _logits(chain: Chain, context: list[int], caches: list[list[LayerCache]] | None) -> Tensor:
+def _logits(runner: StageRunner, context: list[int], caches: list[list[LayerCache]] | None) -> Tensor:
     """Logits [V] of the next token where this rank holds the last part, else an empty tensor."""
-    tokens = torch.tensor([context], device=chain.mesh.device)
-    shape, dtype = (1, len(context), _first(chain).config.d_model), _first(chain).compute_dtype
+    tokens = torch.tensor([context], device=runner.mesh.device)
+    shape, dtype = (1, len(context), _first(runner).config.d_model), _first(runner).compute_dtype
 
     def call(index: int, part: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(part, GPT)
         return part(x, None, caches=caches[index] if caches else None)
 
-    with chain.reading(whole_sequence=True):
-        out = chain.run(tokens, call, shape, dtype)
+    with runner.reading(whole_sequence=True):
+        out = runner.run(tokens, call, shape, dtype)
     return torch.empty(0) if out is None else out[0].cpu()
 
 
-def _first(chain: Chain) -> GPT:
-    part = chain.parts[0]
+def _first(runner: StageRunner) -> GPT:
+    part = runner.parts[0]
     assert isinstance(part, GPT)
     return part
 
 
-def _caches(chain: Chain) -> list[list[LayerCache]]:
+def _caches(runner: StageRunner) -> list[list[LayerCache]]:
     """A cache for each layer of each of this rank's parts."""
-    limit = _first(chain).config.sequence_length
-    return [[LayerCache(limit) for _ in part.layers] for part in chain.parts if isinstance(part, GPT)]
+    limit = _first(runner).config.sequence_length
+    return [[LayerCache(limit) for _ in part.layers] for part in runner.parts if isinstance(part, GPT)]
 
 
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

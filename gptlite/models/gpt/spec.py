@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gptlite.models.sampling import Sampling
     from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
-    from gptlite.parallelism.chain import Chain
+    from gptlite.parallelism.stage_runner import StageRunner
     from gptlite.precision import Policy
 
 RESIDUAL_PROJECTIONS = ("attn.proj.weight", "mlp.down.weight")
@@ -146,11 +146,18 @@ class GPTSpec(ModelSpec[GPTConfig]):
         prepare(part, policy, recomputes)
 
     def generate(
-        self, chain: Chain, prompt: list[int], max_tokens: int, sampling: Sampling, *, stop: int | None, cache: bool
+        self,
+        runner: StageRunner,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling,
+        *,
+        stop: int | None,
+        cache: bool,
     ) -> Iterator[int]:
         from gptlite.models.gpt.generate import generate
 
-        return generate(chain, prompt, max_tokens, sampling, stop=stop, cache=cache)
+        return generate(runner, prompt, max_tokens, sampling, stop=stop, cache=cache)
 
     def matrices(self, config: GPTConfig) -> Matrices:
         return Matrices(edges=EDGES, fused={"attn.qkv.weight": (config.num_heads, 3)})

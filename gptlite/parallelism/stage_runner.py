@@ -20,7 +20,7 @@ from gptlite.parallelism.tensor import axis_of
 from gptlite.parallelism.zero import reshard
 
 
-class Chain:
+class StageRunner:
     """All parts of a model, of which this rank holds `parts`. By default a whole model on one device."""
 
     def __init__(

@@ -19,7 +19,7 @@ from gptlite.parallelism.axes import WORLD, every_axis
 # Files are told by where the packages are: a checkout or a user's own folder may have the same names in its path.
 PACKAGE, TORCH = f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/distributed/"
 COLLECTIVES = (f"{TORCH}distributed_c10d.py", f"{TORCH}_functional_collectives.py")
-STORE = f"{PACKAGE}parallelism/main_rank.py"  # waits there may take any time
+STORE = f"{PACKAGE}parallelism/rank_sync.py"  # waits there may take any time
 # What a function on the stack says of the phase, from the outside in; after "backward" nothing more is said.
 PHASES = {
     "prepare": "preparing data",

@@ -18,8 +18,8 @@ from gptlite.data import build
 from gptlite.data.config import TextConfig
 from gptlite.errors import ConfigError
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.main_rank import from_all, from_main, together
 from gptlite.parallelism.mesh import Mesh, build_mesh
+from gptlite.parallelism.rank_sync import from_all, from_main, together
 from gptlite.run import folder as run_folder
 from gptlite.run.folder import RunFolder
 

@@ -4,7 +4,6 @@ import pytest
 
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import resolve
-from gptlite.parallelism.words import layout_words
 
 
 @pytest.mark.parametrize(
@@ -21,4 +20,4 @@ from gptlite.parallelism.words import layout_words
 )
 def test_layout_words(world, settings, words):
     config = ParallelismConfig(**settings)
-    assert layout_words(config, resolve(config, world)) == words
+    assert resolve(config, world).describe(config) == words
