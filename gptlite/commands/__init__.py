@@ -1,1 +1,1 @@
-"""The commands of `gptlite` that have no room of their own, a module each; `main` reads the command line."""
+"""Commands of `gptlite`, one module each; `main` reads the command line."""

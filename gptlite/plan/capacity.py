@@ -1,4 +1,4 @@
-"""What there is room for: on devices, in the memory of their hosts, on the hosts' disks. No torch here."""
+"""Capacity of devices, of their hosts' memory and disks, and the layouts that exceed it. No torch here."""
 
 from __future__ import annotations
 
