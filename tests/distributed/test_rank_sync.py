@@ -123,7 +123,7 @@ def run_folders(text: Path, root: Path) -> dict[str, Any]:
     return seen
 
 
-CASES = "distributed.test_main_rank:"
+CASES = "distributed.test_rank_sync:"
 LIMIT = 5.0  # seconds that a collective may take
 
 
