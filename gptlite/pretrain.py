@@ -35,6 +35,8 @@ def pretrain(
     run = build_run(config, mesh, folder.log)
     config, state = run.config, run.state
     folder.restore(state)
+    if folder.complete(state):
+        return 0
     folder.check_space(state)
 
     with folder.opened(config, run.data.tokenizer), closing(state.loader), closing(watch):

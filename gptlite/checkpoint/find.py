@@ -7,6 +7,7 @@ from pathlib import Path
 from gptlite.checkpoint import store
 from gptlite.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, verify
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.invocation import command
 from gptlite.progress import Log
 
 
@@ -29,6 +30,9 @@ def candidates(path: str, key: str, *, words: tuple[str, ...] = ()) -> list[Path
     if (folder / FILE_NAME).exists() or store.step_of(folder) is not None:
         return [folder]
     folders = store.step_folders(folder) or store.step_folders(folder / "checkpoints")
+    if not folders and (folder / "config.json").is_file():
+        given = f"{command('checkpoint')} import {path} RUN_DIR"
+        raise ConfigError(f"{key}={path} is a Hugging Face model; make a checkpoint of it: {given}, then {key}=RUN_DIR")
     if not folders:
         raise ConfigError(f"{key}={path} holds no checkpoint; give a run folder or a checkpoint in one")
     return folders

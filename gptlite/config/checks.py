@@ -52,7 +52,7 @@ BOUNDS: list[tuple[str, str, float, float, str]] = [
     ("parallelism.", "zero", 0, 3, "is no stage of ZeRO; use 0, 1, 2 or 3"),
     ("parallelism.", "prefetch", 0, math.inf, "must not be negative; 0 gathers nothing ahead"),
     ("parallelism.", "timeout_seconds", SOME, 1_000_000, "must be above 0 and at most 1,000,000"),  # eleven days
-    ("trainer.", "max_steps log_interval eval_samples spike.patience", 1, math.inf, AT_LEAST_1),
+    ("trainer.", "max_steps stop_step log_interval eval_samples spike.patience", 1, math.inf, AT_LEAST_1),
     ("trainer.", "spike.window", 8, math.inf, "must be at least 8"),
     ("trainer.", "spike.threshold spike.rise spike.margin spike.max_rewinds", 0, math.inf, "must be at least 0"),
     ("trainer.", "eval_interval sample_tokens max_restarts replica_check_interval", 0, math.inf, OFF_AT_0),

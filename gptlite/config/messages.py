@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
@@ -65,6 +66,9 @@ def _missing_preset(error: MissingConfigException) -> str:
     hint = f"did you mean {close[0]}? " if close else ""
     if not options:
         return str(error).splitlines()[0]
+    if group.partition("/")[0] == "data" and (path := Path(f"{group}/{name}".removeprefix("data/"))).exists():
+        key = "data=tokens" if (path / "train.idx").exists() else "data=text"
+        return f"data={path} is a path, and data= takes a preset: give {key} data.path={path}"
     if group == "hydra/launcher" and (plugin := name.partition("_")[0]) in ("joblib", "submitit"):
         hint = f"pip install hydra-{plugin}-launcher, or "
     return f"{group}={name} does not exist; {hint}the choices are {', '.join(options)}"

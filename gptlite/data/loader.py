@@ -165,6 +165,11 @@ class Loader:
             begin = start + self._data_rank * self.micro_batch_size
             yield self._collate_chunks(dataset, chunks[begin : begin + self.micro_batch_size]).to(self._device)
 
+    def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:
+        """How many batches `validation_batches(limit, name)` has."""
+        chunks = _spread(self._validation[name or self.validation_sets[0]].num_chunks, limit)
+        return -(-len(chunks) // (self.micro_batch_size * self._data_size))
+
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
         """UTF-8 bytes of the targets that `validation_batches(limit, name)` counts, over all ranks.
 

@@ -95,7 +95,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
     if starter.name == "srun":
         share_cores(starter.local_world_size)
     try:
-        code = train_rank(config, started, StopSignal(), log, pretrain, from_rank_0=True)
+        code = train_rank(config, started, StopSignal(), log, pretrain, starter)
         leave()  # not after a failure: the others may be gone, and this would wait for them
         return code
     except ConfigError:
@@ -118,9 +118,10 @@ def train_rank(
     stop: object,
     log: RankLog | None,
     pretrain: Pretrain | None = None,
-    from_rank_0: bool = False,
+    node: Starter | None = None,
 ) -> int:
-    """Joins the process group and trains; returns the exit code."""
+    """Joins the process group and trains; returns the exit code. `node`: torchrun or srun started this rank, which
+    takes the configuration from rank 0 and, first on a machine without rank 0, prints where output goes."""
     from gptlite.parallelism.process_group import broadcast_text, join
 
     if pretrain is None:
@@ -128,9 +129,19 @@ def train_rank(
     if int(os.environ["WORLD_SIZE"]) > 1:  # one rank has nobody to talk to
         join(config.parallelism.timeout_seconds)
     limit(config.trainer.host_memory_limit)
-    if from_rank_0:
+    if node:
         config = from_yaml(broadcast_text(to_yaml(config)))
-    return pretrain(config, started, stop, log.move if log else None)
+
+    def opened(run_dir: Path) -> None:
+        assert log is not None
+        log.move(run_dir)
+        if node and node.local_rank == 0:
+            last = node.rank + node.local_world_size - 1
+            log.tell(
+                f"ranks {node.rank} to {last} of {node.world_size} train here; their output is in {log.path.parent}"
+            )
+
+    return pretrain(config, started, stop, opened if log else None)
 
 
 def die_with(launcher: int) -> None:

@@ -68,6 +68,9 @@ def plot_curves(jsonl: Path, out: Path, title: str | None = None) -> Path:
         loss = figure.add_subplot(grid[:, 0])
         loss.set_xlim(0, 1.015 * max(train[0] + validation[0]))
         _draw_loss(loss, train, validation)
+        for step in sorted({row["spike_step"] for row in rows if "spike_step" in row}):
+            loss.axvline(step, color=FAINT, linewidth=0.8, linestyle=":")
+            loss.annotate("spike", (step, 1), xycoords=("data", "axes fraction"), color=FAINT, fontsize=7, ha="center")
         small = [figure.add_subplot(grid[row, 1], sharex=loss) for row in range(3)]
         _draw_rate(small[0], _series(rows, "lr"))
         _draw_noisy(small[1], "gradient norm", _series(rows, "grad_norm"))

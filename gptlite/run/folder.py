@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -78,9 +79,20 @@ class RunFolder:
                 self.log(line)
             if not self.resume_from.resolve().is_relative_to(self.path.resolve()):
                 state.wandb_id = None  # that tracker's run belongs to the folder it was started in
-        for change in changes:
+        for change in changes * (not weights_only):  # a new run has no curve to go on with
             self.log(f"resuming elsewhere: {change}; the curve may differ from an uninterrupted run's by rounding")
         self.log(f"{'weights' if weights_only else 'resuming'} from {self.resume_from}")
+
+    def complete(self, state: TrainState) -> bool:
+        """True if this folder's run has taken all its steps and evaluated the last; says how to train further."""
+        steps = self.config.trainer.max_steps
+        found = self.resume_from
+        if found is None or not found.resolve().is_relative_to(self.path.resolve()):
+            return False
+        if state.step < steps or state.evaluated_step != state.step:
+            return False
+        self.log(f"already complete: step {state.step} of {steps}; to train further give trainer.max_steps={2 * steps}")
+        return True
 
     @contextmanager
     def opened(self, config: Config, tokenizer: Tokenizer) -> Iterator[None]:
@@ -116,6 +128,11 @@ class RunFolder:
             print(text, flush=True)
         except OSError:  # a pipe's reader has gone, as tee does at Ctrl-C: the run is worth more than its echo
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+    def error(self, text: str) -> None:
+        """A line for train.log and for standard error."""
+        self.record(text)
+        print(text, file=sys.stderr, flush=True)
 
     def record(self, text: str) -> None:
         """Lines for train.log alone."""

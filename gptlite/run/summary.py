@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import shlex
 import time
 import traceback
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gptlite.config import Config, hydra_value, to_dict
+from gptlite.config.schema import schema_names
 from gptlite.data.tokenizer import StreamDecoder
 from gptlite.invocation import command
 from gptlite.metrics.console import banner, format_bytes, format_count, format_duration
@@ -31,11 +33,13 @@ from gptlite.models.spec import spec_of
 from gptlite.ops.backend import sdpa_words
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
+from gptlite.optimizer.config import AdamWConfig
+from gptlite.optimizer.schedule import Schedule, resolve_warmup_steps
 from gptlite.optimizer.streamed import OffloadFailed
 from gptlite.parallelism.boxes import num_local_elements
 from gptlite.parallelism.collectives import gather_objects
-from gptlite.parallelism.config import Offload
-from gptlite.parallelism.layout import num_stages, stages_per_rank
+from gptlite.parallelism.config import Offload, ParallelismConfig
+from gptlite.parallelism.layout import num_stages, splits_backward, stages_per_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.parallelism.replicas import ReplicasDiffer
@@ -78,10 +82,11 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
     count = sum({name: size for each in sizes for name, size in each.items()}.values())
     lines = [
         ("device", f"{device_words(mesh.device)}, torch {torch.__version__}"),
-        *_layout(folder.layout, mesh, accumulation, elements, layers),
+        *_layout(config.parallelism, folder.layout, mesh, accumulation, elements, layers),
         ("model", f"{spec.label(model)}: {format_count(count)} parameters, {spec.words(model)}".removesuffix(", ")),
         ("precision", f"{policy.name} ({policy.reason})"),
-        ("ops", ", ".join(ops.reasons)),
+        ("ops", ", ".join(_ops(config, ops))),
+        ("optimizer", _optimizer(config)),
         *_attention(config, mesh, policy, ops),
         *predicted(state, mesh, config.parallelism, policy, ops, length),
         *offload_words(state, config.parallelism),
@@ -142,6 +147,27 @@ def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tup
     return [("attention", f"SDPA takes {words}{'; dropout writes the scores out' if drops else ''}")]
 
 
+def _ops(config: Config, ops: Ops) -> Iterator[str]:
+    """The path of each op that the run takes: AdamW's kernel only where the optimizer is AdamW."""
+    for reason in ops.reasons:
+        if not isinstance(config.optimizer, AdamWConfig):
+            reason = re.sub(r"^adamw (?!, ).*|, adamw\b|^adamw, ", "", reason)
+        if reason:
+            yield reason
+
+
+def _optimizer(config: Config) -> str:
+    """`adamw: peak rate 0.003, weight decay 0.1, clipped at a gradient norm of 1; schedule wsd, ...`."""
+    its = config.optimizer
+    names = {group: name.removesuffix("_schema") for group, name in schema_names(config).items()}
+    clipped = f"clipped at a gradient norm of {its.clip_norm:g}" if its.clip_norm else "not clipped"
+    warmup = resolve_warmup_steps(config.schedule, config.trainer.max_steps)
+    return (
+        f"{names['optimizer']}: peak rate {its.lr:g}, weight decay {its.weight_decay:g}, {clipped}; "
+        f"schedule {names['schedule']}, {_counted(warmup, 'step')} of warm-up"
+    )
+
+
 def _ramp(config: Config) -> str:
     """The end of the banner's line on the batch, where that grows on the way."""
     if config.data.batch_ramp is None:
@@ -157,16 +183,29 @@ def _share(state: TrainState) -> tuple[dict[str, int], int, list[list[int]]]:
     return sizes, elements, [list(state.model.blocks(part)) for part in state.parts]
 
 
-def _layout(words: str, mesh: Mesh, micro_batches: int, elements: list[int], layers: list) -> list[tuple[str, str]]:
+def _layout(
+    config: ParallelismConfig, words: str, mesh: Mesh, micro_batches: int, elements: list[int], layers: list
+) -> list[tuple[str, str]]:
     """The banner's line on several ranks: `8 ranks on CPU (gloo): pipeline 2 x ... ; layers 0-1 | 2-3; ...`."""
     if mesh.world_size == 1:
         return []
     text = f"{mesh.world_size} ranks on {mesh.device.type.upper()} ({dist.get_backend()}): {words}"
     if mesh.size("pp") > 1:
         held = [" + ".join(map(_span, each)) for each in layers[:: mesh.world_size // mesh.size("pp")]]
-        text += f" over {micro_batches} micro-batches; layers {' | '.join(held)}"
+        text += (
+            f" over {_counted(micro_batches, 'micro-batch')}{_bubble(config, micro_batches)}; layers {' | '.join(held)}"
+        )
     least, most = format_count(min(elements)), format_count(max(elements))
     return [("layout", f"{text}; {least if least == most else f'{least} to {most}'} parameters a rank")]
+
+
+def _bubble(config: ParallelismConfig, micro_batches: int) -> str:
+    """` (idle 33% of the time by the schedule)`: the bubble of schedules with whole backward passes, (p - 1) / (vm + p
+    - 1) with p ranks of v stages and m micro-batches (Narayanan et al. 2021, arXiv:2104.04473)."""
+    if splits_backward(config):
+        return ""
+    passes, idle = stages_per_rank(config) * micro_batches, config.pipeline - 1
+    return f" (ranks idle {idle / (passes + idle):.0%} of a step by the schedule)"
 
 
 def _span(layers: list[int]) -> str:
@@ -178,7 +217,12 @@ def device_words(device: torch.device) -> str:
     """`NVIDIA H200` or `AMD EPYC, 2 threads`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{cpu_name() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{cpu_name() or platform.machine()}, {_counted(torch.get_num_threads(), 'thread')}"
+
+
+def _counted(number: int, word: str) -> str:
+    """`1 thread`, `2 threads`."""
+    return f"{number} {word}{'s' * (number != 1)}"
 
 
 @dataclass
@@ -215,7 +259,7 @@ def conclude(
         status, conclusion.exit_code = f"{word}: {error}", 1
         if isinstance(error, OffloadFailed) and run.mesh.world_size > 1:  # the others wait for this rank: it ends all
             raise
-        run.log(f"error: {error}{ADVICE[type(error)].format(lr=config.optimizer.lr)}")
+        run.error(f"error: {error}{ADVICE[type(error)].format(lr=config.optimizer.lr)}")
     except BaseException as error:
         status = f"failed: {watch.verdict() or f'{type(error).__name__}: {error}'}"
         run.record(traceback.format_exc())
@@ -301,6 +345,10 @@ def _close(
         bits = outcome.evaluation.bits_per_byte
         words = "" if bits is None else f", {bits:.4f} bits per byte"
         lines.append(("last validation", f"{outcome.evaluation.loss:.4f} nats per token{words}"))
+    if reporter.spikes:
+        steps = ", ".join(str(each["step"]) for each in reporter.spikes)
+        skipped = sum(each["skipped_to"] - each["skipped_from"] for each in reporter.spikes)
+        lines.append(("loss spikes", f"{len(reporter.spikes)}, at step {steps}; {_counted(skipped, 'sample')} skipped"))
     if (peak := memory_bytes(reporter.device)["memory_peak_bytes"]) is not None:
         average = reporter.usage.memory
         lines.append(("peak memory", format_bytes(peak) + (f", {format_bytes(average)} on average" if average else "")))
@@ -311,12 +359,24 @@ def _close(
         lines += reporter.memory.offloaded()
     if reporter.speeds:
         lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / "curves.png"))))
-    more = "" if state.step < config.trainer.max_steps else f" trainer.max_steps={2 * config.trainer.max_steps}"
+    more = f" trainer.max_steps={2 * config.trainer.max_steps}" if outcome.ending is Ending.done else ""
+    if outcome.ending is Ending.stop_step:
+        more = " trainer.stop_step=null"
     run.log(banner(lines, title="results"))
     # Not in the banner: a command that wraps cannot be copied.
-    run.log(f"resume:    {command('train')} {shlex.quote(f'run.dir={hydra_value(str(run.path))}')}{more}")
+    resume = f"{command('train')} {shlex.quote(f'run.dir={hydra_value(str(run.path))}')}{more}"
+    run.log(f"resume:    {resume}{_rise(config, state.step) if outcome.ending is Ending.done else ''}")
     if state.model.spec.writes_text:
-        run.log(f'generate:  {command("generate")} {shlex.quote(f"checkpoint={run.path}")} prompt="ROMEO:"')
+        prompt = config.trainer.sample_prompt.strip()
+        words = f" {shlex.quote(f'prompt={prompt}')}" if prompt else ""
+        run.log(f"generate:  {command('generate')} {shlex.quote(f'checkpoint={run.path}')}{words}")
+
+
+def _rise(config: Config, step: int) -> str:
+    """A shell comment on a learning rate that rises again where the schedule is stretched over twice the steps."""
+    steps, lr = config.trainer.max_steps, config.optimizer.lr
+    now, then = (lr * Schedule(config.schedule, each).factor(at) for each, at in ((steps, step - 1), (2 * steps, step)))
+    return f"  # its schedule is stretched: the rate rises from {now:.1e} to {then:.1e}" if then > 1.1 * now else ""
 
 
 def _sample(config: Config, run: RunFolder, state: TrainState) -> None:

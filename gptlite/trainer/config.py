@@ -23,7 +23,8 @@ class SpikeConfig:
 class TrainerConfig:
     """Steps are optimizer steps. `max_time` is in minutes: the run saves and ends before it is over."""
 
-    max_steps: int = 1000
+    max_steps: int = 1000  # of the run and of its schedule
+    stop_step: int | None = None  # ends the run after this step of the same schedule; null: max_steps
     max_time: float | None = None  # minutes
     eval_interval: int = 250  # 0: only at the end
     eval_samples: int | None = None  # sequences an evaluation reads of each data set; null: all there are
@@ -36,3 +37,8 @@ class TrainerConfig:
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     sample_prompt: str = "\n"  # text continued at the end of the run; "" for none
     sample_tokens: int = 200
+
+    @property
+    def last_step(self) -> int:
+        """The step that the run ends after."""
+        return self.max_steps if self.stop_step is None else min(self.stop_step, self.max_steps)

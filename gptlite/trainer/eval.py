@@ -1,17 +1,21 @@
 """The loss on held-out text."""
 
 import math
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from gptlite.data.loader import Batch, Loader
+from gptlite.metrics.console import format_duration
 from gptlite.models.model import Model
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.stage_runner import StageRunner
+
+PROGRESS_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -42,18 +46,42 @@ class Evaluation:
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
 
 
+class _Progress:
+    """A line every few seconds with the batches evaluated and the time left."""
+
+    def __init__(self, total: int, log: Callable[[str], None]) -> None:
+        self.total, self.log, self.done = total, log, 0
+        self.started = self.logged = time.monotonic()
+
+    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches, counted as they are evaluated."""
+        for batch in batches:
+            yield batch
+            self.done += 1
+            now = time.monotonic()
+            if now - self.logged >= PROGRESS_SECONDS and self.done < self.total:
+                self.logged = now
+                left = format_duration((now - self.started) / self.done * (self.total - self.done))
+                self.log(f"evaluating: {self.done} of {self.total} batches, ETA {left}")
+
+
 def evaluate_sets(
     model: Model,
     runner: StageRunner,
     loader: Loader,
     limit: int | None,
     interrupted: Callable[[], bool] = lambda: False,
+    log: Callable[[str], None] = lambda _: None,
 ) -> Evaluation | None:
-    """The loss on the held-out text of all data sets, `limit` sequences of each; None if `interrupted` came true."""
+    """The loss on the held-out text of all data sets, `limit` sequences of each; None if `interrupted` came true.
+
+    An evaluation that takes longer than a few seconds logs its progress.
+    """
     parts = {}
+    progress = _Progress(sum(loader.num_validation_batches(limit, name) for name in loader.validation_sets), log)
     for name in loader.validation_sets:
         batches, text_bytes = loader.validation_batches(limit, name), loader.validation_bytes(limit, name)
-        if (result := evaluate(model, runner, batches, text_bytes, interrupted)) is None:
+        if (result := evaluate(model, runner, progress.over(batches), text_bytes, interrupted)) is None:
             return None
         parts[name] = result
     if len(parts) == 1:

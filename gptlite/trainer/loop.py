@@ -32,6 +32,7 @@ class Ending(Enum):
     """Why a run ended. The values go into result.json."""
 
     done = "done"
+    stop_step = "stopped: trainer.stop_step"
     max_time = "stopped: trainer.max_time"
     signal = "stopped: signal"
 
@@ -121,7 +122,7 @@ def train(
     run_dir: Path,
     lag: int | None = None,
 ) -> Outcome:
-    """Trains until `trainer.max_steps`, a signal or `trainer.max_time`. Always ends with a checkpoint.
+    """Trains until `trainer.max_steps`, `trainer.stop_step`, a signal or `trainer.max_time`; ends with a checkpoint.
 
     `run` keeps the state; `started` is when the process began, in time.monotonic() seconds. With a `lag` of 1, as on a
     GPU by default, a step's result is acted on when the next one has been enqueued, but before anything else is done
@@ -140,16 +141,16 @@ def train(
 
     def pauses() -> bool:
         """Whether something is done with the state before its next step."""
-        step, last = state.step, state.step + 1 == config.max_steps
+        step, last = state.step, state.step + 1 == config.last_step
         intervals = (config.replica_check_interval, config.eval_interval, settings.checkpoint.interval)
-        due = to_save or step == config.max_steps or any(_due(step, interval) for interval in intervals)
+        due = to_save or step == config.last_step or any(_due(step, interval) for interval in intervals)
         return due or step == profiler.last or reporter.memory.due(last)
 
     # Due when the run stopped, and put off: a resumed run has the evaluations of an uninterrupted one.
-    if _due(state.step, config.eval_interval) and state.step < config.max_steps:
+    if _due(state.step, config.eval_interval) and state.step < config.last_step:
         evaluation = _evaluate(state, config, reporter, stopping.poll)
     with closing(profiler):
-        while (begins := state.step < config.max_steps and not stopping.now) or steps.waiting:
+        while (begins := state.step < config.last_step and not stopping.now) or steps.waiting:
             clock.mark()
             if begins:
                 profiler.before(state.step + 1)
@@ -164,7 +165,7 @@ def train(
                     reporter.skipped(state, result)
                 if trace := profiler.after(result.step):
                     reporter.log(f"profile: {trace}")
-                if result.step % config.log_interval == 0 or result.step in (1, config.max_steps):
+                if result.step % config.log_interval == 0 or result.step in (1, config.last_step):
                     reporter.step(state, result, watch.communication)
             if spike is not None:
                 steps.forget()
@@ -175,7 +176,7 @@ def train(
                 continue
             if _due(state.step, config.replica_check_interval):
                 check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
-            if state.step == config.max_steps:
+            if state.step == config.last_step:
                 break  # the end has its own evaluation and save
             if _due(state.step, config.eval_interval) and not stopping.now:
                 evaluation = _evaluate(state, config, reporter, stopping.poll) or evaluation
@@ -187,8 +188,9 @@ def train(
     if stopping.save_failed:
         run.finish_saves()  # raises
     ending = Ending.done
-    if state.step == config.max_steps and stopping.signal is None:
+    if state.step == config.last_step and stopping.signal is None:
         evaluation = _evaluate(state, config, reporter, stopping.poll_signal) or evaluation
+        ending = Ending.done if state.step == config.max_steps else Ending.stop_step
     elif stopping.signal is None:
         ending = Ending.max_time
     if checkpoint is None or saved != state.step:
@@ -263,7 +265,7 @@ def _evaluate(
     if state.evaluated_step == state.step:
         return None
     with reporter.throughput.excluded():
-        result = evaluate_sets(state.model, state.runner, state.loader, config.eval_samples, interrupted)
+        result = evaluate_sets(state.model, state.runner, state.loader, config.eval_samples, interrupted, reporter.log)
     if result is not None:
         state.best_val_loss = min(state.best_val_loss, result.loss)
         state.evaluated_step = state.step

@@ -36,6 +36,7 @@ class Reporter:
         self.speeds: list[float] = []
         self.memory = MemoryReport()
         self.usage = Usage(device)
+        self.spikes: list[dict[str, int]] = []  # of this process: the step, and the samples skipped since
         self._last: dict[str, Any] = {}  # the last training row
 
     def take(self, step: Callable[[TrainState], Taken], state: TrainState) -> Taken:
@@ -74,6 +75,7 @@ class Reporter:
         for sink in self.sinks:
             sink.rewind(state.step)
         skipped = {"skipped_from": spike.first, "skipped_to": spike.stop}
+        self.spikes.append({"step": spike.step, **skipped})
         self._write({"step": state.step, "spike_step": spike.step, **skipped})
         self.log(
             f"spike at step {spike.step}: {spike.why}. Back to {checkpoint.name}, and on without samples "
@@ -110,6 +112,7 @@ class Reporter:
             "step_seconds": seconds,
             "mfu": last["mfu"] / scale if seconds and last["mfu"] is not None else None,
             "comm_seconds": {axis: last[COMM + axis] * scale for axis in axes},
+            "spikes": self.spikes,
             "memory_average_bytes": self.usage.memory,
             "utilization": self.usage.utilization,
             "memory_ranks": self.memory.ranks(),

@@ -94,7 +94,7 @@ def test_weights_alone_start_a_new_run(run, tmp_path: Path) -> None:
 def test_a_diverging_run_stops_and_keeps_its_checkpoints(run, tmp_path: Path, capsys) -> None:
     code, _ = run("a", "optimizer.lr=1e30", "optimizer.clip_norm=0", "checkpoint.interval=1", "checkpoint.keep=0")
     assert code == 1
-    assert "Try a lower optimizer.lr" in capsys.readouterr().out
+    assert "Try a lower optimizer.lr" in capsys.readouterr().err
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     assert result["status"].startswith("diverged: step ")
     assert all(tensor.isfinite().all() for tensor in checkpoint(tmp_path / "a", result["step"])[0].values())

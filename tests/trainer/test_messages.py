@@ -1,0 +1,102 @@
+"""What a run prints for a person: its optimizer, how it ended and how to go on; errors on standard error."""
+
+import json
+from pathlib import Path
+
+import pytest
+from run_files import differing, read_metrics, snapshot
+
+from gptlite.checkpoint.find import candidates
+from gptlite.config import load
+from gptlite.errors import ConfigError
+from gptlite.trainer import eval as evaluation
+
+
+def test_a_run_ends_early_on_the_schedule_of_the_whole_and_goes_on(run, tmp_path: Path, capsys) -> None:
+    common = ("schedule=cosine", "trainer.max_steps=6", "checkpoint.interval=0")
+    run("whole", *common)
+    capsys.readouterr()
+    code, _ = run("parts", *common, "trainer.stop_step=3")
+    said = capsys.readouterr().out
+    assert code == 0
+    assert json.loads((tmp_path / "parts" / "result.json").read_text())["status"] == "stopped: trainer.stop_step"
+    assert "step 3 of 6" in said
+    assert f"run.dir={tmp_path / 'parts'} trainer.stop_step=null" in said
+    run("parts", *common)
+    assert differing(tmp_path / "whole", tmp_path / "parts", 6) == []
+
+
+def test_a_finished_run_is_left_as_it_is(run, tmp_path: Path, capsys) -> None:
+    run("a", "trainer.max_steps=2")
+    before = {name: digest for name, digest in snapshot(tmp_path / "a").items() if name != "train.log"}
+    capsys.readouterr()
+    code, _ = run("a", "trainer.max_steps=2")
+    said = capsys.readouterr().out
+    assert code == 0
+    assert said.splitlines()[-1] == "already complete: step 2 of 2; to train further give trainer.max_steps=4"
+    assert {name: digest for name, digest in snapshot(tmp_path / "a").items() if name != "train.log"} == before
+
+
+def test_the_hint_says_that_the_rate_rises_again(run, capsys) -> None:
+    run("a", "schedule=wsd", "trainer.max_steps=10")
+    assert "trainer.max_steps=20  # its schedule is stretched: the rate rises from " in capsys.readouterr().out
+    run("b", "schedule=constant", "trainer.max_steps=2")
+    assert "stretched" not in capsys.readouterr().out
+
+
+def test_the_banner_names_the_optimizer_and_its_schedule_and_no_kernel_of_another(run, capsys) -> None:
+    run("a", "trainer.max_steps=2", "optimizer=lion", "optimizer.lr=0.0002", "schedule=wsd")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "optimizer lion: peak rate 0.0002, weight decay 1, clipped at a gradient norm of 1; schedule wsd" in said
+    assert "adamw" not in said
+    run("b", "trainer.max_steps=2", "optimizer.clip_norm=0")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "optimizer adamw: peak rate" in said
+    assert "not clipped" in said
+    assert "adamw" in said[said.index(" ops ") : said.index(" optimizer ")]
+
+
+def test_weights_of_another_machine_are_no_resumed_run(run, tmp_path: Path, capsys, monkeypatch) -> None:
+    run("first", "trainer.max_steps=2")
+    monkeypatch.setattr("gptlite.run.folder.environment_changes", lambda *_: ["threads 1 (was 2)"])
+    start = f"checkpoint.resume={tmp_path / 'first'}"
+    capsys.readouterr()
+    run("weights", start, "checkpoint.load=weights", "trainer.max_steps=2")
+    assert "resuming elsewhere" not in capsys.readouterr().out
+    run("whole", start, "trainer.max_steps=3")
+    assert "resuming elsewhere: threads 1 (was 2)" in capsys.readouterr().out
+
+
+def test_an_evaluation_that_takes_long_says_how_far_it_is(run, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(evaluation, "PROGRESS_SECONDS", 0.0)
+    run("a", "trainer.max_steps=2", "data.micro_batch_size=1")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluating: ")]
+    assert [line.split(" batches, ETA ")[0] for line in said] == [f"evaluating: {n} of 8" for n in range(1, 8)]
+
+
+def test_spikes_are_in_the_summary_and_the_result(run, tmp_path: Path, capsys, monkeypatch) -> None:
+    from gptlite.trainer.spike import Spike, SpikeWatch
+
+    spikes = [Spike(4, 8, 16, "for the test")]
+    taken = SpikeWatch.taken
+    monkeypatch.setattr(
+        SpikeWatch, "taken", lambda watch, n, *rest: spikes.pop() if n == 4 and spikes else taken(watch, n, *rest)
+    )
+    code, _ = run("a", "trainer.spike.policy=skip", "checkpoint.interval=1", "checkpoint.keep=9", "trainer.max_steps=6")
+    assert code == 0
+    assert "loss spikes      1, at step 4; 8 samples skipped" in capsys.readouterr().out
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert result["spikes"] == [{"step": 4, "skipped_from": 8, "skipped_to": 16}]
+    assert [row["spike_step"] for row in read_metrics(tmp_path / "a") if "spike_step" in row] == [4]
+
+
+def test_paths_where_presets_or_checkpoints_belong_are_answered_with_the_right_key(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match=r"is a path, and data= takes a preset: give data=text data\.path=.*mine"):
+        load([f"data={tmp_path / 'mine'}"])
+    (tmp_path / "mine" / "train.idx").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"give data=tokens data\.path=.*mine"):
+        load([f"data={tmp_path / 'mine'}"])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is a Hugging Face model; make a checkpoint of it: .* import "):
+        candidates(str(tmp_path), "checkpoint.resume")
