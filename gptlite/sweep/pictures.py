@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -105,18 +106,22 @@ def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
     _finish(speed, "tokens per second", names, np.fmax(speeds, planned), map(_speed_words, rows), format_count)
     words = ["" if math.isnan(peak) else format_bytes(peak) for peak in peaks]
     _finish(memory, "memory of the rank that has most", names, peaks, words, format_bytes)
-    memory.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
+    for axes in (speed, memory):
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
     return (
         f"The fastest first, at most {MOST_BARS}. Memory: all that the process had at its peak (on a GPU: the "
         "allocator), and dark, its tensors; the orange line is the average over the run. Used: the devices' "
-        "utilisation. Diamonds: what was predicted."
+        "utilisation. Diamonds: the prediction, of the speed and of the tensors (the dark bar)."
     )
 
 
 def _speed_words(row: Row) -> str:
     if row[SPEED] is None:
-        return shorten(f"{row['status']}: {row['reason']}".removesuffix(": "), 60)
-    words = format_count(row[SPEED]) + ("" if row["mfu"] is None else f", MFU {row['mfu']:.1%}")
+        return textwrap.shorten(f"{row['status']}: {row['reason']}".removesuffix(": "), 60, placeholder=" ...")
+    words = format_count(row[SPEED])
+    if row["predicted_step_seconds"] and row["step_seconds"]:
+        words += f" (predicted {format_count(row[SPEED] * row['step_seconds'] / row['predicted_step_seconds'])})"
+    words += "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
     words += "" if row["utilization"] is None else f", {row['utilization']:.0%} used"
     return words + ("" if row["status"] == OK else f" ({row['status']})")
 
@@ -193,7 +198,8 @@ def _finish(
     axes.bar_label(invisible, list(words), padding=7, fontsize=8)
     axes.set_yticks(range(len(names)), [shorten(name, 30) for name in names])
     axes.set_title(title, loc="left", fontsize=10, weight="bold", pad=7)
-    axes.set_xlim(0, 1.28 * (axes.get_xlim()[1] or 1))  # room for the words
+    axes.set_xlim(0, 1.45 * (axes.get_xlim()[1] or 1))  # space for the labels
+    axes.locator_params(axis="x", nbins=5)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.xaxis.set_major_formatter(lambda value, _: form(value) if value else "0")
     axes.tick_params(length=0)
