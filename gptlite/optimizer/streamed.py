@@ -11,7 +11,6 @@ own, of views of that chunk, so the numbers are those that it has without files.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptlite.errors import ConfigError
-from gptlite.optimizer.base import refuse
+from gptlite.optimizer.base import PieceRule, PiecewiseStep
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import cut_like
 from gptlite.parallelism.config import Offload, ParallelismConfig
@@ -52,7 +51,7 @@ class Piece:
     place: int
 
 
-class StreamedStep(InFiles):
+class StreamedStep(PiecewiseStep, InFiles):
     """What replaces the step of an optimizer whose state is in a file."""
 
     stream: Stream
@@ -65,22 +64,9 @@ class StreamedStep(InFiles):
         """The two buffers, and the steps' numbers."""
         return self.stream.resident()
 
-    def step(
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        """As FusedStep.step. Raises OffloadFailed."""
-        refuse(closure)
-        if found_inf is not None and found_inf.item() != 0:
-            return
-        options = {} if scale is None else {"scale": scale.cpu()}
-        with torch.no_grad():
-            self.stream.run(options)
-
-    step = Optimizer.profile_hook_step(step)  # pyright: ignore[reportArgumentType]
+    def take(self, options: dict[str, Any]) -> None:
+        """Raises OffloadFailed."""
+        self.stream.run({key: value.cpu() for key, value in options.items()})
 
 
 def offload_state(optimizer: Optimizer, config: ParallelismConfig, mesh: Mesh) -> Optimizer:
@@ -112,10 +98,8 @@ def stream_state(optimizer: Optimizer, folder: Path, buffer_bytes: int) -> Optim
     """
     if not moments_of(optimizer):
         return optimizer
-    kind = type(optimizer)
-    stream = Stream(optimizer, folder, buffer_bytes)
-    optimizer.__class__ = type(f"Streamed{kind.__name__}", (StreamedStep, kind), {})
-    optimizer.stream = stream  # type: ignore[attr-defined]
+    optimizer.stream = Stream(optimizer, folder, buffer_bytes)  # type: ignore[attr-defined]
+    StreamedStep.put_on(optimizer)
     return optimizer
 
 
@@ -142,9 +126,7 @@ class Stream:
         self._chunks, size = _chunks(places, total, buffer_bytes // (ITEM * len(self._keys)))
         self.file = StateFile(folder, ITEM * total * len(self._keys))
         self._fill_state(optimizer, places)
-        # The optimizer that takes the chunks' steps: the same rule, without hooks, its groups and state set each time.
-        self._inner = object.__new__(type(optimizer))
-        Optimizer.__setstate__(self._inner, optimizer.__getstate__())
+        self._rule = PieceRule(optimizer)
         # Two buffers, each a row a moment.
         self._memory = [[aligned(ITEM * max(size, UNIT)) for _ in self._keys] for _ in range(2)]
         self._buffers = [[torch.frombuffer(row, dtype=torch.float32) for row in rows] for rows in self._memory]
@@ -205,9 +187,8 @@ class Stream:
         self, chunk: Sequence[Piece], rows: list[Tensor], numbers: dict[Tensor, Numbers], options: dict[str, Any]
     ) -> None:
         """Takes a chunk's step with its moments in a buffer. `numbers`: what else each parameter's state then is."""
-        plain = ({key: value for key, value in group.items() if key != "names"} for group in self._groups)
-        groups: list[dict[str, Any]] = [group | {"params": []} for group in plain]
-        state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+        groups: list[dict[str, Any]] = [group | {"params": []} for group in self._groups]
+        state: dict[Tensor, dict[str, Tensor]] = {}
         for piece in chunk:
             if piece.parameter.grad is None:
                 continue
@@ -220,9 +201,7 @@ class Stream:
             moments = {key: row[piece.place : piece.place + length] for key, row in zip(self._keys, rows, strict=True)}
             state[view] = others | moments
             numbers[piece.parameter] = others
-        self._inner.param_groups, self._inner.state = [group for group in groups if group["params"]], state
-        self._inner.step(**options)
-        self._inner.param_groups, self._inner.state = [], defaultdict(dict)
+        self._rule.step([group for group in groups if group["params"]], state, options)
 
     def _fill_state(self, optimizer: Optimizer, places: list[tuple[int, Tensor, int]]) -> None:
         """Gives every parameter its state: moments in the mapped file, and numbers, which stay in memory."""
