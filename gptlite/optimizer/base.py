@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from gptlite.parallelism.zero import local_tensor
 
+Closure = Callable[[], float]  # what torch lets a step compute the loss by
+
 
 @dataclass(frozen=True)
 class BuildContext:
@@ -43,7 +45,7 @@ class OwnOptimizer(Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> None:  # type: ignore[override]
         """Raises ValueError for a closure."""
         refuse(closure)
         self.update()
@@ -92,11 +94,7 @@ class PiecewiseStep:
         raise NotImplementedError
 
     def step(
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
+        self, closure: Closure | None = None, *, scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
         """As FusedStep.step."""
         refuse(closure)
