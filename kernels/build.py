@@ -2,16 +2,14 @@
 
 import contextlib
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from gptlite.kernels.toolchain import BuildError, Compiler, cudart, find_cxx
+from gptlite.kernels.toolchain import BuildError, Compiler, cudart, find_cxx, output_of
 from gptlite.kernels.units import Unit, binding_units, cpu_units, cuda_units
 from gptlite.progress import Log
 
@@ -23,35 +21,27 @@ EXPORTS = "{ global: gptlite_*; local: *; };\n"
 LINK = ("-shared", "-s", "-Wl,-z,defs", "-Wl,--no-as-needed")
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a library has, and why it lacks the CUDA kernels where they were wanted."""
-
-    cuda: bool
-    why_no_cuda: str = ""
-
-
-def build(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log, arch: str = "") -> Parts:
+def build(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log, arch: str = "") -> str:
     """Compiles and links torch's library to `library`, in whose folder the objects are meanwhile. Raises BuildError.
 
-    Without `nvcc`, or where it fails, it has the CPU kernels alone. `arch`: as in `cuda_units`.
+    Without `nvcc`, or where it fails, it has the CPU kernels alone. Returns how nvcc failed, nothing where it did not.
+    `arch`: as in `cuda_units`.
     """
     import torch  # here, so that a plain build needs none
 
     home = Path(torch.__file__).parent
     libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=library.parent) as name:
-        folder, why = Path(name), ""
+        folder, why, kernels = Path(name), "", []
         if nvcc:
             try:
                 kernels = compile_all(cuda_units(nvcc, cxx, arch), folder, log, "CUDA kernels")
                 libraries += [str(cudart(nvcc)), "-ldl", "-lrt", "-lpthread"]
             except BuildError as error:
-                nvcc, why = None, str(error)
+                nvcc, why, kernels = None, str(error), []
         units = cpu_units(cxx) + binding_units(cxx, home / "include", cuda=nvcc is not None)
-        objects = compile_all(units, folder, log, "CPU kernels") + (kernels if nvcc else [])
-        link(cxx, objects, libraries, folder, library)
-    return Parts(cuda=nvcc is not None, why_no_cuda=why)
+        link(cxx, compile_all(units, folder, log, "CPU kernels") + kernels, libraries, folder, library)
+    return why
 
 
 def build_plain(folder: Path, cxx: Compiler | None = None, log: Log = print) -> Path:
@@ -109,12 +99,7 @@ def _compile(unit: Unit, target: Path) -> Path:
 
 
 def _run(command: list[str], failed: str) -> None:
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL
-        )
-    except OSError as error:
-        raise BuildError(f"{command[0]} does not run: {error}") from error
+    result = output_of(command)
     if result.returncode:
         lines = [line.strip() for line in (result.stderr + result.stdout).splitlines() if line.strip()]
         told = [line for line in lines if "error" in line.lower() or "undefined" in line] or lines

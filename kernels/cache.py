@@ -10,7 +10,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from gptlite.files import replacing, write_whole
@@ -32,48 +32,54 @@ class Record:
     seconds: float
 
 
-def home_folder() -> Path:
-    """Where libraries belong: ~/.cache/gptlite/kernels, or under XDG_CACHE_HOME. Raises BuildError."""
+def home_folder(make: bool = False) -> Path:
+    """Where libraries belong: ~/.cache/gptlite/kernels, or under XDG_CACHE_HOME. Raises BuildError, OSError."""
     try:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:  # no HOME, and the user has no entry among the system's
         raise BuildError(str(error)) from error
-    return Path(root, "gptlite", "kernels")
+    folder = Path(root, "gptlite", "kernels")
+    if make:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
-def temporary_folder() -> Path:
-    """Where they go if that cannot be written."""
-    return Path(tempfile.gettempdir(), f"gptlite-kernels-{os.getuid()}")
+def temporary_folder(make: bool = False) -> Path:
+    """Where they go if that cannot be written. Raises BuildError where it is not this user's alone, OSError."""
+    folder = Path(tempfile.gettempdir(), f"gptlite-kernels-{os.getuid()}")
+    if make:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    # What lies there is run: in a folder where all may write, nobody else must have put it there.
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise BuildError(f"{folder} is not a folder of this user alone")
+    return folder
 
 
 def known_folders() -> list[Path]:
     """Those of the two that are there to be read from."""
     folders = []
-    with contextlib.suppress(BuildError, OSError):
-        folders.append(home_folder())
-    with contextlib.suppress(BuildError, OSError):
-        _check_private(temporary_folder())
-        folders.append(temporary_folder())
+    for find in (home_folder, temporary_folder):
+        with contextlib.suppress(BuildError, OSError):
+            folders.append(find())
     return folders
 
 
 def writable_folder(log: Log) -> Path:
     """The first of the two that takes files, made if need be. Raises BuildError."""
-    try:
-        home = home_folder()
-        home.mkdir(parents=True, exist_ok=True)
-        return _tried(home)
-    except (OSError, BuildError) as error:
-        why = error
-    try:
-        folder = temporary_folder()
-        folder.mkdir(mode=0o700, exist_ok=True)
-        _check_private(folder)
-        _tried(folder)
-    except (OSError, BuildError) as error:
-        raise BuildError(f"no folder to compile in: {why}; {error}") from error
-    log(f"kernels: {why}; kept in {folder} instead")
-    return folder
+    why = []
+    for find in (home_folder, temporary_folder):
+        try:
+            folder = find(make=True)
+            with tempfile.TemporaryFile(dir=folder):  # its mode says nothing of a disk that is mounted read-only
+                pass
+        except (OSError, BuildError) as error:
+            why.append(str(error))
+            continue
+        if why:
+            log(f"kernels: {why[0]}; kept in {folder} instead")
+        return folder
+    raise BuildError(f"no folder to compile in: {'; '.join(why)}")
 
 
 def lookup(library: Path) -> Record | None:
@@ -89,7 +95,7 @@ def keep(library: Path, record: Record, compiled: Path) -> Record:
     """Gives a compiled library its name in the cache. Under `locked`. Raises OSError."""
     with replacing(library) as file:
         file.write(compiled.read_bytes())
-    record = Record(**asdict(record) | {"sha256": _digest(library)})
+    record = replace(record, sha256=_digest(library))
     write_whole(library.with_suffix(".json"), json.dumps(asdict(record), indent=2) + "\n")
     return record
 
@@ -109,19 +115,6 @@ def locked(folder: Path, log: Log) -> Iterator[None]:
             for leftover in folder.glob(f"{UNFINISHED}*"):  # of a process that was killed: the lock is ours
                 shutil.rmtree(leftover, ignore_errors=True)
         yield
-
-
-def _check_private(folder: Path) -> None:
-    """What lies there is run: in a folder where all may write, nobody else must have put it there."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise BuildError(f"{folder} is not a folder of this user alone")
-
-
-def _tried(folder: Path) -> Path:
-    """By writing: its mode says nothing of a disk that is mounted read-only. Raises OSError."""
-    with tempfile.TemporaryFile(dir=folder):
-        return folder
 
 
 def _digest(path: Path) -> str:

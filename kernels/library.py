@@ -202,10 +202,10 @@ def _compile(library: Path, tools: _Tools, log: Log) -> Record:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=UNFINISHED) as folder:
         compiled = Path(folder, library.name)
-        parts = build(compiled, cxx, nvcc, log, arch)
+        why_no_cuda = build(compiled, cxx, nvcc, log, arch)
         seconds = round(time.monotonic() - start, 1)
-        said = Record("", parts.cuda, parts.why_no_cuda, str(cxx), str(nvcc or ""), seconds)
-        record = keep(library, said, compiled)
+        cuda = nvcc is not None and not why_no_cuda
+        record = keep(library, Record("", cuda, why_no_cuda, str(cxx), str(nvcc or ""), seconds), compiled)
     log(f"kernels: compiled in {seconds:.0f} s")
     return record
 

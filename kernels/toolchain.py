@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,26 +26,31 @@ class Compiler:
 
     def accepts(self, flags: Iterable[str]) -> bool:
         """Whether it knows these flags."""
-        probe = [*self.command, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
-        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+        return output_of([*self.command, *flags, "-x", "c++", "-fsyntax-only", os.devnull]).returncode == 0
 
     def compiles_for(self, arch: str) -> bool:
         """Of nvcc: whether it knows a GPU's architecture, "90"."""
-        known = subprocess.run([*self.command, "--list-gpu-code"], capture_output=True, text=True, check=False)
-        return f"sm_{arch}" in known.stdout.split()
+        return f"sm_{arch}" in output_of([*self.command, "--list-gpu-code"]).stdout.split()
+
+
+def output_of(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """What a command says and returns. Raises BuildError where it does not run."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL
+        )
+    except OSError as error:
+        raise BuildError(f"{command[0]} does not run: {error}") from error
 
 
 def find_cxx() -> Compiler:
     """$CXX, or the first of c++, g++ and clang++ on PATH. Raises BuildError."""
     chosen = os.environ.get("CXX", "").strip()
+    for command in [shlex.split(chosen)] if chosen else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return _compiler(*command)
     if chosen:
-        command = shlex.split(chosen)
-        if not shutil.which(command[0]):
-            raise BuildError(f"the compiler CXX={chosen} is not there")
-        return Compiler(tuple(command), _version(command))
-    for name in ("c++", "g++", "clang++"):
-        if shutil.which(name):
-            return Compiler((name,), _version([name]))
+        raise BuildError(f"the compiler CXX={chosen} is not there")
     raise BuildError("no C++ compiler: neither c++, g++ nor clang++ is on PATH, and CXX is not set")
 
 
@@ -55,15 +60,13 @@ def find_nvcc() -> Compiler:
     path = shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc")
     if not path:
         raise BuildError(f"no nvcc in CUDA_HOME={home}/bin" if home else "no nvcc on PATH, and CUDA_HOME is not set")
-    return Compiler((path,), _version([path]))
+    return _compiler(path)
 
 
 def cudart(nvcc: Compiler) -> Path:
     """CUDA's static runtime library, whose folder nvcc tells. Raises BuildError."""
-    result = subprocess.run(
-        [*nvcc.command, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
-    )
-    top = [line.partition("TOP=")[2].strip() for line in result.stderr.splitlines() if "TOP=" in line]
+    said = output_of([*nvcc.command, "--dryrun", "-c", "-x", "cu", os.devnull]).stderr
+    top = [line.partition("TOP=")[2].strip() for line in said.splitlines() if "TOP=" in line]
     roots = [Path(root) for root in top] + [Path(nvcc.command[0]).resolve().parents[1]]
     for root in roots:
         for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
@@ -72,13 +75,9 @@ def cudart(nvcc: Compiler) -> Path:
     raise BuildError(f"no libcudart_static.a beside {nvcc.command[0]}")
 
 
-def _version(command: list[str]) -> str:
-    try:
-        result = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise BuildError(f"{command[0]} does not run: {error}") from error
+def _compiler(*command: str) -> Compiler:
+    result = output_of([*command, "--version"])
     if result.returncode or not result.stdout.strip():
-        raise BuildError(
-            f"{command[0]} --version fails: {(result.stderr or 'it says nothing').strip().splitlines()[0]}"
-        )
-    return result.stdout.strip()
+        why = (result.stderr or "it says nothing").strip().splitlines()[0]
+        raise BuildError(f"{command[0]} --version fails: {why}")
+    return Compiler(command, result.stdout.strip())

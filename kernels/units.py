@@ -13,15 +13,7 @@ ROOT = Path(__file__).parent
 TORCH_TARGET = "0x020a000000000000"
 
 COMMON = (
-    *(
-        "-std=c++17",
-        "-O3",
-        "-fPIC",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fvisibility=hidden",
-        "-ffp-contract=fast",
-    ),
+    *"-std=c++17 -O3 -fPIC -fno-math-errno -fno-trapping-math -fvisibility=hidden -ffp-contract=fast".split(),
     "-w",  # whoever trains is not to read warnings
 )
 _AVX512 = tuple("-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split())

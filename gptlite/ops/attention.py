@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from gptlite.ops.config import QUERY_BLOCK, Attention
 from gptlite.ops.dropout import DropoutKey, dropout
-from gptlite.ops.softmax import causal_softmax, masked_softmax
+from gptlite.ops.softmax import causal_softmax, future, masked_softmax
 
 # As newer torch names the causal mask, and as 2.10 did.
 CAUSAL: dict[str, Any] = (
@@ -51,7 +51,7 @@ def causal_attention(
     """
     dropping = dropout_p > 0.0 and key is not None
     if mask is not None and choice is Attention.sdpa and not dropping:
-        hidden = mask | _future(q.shape[-2], k.shape[-2], q.device)
+        hidden = mask | future(q.shape[-2], k.shape[-2], q.device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
     if dropping or mask is not None or choice is Attention.fused_softmax:
         fused = fused_scores or choice in (Attention.fused_softmax, Attention.fused)
@@ -83,7 +83,7 @@ def packed_causal_attention(
         out = cast(Tensor, varlen_attn(q, k, v, *spans, **CAUSAL))
         return out.view(*qkv.shape[:3], -1)
     if choice is Attention.fused and (dropout_p == 0.0 or key is None) and mask is None and qkv.shape[1] > 1:
-        return _PackedAttention.apply(qkv)
+        return _FusedAttention.apply(qkv)
     q, k, v = heads(qkv)
     return causal_attention(q, k, v, choice, dropout_p, key, mask, fused_scores).transpose(1, 2)
 
@@ -93,16 +93,11 @@ def heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _Heads.apply(qkv)
 
 
-def _future(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Bool [Sq, Sk], True where the key comes after the query."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
-
-
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, choice: Attention) -> Tensor:
     square, several = q.shape[-2] == k.shape[-2], q.shape[-2] > 1
     if several and not square and _takes_flash(q, k, v):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
-    mask = ~_future(q.shape[-2], k.shape[-2], q.device) if several and not square else None
+    mask = ~future(q.shape[-2], k.shape[-2], q.device) if several and not square else None
     backends = _backends(choice, q.device, several) if mask is None else []
     with sdpa_kernel(backends) if backends else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square and several)
@@ -129,7 +124,7 @@ def _written_out(
     if mask is None:
         probabilities = causal_softmax(scores, scale, fused)
     else:
-        probabilities = masked_softmax(scores, mask | _future(q.shape[-2], k.shape[-2], q.device), scale, fused)
+        probabilities = masked_softmax(scores, mask | future(q.shape[-2], k.shape[-2], q.device), scale, fused)
     return dropout(probabilities, p, key, fused) @ v
 
 
@@ -147,42 +142,29 @@ class _Heads(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The CPU kernel on heads that may lie anywhere."""
+    """The CPU kernel on heads q, k, v, which may lie anywhere, or on [B, S, H, 3, D], in place of three copies."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = torch.ops.gptlite.attention(q, k, v, 1.0 / math.sqrt(q.shape[-1]))
-        ctx.save_for_backward(out, lse, q, k, v)
+    def forward(ctx: Any, *qkv: Tensor) -> Tensor:
+        ops, scale = torch.ops.gptlite, 1.0 / math.sqrt(qkv[0].shape[-1])
+        out, lse = ops.attention_packed(*qkv, scale) if len(qkv) == 1 else ops.attention(*qkv, scale)
+        ctx.save_for_backward(out, lse, *qkv)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):
         saved = ctx.saved_tensors  # once: recomputation gives them only once
-        return torch.ops.gptlite.attention_backward(grad, *saved, 1.0 / math.sqrt(grad.shape[-1]))
-
-
-class _PackedAttention(torch.autograd.Function):
-    """The CPU kernel on [B, S, H, 3, D], read and written in place of three copies."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor) -> Tensor:
-        out, lse = torch.ops.gptlite.attention_packed(qkv, 1.0 / math.sqrt(qkv.shape[-1]))
-        ctx.save_for_backward(out, lse, qkv)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor):
-        saved = ctx.saved_tensors
-        return torch.ops.gptlite.attention_packed_backward(grad, *saved, 1.0 / math.sqrt(grad.shape[-1]))
+        ops, packed = torch.ops.gptlite, len(saved) == 3
+        backward = ops.attention_packed_backward if packed else ops.attention_backward
+        return backward(grad, *saved, 1.0 / math.sqrt(grad.shape[-1]))
 
 
 def _probabilities(q: Tensor, k: Tensor, start: int, end: int, scale: float) -> Tensor:
     """Attention probabilities [N, end-start, end'] of one block of queries, keys after the block left out."""
     keys = end + k.shape[1] - q.shape[1]
     bias = torch.zeros(end - start, keys, dtype=q.dtype, device=q.device)
-    bias.masked_fill_(_future(end - start, keys, q.device), float("-inf"))
+    bias.masked_fill_(future(end - start, keys, q.device), float("-inf"))
     return torch.softmax(torch.baddbmm(bias, q[:, start:end], k[:, :keys].transpose(1, 2), alpha=scale), dim=-1)
 
 

@@ -8,11 +8,8 @@ QUERY_BLOCK = 256  # queries whose scores matmul attention writes out at once: b
 # 32,768 tokens of GPT-2's vocabulary are one chunk (3.3 GB in 16 bits).
 # A step on the meta device is traced for a GPU.
 LOGIT_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30, "meta": 4 * 2**30}
-SOFTMAX_BYTES = {
-    "cpu": 4 * 2**20,
-    "cuda": 256 * 2**20,
-    "meta": 256 * 2**20,
-}  # fp32 logits at a time: a CPU's fit its cache
+# fp32 logits at a time: a CPU's fit its cache.
+SOFTMAX_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20, "meta": 256 * 2**20}
 CHUNK_ROWS = 128  # a chunk's rows are a multiple of it where products are aligned: the tile of a GPU's
 
 

@@ -61,9 +61,8 @@ def dropout(x: Tensor, p: float, key: DropoutKey | None, fused: bool = False) ->
         return torch.cat([_Dropout.apply(h, *kernel_key(p, k)) for h, k in zip(halves, runs(key, x), strict=True)], -2)
     if fused:
         return _Dropout.apply(x, *kernel_key(p, key))
-    return torch.where(
-        keep_mask(x.shape, p, key), x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device)
-    )
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    return torch.where(keep_mask(x.shape, p, key), x * (1.0 / (1.0 - p)), zero)
 
 
 def kernel_key(p: float, key: DropoutKey | None) -> tuple[float, int, Tensor | None, Tensor | None, int, int]:

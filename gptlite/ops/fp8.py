@@ -29,9 +29,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     The backward pass multiplies in fp8, too; what it keeps of x and weight takes a byte an element.
     """
-    out = _Fp8Product.apply(x.reshape(-1, x.shape[-1]), weight, torch.is_grad_enabled()).view(
-        *x.shape[:-1], len(weight)
-    )
+    rows = _Fp8Product.apply(x.reshape(-1, x.shape[-1]), weight, torch.is_grad_enabled())
+    out = rows.view(*x.shape[:-1], len(weight))
     return out if bias is None else out + bias
 
 

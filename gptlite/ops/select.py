@@ -1,7 +1,7 @@
 """Which implementation of each op a model uses, decided once and said in the banner."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 import torch
@@ -52,13 +52,11 @@ def select_ops(
 
 def choose_ops(config: OpsConfig, device: torch.device, library: Loaded | Unavailable, documents: bool = False) -> Ops:
     """The ops that run on a device with these kernels; the device itself need not be here. Raises ConfigError."""
-    chosen: dict[str, str] = {}
-    linear = _linear(config, device, library, chosen)
-    apex_norm = _apex_norm(config, device, chosen)
-    paths = {key: _plain(config, key, library, chosen) for key in PLAIN if key not in chosen}
-    cross_entropy = _cross_entropy(config, library, chosen)
-    attention = _attention(config, device, library, chosen, documents)
-    words = tuple(_words(chosen))
+    here = _Selection(config, device, library, documents)
+    linear, apex_norm = here.linear(), here.apex_norm()
+    paths = {key: here.path(key) == "fused" for key in PLAIN if key not in here.chosen}
+    cross_entropy = CrossEntropy(here.path("cross_entropy", otherwise="chunked"))
+    attention = here.attention()
     table = device.type == "cpu" and cross_entropy is CrossEntropy.fused
     # A CPU asked for SDPA by name keeps the reference: it is there to compare with.
     fused_scores = device.type != "cpu" and attention in SDPA and paths["dropout"]
@@ -67,7 +65,7 @@ def choose_ops(config: OpsConfig, device: torch.device, library: Loaded | Unavai
     options = {"linear": linear, "fused_scores": fused_scores, "deferred_add": deferred_add, "table": table}
     options |= {"weight_copies": device.type == "cuda" and paths["adamw"], "apex_norm": apex_norm, **paths}
     options["varlen"] = documents and _has_flash(device, attention)
-    return Ops(attention, cross_entropy, **options, reasons=words)
+    return Ops(attention, cross_entropy, **options, reasons=tuple(_words(here.chosen)))
 
 
 def _has_flash(device: torch.device, attention: Attention) -> bool:
@@ -94,147 +92,130 @@ def _wants_kernels(config: OpsConfig, device: torch.device) -> bool:
     return kernel_attention or any(choice.value == "fused" for choice in choices)
 
 
-def _available(key: str, wanted: bool, library: Loaded | Unavailable) -> bool:
-    """Whether a kernel can run. Raises ConfigError if not and it is `wanted`, asked for by name."""
-    if isinstance(library, Loaded):
+@dataclass
+class _Selection:
+    """What is asked for, of which device and kernels. `chosen`: the path of each op and why, in words."""
+
+    config: OpsConfig
+    device: torch.device
+    library: Loaded | Unavailable
+    documents: bool
+    chosen: dict[str, str] = field(default_factory=dict)
+
+    def path(self, key: str, otherwise: str = "reference") -> str:
+        """Of an op: `fused`, another that was asked for, or `otherwise` where there are no kernels."""
+        own = getattr(self.config, key).value
+        choice = self.config.implementation.value if own == "auto" else own
+        if choice not in ("auto", "fused"):
+            return self.say(key, choice, "asked for")
+        asked = choice == "fused"
+        if self.available(f"ops.{key}=fused" if own == "fused" else "ops=fused", asked):
+            return self.say(key, "fused", self.kernels(asked))
+        return self.say(key, otherwise, self.reason())
+
+    def say(self, key: str, path: str, why: str) -> str:
+        """Notes an op's path, and gives it."""
+        self.chosen[key] = f"{path} ({why})"
+        return path
+
+    def available(self, key: str, wanted: bool) -> bool:
+        """Whether a kernel can run. Raises ConfigError if not and it is `wanted`, asked for by name."""
+        if wanted and isinstance(self.library, Unavailable):
+            raise ConfigError(f"{key}: {self.library.reason}; mend that, or use {key.partition('=')[0]}=auto")
+        return isinstance(self.library, Loaded)
+
+    def kernels(self, asked: bool = False) -> str:
+        """The kernels that run, in words."""
+        assert isinstance(self.library, Loaded)
+        words = "CUDA kernels" if self.library.cuda else f"{self.library.isa} kernels"
+        return f"asked for, {words}" if asked else words
+
+    def reason(self) -> str:
+        """Why none do."""
+        assert isinstance(self.library, Unavailable)
+        return self.library.reason
+
+    def apex_norm(self) -> bool:
+        """Whether layer norm is Apex's. Raises ConfigError."""
+        if self.config.layer_norm is not LayerNorm.apex:
+            return False
+        if self.device.type != "cuda":
+            raise ConfigError(
+                f"ops.layer_norm=apex needs a GPU, and this runs on {self.device.type}; use ops.layer_norm=auto"
+            )
+        if reason := apex.why_not(apex.LAYER_NORM):
+            raise ConfigError(f"ops.layer_norm=apex: {reason}, or use ops.layer_norm=auto")
+        self.say("layer_norm", "apex", "asked for")
         return True
-    if wanted:
-        raise ConfigError(f"{key}: {library.reason}; mend that, or use {key.partition('=')[0]}=auto")
-    return False
 
+    def linear(self) -> bool:
+        """Whether linear layers' weight gradients are ours. Raises ConfigError."""
+        own = self.config.linear
+        if Implementation.reference in (own, self.config.implementation) and own is not Implementation.fused:
+            path = self.say("linear", "reference", "asked for")
+        elif self.device.type == "cuda":
+            path = self.say("linear", "fused", "weight gradients in fp32 by cuBLAS")
+        else:
+            path = self._linear_of_products(asked=own is Implementation.fused)
+        return path == "fused"
 
-def _apex_norm(config: OpsConfig, device: torch.device, chosen: dict[str, str]) -> bool:
-    if config.layer_norm is not LayerNorm.apex:
-        return False
-    if device.type != "cuda":
-        raise ConfigError(f"ops.layer_norm=apex needs a GPU, and this runs on {device.type}; use ops.layer_norm=auto")
-    if reason := apex.why_not(apex.LAYER_NORM):
-        raise ConfigError(f"ops.layer_norm=apex: {reason}, or use ops.layer_norm=auto")
-    chosen["layer_norm"] = "apex (asked for)"
-    return True
+    def _linear_of_products(self, asked: bool) -> str:
+        """By products of bf16, which not all CPUs have."""
+        if not self.available("ops.linear=fused", asked):
+            return self.say("linear", "reference", self.reason())
+        assert isinstance(self.library, Loaded)
+        if self.device.type == "cpu" and BF16_PRODUCTS in self.library.isa:
+            return self.say("linear", "fused", self.kernels(asked))
+        on_cpu = self.device.type == "cpu"
+        lacks = "this CPU has no AVX512-BF16" if on_cpu else f"this runs on {self.device.type}"
+        if asked:
+            raise ConfigError(f"ops.linear=fused needs a CPU with AVX512-BF16; {lacks}; use ops.linear=auto")
+        return self.say("linear", "reference", lacks)
 
-
-def _plain(config: OpsConfig, key: str, library: Loaded | Unavailable, chosen: dict[str, str]) -> bool:
-    own = Implementation(getattr(config, key).value)
-    choice = config.implementation if own is Implementation.auto else own
-    if choice is Implementation.reference:
-        chosen[key] = "reference (asked for)"
-        return False
-    fused = _available(_asked(config, key), choice is Implementation.fused, library)
-    chosen[key] = _fused_words(choice is Implementation.fused, library) if fused else _why_not(library)
-    return fused
-
-
-def _linear(config: OpsConfig, device: torch.device, library: Loaded | Unavailable, chosen: dict[str, str]) -> bool:
-    own, isa = config.linear, library.isa if isinstance(library, Loaded) and device.type == "cpu" else ""
-    if device.type == "cuda" and not (own is Implementation.auto and config.implementation is Implementation.reference):
-        fused = own is not Implementation.reference
-        chosen["linear"] = "fused (weight gradients in fp32 by cuBLAS)" if fused else "reference (asked for)"
-        return fused
-    if own is Implementation.fused:
-        _available("ops.linear=fused", True, library)
-        if BF16_PRODUCTS not in isa:
-            raise ConfigError(f"ops.linear=fused needs a CPU with AVX512-BF16; {_lacks(device)}; use ops.linear=auto")
-    elif own is Implementation.reference or config.implementation is Implementation.reference:
-        chosen["linear"] = "reference (asked for)"
-        return False
-    if BF16_PRODUCTS in isa:
-        chosen["linear"] = _fused_words(own is Implementation.fused, library)
-        return True
-    chosen["linear"] = f"reference ({_lacks(device)})" if isinstance(library, Loaded) else _why_not(library)
-    return False
-
-
-def _lacks(device: torch.device) -> str:
-    return "this CPU has no AVX512-BF16" if device.type == "cpu" else f"this runs on {device.type}"
-
-
-def _asked(config: OpsConfig, key: str) -> str:
-    """The override that asked for a kernel."""
-    return f"ops.{key}=fused" if getattr(config, key).value == "fused" else "ops=fused"
-
-
-def _fused_words(asked: bool, library: Loaded | Unavailable) -> str:
-    return f"fused ({'asked for, ' if asked else ''}{_kernel_words(library)})"
-
-
-def _kernel_words(library: Loaded | Unavailable) -> str:
-    assert isinstance(library, Loaded)
-    return "CUDA kernels" if library.cuda else f"{library.isa} kernels"
-
-
-def _why_not(library: Loaded | Unavailable) -> str:
-    assert isinstance(library, Unavailable)
-    return f"reference ({library.reason})"
-
-
-def _cross_entropy(config: OpsConfig, library: Loaded | Unavailable, chosen: dict[str, str]) -> CrossEntropy:
-    choice = config.cross_entropy
-    if choice is CrossEntropy.auto and config.implementation is not Implementation.auto:
-        choice = CrossEntropy(config.implementation.value)
-    if choice in (CrossEntropy.reference, CrossEntropy.chunked):
-        chosen["cross_entropy"] = f"{choice.value} (asked for)"
+    def attention(self) -> Attention:
+        """Which attention runs. Raises ConfigError."""
+        choice, why = self.config.attention, "asked for"
+        if choice is Attention.auto:
+            choice, why = self._auto_attention()
+            if self.documents and choice is Attention.fused:  # it knows no mask but the causal one
+                choice, why = Attention.fused_softmax, f"{why}; data.packing=documents needs a mask"
+        else:
+            self._refuse_attention(choice)
+            if self.documents and choice not in MASKED:
+                raise ConfigError(
+                    f"ops.attention={choice.value} has no mask, which data.packing=documents needs; use "
+                    f"ops.attention=auto, {', '.join(each.value for each in MASKED)}, or data.packing=concatenate"
+                )
+        self.say("attention", choice.value, why)
         return choice
-    asked = choice is CrossEntropy.fused
-    if _available(_asked(config, "cross_entropy"), asked, library):
-        chosen["cross_entropy"] = _fused_words(asked, library)
-        return CrossEntropy.fused
-    chosen["cross_entropy"] = _why_not(library).replace("reference", "chunked", 1)
-    return CrossEntropy.chunked
 
+    def _auto_attention(self) -> tuple[Attention, str]:
+        if self.device.type != "cpu":
+            return Attention.sdpa, "torch picks the kernel"
+        if self.config.implementation is Implementation.reference:
+            return Attention.matmul, "reference asked for"
+        if self.available("ops=fused", self.config.implementation is Implementation.fused):
+            return Attention.fused, self.kernels()
+        return Attention.matmul, "batched matmuls are faster than SDPA on a CPU"
 
-def _attention(
-    config: OpsConfig,
-    device: torch.device,
-    library: Loaded | Unavailable,
-    chosen: dict[str, str],
-    documents: bool,
-) -> Attention:
-    choice, why = config.attention, "asked for"
-    if choice is Attention.auto:
-        choice, why = _auto_attention(config, device, library)
-        if documents and choice is Attention.fused:  # it knows no mask but the causal one
-            choice, why = Attention.fused_softmax, f"{why}; data.packing=documents needs a mask"
-    else:
-        _refuse_attention(choice, device, library)
-        if documents and choice not in MASKED:
-            raise ConfigError(
-                f"ops.attention={choice.value} has no mask, which data.packing=documents needs; use "
-                f"ops.attention=auto, {', '.join(each.value for each in MASKED)}, or data.packing=concatenate"
-            )
-    chosen["attention"] = f"{choice.value} ({why})"
-    return choice
-
-
-def _auto_attention(config: OpsConfig, device: torch.device, library: Loaded | Unavailable) -> tuple[Attention, str]:
-    if device.type != "cpu":
-        return Attention.sdpa, "torch picks the kernel"
-    asked = config.implementation is Implementation.fused
-    if config.implementation is Implementation.reference:
-        return Attention.matmul, "reference asked for"
-    if _available("ops=fused", asked, library):
-        return Attention.fused, _kernel_words(library)
-    return Attention.matmul, "batched matmuls are faster than SDPA on a CPU"
-
-
-def _refuse_attention(choice: Attention, device: torch.device, library: Loaded | Unavailable) -> None:
-    """Raises ConfigError for an attention that cannot run on a device."""
-    key = f"ops.attention={choice.value}"
-    if choice in (Attention.fused, Attention.fused_softmax):
-        _available(key, True, library)
-    if choice is Attention.fused and device.type != "cpu":
-        raise ConfigError(f"{key} is for CPUs; on {device.type} use ops.attention=auto, sdpa, cudnn or fa3")
-    if choice not in (Attention.cudnn, Attention.fa3):
-        return
-    if device.type != "cuda":
-        raise ConfigError(f"{key} needs a GPU, and this runs on {device.type}; use ops.attention=auto")
-    if choice is Attention.cudnn and not torch.backends.cudnn.is_available():
-        raise ConfigError(f"{key}: this torch has no cuDNN; use ops.attention=auto")
-    if choice is Attention.fa3:
-        if torch.cuda.get_device_capability(device)[0] != 9:
-            raise ConfigError(f"{key} needs an sm_90 GPU (H100, H200); use ops.attention=auto")
-        if find_spec("flash_attn_interface") is None:
-            raise ConfigError(
-                f"{key}: the package flash_attn_3 is not installed; install it, or use ops.attention=auto"
-            )
-        torch.nn.attention.activate_flash_attention_impl("FA3")
+    def _refuse_attention(self, choice: Attention) -> None:
+        """Raises ConfigError for an attention that cannot run here."""
+        key, device = f"ops.attention={choice.value}", self.device
+        if choice in (Attention.fused, Attention.fused_softmax):
+            self.available(key, True)
+        if choice is Attention.fused and device.type != "cpu":
+            raise ConfigError(f"{key} is for CPUs; on {device.type} use ops.attention=auto, sdpa, cudnn or fa3")
+        if choice not in (Attention.cudnn, Attention.fa3):
+            return
+        if device.type != "cuda":
+            raise ConfigError(f"{key} needs a GPU, and this runs on {device.type}; use ops.attention=auto")
+        if choice is Attention.cudnn and not torch.backends.cudnn.is_available():
+            raise ConfigError(f"{key}: this torch has no cuDNN; use ops.attention=auto")
+        if choice is Attention.fa3:
+            if torch.cuda.get_device_capability(device)[0] != 9:
+                raise ConfigError(f"{key} needs an sm_90 GPU (H100, H200); use ops.attention=auto")
+            if find_spec("flash_attn_interface") is None:
+                raise ConfigError(
+                    f"{key}: the package flash_attn_3 is not installed; install it, or use ops.attention=auto"
+                )
+            torch.nn.attention.activate_flash_attention_impl("FA3")

@@ -13,10 +13,8 @@ def causal_softmax(scores: Tensor, scale: float, fused: bool = False) -> Tensor:
     The queries are the last Sq positions: query i sees keys 0 .. i + Sk - Sq. The rest is zeros.
     """
     if fused:
-        return _CausalSoftmax.apply(scores, scale)
-    queries, keys = scores.shape[-2:]
-    future = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu_(keys - queries + 1)
-    return masked_softmax(scores, future, scale)
+        return _Softmax.apply(scores, None, scale, True)
+    return masked_softmax(scores, future(scores.shape[-2], scores.shape[-1], scores.device), scale)
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, fused: bool = False) -> Tensor:
@@ -25,7 +23,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, fused: boo
     mask broadcasts to them: bool, True hides, or of a float dtype, which is added.
     """
     if fused:
-        return _MaskedSoftmax.apply(scores, mask, scale)
+        return _Softmax.apply(scores, mask, scale, False)
     x = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if mask is not None:
         x = x.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else x + mask
@@ -34,31 +32,25 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, fused: boo
     return x.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0).to(scores.dtype)
 
 
-class _CausalSoftmax(torch.autograd.Function):
+def future(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Bool [Sq, Sk], True where the key comes after the query."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
+
+
+class _Softmax(torch.autograd.Function):
+    """By the kernels. The mask gets no gradient: it is a mask."""
+
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, scale: float) -> Tensor:
-        y = torch.ops.gptlite.causal_softmax(scores, scale)
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+        ops = torch.ops.gptlite
+        y = ops.causal_softmax(scores, scale) if causal else ops.masked_softmax(scores, mask, scale)
         ctx.save_for_backward(y)
-        ctx.scale = scale
+        ctx.scale, ctx.causal = scale, causal
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):
-        return torch.ops.gptlite.causal_softmax_backward(dy, *ctx.saved_tensors, ctx.scale), None
-
-
-class _MaskedSoftmax(torch.autograd.Function):
-    """The mask gets no gradient: it is a mask."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        y = torch.ops.gptlite.masked_softmax(scores, mask, scale)
-        ctx.save_for_backward(y)
-        ctx.scale = scale
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor):
-        return torch.ops.gptlite.masked_softmax_backward(dy, *ctx.saved_tensors, ctx.scale), None, None
+        ops = torch.ops.gptlite
+        backward = ops.causal_softmax_backward if ctx.causal else ops.masked_softmax_backward
+        return backward(dy, *ctx.saved_tensors, ctx.scale), None, None, None

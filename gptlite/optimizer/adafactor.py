@@ -6,7 +6,7 @@ it asks for norms one parameter and one rank after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +50,8 @@ class _Work:
 
 def build(config: AdafactorConfig, context: BuildContext) -> Adafactor:
     """The optimizer of a configuration."""
-    return Adafactor(
-        context.groups,
-        lr=config.lr,
-        decay=config.decay,
-        clip_threshold=config.clip_threshold,
-        eps=(config.eps1, config.eps2),
-    )
+    defaults = {"lr": config.lr, "decay": config.decay, "clip_threshold": config.clip_threshold, "weight_decay": 0.0}
+    return Adafactor(context.groups, defaults | {"eps": (config.eps1, config.eps2)})
 
 
 class Adafactor(OwnOptimizer):
@@ -67,12 +62,6 @@ class Adafactor(OwnOptimizer):
     ranks: of all parameters together, three times a step. No memory is taken beside these but a moment's for one
     parameter: a step writes the updates over the gradients.
     """
-
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], lr: float, decay: float, clip_threshold: float, eps: tuple[float, float]
-    ) -> None:
-        defaults = {"lr": lr, "decay": decay, "clip_threshold": clip_threshold, "eps": eps, "weight_decay": 0.0}
-        super().__init__(groups, defaults)
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Vectors are cut as the dim is that they are of, and the same on all ranks along the other."""

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters, step_count
+from gptlite.optimizer.base import BuildContext, OwnOptimizer, adam_state, local_gradients, local_parameters
 from gptlite.optimizer.config import ApexAdamConfig, ApexLambConfig
 
 
@@ -43,9 +42,7 @@ class ApexOptimizer(OwnOptimizer):
         self.inner = kind(local, lr=lr, **options)
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """As Adam's."""
-        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-        return {"step": step_count(), **moments}
+        return adam_state(parameter)
 
     def update(self) -> None:
         """Takes a step."""

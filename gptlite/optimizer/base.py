@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gptlite.parallelism.zero import local_tensor
+
+Closure = Callable[[], float]  # what torch lets a step compute the loss by
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class OwnOptimizer(Optimizer):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> None:  # type: ignore[override]
         """Raises ValueError for a closure."""
         refuse(closure)
         self.update()
@@ -77,6 +80,50 @@ class OwnOptimizer(Optimizer):
         return [local_tensor(self.state_of(parameter)[key]) for parameter in parameters]
 
 
+class PiecewiseStep:
+    """What replaces an optimizer's step by steps of pieces, and needs to know on the host whether there is one."""
+
+    @classmethod
+    def put_on(cls, optimizer: Optimizer) -> None:
+        """Makes this the optimizer's step."""
+        kind = type(optimizer)
+        optimizer.__class__ = type(cls.__name__.removesuffix("Step") + kind.__name__, (cls, kind), {})
+
+    def take(self, options: dict[str, Any]) -> None:
+        """Takes the step, each piece's with these options of the optimizer's own step."""
+        raise NotImplementedError
+
+    def step(
+        self, closure: Closure | None = None, *, scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        """As FusedStep.step."""
+        refuse(closure)
+        if found_inf is not None and found_inf.item() != 0:
+            return
+        with torch.no_grad():
+            self.take({} if scale is None else {"scale": scale})
+
+    step = Optimizer.profile_hook_step(step)  # pyright: ignore[reportArgumentType]
+
+
+class PieceRule:
+    """An optimizer's rule without its hooks, for tensors that are given for each step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = object.__new__(type(optimizer))
+        Optimizer.__setstate__(self._optimizer, optimizer.__getstate__())
+        self._hold([], {})
+
+    def step(self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]], options: dict[str, Any]) -> None:
+        """Steps the groups' tensors, whose `names` it does not need, and forgets them."""
+        self._hold([{key: value for key, value in group.items() if key != "names"} for group in groups], state)
+        self._optimizer.step(**options)
+        self._hold([], {})
+
+    def _hold(self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]) -> None:
+        self._optimizer.param_groups, self._optimizer.state = groups, defaultdict(dict, state)
+
+
 def refuse(closure: object) -> None:
     """Raises ValueError for the closure that torch lets a step have: gradients are computed before."""
     if closure is not None:
@@ -93,6 +140,11 @@ def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's part of each gradient."""
     return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def adam_state(parameter: Tensor) -> dict[str, Tensor]:
+    """Adam's state before the first step, in the parameter's dtype and cut as it is."""
+    return {"step": step_count(), **{key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}}
 
 
 def step_count() -> Tensor:

@@ -24,8 +24,11 @@ INSTEAD = {"optimizer=apex_adam": "optimizer=adamw", "optimizer=apex_lamb": "opt
 def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_steps: int) -> None:
     """Raise ConfigError, naming the key and the fix, for values that could not train for `max_steps`."""
     optimizer.check()
-    _check_apex(optimizer)
-    _check_torchao(optimizer)
+    key = _apex_key(optimizer)
+    if key and (reason := apex.why_not(apex.OPTIMIZERS)):
+        raise ConfigError(f"{key}: {reason}, or use {INSTEAD[key]}")
+    if isinstance(optimizer, AdamW8bitConfig) and (reason := torchao.why_not()):
+        raise ConfigError(f"optimizer=adamw_8bit: {reason}, or use optimizer=adamw")
     _check_shape(schedule)
     _check_length(schedule, max_steps)
 
@@ -56,17 +59,6 @@ def _apex_key(optimizer: OptimizerConfig) -> str:
     return ""
 
 
-def _check_apex(optimizer: OptimizerConfig) -> None:
-    key = _apex_key(optimizer)
-    if key and (reason := apex.why_not(apex.OPTIMIZERS)):
-        raise ConfigError(f"{key}: {reason}, or use {INSTEAD[key]}")
-
-
-def _check_torchao(optimizer: OptimizerConfig) -> None:
-    if isinstance(optimizer, AdamW8bitConfig) and (reason := torchao.why_not()):
-        raise ConfigError(f"optimizer=adamw_8bit: {reason}, or use optimizer=adamw")
-
-
 def _check_shape(config: ScheduleConfig) -> None:
     warmup = config.warmup_steps
     require(warmup is None or warmup >= 0, "schedule.warmup_steps", warmup, "must be 0 or more; null chooses it")
@@ -80,24 +72,12 @@ def _check_shape(config: ScheduleConfig) -> None:
 def _check_length(config: ScheduleConfig, max_steps: int) -> None:
     """The warmup must leave steps at the peak, and no step may have a rate of 0 because the decay ended early."""
     warmup = resolve_warmup_steps(config, max_steps)
-    require(
-        warmup == 0 or warmup < max_steps,
-        "schedule.warmup_steps",
-        warmup,
-        f"never reaches the peak rate: trainer.max_steps={max_steps}; set schedule.warmup_steps={max_steps // 10}",
-    )
+    fix = f"never reaches the peak rate: trainer.max_steps={max_steps}; set schedule.warmup_steps={max_steps // 10}"
+    require(warmup == 0 or warmup < max_steps, "schedule.warmup_steps", warmup, fix)
     if not isinstance(config, CosineConfig | LinearConfig | WSDConfig) or config.decay_steps is None:
         return
-    require(
-        config.decay_steps > warmup,
-        "schedule.decay_steps",
-        config.decay_steps,
-        f"must be above schedule.warmup_steps={warmup}; null ends the decay at trainer.max_steps",
-    )
-    require(
-        config.min_ratio > 0 or config.decay_steps >= max_steps,
-        "schedule.decay_steps",
-        config.decay_steps,
-        f"leaves a rate of 0 until trainer.max_steps={max_steps}; "
-        "set schedule.decay_steps=null or schedule.min_ratio=0.1",
-    )
+    key, steps = "schedule.decay_steps", config.decay_steps
+    fix = f"must be above schedule.warmup_steps={warmup}; null ends the decay at trainer.max_steps"
+    require(steps > warmup, key, steps, fix)
+    fix = f"leaves a rate of 0 until trainer.max_steps={max_steps}; set {key}=null or schedule.min_ratio=0.1"
+    require(config.min_ratio > 0 or steps >= max_steps, key, steps, fix)

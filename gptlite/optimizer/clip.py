@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gptlite.parallelism.zero import local_tensor
+from gptlite.optimizer.base import local_gradients
 
 # One CPU kernel call adds up its squares in fp32, and the rounding grows with their number: a norm of 40M elements
 # came out 3e-3 wrong, in pieces of this size 2e-7, at about the same speed. CUDA's kernel cuts such pieces itself.
@@ -18,7 +18,7 @@ def local_grad_norm(parameters: Iterable[nn.Parameter], fused: bool = False) -> 
 
     `fused`: by our kernel, in one call.
     """
-    gradients = gradients_of(parameters)
+    gradients = local_gradients(parameters)
     if not gradients:
         return torch.zeros(())
     if fused:
@@ -49,7 +49,7 @@ def clip_gradients(
     If the norm is inf or NaN the scaled gradients are worthless: look at it before stepping.
     """
     factor = clip_factor(max_norm, norm, loss_scale)
-    if factor is not None and (gradients := gradients_of(parameters)):
+    if factor is not None and (gradients := local_gradients(parameters)):
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -71,11 +71,6 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     norm = local_grad_norm(parameters)
     clip_gradients(parameters, max_norm, norm)
     return norm
-
-
-def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's part of each gradient there is."""
-    return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
 
 def _pieces(gradient: Tensor) -> Sequence[Tensor]:

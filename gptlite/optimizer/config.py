@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules. One dataclass each; an optimizer's has all that others ask of it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, NamedTuple
@@ -20,6 +20,30 @@ def require(legal: bool, key: str, value: object, fix: str) -> None:
         raise ConfigError(f"{key}={'null' if value is None else value} {fix}")
 
 
+class Range(NamedTuple):
+    """Which values of a setting are legal, and what is said of the others."""
+
+    legal: Callable[[float], bool]
+    fix: str
+
+
+def _positive(value: float) -> bool:
+    return 0 < value < math.inf
+
+
+def _not_negative(value: float) -> bool:
+    return 0 <= value < math.inf
+
+
+def _decay_rate(example: float) -> Range:
+    return Range(lambda value: 0 <= value < 1, f"must be in [0, 1), e.g. {example}")
+
+
+MOMENTUM = {"momentum": _decay_rate(0.9)}
+BETAS = {"beta1": _decay_rate(0.9), "beta2": _decay_rate(0.95)}
+BETAS_AND_EPS = {**BETAS, "eps": Range(_positive, "must be above 0, e.g. 1e-8")}
+
+
 class Shard(NamedTuple):
     """Elements that a rank holds of a parameter, in rows of `width`, `count` times. `in_block`: of a repeated block."""
 
@@ -36,7 +60,8 @@ class OptimizerConfig:
     rule: the module whose `build(config, context)` makes the optimizer (`build.py`). moments: fp32 numbers of state for
     each element of a parameter, of those that are always there. counts: whether each parameter has a count of steps.
     elementwise: each element is updated by its own gradient and state alone, so that any piece of a parameter can be
-    stepped. update_bytes: what clipping and the update read and write for each element, for the planner.
+    stepped. update_bytes: what clipping and the update read and write for each element, for the planner. ranges: of
+    settings.
     """
 
     rule: ClassVar[str] = "gptlite.optimizer.torch_rules"
@@ -44,6 +69,11 @@ class OptimizerConfig:
     counts: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False
     update_bytes: ClassVar[int] = 40  # Adam's, in one kernel
+    ranges: ClassVar[dict[str, Range]] = {
+        "lr": Range(_positive, "must be above 0 and finite, e.g. optimizer.lr=6e-4"),
+        "weight_decay": Range(_not_negative, "must be 0 or more"),
+        "clip_norm": Range(_not_negative, "must be 0 (no clipping) or more"),
+    }
 
     lr: float = 6e-4
     weight_decay: float = 0.1
@@ -51,10 +81,8 @@ class OptimizerConfig:
 
     def check(self) -> None:
         """Raises ConfigError for values out of range."""
-        lr, decay, norm = self.lr, self.weight_decay, self.clip_norm
-        require(0 < lr < math.inf, "optimizer.lr", lr, "must be above 0 and finite, e.g. optimizer.lr=6e-4")
-        require(0 <= decay < math.inf, "optimizer.weight_decay", decay, "must be 0 or more")
-        require(0 <= norm < math.inf, "optimizer.clip_norm", norm, "must be 0 (no clipping) or more")
+        for name, (legal, fix) in self.ranges.items():
+            require(legal(getattr(self, name)), f"optimizer.{name}", getattr(self, name), fix)
 
     def state_elements(self) -> int:
         """fp32 numbers of state for each element of a parameter."""
@@ -66,32 +94,15 @@ class OptimizerConfig:
         return FP32 * (self.state_elements() * elements + self.counts * sum(each.count for each in shards))
 
 
-def _check_momentum(momentum: float) -> None:
-    require(0 <= momentum < 1, "optimizer.momentum", momentum, "must be in [0, 1), e.g. 0.9")
-
-
-def _check_betas(beta1: float, beta2: float) -> None:
-    require(0 <= beta1 < 1, "optimizer.beta1", beta1, "must be in [0, 1), e.g. 0.9")
-    require(0 <= beta2 < 1, "optimizer.beta2", beta2, "must be in [0, 1), e.g. 0.95")
-
-
-def _check_eps(eps: float) -> None:
-    require(0 < eps < math.inf, "optimizer.eps", eps, "must be above 0, e.g. 1e-8")
-
-
 @dataclass
 class _TwoMoments(OptimizerConfig):
     """Running means of the gradient and of its square."""
 
+    ranges: ClassVar[dict[str, Range]] = {**OptimizerConfig.ranges, **BETAS_AND_EPS}
+
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-
-    def check(self) -> None:
-        """Raises ConfigError for values out of range."""
-        super().check()
-        _check_betas(self.beta1, self.beta2)
-        _check_eps(self.eps)
 
 
 @dataclass
@@ -118,6 +129,7 @@ class SGDConfig(OptimizerConfig):
     counts: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     update_bytes: ClassVar[int] = 24
+    ranges: ClassVar[dict[str, Range]] = {**OptimizerConfig.ranges, **MOMENTUM}
 
     weight_decay: float = 0.0
     momentum: float = 0.9
@@ -126,7 +138,6 @@ class SGDConfig(OptimizerConfig):
     def check(self) -> None:
         """Raises ConfigError for values out of range."""
         super().check()
-        _check_momentum(self.momentum)
         fix = "needs a momentum; set optimizer.momentum=0.9 or optimizer.nesterov=false"
         require(self.momentum > 0 or not self.nesterov, "optimizer.nesterov", self.nesterov, fix)
 
@@ -172,16 +183,12 @@ class LionConfig(OptimizerConfig):
     counts: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     update_bytes: ClassVar[int] = 64
+    ranges: ClassVar[dict[str, Range]] = {**OptimizerConfig.ranges, **BETAS}
 
     lr: float = 1e-4
     weight_decay: float = 1.0
     beta1: float = 0.95
     beta2: float = 0.98
-
-    def check(self) -> None:
-        """Raises ConfigError for values out of range."""
-        super().check()
-        _check_betas(self.beta1, self.beta2)
 
 
 def in_8_bits(elements: int) -> bool:
@@ -229,6 +236,13 @@ class MuonConfig(OptimizerConfig):
     rule: ClassVar[str] = "gptlite.optimizer.muon"
     moments: ClassVar[int] = 1
     update_bytes: ClassVar[int] = 84  # what it multiplies and sends is left out
+    ranges: ClassVar[dict[str, Range]] = {
+        **OptimizerConfig.ranges,
+        **BETAS_AND_EPS,
+        **MOMENTUM,
+        "newton_schulz_steps": Range(lambda value: 1 <= value <= 100, "must be from 1 to 100; 5 is usual"),
+        "adamw_lr_ratio": Range(_positive, "must be above 0 and finite, e.g. 1.0"),
+    }
 
     momentum: float = 0.95
     nesterov: bool = True
@@ -239,16 +253,6 @@ class MuonConfig(OptimizerConfig):
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-
-    def check(self) -> None:
-        """Raises ConfigError for values out of range."""
-        super().check()
-        _check_betas(self.beta1, self.beta2)
-        _check_eps(self.eps)
-        _check_momentum(self.momentum)
-        steps, ratio = self.newton_schulz_steps, self.adamw_lr_ratio
-        require(1 <= steps <= 100, "optimizer.newton_schulz_steps", steps, "must be from 1 to 100; 5 is usual")
-        require(0 < ratio < math.inf, "optimizer.adamw_lr_ratio", ratio, "must be above 0 and finite, e.g. 1.0")
 
     def state_bytes(self, shards: Sequence[Shard]) -> int:
         """One moment of each matrix of a block; Adam's two and a count of all else."""
@@ -265,6 +269,14 @@ class AdafactorConfig(OptimizerConfig):
     rule: ClassVar[str] = "gptlite.optimizer.adafactor"
     moments: ClassVar[int] = 0
     update_bytes: ClassVar[int] = 88
+    ranges: ClassVar[dict[str, Range]] = {
+        **OptimizerConfig.ranges,
+        "decay": Range(lambda value: 0 < value <= 1, "must be above 0 and at most 1, e.g. 0.8"),
+        "clip_threshold": Range(_positive, "must be above 0 and finite, e.g. 1.0"),
+        # fp32 has no normal number below.
+        "eps1": Range(lambda value: 1e-37 <= value < math.inf, "must be 1e-37 or more, e.g. 1e-30"),
+        "eps2": Range(_positive, "must be above 0, e.g. 1e-3"),
+    }
 
     lr: float = 1e-2
     weight_decay: float = 0.0
@@ -272,16 +284,6 @@ class AdafactorConfig(OptimizerConfig):
     clip_threshold: float = 1.0  # on the RMS of each update
     eps1: float = 1e-30  # added to squared gradients
     eps2: float = 1e-3  # the least RMS a parameter is taken to have
-
-    def check(self) -> None:
-        """Raises ConfigError for values out of range."""
-        super().check()
-        least, clip = 1e-37, self.clip_threshold  # fp32 has no normal number below
-        fix = f"must be {least:g} or more, e.g. 1e-30"
-        require(0 < self.decay <= 1, "optimizer.decay", self.decay, "must be above 0 and at most 1, e.g. 0.8")
-        require(0 < clip < math.inf, "optimizer.clip_threshold", clip, "must be above 0 and finite, e.g. 1.0")
-        require(least <= self.eps1 < math.inf, "optimizer.eps1", self.eps1, fix)
-        require(0 < self.eps2 < math.inf, "optimizer.eps2", self.eps2, "must be above 0, e.g. 1e-3")
 
     def state_bytes(self, shards: Sequence[Shard]) -> int:
         """A mean for each row and each column of a matrix, or for each element of a vector (a column of rows)."""

@@ -1,6 +1,6 @@
 """Adam and AdamW by our kernel: one pass over all tensors, which scales the gradients as it reads them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from gptlite.ops.weight_copies import copy_of, mark_written
-from gptlite.optimizer.base import refuse
+from gptlite.optimizer.base import Closure, refuse
 from gptlite.optimizer.clip import clip_factor, clip_gradients
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.zero import local_tensor
@@ -28,11 +28,7 @@ class FusedStep:
 
     @torch.no_grad()
     def step(
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
+        self, closure: Closure | None = None, *, scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
         """Raises ValueError for a closure."""
         refuse(closure)

@@ -3,13 +3,13 @@
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters, step_count
+from gptlite.optimizer.base import BuildContext, OwnOptimizer, adam_state, local_gradients, local_parameters
 from gptlite.optimizer.clip import square_norms
 from gptlite.optimizer.config import LambConfig
 from gptlite.parallelism.boxes import cuts
@@ -18,7 +18,8 @@ from gptlite.parallelism.collectives import sum_over_cuts
 
 def build(config: LambConfig, context: BuildContext) -> Lamb:
     """The optimizer of a configuration."""
-    return Lamb(context.groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+    betas = config.beta1, config.beta2
+    return Lamb(context.groups, {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": 0.0})
 
 
 class Lamb(OwnOptimizer):
@@ -28,13 +29,8 @@ class Lamb(OwnOptimizer):
     summed over an axis of the mesh together.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """As Adam's."""
-        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-        return {"step": step_count(), **moments}
+        return adam_state(parameter)
 
     def update(self) -> None:
         """Takes a step."""

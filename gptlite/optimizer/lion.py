@@ -3,9 +3,6 @@
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,7 +12,7 @@ from gptlite.optimizer.config import LionConfig
 
 def build(config: LionConfig, context: BuildContext) -> Lion:
     """The optimizer of a configuration."""
-    return Lion(context.groups, lr=config.lr, betas=(config.beta1, config.beta2))
+    return Lion(context.groups, {"lr": config.lr, "betas": (config.beta1, config.beta2), "weight_decay": 0.0})
 
 
 class Lion(OwnOptimizer):
@@ -23,9 +20,6 @@ class Lion(OwnOptimizer):
 
     Element by element, so other ranks are not asked.
     """
-
-    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The momentum."""

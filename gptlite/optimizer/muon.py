@@ -8,8 +8,9 @@ whole, by one of them: see gptlite.parallelism.matrix_gather.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,19 +52,10 @@ class Stack:
 def build(config: MuonConfig, context: BuildContext) -> Muon:
     """The optimizer of a configuration."""
     names = [name for group in context.groups for name in group["names"]]
-    return Muon(
-        context.groups,
-        FusedAdamW if context.fused_adam else AdamW,
-        {"betas": (config.beta1, config.beta2), "eps": config.eps, **context.kernels},
-        lr=config.lr,
-        adamw_lr_ratio=config.adamw_lr_ratio,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        steps=config.newton_schulz_steps,
-        dtype=torch.bfloat16 if config.newton_schulz_dtype is MuonDtype.bf16 else torch.float32,
-        match_rms_adamw=config.scale is MuonScale.match_rms_adamw,
-        stacks={name: Stack(*sizes) for name in names for end, sizes in context.stacked.items() if name.endswith(end)},
-    )
+    stacks = {name: Stack(*sizes) for name in names for end, sizes in context.stacked.items() if name.endswith(end)}
+    kind, betas = FusedAdamW if context.fused_adam else AdamW, (config.beta1, config.beta2)
+    adamw = partial(kind, lr=config.lr, betas=betas, eps=config.eps, **context.kernels)
+    return Muon(context.groups, config, stacks, adamw)
 
 
 def group_keys(edges: tuple[str, ...], name: str, parameter: nn.Parameter) -> dict[str, Any]:
@@ -74,32 +66,24 @@ def group_keys(edges: tuple[str, ...], name: str, parameter: nn.Parameter) -> di
 class Muon(OwnOptimizer):
     """Groups with `muon` hold the matrices, the others are given to `adamw`, whose rate is `adamw_lr_ratio` of theirs.
 
-    `stacks` says which parameters, by name, are several matrices. `match_rms_adamw`: updates are as large as AdamW's
-    are, 0.2 sqrt(max(rows, columns)) times the orthogonal matrix (Liu et al. 2025, arXiv:2502.16982, section 2.2), else
-    sqrt(max(1, rows / columns)) times it, as Jordan has them. Newton-Schulz computes in `dtype`.
+    `stacks` says which parameters, by name, are several matrices. With the scale `match_rms_adamw` updates are as large
+    as AdamW's are, 0.2 sqrt(max(rows, columns)) times the orthogonal matrix (Liu et al. 2025, arXiv:2502.16982,
+    section 2.2), else sqrt(max(1, rows / columns)) times it, as Jordan has them.
     """
 
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
-        adamw: type[AdamW],
-        adamw_options: dict[str, Any],
-        *,
-        lr: float,
-        adamw_lr_ratio: float,
-        momentum: float,
-        nesterov: bool,
-        steps: int,
-        dtype: torch.dtype,
-        match_rms_adamw: bool,
+        config: MuonConfig,
         stacks: Mapping[str, Stack],
+        adamw: Callable[[list[dict[str, Any]]], AdamW],
     ) -> None:
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0})
-        self.newton_schulz_steps, self.dtype, self.match_rms_adamw = steps, dtype, match_rms_adamw
-        self.adamw_lr_ratio, self.stacks = adamw_lr_ratio, stacks
+        rule = {"momentum": config.momentum, "nesterov": config.nesterov}
+        super().__init__(groups, {"lr": config.lr, "weight_decay": 0.0, **rule})
+        self.config, self.stacks = config, stacks
         self._matrices = {id(p) for group in self.param_groups if group["muon"] for p in group["params"]}
         others = [{key: group[key] for key in ("params", "weight_decay")} for group in self._others()]
-        self.adamw = adamw(others, lr=lr, **adamw_options) if others else None
+        self.adamw = adamw(others) if others else None
         if self.adamw is not None:
             self.adamw.state = self.state
 
@@ -117,7 +101,7 @@ class Muon(OwnOptimizer):
                 self._step_matrices(group)
         if self.adamw is not None:
             for mine, its in zip(self._others(), self.adamw.param_groups, strict=True):
-                its["lr"] = mine["lr"] * self.adamw_lr_ratio
+                its["lr"] = mine["lr"] * self.config.adamw_lr_ratio
             self.adamw.step()
 
     def _others(self) -> list[dict[str, Any]]:
@@ -149,8 +133,10 @@ class Muon(OwnOptimizer):
         """[rows, columns] -> the same, each of its matrices orthogonal, and scaled."""
         matrices = stack.split(whole)
         rows, columns = matrices.shape[1:]
-        scale = 0.2 * max(rows, columns) ** 0.5 if self.match_rms_adamw else max(1.0, rows / columns) ** 0.5
-        orthogonal = newton_schulz(matrices.to(self.dtype), self.newton_schulz_steps)
+        match_rms_adamw = self.config.scale is MuonScale.match_rms_adamw
+        scale = 0.2 * max(rows, columns) ** 0.5 if match_rms_adamw else max(1.0, rows / columns) ** 0.5
+        dtype = torch.bfloat16 if self.config.newton_schulz_dtype is MuonDtype.bf16 else torch.float32
+        orthogonal = newton_schulz(matrices.to(dtype), self.config.newton_schulz_steps)
         return stack.join(orthogonal.to(whole.dtype) * scale)
 
 

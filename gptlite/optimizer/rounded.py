@@ -11,8 +11,6 @@ place in the whole: any layout rounds alike, copies stay copies, and a resumed r
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptlite.ops.philox import WORD, philox
+from gptlite.optimizer.base import PieceRule, PiecewiseStep
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import local_box
 from gptlite.parallelism.zero import local_tensor
@@ -29,27 +28,13 @@ BLOCK = 2**18  # counters at a time: bounds the memory of drawing
 LOW = 0xFFFF
 
 
-class RoundedStep:
+class RoundedStep(PiecewiseStep):
     """What replaces the step of an optimizer whose parameters are bf16. Its gradients and state are fp32."""
 
     rounding: Rounding
 
-    def step(
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        """As FusedStep.step."""
-        if closure is not None:
-            raise ValueError("step takes no closure")
-        if found_inf is not None and found_inf.item() != 0:
-            return
-        with torch.no_grad():
-            self.rounding.run(self, {} if scale is None else {"scale": scale})  # type: ignore[arg-type]
-
-    step = Optimizer.profile_hook_step(step)  # pyright: ignore[reportArgumentType]
+    def take(self, options: dict[str, Any]) -> None:
+        self.rounding.run(self, options)  # type: ignore[arg-type]
 
 
 def round_steps(optimizer: Optimizer, seed: int) -> Optimizer:
@@ -57,10 +42,8 @@ def round_steps(optimizer: Optimizer, seed: int) -> Optimizer:
 
     Its rule must be elementwise. `set_step` says which step is next.
     """
-    kind = type(optimizer)
-    rounding = Rounding(optimizer, seed)
-    optimizer.__class__ = type(f"Rounded{kind.__name__}", (RoundedStep, kind), {})
-    optimizer.rounding = rounding  # type: ignore[attr-defined]
+    optimizer.rounding = Rounding(optimizer, seed)  # type: ignore[attr-defined]
+    RoundedStep.put_on(optimizer)
     return optimizer
 
 
@@ -75,10 +58,7 @@ class Rounding:
 
     def __init__(self, optimizer: Optimizer, seed: int) -> None:
         self.seed, self.number = seed, 0
-        # The same rule, without hooks; its groups and state are set for each parameter.
-        self._inner = object.__new__(type(optimizer))
-        Optimizer.__setstate__(self._inner, optimizer.__getstate__())
-        self._inner.param_groups, self._inner.state = [], defaultdict(dict)
+        self._rule = PieceRule(optimizer)
 
     def run(self, optimizer: Optimizer, options: dict[str, Any]) -> None:
         """One step of all parameters that have a gradient."""
@@ -92,12 +72,8 @@ class Rounding:
                     key: local_tensor(value) if isinstance(value, Tensor) else value
                     for key, value in materialized(optimizer, parameter).items()
                 }
-                rule = {key: value for key, value in group.items() if key != "names"}
-                self._inner.param_groups = [rule | {"params": [wide]}]
-                self._inner.state = defaultdict(dict, {wide: state})
-                self._inner.step(**options)
+                self._rule.step([group | {"params": [wide]}], {wide: state}, options)
                 round_box_(parameter, wide, self.seed, self.number, name)
-        self._inner.param_groups, self._inner.state = [], defaultdict(dict)
 
 
 def round_box_(parameter: Tensor, values: Tensor, seed: int, step: int, name: str) -> None:

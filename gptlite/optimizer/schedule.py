@@ -52,21 +52,20 @@ class Schedule:
             case ConstantConfig():
                 return 1.0
             case CosineConfig(min_ratio=low):
-                progress = _progress(step, warmup, self._decay_end(config.decay_steps))
-                return low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
+                return low + (1 - low) * (1 + math.cos(math.pi * _progress(step, warmup, self._decay_end()))) / 2
             case LinearConfig(min_ratio=low):
-                progress = _progress(step, warmup, self._decay_end(config.decay_steps))
-                return 1 - (1 - low) * progress
+                return 1 - (1 - low) * _progress(step, warmup, self._decay_end())
             case WSDConfig(min_ratio=low):
-                end = self._decay_end(config.decay_steps)
+                end = self._decay_end()
                 start = max(warmup, end - round(config.decay_fraction * end))
                 return 1 - (1 - low) * _progress(step, start, end)
             case InverseSqrtConfig():
                 return math.sqrt((warmup + 1) / (step + 1))
         raise TypeError(f"no curve for {type(config).__name__}: add a case to Schedule.factor")
 
-    def _decay_end(self, decay_steps: int | None) -> int:
-        return self.max_steps if decay_steps is None else decay_steps
+    def _decay_end(self) -> int:
+        steps = getattr(self.config, "decay_steps", None)
+        return self.max_steps if steps is None else steps
 
 
 def resolve_warmup_steps(config: ScheduleConfig, max_steps: int) -> int:

@@ -11,9 +11,9 @@ own, of views of that chunk, so the numbers are those that it has without files.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptlite.errors import ConfigError
-from gptlite.optimizer.base import refuse
+from gptlite.optimizer.base import PieceRule, PiecewiseStep
 from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import cut_like
 from gptlite.parallelism.config import Offload, ParallelismConfig
@@ -52,7 +52,7 @@ class Piece:
     place: int
 
 
-class StreamedStep(InFiles):
+class StreamedStep(PiecewiseStep, InFiles):
     """What replaces the step of an optimizer whose state is in a file."""
 
     stream: Stream
@@ -65,22 +65,9 @@ class StreamedStep(InFiles):
         """The two buffers, and the steps' numbers."""
         return self.stream.resident()
 
-    def step(
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        """As FusedStep.step. Raises OffloadFailed."""
-        refuse(closure)
-        if found_inf is not None and found_inf.item() != 0:
-            return
-        options = {} if scale is None else {"scale": scale.cpu()}
-        with torch.no_grad():
-            self.stream.run(options)
-
-    step = Optimizer.profile_hook_step(step)  # pyright: ignore[reportArgumentType]
+    def take(self, options: dict[str, Any]) -> None:
+        """Raises OffloadFailed."""
+        self.stream.run({key: value.cpu() for key, value in options.items()})
 
 
 def offload_state(optimizer: Optimizer, config: ParallelismConfig, mesh: Mesh) -> Optimizer:
@@ -112,19 +99,22 @@ def stream_state(optimizer: Optimizer, folder: Path, buffer_bytes: int) -> Optim
     """
     if not moments_of(optimizer):
         return optimizer
-    kind = type(optimizer)
-    stream = Stream(optimizer, folder, buffer_bytes)
-    optimizer.__class__ = type(f"Streamed{kind.__name__}", (StreamedStep, kind), {})
-    optimizer.stream = stream  # type: ignore[attr-defined]
+    optimizer.stream = Stream(optimizer, folder, buffer_bytes)  # type: ignore[attr-defined]
+    StreamedStep.put_on(optimizer)
     return optimizer
 
 
 def moments_of(optimizer: Optimizer) -> list[str]:
     """The names of the state that has an element for each of a parameter's."""
+    return [key for key, value in _state_of_two(optimizer).items() if value.shape == (2,)]
+
+
+def _state_of_two(optimizer: Optimizer) -> dict[str, Tensor]:
+    """What the state of a parameter of two elements is before its first step."""
     probe = torch.zeros(2)
     found = materialized(optimizer, probe)
     del optimizer.state[probe]
-    return [key for key, value in found.items() if value.shape == probe.shape]
+    return found
 
 
 class Stream:
@@ -142,9 +132,7 @@ class Stream:
         self._chunks, size = _chunks(places, total, buffer_bytes // (ITEM * len(self._keys)))
         self.file = StateFile(folder, ITEM * total * len(self._keys))
         self._fill_state(optimizer, places)
-        # The optimizer that takes the chunks' steps: the same rule, without hooks, its groups and state set each time.
-        self._inner = object.__new__(type(optimizer))
-        Optimizer.__setstate__(self._inner, optimizer.__getstate__())
+        self._rule = PieceRule(optimizer)
         # Two buffers, each a row a moment.
         self._memory = [[aligned(ITEM * max(size, UNIT)) for _ in self._keys] for _ in range(2)]
         self._buffers = [[torch.frombuffer(row, dtype=torch.float32) for row in rows] for rows in self._memory]
@@ -160,9 +148,10 @@ class Stream:
 
     def wait(self) -> None:
         """Until nothing is being read or written. Raises OffloadFailed."""
-        for future in self._there:
-            if future is not None:
-                _result(future)
+        with _told():
+            for future in self._there:
+                if future is not None:
+                    future.result()
 
     def settle(self) -> None:
         """Waits; the buffers are read again before the next step."""
@@ -178,18 +167,20 @@ class Stream:
     def run(self, options: dict[str, Any]) -> None:
         """One step, by the gradients there are. Raises OffloadFailed."""
         if self._mapped:
-            self._attempt(self.file.flush)
+            with _told():
+                self.file.flush()
             self._mapped = False
         count = len(self._chunks)
         numbers: dict[Tensor, Numbers] = {}
         for chunk in self._chunks:
-            for ahead in range(2 if count > 1 else 1):
-                if self._there[self._slot(ahead)] is None:
-                    self._there[self._slot(ahead)] = self._thread.submit(self._read, self._count + ahead)
-            slot = self._slot(0)
+            for number in range(self._count, self._count + min(count, 2)):
+                if self._there[self._slot(number)] is None:
+                    self._there[self._slot(number)] = self._thread.submit(self._read, number)
+            slot = self._slot(self._count)
             future = self._there[slot]
             assert future is not None
-            _result(future)
+            with _told():
+                future.result()
             self._step(chunk, self._buffers[slot], numbers, options)
             self._there[slot] = self._thread.submit(self._write_and_read, self._count)
             self._count += 1
@@ -197,17 +188,16 @@ class Stream:
             for key, value in stepped.items():
                 self._state[parameter][key].copy_(value)
 
-    def _slot(self, ahead: int) -> int:
-        """The buffer of the chunk that is so many ahead; one that is alone stays where it is."""
-        return (self._count + ahead) % 2 if len(self._chunks) > 1 else 0
+    def _slot(self, count: int) -> int:
+        """The buffer of the chunk that is stepped after so many; one that is alone stays where it is."""
+        return count % 2 if len(self._chunks) > 1 else 0
 
     def _step(
         self, chunk: Sequence[Piece], rows: list[Tensor], numbers: dict[Tensor, Numbers], options: dict[str, Any]
     ) -> None:
         """Takes a chunk's step with its moments in a buffer. `numbers`: what else each parameter's state then is."""
-        plain = ({key: value for key, value in group.items() if key != "names"} for group in self._groups)
-        groups: list[dict[str, Any]] = [group | {"params": []} for group in plain]
-        state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+        groups: list[dict[str, Any]] = [group | {"params": []} for group in self._groups]
+        state: dict[Tensor, dict[str, Tensor]] = {}
         for piece in chunk:
             if piece.parameter.grad is None:
                 continue
@@ -220,15 +210,12 @@ class Stream:
             moments = {key: row[piece.place : piece.place + length] for key, row in zip(self._keys, rows, strict=True)}
             state[view] = others | moments
             numbers[piece.parameter] = others
-        self._inner.param_groups, self._inner.state = [group for group in groups if group["params"]], state
-        self._inner.step(**options)
-        self._inner.param_groups, self._inner.state = [], defaultdict(dict)
+        self._rule.step([group for group in groups if group["params"]], state, options)
 
     def _fill_state(self, optimizer: Optimizer, places: list[tuple[int, Tensor, int]]) -> None:
         """Gives every parameter its state: moments in the mapped file, and numbers, which stay in memory."""
-        probe, mapped = torch.zeros(2), self.file.mapped()
-        numbers = {k: v for k, v in materialized(optimizer, probe).items() if k not in self._keys}
-        del optimizer.state[probe]
+        mapped = self.file.mapped()
+        numbers = {k: v for k, v in _state_of_two(optimizer).items() if k not in self._keys}
         for _, parameter, place in places:
             local = local_tensor(parameter)
             state: dict[str, Any] = {key: value.clone() for key, value in numbers.items()}
@@ -239,16 +226,11 @@ class Stream:
 
     def _parts(self, count: int) -> list[tuple[int, memoryview]]:
         """Where in the file a chunk's moments are, with the memory of its buffer for each."""
-        index = count % len(self._chunks)
-        first, last = self._bounds(index)
-        rows = self._memory[count % 2 if len(self._chunks) > 1 else 0]
-        return [
-            (ITEM * (row * self._total + first), memory[: ITEM * (last - first)]) for row, memory in enumerate(rows)
-        ]
-
-    def _bounds(self, index: int) -> tuple[int, int]:
         size = len(self._buffers[0][0])
-        return index * size, min((index + 1) * size, self._total)
+        first = count % len(self._chunks) * size
+        length = ITEM * (min(first + size, self._total) - first)
+        rows = enumerate(self._memory[self._slot(count)])
+        return [(ITEM * (row * self._total + first), memory[:length]) for row, memory in rows]
 
     def _read(self, count: int) -> None:
         self.file.read(self._parts(count))
@@ -259,12 +241,6 @@ class Stream:
             self.file.exchange(self._parts(count), self._parts(count + 2))
         else:
             self.file.write(self._parts(count))
-
-    def _attempt(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except OSError as error:
-            raise OffloadFailed(_words(error)) from error
 
 
 def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tuple[list[list[Piece]], int]:
@@ -280,12 +256,10 @@ def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tup
     return chunks, size
 
 
-def _result(future: Future[None]) -> None:
+@contextmanager
+def _told() -> Iterator[None]:
     try:
-        future.result()
+        yield
     except OSError as error:
-        raise OffloadFailed(_words(error)) from error
-
-
-def _words(error: OSError) -> str:
-    return f"the optimizer's state in parallelism.offload_path cannot be read or written: {error.strerror or error}"
+        words = "the optimizer's state in parallelism.offload_path cannot be read or written"
+        raise OffloadFailed(f"{words}: {error.strerror or error}") from error

@@ -12,15 +12,12 @@ from gptlite.optimizer.fused import FusedAdam, FusedAdamW
 def build(config: OptimizerConfig, context: BuildContext) -> torch.optim.Optimizer:
     """Raises TypeError for a configuration class without a rule."""
     groups, kernels = context.groups, context.kernels
-    match config:
-        case AdamWConfig(lr=lr, eps=eps):
-            kind = FusedAdamW if context.fused_adam else AdamW
-            return kind(groups, lr=lr, betas=(config.beta1, config.beta2), eps=eps, **kernels)
-        case AdamConfig(lr=lr, eps=eps):
-            kind = FusedAdam if context.fused_adam else Adam
-            return kind(groups, lr=lr, betas=(config.beta1, config.beta2), eps=eps, **kernels)
-        case SGDConfig(lr=lr):
-            if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
-                kernels = {"foreach": True}  # torch has no fused SGD of DTensors
-            return SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, **kernels)
+    if isinstance(config, AdamWConfig | AdamConfig):
+        kinds = (AdamW, FusedAdamW) if isinstance(config, AdamWConfig) else (Adam, FusedAdam)
+        betas = config.beta1, config.beta2
+        return kinds[context.fused_adam](groups, lr=config.lr, betas=betas, eps=config.eps, **kernels)
+    if isinstance(config, SGDConfig):
+        if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
+            kernels = {"foreach": True}  # torch has no fused SGD of DTensors
+        return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **kernels)
     raise TypeError(f"no builder for {type(config).__name__}: name the module that has it, `rule`")

@@ -9,12 +9,13 @@ from torch import Tensor
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
-BOOL_AND_DTYPES = (torch.bool, *DTYPES)
+MASKS = (torch.bool, *DTYPES)  # a mask's dtypes
 
 BEST = "best"
-CPU_BACKENDS = (BEST, "avx512", "avx2", "baseline")
+CPUS = (BEST, "avx512", "avx2", "baseline")
 EMULATED = "emulated"
-BACKENDS = (*CPU_BACKENDS, EMULATED)
+BACKENDS = (*CPUS, EMULATED)
+PAIR = (BEST, EMULATED)  # for what is the same to every CPU
 
 # Around vectors of 4, 8, 16 and 32, around blocks of threads, and the widths of models and vocabularies.
 WIDTHS = (

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from kernels.backends import Backend
-from kernels.cases import BF16, CPU_BACKENDS, DTYPES, FP32, each, normal, on, same_bits
+from kernels.cases import BF16, CPUS, DTYPES, FP32, each, normal, on, same_bits
+from kernels.test_threads import assert_same
 from kernels.tolerances import ARGUMENT, ARITHMETIC, ATTENTION, check
 
 LAYOUTS = ("bshd", "bhsd", "packed")
@@ -41,10 +42,8 @@ class Reference:
         ds = self.scale * self.p * (dp - dot)
         # p's error is relative; dp's and dot's are of their products; ds is rounded as p is.
         dp_size, dot_size = dout.abs() @ self.v.abs().mT, (dout * out).abs().sum(-1, keepdim=True)
-        ds_error = (
-            abs(self.scale) * self.p * (dp_size + dot_size) * (ARITHMETIC["attention"] + 2 * ARGUMENT * self.score_size)
-        )
-        ds_error = ds_error + ds.abs() * ATTENTION[self.dtype]
+        relative = ARITHMETIC["attention"] + 2 * ARGUMENT * self.score_size
+        ds_error = abs(self.scale) * self.p * (dp_size + dot_size) * relative + ds.abs() * ATTENTION[self.dtype]
         dq, dk, dv = gradients
         check("dv", dv, self.p.mT @ dout, (self.p * self.p_error).mT @ dout.abs(), 1.0)
         sums = ARITHMETIC["attention"] * ds.abs()
@@ -85,13 +84,13 @@ CORE_SIZES = [(2, 3, 5, 5, 7), (1, 2, 33, 33, 64), (1, 1, 100, 100, 32), (1, 1, 
     "size,dtype",
     [(s, d) for s in SIZES for d in DTYPES],
     [(s, d) for s in CORE_SIZES for d in DTYPES],
-    backends=CPU_BACKENDS,
+    backends=CPUS,
 )
 def test_sizes(backend: Backend, size, dtype) -> None:
     check_both(backend, *inputs(size, dtype), size[4] ** -0.5)
 
 
-@each("dtype", DTYPES, (FP32, BF16), backends=CPU_BACKENDS)
+@each("dtype", DTYPES, (FP32, BF16), backends=CPUS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("offsets", [(0,), (1,), (3, 0, 2)])
 def test_any_layout_and_alignment_gives_the_same_bits(backend: Backend, dtype, layout, offsets) -> None:
@@ -100,20 +99,11 @@ def test_any_layout_and_alignment_gives_the_same_bits(backend: Backend, dtype, l
         out, lse = backend.attention_forward(q, k, v, 0.3, "bhsd")
         gradients = backend.attention_backward(dout, out, lse, q, k, v, 0.3, "bhsd")
         other = backend.having(offsets=offsets)
-        assert all(
-            same_bits(a, b)
-            for a, b in zip(
-                (out, lse, *gradients),
-                (
-                    *other.attention_forward(q, k, v, 0.3, layout),
-                    *other.attention_backward(dout, out, lse, q, k, v, 0.3, layout),
-                ),
-                strict=True,
-            )
-        )
+        assert_same(other.attention_forward(q, k, v, 0.3, layout), (out, lse))
+        assert_same(other.attention_backward(dout, out, lse, q, k, v, 0.3, layout), gradients)
 
 
-@each("dtype", DTYPES, DTYPES, backends=CPU_BACKENDS)
+@each("dtype", DTYPES, DTYPES, backends=CPUS)
 @pytest.mark.parametrize("scale", [1.0, 8.0, -0.5])
 def test_scores_of_all_sizes(backend: Backend, dtype, scale) -> None:
     """Up to hundreds: probabilities of one key alone, and of nothing at all."""
@@ -121,7 +111,7 @@ def test_scores_of_all_sizes(backend: Backend, dtype, scale) -> None:
     check_both(backend, q, k, v, dout, scale)
 
 
-@each("dtype", DTYPES, DTYPES, backends=CPU_BACKENDS)
+@each("dtype", DTYPES, DTYPES, backends=CPUS)
 def test_a_maximum_that_comes_late(backend: Backend, dtype) -> None:
     """Scores that grow along the keys: what was summed must be rescaled at every block."""
     q, k, v, dout = inputs((1, 1, 300, 300, 16), dtype)
@@ -130,7 +120,7 @@ def test_a_maximum_that_comes_late(backend: Backend, dtype) -> None:
     check_both(backend, q, k.flip(2), v, dout, 1.0)
 
 
-@each("dtype", DTYPES, (FP32, BF16), backends=CPU_BACKENDS)
+@each("dtype", DTYPES, (FP32, BF16), backends=CPUS)
 def test_later_keys_are_of_no_matter(backend: Backend, dtype) -> None:
     q, k, v, _ = inputs((1, 1, 70, 100, 24), dtype)
     out, lse = backend.attention_forward(q, k, v, 0.3)
@@ -143,7 +133,7 @@ def test_later_keys_are_of_no_matter(backend: Backend, dtype) -> None:
         assert not torch.equal(changed[:, :, last - 30], out[:, :, last - 30])
 
 
-@each("dtype", DTYPES, (FP32, BF16), backends=CPU_BACKENDS)
+@each("dtype", DTYPES, (FP32, BF16), backends=CPUS)
 @pytest.mark.parametrize("value", [float("nan"), INF])
 def test_what_is_not_finite_reaches_those_that_see_it(backend: Backend, dtype, value) -> None:
     for place in range(3):
@@ -162,7 +152,7 @@ def test_what_is_not_finite_reaches_those_that_see_it(backend: Backend, dtype, v
             assert all(each_[0, 0, 21:].isfinite().all() for each_ in gradients[1:])
 
 
-@on(CPU_BACKENDS)
+@on(CPUS)
 def test_empty_tensors(backend: Backend) -> None:
     for size in [(0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (1, 1, 0, 0, 5), (1, 2, 0, 4, 5)]:
         q, k, v, dout = inputs(size, FP32)

@@ -4,21 +4,7 @@ import pytest
 import torch
 
 from kernels.backends import Backend
-from kernels.cases import (
-    BEST,
-    BF16,
-    CPU_BACKENDS,
-    DTYPES,
-    FP16,
-    FP32,
-    WIDE,
-    WIDTHS,
-    each,
-    generator,
-    normal,
-    of_dtypes,
-    on,
-)
+from kernels.cases import BEST, BF16, CPUS, DTYPES, FP16, FP32, WIDE, WIDTHS, each, generator, normal, of_dtypes, on
 from kernels.tolerances import ARITHMETIC, check
 
 
@@ -74,7 +60,7 @@ def test_nothing(backend: Backend) -> None:
     assert backend.norm([torch.empty(0), torch.empty(0)]) == 0
 
 
-@each("dtype", (FP32, BF16), [BF16], backends=CPU_BACKENDS)
+@each("dtype", (FP32, BF16), [BF16], backends=CPUS)
 def test_forty_million_elements(backend: Backend, dtype) -> None:
     """Where a plain fp32 sum stops growing."""
     x = torch.empty(40_000_001).uniform_(0.5, 1.5, generator=generator("forty")).to(dtype)

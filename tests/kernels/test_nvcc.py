@@ -79,20 +79,14 @@ def over_budget(budget: Budget, found: dict[str, Kernel], architecture: str) -> 
     if budget.kernel not in found:
         return [f"{budget.kernel}: no such kernel"]
     body = found[budget.kernel].part(budget.part)
-    counts = [
-        ("stores", by_width(body, "STG"), budget.stores),
-        ("loads", by_width(body, "LDG"), budget.loads),
-    ]
-    wrong = [
-        f"{budget.kernel}, {budget.part}: {what} {here}, not {wanted}"
-        for what, here, wanted in counts
-        if here != wanted
-    ]
-    instructions = len(body) * 32 / budget.elements
-    if instructions > budget.most[architecture]:
-        most = budget.most[architecture]
-        wrong.append(f"{budget.kernel}, {budget.part}: {instructions:.0f} instructions a 32 elements, more than {most}")
-    return wrong
+    wrong = []
+    for what, kind, wanted in (("stores", "STG", budget.stores), ("loads", "LDG", budget.loads)):
+        if (here := by_width(body, kind)) != wanted:
+            wrong.append(f"{what} {here}, not {wanted}")
+    instructions, most = len(body) * 32 / budget.elements, budget.most[architecture]
+    if instructions > most:
+        wrong.append(f"{instructions:.0f} instructions a 32 elements, more than {most}")
+    return [f"{budget.kernel}, {budget.part}: {words}" for words in wrong]
 
 
 LISTING = """//--------------------- .text._Z1fPf --------------------------

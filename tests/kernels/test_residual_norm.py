@@ -7,33 +7,9 @@ import torch
 from torch import Tensor
 
 from kernels.backends import Backend
-from kernels.cases import (
-    BEST,
-    BF16,
-    DTYPES,
-    EMULATED,
-    FP16,
-    FP32,
-    KINDS,
-    WIDE,
-    WIDTHS,
-    each,
-    normal,
-    on,
-    rows_of,
-    same_bits,
-)
+from kernels.cases import BF16, DTYPES, FP16, FP32, KINDS, PAIR, WIDE, WIDTHS, each, normal, on, rows_of, same_bits
 from kernels.options import Dropout
-from kernels.test_layer_norm import (
-    EPS,
-    MODEL_WIDTHS,
-    affine,
-    check_normed,
-    check_statistics,
-    gradients,
-    statistics,
-    terms_of,
-)
+from kernels.test_layer_norm import EPS, MODEL_WIDTHS, affine, check_normed, check_stats, gradients, stats, terms_of
 from kernels.tolerances import ARITHMETIC, check
 
 TOLERANCE = ARITHMETIC["residual_norm"]
@@ -57,7 +33,7 @@ def check_forward(backend: Backend, x: Tensor, bias, residual: Tensor, weight, b
     check("h", h, residual.double() + branch, terms, TOLERANCE)
     # h as it was rounded is what is normed.
     flat = h.flatten(0, 1)
-    check_statistics(mean, rstd, flat, EPS)
+    check_stats(mean, rstd, flat, EPS)
     check_normed(y.flatten(0, 1), flat, weight, beta, EPS)
     return y, h, mean, rstd
 
@@ -65,7 +41,7 @@ def check_forward(backend: Backend, x: Tensor, bias, residual: Tensor, weight, b
 def check_backward(backend: Backend, h: Tensor, weight: Tensor, dropout, with_dh: bool, want: bool) -> None:
     dy, dh = normal(h.shape, h.dtype, "dy"), normal(h.shape, h.dtype, "dh") if with_dh else None
     flat, flat_dy = h.flatten(0, 1), dy.flatten(0, 1)
-    actual = backend.residual_norm_backward(dy, dh, h, weight, *statistics(flat, EPS), dropout, want, want)
+    actual = backend.residual_norm_backward(dy, dh, h, weight, *stats(flat, EPS), dropout, want, want)
     dx, dresidual, dbias, dweight, dbeta = actual
     expected, expected_dweight, expected_dbeta = gradients(flat_dy, flat, weight, EPS)
     terms, dweight_terms, dbeta_terms = terms_of(flat_dy, flat, weight, EPS)
@@ -116,7 +92,7 @@ def test_sizes(backend: Backend, size, dtype, dropout) -> None:
     "width,dtype,dropout",
     [(w, d, p) for w in MODEL_WIDTHS for d in DTYPES for p in (None, DROP) if d is BF16 or w in (768, 2048)],
     [(w, BF16, None) for w in (768, 1024, 1280, 2048)] + [(768, FP16, DROP), (768, FP32, None)],
-    backends=(BEST, EMULATED),
+    backends=PAIR,
 )
 @pytest.mark.parametrize("rest", [True, False])
 def test_more_rows_than_a_gpu_holds_at_once(backend: Backend, width, dtype, dropout, rest) -> None:

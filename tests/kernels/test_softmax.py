@@ -5,21 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.backends import Backend
-from kernels.cases import (
-    BF16,
-    BOOL_AND_DTYPES,
-    DTYPES,
-    FP16,
-    FP32,
-    KINDS,
-    WIDE,
-    WIDTHS,
-    each,
-    normal,
-    on,
-    rows_of,
-    same_bits,
-)
+from kernels.cases import BF16, DTYPES, FP16, FP32, KINDS, MASKS, WIDE, WIDTHS, each, normal, on, rows_of, same_bits
 from kernels.tolerances import ARGUMENT, ARITHMETIC, check
 
 INF, NAN = float("inf"), float("nan")
@@ -76,8 +62,8 @@ BROADCAST = [
 
 @each(
     "whole,mask_dtype,dtype",
-    [(w, m, d) for w in BROADCAST for m in BOOL_AND_DTYPES for d in DTYPES],
-    [(BROADCAST[i % 4], m, DTYPES[i % 3]) for i, m in enumerate((*BOOL_AND_DTYPES, torch.bool))],
+    [(w, m, d) for w in BROADCAST for m in MASKS for d in DTYPES],
+    [(BROADCAST[i % 4], m, DTYPES[i % 3]) for i, m in enumerate((*MASKS, torch.bool))],
 )
 @pytest.mark.parametrize("keys", [19, 260])
 def test_a_mask_of_any_dtype_broadcasts(backend: Backend, whole, mask_dtype, dtype, keys) -> None:
@@ -89,7 +75,7 @@ def test_a_mask_of_any_dtype_broadcasts(backend: Backend, whole, mask_dtype, dty
     check_forward(backend.masked_softmax_forward(x, mask, 0.3), masked(x, mask, 0.3))
 
 
-@each("mask_dtype", BOOL_AND_DTYPES, (torch.bool, BF16))
+@each("mask_dtype", MASKS, (torch.bool, BF16))
 def test_a_mask_may_have_any_strides(backend: Backend, mask_dtype) -> None:
     size = (3, 2, 5, 35)
     mask = normal((35, 5, 2, 3), FP32, "strides").permute(3, 2, 1, 0)

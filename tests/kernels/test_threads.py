@@ -1,13 +1,13 @@
 """The same bits on any number of threads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.backends import Backend
-from kernels.cases import BF16, CPU_BACKENDS, EMULATED, FP32, each, normal, on, same_bits
+from kernels.cases import BF16, CPUS, EMULATED, FP32, each, normal, on, same_bits
 from kernels.library import Threads, halves, reversed_grains, uneven
 from kernels.options import Adam, Dropout, Loss
 from kernels.test_adamw import state_of
@@ -88,13 +88,13 @@ def attention(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Re
 OPS = (softmax, layer_norm, residual_norm, bias_gelu, dropout, cross_entropy, norm, adamw, attention)
 
 
-def assert_same(actual: Results, expected: Results, where: object = "") -> None:
+def assert_same(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], where: object = "") -> None:
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert (a is None) == (b is None)
         assert a is None or same_bits(a, b), f"output {i} {where}"
 
 
-@each("dtype", (FP32, BF16), (FP32,), backends=CPU_BACKENDS)
+@each("dtype", (FP32, BF16), (FP32,), backends=CPUS)
 @pytest.mark.parametrize("op", OPS)
 def test_any_split_gives_the_same_bits(backend: Backend, dtype, op: Op) -> None:
     expected = op(backend, dtype, 400, 333)  # several tasks of CPU threads

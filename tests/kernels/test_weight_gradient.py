@@ -6,8 +6,9 @@ from torch import Tensor
 
 from gptlite.precision import cpu_flags
 from kernels.backends import Backend
-from kernels.cases import BEST, BF16, FP16, FP32, each, normal, same_bits
+from kernels.cases import BEST, BF16, FP16, FP32, each, normal
 from kernels.library import Threads, halves, reversed_grains, uneven
+from kernels.test_threads import assert_same
 from kernels.tolerances import ARITHMETIC, check
 
 PRODUCTS = "avx512_bf16" in cpu_flags()
@@ -41,10 +42,8 @@ class TestWithProducts:
     @each("size", [(0, 3, 5), (70, 33, 35), (600, 385, 100)], backends=WITH_PRODUCTS)
     def test_fp32_has_the_values_of_bf16(self, backend: Backend, size) -> None:
         dy, x = inputs(size)
-        for rounded, wide in zip(
-            backend.weight_gradient(dy, x, BF16), backend.weight_gradient(dy, x, FP32), strict=True
-        ):
-            assert same_bits(rounded.float(), wide)
+        rounded = [each.float() for each in backend.weight_gradient(dy, x, BF16)]
+        assert_same(rounded, backend.weight_gradient(dy, x, FP32))
 
     @each("threads", (1, 2, 3, 8), backends=WITH_PRODUCTS)
     def test_threads_change_no_bit(self, backend: Backend, threads) -> None:
@@ -52,13 +51,13 @@ class TestWithProducts:
         expected = backend.weight_gradient(dy, x)
         for split in (halves, reversed_grains, uneven):
             others = backend.having(threads=Threads(split, at_once=True)).weight_gradient(dy, x, threads=threads)
-            assert all(same_bits(a, b) for a, b in zip(expected, others, strict=True))
+            assert_same(others, expected)
 
     @each("offsets", [(1,), (3, 0, 2)], backends=WITH_PRODUCTS)
     def test_any_alignment_gives_the_same_bits(self, backend: Backend, offsets) -> None:
         dy, x = inputs((100, 70, 50))
         others = backend.having(offsets=offsets).weight_gradient(dy, x)
-        assert all(same_bits(a, b) for a, b in zip(backend.weight_gradient(dy, x), others, strict=True))
+        assert_same(others, backend.weight_gradient(dy, x))
 
     @each("value", [float("nan"), float("inf")], backends=WITH_PRODUCTS)
     def test_what_is_not_finite_stays_in_its_row_and_column(self, backend: Backend, value) -> None:

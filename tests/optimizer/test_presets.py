@@ -13,14 +13,6 @@ from omegaconf import OmegaConf
 from gptlite.ops import apex
 from gptlite.optimizer import config as classes
 from gptlite.optimizer.checks import check_optimizer
-from gptlite.optimizer.config import (
-    ConstantConfig,
-    CosineConfig,
-    InverseSqrtConfig,
-    LinearConfig,
-    WarmupConfig,
-    WSDConfig,
-)
 
 CONF = Path(__file__).parents[2] / "conf"
 # Without those that other tests register.
@@ -28,12 +20,12 @@ OPTIMIZERS = {name: kind for name, kind in classes.OPTIMIZERS.items() if kind.__
 # The others take the model's published rate, which is AdamW's.
 RATES = {"lamb": 6e-3, "apex_lamb": 6e-3, "lion": 1e-4, "adafactor": 1e-2}
 SCHEDULES = {
-    "constant": ConstantConfig,
-    "cosine": CosineConfig,
-    "inverse_sqrt": InverseSqrtConfig,
-    "linear": LinearConfig,
-    "warmup": WarmupConfig,
-    "wsd": WSDConfig,
+    "constant": classes.ConstantConfig,
+    "cosine": classes.CosineConfig,
+    "inverse_sqrt": classes.InverseSqrtConfig,
+    "linear": classes.LinearConfig,
+    "warmup": classes.WarmupConfig,
+    "wsd": classes.WSDConfig,
 }
 PRESETS = [("optimizer", *item) for item in OPTIMIZERS.items()] + [("schedule", *item) for item in SCHEDULES.items()]
 

@@ -4,29 +4,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gptlite.optimizer import config as classes
 from gptlite.optimizer.build import build_optimizer
-from gptlite.optimizer.config import (
-    AdafactorConfig,
-    AdamConfig,
-    AdamWConfig,
-    LambConfig,
-    LionConfig,
-    MuonConfig,
-    OptimizerConfig,
-    SGDConfig,
-)
 from gptlite.optimizer.state import optimizer_state
 
 CONFIGS = [
-    AdamWConfig(lr=0.1),
-    AdamConfig(lr=0.1),
-    SGDConfig(lr=0.1),
-    SGDConfig(lr=0.1, nesterov=True),
-    SGDConfig(momentum=0.0),
-    LambConfig(),
-    LionConfig(),
-    MuonConfig(lr=0.1),
-    AdafactorConfig(),
+    classes.AdamWConfig(lr=0.1),
+    classes.AdamConfig(lr=0.1),
+    classes.SGDConfig(lr=0.1),
+    classes.SGDConfig(lr=0.1, nesterov=True),
+    classes.SGDConfig(momentum=0.0),
+    classes.LambConfig(),
+    classes.LionConfig(),
+    classes.MuonConfig(lr=0.1),
+    classes.AdafactorConfig(),
 ]
 ADAM_KEYS = ["step", "exp_avg", "exp_avg_sq"]
 
@@ -34,7 +25,7 @@ ADAM_KEYS = ["step", "exp_avg", "exp_avg_sq"]
 class Run:
     """A two-layer model and its optimizer; step `n` is the same in every run."""
 
-    def __init__(self, config: OptimizerConfig, width: int = 3) -> None:
+    def __init__(self, config: classes.OptimizerConfig, width: int = 3) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
         self.optimizer = build_optimizer(config, self.model.named_parameters())
@@ -82,11 +73,11 @@ def test_materializing_before_the_first_step_changes_nothing(config):
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        (AdamWConfig(), ADAM_KEYS),
-        (AdamConfig(), ADAM_KEYS),
-        (SGDConfig(), ["momentum_buffer"]),
-        (LambConfig(), ADAM_KEYS),
-        (LionConfig(), ["exp_avg"]),
+        (classes.AdamWConfig(), ADAM_KEYS),
+        (classes.AdamConfig(), ADAM_KEYS),
+        (classes.SGDConfig(), ["momentum_buffer"]),
+        (classes.LambConfig(), ADAM_KEYS),
+        (classes.LionConfig(), ["exp_avg"]),
     ],
 )
 def test_keys_are_global_names_and_the_same_before_and_after_a_step(config, names):
@@ -104,8 +95,8 @@ def test_keys_are_global_names_and_the_same_before_and_after_a_step(config, name
 @pytest.mark.parametrize(
     ("config", "matrix", "vector"),
     [
-        (MuonConfig(), {"momentum_buffer": (3, 4)}, {"step": (), "exp_avg": (3,), "exp_avg_sq": (3,)}),
-        (AdafactorConfig(), {"step": (), "row_var": (3,), "col_var": (4,)}, {"step": (), "variance": (3,)}),
+        (classes.MuonConfig(), {"momentum_buffer": (3, 4)}, {"step": (), "exp_avg": (3,), "exp_avg_sq": (3,)}),
+        (classes.AdafactorConfig(), {"step": (), "row_var": (3,), "col_var": (4,)}, {"step": (), "variance": (3,)}),
     ],
 )
 def test_matrices_and_vectors_may_have_other_states(config, matrix, vector):
@@ -120,7 +111,7 @@ def test_matrices_and_vectors_may_have_other_states(config, matrix, vector):
 
 
 def test_state_is_live():
-    run = Run(AdamWConfig())
+    run = Run(classes.AdamWConfig())
     optimizer_state(run.optimizer)["optim.0.bias.exp_avg"].fill_(7)
     bias = dict(run.model.named_parameters())["0.bias"]
     assert run.optimizer.state[bias]["exp_avg"].tolist() == [7, 7, 7]
@@ -128,6 +119,6 @@ def test_state_is_live():
 
 def test_foreach_optimizers_count_steps_on_the_host():
     parameter = nn.Parameter(torch.zeros(2, 2, device="meta"))
-    state = optimizer_state(build_optimizer(AdamWConfig(), [("weight", parameter)]))
+    state = optimizer_state(build_optimizer(classes.AdamWConfig(), [("weight", parameter)]))
     assert state["optim.weight.step"].device.type == "cpu"
     assert state["optim.weight.exp_avg"].device.type == "meta"

@@ -21,7 +21,7 @@ KINDS = {
     "adamw": lambda groups: AdamW(groups, lr=1e-2, fused=True),
     "adam": lambda groups: Adam(groups, lr=1e-2, foreach=True),
     "sgd": lambda groups: SGD(groups, lr=1e-2, momentum=0.9, nesterov=True),
-    "lion": lambda groups: Lion(groups, lr=1e-2, betas=(0.95, 0.98)),
+    "lion": lambda groups: Lion(groups, {"lr": 1e-2, "betas": (0.95, 0.98)}),
 }
 
 
