@@ -10,12 +10,17 @@ from gptlite.checkpoint.config import CheckpointConfig
 
 
 class FakeTokenizer:
-    """Two files, one in a folder of its own."""
+    """Two files of a few hundred bytes, one in a folder of its own."""
 
     def save(self, folder: Path) -> None:
-        (folder / "vocab.txt").write_text("a\nb\n")
+        (folder / "vocab.txt").write_text("".join(f"token{number}\n" for number in range(50)))
         (folder / "extra").mkdir()
-        (folder / "extra" / "merges.txt").write_text("a b\n")
+        (folder / "extra" / "merges.txt").write_text("a b\n" * 30)
+
+
+def bits(tensor: Tensor) -> bytes:
+    """The bytes of a tensor, row by row."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.fixture

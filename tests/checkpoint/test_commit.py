@@ -10,15 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.conftest import FakeTokenizer
+from run_files import snapshot
 
 from gptlite.checkpoint import store
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder and its bytes."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 class Killed(BaseException):
@@ -44,7 +40,7 @@ def test_a_failure_at_any_sync_or_rename_before_the_commit_leaves_the_previous_o
     save, checkpointer, monkeypatch, error
 ):
     previous = save(100)
-    before = tree(checkpointer.root)
+    before = snapshot(checkpointer.root)
     with monkeypatch.context() as patch:
         calls = count_calls(patch, "fsync", None, error)
         probe = save(101)
@@ -58,7 +54,7 @@ def test_a_failure_at_any_sync_or_rename_before_the_commit_leaves_the_previous_o
             count_calls(patch, name, index, error)
             with pytest.raises(type(error)):
                 save(200)
-        assert tree(checkpointer.root) == before, (name, index)
+        assert snapshot(checkpointer.root) == before, (name, index)
         assert checkpointer.find("auto") == previous
 
 
@@ -114,19 +110,19 @@ def test_a_failing_tokenizer_commits_nothing(checkpointer, tensors):
 
 def test_a_step_that_exists_is_left_as_it_is(save, checkpointer, tensors):
     folder = save(100)
-    before = tree(folder)
+    before = snapshot(folder)
     tensors["ids"] += 1
     assert checkpointer.save(tensors, {"step": 100}, "other: 1\n", None, print) == folder
-    assert tree(folder) == before
+    assert snapshot(folder) == before
 
 
 def test_a_damaged_step_is_kept_beside_the_one_that_takes_its_name(save, checkpointer):
     folder = save(100)
     (folder / "config.yaml").write_text("seed: 2\n")
-    before = tree(folder)
+    before = snapshot(folder)
     assert save(100) == checkpointer.find("auto")
     (aside,) = checkpointer.root.glob("damaged-*")
-    assert tree(aside) == before
+    assert snapshot(aside) == before
 
 
 def test_an_existing_folder_is_never_replaced(tmp_path):
@@ -140,7 +136,8 @@ def test_an_existing_folder_is_never_replaced(tmp_path):
 
     with pytest.raises(OSError, match="not empty"):
         save_while_another_commits()
-    assert tree(tmp_path) == {"step-00000001/theirs": b"theirs"}
+    assert list(snapshot(tmp_path)) == ["step-00000001/theirs"]
+    assert (final / "theirs").read_text() == "theirs"
 
 
 WRITER = """

@@ -82,7 +82,7 @@ def changed(key: str, value: Any) -> dict[str, Any]:
 )
 def test_each_key_has_its_class(key, value, effect):
     differences = compare_configs(CONFIG, changed(key, value))
-    found = {effect.value: getattr(differences, effect.value) for effect in Effect}
+    found = {each.name: differences.of(each) for each in Effect}
     assert [name for name, entries in found.items() if entries] == [effect]
     (difference,) = found[effect]
     assert difference.key.startswith(key)
@@ -94,7 +94,7 @@ def test_each_key_has_its_class(key, value, effect):
 
 def test_equal_configurations_have_no_differences():
     differences = compare_configs(CONFIG, changed("model.activation", Activation.gelu_tanh))
-    assert (differences.refusal(), differences.notice(), differences.safe) == ("", "", [])
+    assert (differences.refusal(), differences.notice(), list(differences)) == ("", "", [])
 
 
 def test_the_refusal_is_one_line_with_both_values_and_the_fix():
@@ -187,11 +187,11 @@ def folders(**hashes):
     ],
 )
 def test_data_sets_may_join_and_leave_a_blend_but_not_change(old, new, refused):
-    assert bool(compare_configs(old, new).refused) is refused
+    assert bool(compare_configs(old, new).of(Effect.refused)) is refused
 
 
 def test_a_prepared_folder_may_move_and_a_text_may_not():
     old, new = ({"data": {"path": p}, "schemas": {"data": "tokens_schema"}} for p in ("a", "b"))
-    assert [each.key for each in compare_configs(old, new).safe] == ["data.path"]
+    assert [each.key for each in compare_configs(old, new).of(Effect.safe)] == ["data.path"]
     old["schemas"] = new["schemas"] = {"data": "text_schema"}
-    assert [each.key for each in compare_configs(old, new).refused] == ["data.path"]
+    assert [each.key for each in compare_configs(old, new).of(Effect.refused)] == ["data.path"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint.conftest import FakeTokenizer
 from checkpoint.destruction.campaign import LIVE, differing, quiet, same, stored
 from checkpoint.destruction.forks import shared_server
 from checkpoint.destruction.lives import TINY
@@ -21,15 +22,6 @@ CONFIG = "".join(f"key{number}: {number * number}\n" for number in range(40))
 FLIPS, CUTS = 1000, 20
 
 
-class Tokenizer:
-    """Files of a few hundred bytes, one in a folder of its own."""
-
-    def save(self, folder: Path) -> None:
-        (folder / "vocab.json").write_text("".join(f"token{number}\n" for number in range(50)))
-        (folder / "more").mkdir()
-        (folder / "more" / "merges.txt").write_text("a b\n" * 30)
-
-
 class Store:
     """Two checkpoints of different tensors."""
 
@@ -39,7 +31,7 @@ class Store:
         for step in (100, 200):
             tensors = {f"layers.{i}.weight": torch.randn(24, 32, generator=generator) for i in range(6)}
             tensors["optim.step"] = torch.tensor(float(step))
-            self.checkpointer.save(tensors, {"step": step, "tokens": step << 20}, CONFIG, Tokenizer(), quiet)
+            self.checkpointer.save(tensors, {"step": step, "tokens": step << 20}, CONFIG, FakeTokenizer(), quiet)
         self.newest, self.older = step_folders(self.checkpointer.root)
 
     def check_rejected(self, name: str, reason: str = "") -> None:

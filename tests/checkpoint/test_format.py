@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from checkpoint.conftest import bits
+from checkpoint.destruction import hostile
 from run_files import read_metrics
 
-from gptlite.checkpoint.load import load_tensors
+from gptlite.checkpoint.load import load_tensors, whole_tensors
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify
-from gptlite.checkpoint_tool.boxes import read_boxes, read_whole
+from gptlite.checkpoint.metadata import boxes_of, read_metadata
 from gptlite.config import from_yaml
 from gptlite.pretrain import pretrain
 
@@ -172,15 +173,11 @@ def read_records(content: bytes) -> dict[str, bytes]:
 # --- the tests ---
 
 
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def test_the_page_is_enough_to_read_a_checkpoint_bit_for_bit(save, tensors):
     read = read_checkpoint(save(7))
     assert read.keys() == tensors.keys()
     for key, tensor in tensors.items():
-        assert read[key] == (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), as_bytes(tensor)), key
+        assert read[key] == (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bits(tensor)), key
 
 
 def test_the_page_is_enough_to_read_what_two_ranks_wrote():
@@ -195,11 +192,10 @@ def test_version_1_verifies_and_reads_as_it_did():
         "data/__0_0.distcp",
         "data/__1_0.distcp",
     ]
-    assert sum(map(len, read_boxes(FIXTURE, manifest).values())) == 28
-    digests = {
-        key: hashlib.sha256(as_bytes(tensor)).hexdigest()
-        for key, tensor in read_whole(FIXTURE, manifest.tensors).items()
-    }
+    metadata = read_metadata(FIXTURE, manifest)
+    assert sum(len(boxes_of(metadata, key)) for key in TENSORS) == 28
+    read = whole_tensors(FIXTURE, print)
+    digests = {key: hashlib.sha256(bits(read(key))).hexdigest() for key in manifest.tensors}
     assert digests == TENSORS
 
 
@@ -218,11 +214,7 @@ def test_training_goes_on_from_version_1(tmp_path, capsys):
 
 def test_a_version_to_come_is_refused_with_what_to_do(tmp_path):
     folder = shutil.copytree(FIXTURE, tmp_path / FIXTURE.name)
-    content = json.loads((folder / "MANIFEST.json").read_text())
-    del content["sha256"]
-    content |= {"format_version": 2, "something_new": {"a": 1}}
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    (folder / "MANIFEST.json").write_text(json.dumps({"sha256": digest, **content}))
+    hostile.edit_manifest(folder, lambda manifest: manifest.update(format_version=2, something_new={"a": 1}))
     for read in (read_manifest, lambda path: load_tensors(path, {})):
         with pytest.raises(DamagedCheckpoint) as error:
             read(folder)

@@ -155,14 +155,6 @@ def test_it_trains_on_from_their_loss(text, tmp_path):
     torch.testing.assert_close(our_logits(model, tokens), their_logits(tmp_path / "out", tokens), rtol=0, atol=1e-5)
 
 
-def test_data_of_more_token_ids_is_refused(folder, text, tmp_path):
-    said: list[str] = []
-    import_(folder, tmp_path / "imported", log=said.append)
-    data = ["data=text", f"data.path={text}", "data.tokenizer=byte", f"data.cache_dir={tmp_path / 'cache'}"]
-    with pytest.raises(ConfigError, match=r"has a vocabulary of 53 ids and the data's tokenizer 257"):
-        pretrain(load([*command_of(said), *data, f"run.dir={tmp_path / 'run'}"]))
-
-
 def test_the_command_that_goes_on_composes_to_the_imported_model(tmp_path):
     config = GPT2Config(**SIZES, n_inner=7, activation_function="gelu", layer_norm_epsilon=1e-6, embd_pdrop=0.25)
     folder = saved(GPT2LMHeadModel(config), tmp_path / "it's a (model)")

@@ -79,7 +79,7 @@ def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {key: tensor for key, tensor in tensors.items() if key != name}
 
 
-W = "transformer.wte.weight"
+W, LN = "transformer.wte.weight", "transformer.h.1.ln_1.weight"
 TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "missing": (lambda t: without(t, "transformer.h.1.mlp.c_proj.bias"), "h.1.mlp.c_proj.bias is missing"),
     "too many": (lambda t: t | {"score.weight": t[W].clone()}, "score.weight is nothing that a GPT-2"),
@@ -89,14 +89,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]]
     ),
     "twice": (lambda t: t | {"wte.weight": t[W].clone()}, "is stored twice"),
     "NaN": (
-        lambda t: (
-            t
-            | {
-                "transformer.h.1.ln_1.weight": t["transformer.h.1.ln_1.weight"].index_fill(
-                    0, torch.tensor(3), torch.nan
-                )
-            }
-        ),
+        lambda t: t | {LN: t[LN].index_fill(0, torch.tensor(3), torch.nan)},
         "h.1.ln_1.weight holds 1 numbers that are NaN or infinite, the first at [3]",
     ),
     "infinite": (lambda t: t | {W: t[W].index_fill(0, torch.tensor(5), torch.inf)}, "wte.weight holds 24 numbers"),
@@ -114,10 +107,6 @@ def test_other_tensors_are_refused(folder, tmp_path, name):
     refused(folder, tmp_path / "run", words)
 
 
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-5])
-
-
 def another_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -127,7 +116,10 @@ def another_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (truncated, "model.safetensors is no safetensors file, or a damaged one: "),
+    "truncated": (
+        lambda p: p.write_bytes(p.read_bytes()[:-5]),
+        "model.safetensors is no safetensors file, or a damaged one: ",
+    ),
     "longer": (lambda p: p.write_bytes(p.read_bytes() + b"more"), "its header says otherwise"),
     "empty": (lambda p: p.write_bytes(b""), "is no safetensors file"),
     "no header": (lambda p: p.write_bytes(b"\xff" * 100), "it ends within its header"),

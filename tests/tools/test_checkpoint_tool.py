@@ -1,7 +1,6 @@
 """`python tools/checkpoint.py`, as a user calls it, on copies of the version-1 fixture: nothing is trained."""
 
 import fcntl
-import hashlib
 import json
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from checkpoint.destruction import hostile
 from run_files import snapshot
 
 from gptlite import huggingface
@@ -57,12 +57,7 @@ def steps(tmp_path: Path) -> Path:
 
 def relabel(folder: Path, step: int) -> None:
     """Makes it a checkpoint of another step."""
-    path = folder / "MANIFEST.json"
-    content = json.loads(path.read_text())
-    content["meta"]["step"] = step
-    del content["sha256"]
-    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps({"sha256": checksum, **content}, indent=1) + "\n")
+    hostile.edit_manifest(folder, lambda manifest: manifest["meta"].update(step=step))
 
 
 def cut(folder: Path) -> None:
@@ -143,6 +138,18 @@ def test_inspect_says_what_is_in_it(tool, steps):
     listed = tool("inspect", steps / "step-00000002", "tensors=true").out
     assert listed.count("float32") == 18
     assert "model.token_embedding.weight                     [13, 4]  float32  0.000" in listed
+
+
+def test_inspect_spells_what_is_nested_or_left_open(tool, steps):
+    folder = steps / "step-00000004"
+    identity = {"tokenizer": None, "folders": {"web": {"train": "0123456789abcdef" * 4}}}
+    hostile.edit_manifest(folder, lambda manifest: manifest["meta"].update(data_identity=identity))
+    config = (folder / "config.yaml").read_text()
+    assert "micro_batch_size: 1" in config
+    hostile.replace(folder, "config.yaml", config.replace("micro_batch_size: 1", "micro_batch_size: null").encode())
+    out = tool("inspect", folder).out
+    assert "data        tokenizer none, folders.web.train 01234567\n" in out
+    assert "2 sequences of 8, micro-batch as large as fits, fp32" in out
 
 
 def test_inspect_a_tensor(tool, steps):
