@@ -162,10 +162,8 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Takes the metadata that has been read with care, and reads each stored box once, one at a time.
-
-    DCP's own loop reads a box for each wanted piece of it, and holds two.
-    """
+    """Takes the metadata that has been read with care, and wants each stored box as that says. It holds one at a time,
+    DCP's own loop two."""
 
     def __init__(self, path: Path, metadata: Metadata):
         super().__init__(path)
@@ -175,24 +173,23 @@ class _Reader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        wanted: dict[MetadataIndex, list[ReadItem]] = {}
-        for item in plan.items:
-            wanted.setdefault(item.storage_index, []).append(item)
-        places = {index: self.storage_data[index] for index in wanted}
-        for index in sorted(wanted, key=lambda index: (places[index].relative_path, places[index].offset)):
-            with self.fs.create_stream(Path(self.path) / places[index].relative_path, "rb") as file:
-                stored = torch.load(self._slice_file(file, places[index]), map_location="cpu", weights_only=True)
-            sizes = self._metadata.state_dict_metadata[index.fqn].chunks[index.index].sizes
-            if not isinstance(stored, Tensor) or stored.shape != sizes:
-                raise ValueError(f"{index.fqn} is not stored as its metadata says")
-            for item in wanted[index]:
-                target = planner.resolve_tensor(item).detach()
-                if stored.dtype != target.dtype:  # copy_ would cast without a word
-                    raise ValueError(f"{index.fqn} is stored as {stored.dtype}")
-                target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
-                planner.commit_tensor(item, target)
-            del stored  # before the next one is read
+        places = self._metadata.storage_data
+        items = [(places[item.storage_index], item) for item in plan.items]
+        for place, item in sorted(items, key=lambda each: (each[0].relative_path, each[0].offset)):
+            self._read_box(place, item, planner)
         return _done(None)
+
+    def _read_box(self, place: Any, item: ReadItem, planner: LoadPlanner) -> None:
+        with self.fs.create_stream(Path(self.path) / place.relative_path, "rb") as file:
+            stored = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
+        index, target = item.storage_index, planner.resolve_tensor(item).detach()
+        sizes = self._metadata.state_dict_metadata[index.fqn].chunks[index.index].sizes
+        if not isinstance(stored, Tensor) or stored.shape != sizes:
+            raise ValueError(f"{index.fqn} is not stored as its metadata says")
+        if stored.dtype != target.dtype:  # copy_ would cast without a word
+            raise ValueError(f"{index.fqn} is stored as {stored.dtype}")
+        target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
+        planner.commit_tensor(item, target)
 
 
 def _done(result: Any) -> Future[Any]:

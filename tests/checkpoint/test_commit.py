@@ -2,14 +2,13 @@
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.conftest import FakeTokenizer
+from checkpoint.conftest import FakeTokenizer, disk_full
 from run_files import snapshot
 
 from gptlite.checkpoint import store
@@ -86,16 +85,14 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, tensors, monkeypatc
     assert synced[root.stat().st_ino] == root.stat().st_mtime_ns  # the new name itself, and that of `latest`
 
 
-def test_an_error_inside_torch_keeps_its_type(save, checkpointer, monkeypatch):
+def test_an_error_inside_torch_keeps_its_type_and_the_older_one_stays(save, checkpointer, monkeypatch):
+    checkpointer.config.keep = 1
     previous = save(100)
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(torch, "save", disk_full)
     with pytest.raises(OSError, match="No space left"):
         save(200)
     assert store.step_folders(checkpointer.root) == [previous]
+    assert checkpointer.find("auto") == previous
 
 
 def test_a_failing_tokenizer_commits_nothing(checkpointer, tensors):
@@ -152,32 +149,22 @@ with store.writing(root, print), store.staged(root / "step-00000300") as folder:
 """
 
 
-@pytest.fixture
-def writer(checkpointer):
-    """Another process in the middle of a save."""
+def test_leftovers_go_only_when_their_writer_is_dead(save, checkpointer):
     command = [sys.executable, "-c", WRITER, str(checkpointer.root)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n"
-        yield process
-        process.kill()
-
-
-def staging_folders(root: Path) -> list[Path]:
-    return list(root.glob(".tmp-*"))
-
-
-def test_leftovers_go_only_when_their_writer_is_dead(save, checkpointer, writer):
-    save(100)
-    save(150)  # a second one: the first must not have given up the other writer's claim
-    (left,) = staging_folders(checkpointer.root)
-    assert (left / "half").read_text() == "half"
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "writing\n"
+            save(100)
+            save(150)  # a second one: the first must not have given up the other writer's claim
+            (left,) = checkpointer.root.glob(".tmp-*")
+            assert (left / "half").read_text() == "half"
+        finally:
+            writer.kill()
     assert left.exists(), "a killed process cannot clean up; the test would prove nothing"
     assert checkpointer.find("auto").name == "step-00000150"
     save(200)
-    assert staging_folders(checkpointer.root) == []
+    assert list(checkpointer.root.glob(".tmp-*")) == []
 
 
 def test_half_deleted_checkpoints_are_cleaned_and_others_files_are_not(save, checkpointer):
@@ -188,12 +175,7 @@ def test_half_deleted_checkpoints_are_cleaned_and_others_files_are_not(save, che
     lines: list[str] = []
     with store.writing(checkpointer.root, lines.append):
         pass
-    assert sorted(path.name for path in checkpointer.root.iterdir()) == [
-        ".lock",
-        "latest",
-        "notes.txt",
-        "step-00000100",
-    ]
+    assert {path.name for path in checkpointer.root.iterdir()} == {".lock", "latest", "notes.txt", "step-00000100"}
     assert len(lines) == 2
     assert "left by a process" in lines[0]
 

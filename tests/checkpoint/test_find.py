@@ -1,10 +1,7 @@
 """Which checkpoint a run starts from, whatever happened to the others; and how many stay."""
 
-import json
-from pathlib import Path
-
 import pytest
-import torch
+from checkpoint.destruction.wounds import flip
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
@@ -12,25 +9,6 @@ from gptlite.checkpoint.find import find_checkpoint
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from gptlite.checkpoint.store import step_folders
 from gptlite.errors import ConfigError
-
-
-def flip(path: Path, offset: int, mask: int = 1) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= mask
-    path.write_bytes(content)
-
-
-def test_a_damaged_newest_is_rejected_with_the_reason_and_the_older_is_found(save, checkpointer):
-    older, newest = save(100), save(200)
-    assert checkpointer.find("auto") == newest
-    path = newest / "MANIFEST.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"meta": {"step": 999}}))
-    lines: list[str] = []
-    assert checkpointer.find("auto", lines.append) == older
-    (line,) = lines
-    assert f"{newest}: MANIFEST.json was altered" in line
-    with pytest.raises(DamagedCheckpoint, match="step-00000200 cannot be used"):
-        checkpointer.find(str(newest))
 
 
 def test_any_flipped_bit_of_the_manifest_is_noticed(save):
@@ -147,17 +125,3 @@ def test_retention_never_removes_what_was_just_saved(checkpointer, save):
     checkpointer.config.keep = 1
     assert save(200).exists()
     assert newest.exists()
-
-
-def test_the_older_one_goes_only_after_the_newer_is_committed(checkpointer, save, monkeypatch):
-    checkpointer.config.keep = 1
-    older = save(100)
-
-    def full(*args, **kwargs):
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
-        with pytest.raises(OSError, match="disk full"):
-            save(200)
-    assert checkpointer.find("auto") == older

@@ -6,6 +6,7 @@ import os
 import random
 
 import pytest
+from checkpoint.conftest import disk_full
 
 from gptlite.checkpoint import hashed_file
 from gptlite.checkpoint.hashed_file import PIECE, HashedFile
@@ -47,10 +48,7 @@ def test_a_disk_that_takes_less_than_it_is_given_and_no_direct_writes(tmp_path, 
 
 
 def test_the_first_error_is_kept_and_nothing_is_told(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(hashed_file.os, "pwrite", full)
+    monkeypatch.setattr(hashed_file.os, "pwrite", disk_full)
     file = HashedFile(tmp_path / "a")
 
     def fill():

@@ -3,16 +3,17 @@
 import json
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from checkpoint.destruction.hostile import Call, torch_file
+from checkpoint.huggingface_models import theirs
 from run_files import snapshot
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from gptlite.errors import ConfigError
 from gptlite.huggingface import import_
@@ -21,10 +22,7 @@ from gptlite.huggingface import import_
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 that transformers has saved."""
-    folder = tmp_path_factory.mktemp("saved")
-    config = GPT2Config(n_layer=2, n_head=3, n_embd=24, n_positions=16, vocab_size=53, bos_token_id=0, eos_token_id=0)
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    return folder
+    return theirs(tmp_path_factory.mktemp("saved"), bos_token_id=0, eos_token_id=0)
 
 
 @pytest.fixture
@@ -139,32 +137,17 @@ def test_damaged_files_are_refused(folder, tmp_path, name):
     refused(folder, tmp_path / "run", words)
 
 
-class _Attack:
-    """Pickles to a call of Path.touch."""
-
-    def __init__(self, target: Path):
-        self.target = target
-
-    def __reduce__(self):
-        return Path.touch, (self.target,)
-
-
-def pickles(folder: Path) -> Iterator[tuple[Any, str]]:
-    yield {"wte.weight": _Attack(folder / "owned")}, "cannot be read as a state dict"
-    yield [torch.zeros(3)], "is not a state dict of tensors"
-    yield {"wte.weight": 3}, "is not a state dict of tensors"
-
-
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_pickle_runs_nothing(folder, tmp_path):
     (folder / "model.safetensors").unlink()
-    for content, words in pickles(folder):
-        torch.save(content, folder / "pytorch_model.bin")
+    attack = Call(Path.touch, folder / "owned")
+    contents = {"a call in a state dict": {"wte.weight": attack}, "a list": [torch.zeros(3)], "a 3": {"wte.weight": 3}}
+    files = {name: torch_file(content) for name, content in contents.items()}
+    for name, content in (files | {"a call": pickle.dumps(attack), "nothing": b"nothing"}).items():
+        (folder / "pytorch_model.bin").write_bytes(content)
+        read = name in ("a list", "a 3")
+        words = "is not a state dict of tensors" if read else "cannot be read as a state dict"
         refused(folder, tmp_path / "run", words)
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Attack(folder / "owned")))
-    refused(folder, tmp_path / "run", "cannot be read as a state dict")
-    (folder / "pytorch_model.bin").write_bytes(b"nothing")
-    refused(folder, tmp_path / "run", "cannot be read as a state dict")
     assert not (folder / "owned").exists()
 
 

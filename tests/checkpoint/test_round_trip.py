@@ -5,8 +5,9 @@ from enum import Enum
 
 import pytest
 import torch
-from checkpoint.conftest import bits
-from torch import Tensor, nn
+from checkpoint.conftest import all_bits, fresh, read_bits
+from checkpoint.destruction.wounds import flip
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from gptlite.checkpoint import manifest
@@ -16,18 +17,12 @@ from gptlite.checkpoint.parts import Parts
 from gptlite.errors import ConfigError
 
 
-def fresh(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: torch.full_like(tensor, 3) for key, tensor in tensors.items()}
-
-
 def test_every_tensor_comes_back_bitwise_and_in_place(save, tensors):
-    folder = save(100)
-    into = fresh(tensors)
+    folder, into = save(100), fresh(tensors)
     addresses = {key: tensor.data_ptr() for key, tensor in into.items()}
     load_tensors(folder, into)
-    for key, tensor in tensors.items():
-        assert bits(into[key]) == bits(tensor), key
-        assert into[key].data_ptr() == addresses[key], key
+    assert all_bits(into) == all_bits(tensors)
+    assert {key: tensor.data_ptr() for key, tensor in into.items()} == addresses
 
 
 def test_tied_weight_is_one_key_and_stays_tied(checkpointer):
@@ -87,19 +82,18 @@ def test_another_model_is_refused_in_one_line_and_nothing_is_touched(save, tenso
     into.pop(key, None)
     if value is not None:
         into[key] = value
-    before = {k: t.clone() for k, t in into.items()}
+    before = all_bits(into)
     with pytest.raises(ConfigError) as refusal:
         load_tensors(folder, into)
     assert named in str(refusal.value)
     assert "\n" not in str(refusal.value)
-    assert all(torch.equal(into[k], before[k]) for k in into)
+    assert all_bits(into) == before
 
 
 def test_not_strict_reads_a_part_but_still_wants_all_of_it(save, tensors):
     folder = save(100)
-    into = {"half": torch.zeros(33, dtype=torch.bfloat16)}
-    load_tensors(folder, into, strict=False)
-    assert bits(into["half"]) == bits(tensors["half"])
+    load_tensors(folder, into := fresh({"half": tensors["half"]}), strict=False)
+    assert torch.equal(into["half"], tensors["half"])
     with pytest.raises(ConfigError, match="missing is absent there"):
         load_tensors(folder, {"missing": torch.zeros(1)}, strict=False)
 
@@ -115,10 +109,9 @@ def test_metadata_of_python_3_11_2_is_read(save, tensors, monkeypatch):
     kind = type(TensorProperties().__getstate__()[3])
     assert issubclass(kind, Enum)
     monkeypatch.setattr(kind, "__reduce_ex__", lambda member, protocol: (getattr, (type(member), member.name)))
-    folder, into = save(100), fresh(tensors)
+    folder = save(100)
     assert b"getattr" in (folder / "data" / ".metadata").read_bytes()
-    load_tensors(folder, into)
-    assert all(bits(into[key]) == bits(tensor) for key, tensor in tensors.items())
+    assert read_bits(folder, tensors) == all_bits(tensors)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +124,11 @@ def test_ranks_that_mean_different_tensors_by_a_key_are_refused(tensor, words):
 
 
 def test_damage_is_found_before_a_tensor_is_touched(save, tensors):
-    folder = save(100)
-    payload = next((folder / "data").glob("*.distcp"))
-    content = bytearray(payload.read_bytes())
-    content[len(content) // 2] ^= 1
-    payload.write_bytes(content)
-    into = fresh(tensors)
+    folder, into = save(100), fresh(tensors)
+    flip(folder / "data" / "__0_0.distcp")
     with pytest.raises(DamagedCheckpoint, match="SHA-256 differs"):
         load_tensors(folder, into)
-    assert all(torch.equal(into[key], torch.full_like(into[key], 3)) for key in into)
+    assert all_bits(into) == all_bits(fresh(tensors))
 
 
 def test_what_was_verified_is_not_hashed_again_but_for_what_is_unpickled(save, tensors, monkeypatch):
@@ -148,10 +137,9 @@ def test_what_was_verified_is_not_hashed_again_but_for_what_is_unpickled(save, t
     monkeypatch.setattr(manifest, "_hash", lambda path, *rest, **more: hashed.append(path) or real(path, *rest, **more))
     load_tensors(folder, into, verified=True)
     assert hashed == []
-    assert all(bits(into[key]) == bits(tensors[key]) for key in tensors)
+    assert all_bits(into) == all_bits(tensors)
     load_tensors(folder, into)
     assert folder / "data" / "__0_0.distcp" in hashed
-    with open(folder / "data" / ".metadata", "r+b") as file:
-        file.write(b"\0")
+    flip(folder / "data" / ".metadata")
     with pytest.raises(DamagedCheckpoint, match=r"data/\.metadata has damaged bytes"):
         load_tensors(folder, into, verified=True)

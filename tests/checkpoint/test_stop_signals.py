@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoint.destruction.campaign import LIVE, differing, quiet
 from checkpoint.destruction.forks import Forked, shared_server
-from checkpoint.destruction.lives import TINY, read_journal
+from checkpoint.destruction.lives import TINY, read_journal, wait_for
 from marking import marked
 
 from gptlite.checkpoint.checkpointer import Checkpointer
@@ -45,7 +45,7 @@ class Stopped:
         self.times += 1
         journal = self.folder / f"journal-{self.times}"
         process = self.start(str(self.times), f"run.dir={self.run}")
-        reached = wait_for_step(journal, process)
+        reached = int(wait_for(journal, "step "))
         time.sleep(self.random.uniform(0, 0.3))
         sent = time.monotonic()
         for _ in range(times):
@@ -137,12 +137,3 @@ def rows(run: Path) -> list[int]:
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [row["step"] for line in lines if line.endswith("\n") and "loss" in (row := json.loads(line))]
-
-
-def wait_for_step(journal: Path, process: Forked) -> int:
-    """Waits for a step of the life that writes the journal; the step."""
-    deadline = time.monotonic() + 60
-    while not (steps := [int(rest) for word, rest, _ in read_journal(journal) if word == "step"]):
-        assert time.monotonic() < deadline, process.text()[-2000:]
-        time.sleep(0.005)
-    return steps[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checkpoint.conftest import bits
 from checkpoint.destruction.forks import Forked, ForkServer
 from checkpoint.destruction.lives import TINY, read_journal
 from checkpoint.destruction.points import STAGES
@@ -204,6 +205,4 @@ def differing(first: Path, second: Path) -> list[str]:
 
 def same(one: Tensor, two: Tensor) -> bool:
     """Whether two tensors are equal to the bit."""
-    if one.dtype != two.dtype or one.shape != two.shape:
-        return False
-    return torch.equal(one.contiguous().reshape(-1).view(torch.uint8), two.contiguous().reshape(-1).view(torch.uint8))
+    return (one.dtype, one.shape, bits(one)) == (two.dtype, two.shape, bits(two))
