@@ -45,26 +45,20 @@ class Parts:
         `offers` are those of all ranks, in their order. Raises ValueError where ranks mean different tensors by a key.
         """
         holders: dict[tuple[str, torch.Size], list[int]] = {}
-        first: dict[str, int] = {}  # the rank whose word on a tensor counts
         for each, offered in enumerate(offers):
             for key, offer in offered.items():
                 holders.setdefault((key, offer.chunk.offsets), []).append(each)
-                told = offers[first.setdefault(key, each)][key]
-                if (offer.size, offer.properties) != (told.size, told.properties):
-                    raise _differing(key, each, offer, first[key], told)
+                here = spell(offer.size, offer.properties.dtype)
+                if here != (told := self.described.setdefault(key, here)):
+                    words = f"{in_words(here)} on rank {each}, {in_words(told)} on one before"
+                    raise ValueError(f"checkpoint key {key} is {words}")
         load = [0] * len(offers)
         for (key, _), ranks in holders.items():
-            told = offers[ranks[0]][key]
-            for each in ranks:
-                if offers[each][key] != told:
-                    raise _differing(key, each, offers[each][key], ranks[0], told)
             writer = min(ranks, key=lambda each: load[each])
-            load[writer] += told.chunk.sizes.numel() * told.properties.dtype.itemsize
+            offer = offers[writer][key]
+            load[writer] += offer.chunk.sizes.numel() * offer.properties.dtype.itemsize
             if writer == rank:
                 self.written.append(key)
-        self.described = {
-            key: spell(offers[each][key].size, offers[each][key].properties.dtype) for key, each in first.items()
-        }
         self.total_bytes = sum(load)
 
     def stage(self, buffers: dict[str, Tensor]) -> None:
@@ -82,12 +76,3 @@ class Parts:
     def progress(self, label: str, log: Log, keys: Iterable[str]) -> Progress:
         """For work on this rank's elements of some keys."""
         return Progress(f"checkpoint: {label}", sum(self.local[key].nbytes for key in keys), log)
-
-
-def _differing(key: str, rank: int, offer: TensorWriteData, other: int, told: TensorWriteData) -> ValueError:
-    ours, theirs = (
-        f"{in_words(spell(each.size, each.properties.dtype))} with a box of {list(each.chunk.sizes)} at "
-        f"{list(each.chunk.offsets)}"
-        for each in (offer, told)
-    )
-    return ValueError(f"checkpoint key {key} is {ours} on rank {rank}, {theirs} on rank {other}")

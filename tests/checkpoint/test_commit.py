@@ -14,6 +14,8 @@ from run_files import snapshot
 from gptlite.checkpoint import store
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.hashed_file import PIECE
+from gptlite.checkpoint.parts import Parts
 
 
 class Killed(BaseException):
@@ -85,14 +87,31 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, tensors, monkeypatc
     assert synced[root.stat().st_ino] == root.stat().st_mtime_ns  # the new name itself, and that of `latest`
 
 
-def test_an_error_inside_torch_keeps_its_type_and_the_older_one_stays(save, checkpointer, monkeypatch):
+@pytest.mark.parametrize(("module", "name"), [(torch, "save"), (os, "pwrite")])
+def test_a_full_disk_inside_torch_keeps_its_error_and_the_older_one_stays(
+    save, checkpointer, tensors, monkeypatch, module, name
+):
+    tensors["large"] = torch.zeros(3 * PIECE // 4)  # so that it is amid torch's own writing
     checkpointer.config.keep = 1
     previous = save(100)
-    monkeypatch.setattr(torch, "save", disk_full)
+    monkeypatch.setattr(module, name, disk_full)
     with pytest.raises(OSError, match="No space left"):
         save(200)
     assert store.step_folders(checkpointer.root) == [previous]
     assert checkpointer.find("auto") == previous
+
+
+def test_what_no_rank_writes_is_not_committed(save, checkpointer, monkeypatch):
+    share = Parts.share
+
+    def forget(parts, *args):
+        share(parts, *args)
+        parts.written.remove("half")
+
+    monkeypatch.setattr(Parts, "share", forget)
+    with pytest.raises(ValueError, match=r"checkpoint key half is not stored as bfloat16 \[33\]"):
+        save(100)
+    assert store.step_folders(checkpointer.root) == []
 
 
 def test_a_failing_tokenizer_commits_nothing(checkpointer, tensors):
