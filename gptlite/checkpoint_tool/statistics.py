@@ -14,28 +14,34 @@ def statistics(tensor: Tensor) -> dict[str, float | int | None]:
 
     The others are of the finite elements, in fp64; None where there are none.
     """
-
-    def finite() -> Iterator[Tensor]:
-        for (block,) in _blocks(tensor):
-            if (kept := block[block.isfinite()]).numel():
-                yield kept
-
-    numbers: dict[str, float | None] = dict.fromkeys(("min", "max", "mean", "std", "norm"))
-    if count := sum(map(torch.numel, finite())):
-        mean = sum(float(block.sum()) for block in finite()) / count
-        numbers = {
-            "min": min(float(block.min()) for block in finite()),
-            "max": max(float(block.max()) for block in finite()),
-            "mean": mean,
-            "std": (sum(float((block - mean).square().sum()) for block in finite()) / count) ** 0.5,
-            "norm": sum(float(block.square().sum()) for block in finite()) ** 0.5,
-        }
+    count = zeros = nan = infinite = 0
+    total = squares = 0.0
+    low, high = float("inf"), float("-inf")
+    for (block,) in _blocks(tensor):
+        finite = block[block.isfinite()]
+        nan += int(block.isnan().sum())
+        infinite += int(block.isinf().sum())
+        zeros += int((block == 0).sum())
+        count += finite.numel()
+        total += float(finite.sum())
+        squares += float(finite.square().sum())
+        if finite.numel():
+            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+    mean = total / count if count else None
+    spread = None
+    if mean is not None:
+        deviations = (float((b[b.isfinite()] - mean).square().sum()) for (b,) in _blocks(tensor))
+        spread = (sum(deviations) / count) ** 0.5
     return {
         "elements": tensor.numel(),
-        **numbers,
-        "zero": sum(int((block == 0).sum()) for (block,) in _blocks(tensor)),
-        "nan": sum(int(block.isnan().sum()) for (block,) in _blocks(tensor)),
-        "inf": sum(int(block.isinf().sum()) for (block,) in _blocks(tensor)),
+        "min": low if count else None,
+        "max": high if count else None,
+        "mean": mean,
+        "std": spread,
+        "norm": squares**0.5 if count else None,
+        "zero": zeros,
+        "nan": nan,
+        "inf": infinite,
     }
 
 
