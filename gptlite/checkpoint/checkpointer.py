@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from gptlite.checkpoint import dcp, retention, store
+from gptlite.checkpoint import dcp, store
 from gptlite.checkpoint.background import Background
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.checkpoint.find import candidates, first_intact, newest_intact
-from gptlite.checkpoint.load import read_meta
-from gptlite.checkpoint.manifest import DamagedCheckpoint, verify, write_manifest
+from gptlite.checkpoint.find import beyond, candidates, damage, first_intact, newest_intact, passing_over
+from gptlite.checkpoint.load import verify_together
+from gptlite.checkpoint.manifest import DamagedCheckpoint, Entries, read_manifest, write_manifest
 from gptlite.checkpoint.parts import Parts
-from gptlite.checkpoint.verify import verify_together
 from gptlite.errors import ConfigError
 from gptlite.parallelism.layout import ONE_RANK
 from gptlite.parallelism.mesh import Mesh
@@ -34,16 +32,6 @@ class SavesItself(Protocol):
 
     def save(self, folder: Path) -> None:
         """Writes its files into an existing folder."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What is saved beside the tensors: `meta` is JSON with the step in it. Rank 0's is what is stored."""
-
-    meta: dict[str, Any]
-    config_yaml: str
-    tokenizer: SavesItself | None
-    beside: Mapping[str, bytes]
 
 
 class Checkpointer:
@@ -90,7 +78,18 @@ class Checkpointer:
         began = time.monotonic()
         parts = self._shared(tensors)
         final = self.root / store.step_name(meta["step"])
-        write = partial(self._write, final, parts, Contents(meta, config_yaml, tokenizer, beside or {}), log, began)
+
+        def complete(folder: Path, files: Entries) -> None:
+            """All but the tensors, whose files are there; the manifest last."""
+            for name, content in {"config.yaml": config_yaml.encode(), **(beside or {})}.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+            if tokenizer is not None:
+                (folder / "tokenizer").mkdir()
+                tokenizer.save(folder / "tokenizer")
+            write_manifest(folder, parts.described, files, meta, self.layout)
+
+        write = partial(self._write, final, parts, complete, log, began)
         if not self.config.async_save:
             write(None)
             return final
@@ -160,15 +159,9 @@ class Checkpointer:
         came from; None if there is none. This run's later ones are renamed, so that nothing resumes from them."""
         self.finish()
         held = from_main(self.mesh, lambda: store.step_folders(self.root))
-        found = None
-        for folder in from_main(self.mesh, lambda: _not_past(position, [*held, *([start] if start else [])], log)):
-            try:
-                verify_together(folder, log, self.mesh)
-            except DamagedCheckpoint as error:
-                log(f"checkpoint: rejected {folder}: {error.reason}")
-            else:
-                found = folder
-                break
+        known = [*held, *([start] if start else [])]
+        good = from_main(self.mesh, lambda: [folder for folder in known if _samples(folder) <= position])
+        found, _ = passing_over(good, log, partial(verify_together, log=log, mesh=self.mesh))
         if found is None:
             return None
 
@@ -184,7 +177,7 @@ class Checkpointer:
         return found
 
     def _refuse_running_into(self, held: list[Path], found: Path | None, resume: str) -> None:
-        start = read_meta(found)["step"] if found and self.config.load == "all" else 0
+        start = read_manifest(found).meta["step"] if found and self.config.load == "all" else 0
         # What holds a step 0 holds imported weights, which a fresh start would not look at.
         if held and (store.step_of(held[0]) or 0) >= start + (found is not None):
             key = f"checkpoint.load={self.config.load}" if resume == "auto" else f"checkpoint.resume={resume}"
@@ -196,30 +189,27 @@ class Checkpointer:
     def _shared(self, tensors: Mapping[str, Tensor]) -> Parts:
         """This rank's parts, and which of them it writes. Raises, on all ranks, TypeError for anything but a tensor."""
         parts = together(self.mesh, lambda: Parts(tensors))
-        if self.mesh.world_size > 1:
-            parts.share(from_all(self.mesh, parts.offers), self.mesh.rank)
+        parts.share(from_all(self.mesh, lambda: parts.offers), self.mesh.rank)
         return parts
 
     def _write(
-        self, final: Path, parts: Parts, contents: Contents, log: Log, began: float, agree: dist.ProcessGroup | None
+        self,
+        final: Path,
+        parts: Parts,
+        complete: Callable[[Path, Entries], None],
+        log: Log,
+        began: float,
+        agree: dist.ProcessGroup | None,
     ) -> None:
-        """Writes and commits; the ranks agree over the store, or in a thread over a group."""
+        """Writes, completes and commits; the ranks agree over the store, or in a thread over a group."""
         mesh = self.mesh
         with ExitStack() as lock, ExitStack() as staging:  # rank 0's; empty on the others
             folder = from_main(mesh, lambda: self._begin(final, parts.total_bytes, lock, staging, log), agree)
             if folder is not None:
-                stored, written = dcp.write(folder / "data", parts, log, mesh, self._group, agree)
-                written = {f"data/{name}": entry for name, entry in written.items()}
+                files = dcp.write(folder, parts, log, mesh, self._group, agree)
 
                 def commit() -> None:
-                    (folder / "config.yaml").write_text(contents.config_yaml, encoding="utf-8")
-                    if contents.tokenizer is not None:
-                        (folder / "tokenizer").mkdir()
-                        contents.tokenizer.save(folder / "tokenizer")
-                    for name, content in contents.beside.items():
-                        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                        (folder / name).write_bytes(content)
-                    write_manifest(folder, stored, written, contents.meta, log, self.layout)
+                    complete(folder, files)
                     staging.close()
 
                 from_main(mesh, commit, agree)
@@ -243,7 +233,7 @@ class Checkpointer:
     def _retain(self, saved: Path, log: Log, agree: dist.ProcessGroup | None) -> None:
         """Removes checkpoints that are not to be kept, once the newest has been read back from the disk."""
         keep, every = self.config.keep, self.config.keep_every
-        going = from_main(self.mesh, lambda: retention.beyond(self.root, saved, keep, every, log), agree)
+        going = from_main(self.mesh, lambda: beyond(self.root, saved, keep, every, log), agree)
         if not going:
             return
         try:
@@ -254,25 +244,18 @@ class Checkpointer:
             from_main(self.mesh, lambda: [store.remove(folder) for folder in going], agree)
 
 
-def _not_past(position: int, folders: list[Path], log: Log) -> list[Path]:
-    """Those that have read no sample from `position` on."""
-    good = []
-    for folder in folders:
-        try:
-            if read_meta(folder)["consumed_samples"] <= position:
-                good.append(folder)
-        except DamagedCheckpoint as error:
-            log(f"checkpoint: rejected {folder}: {error.reason}")
-    return good
+def _samples(folder: Path) -> int:
+    """How many samples a checkpoint has read; 0 where it does not say: it is rejected when it is verified."""
+    try:
+        return read_manifest(folder).meta["consumed_samples"]
+    except DamagedCheckpoint:
+        return 0
 
 
 def _make_way(final: Path, log: Log) -> bool:
     """Whether the step is to be written: not if it is there intact. A damaged one is moved aside, not deleted."""
     if not final.exists():
         return True
-    try:
-        verify(final, log)
-    except DamagedCheckpoint as error:
-        log(f"checkpoint: moving {final} to {store.set_aside(final, 'damaged').name}: {error.reason}")
-        return True
-    return False
+    if reason := damage(final, log, hashes=True):
+        log(f"checkpoint: moving {final} to {store.set_aside(final, 'damaged').name}: {reason}")
+    return bool(reason)

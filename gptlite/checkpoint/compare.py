@@ -1,7 +1,7 @@
 """Whether a run may go on under a configuration that differs from its checkpoint's."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -15,12 +15,12 @@ class Effect(Enum):
     """
 
     refused = "refused"
-    changes_numbers = "changes_numbers"
+    changes_numbers = "changes the numbers"
     reshards = "reshards"
     safe = "safe"
 
 
-# The longest prefix of a key decides; a key without one changes numbers.
+# The longest prefix of a key decides; a key without one changes numbers: of optimizer, schedule, precision, ops, say.
 EFFECTS: dict[str, Effect] = {
     "seed": Effect.refused,
     "model": Effect.refused,
@@ -40,10 +40,6 @@ EFFECTS: dict[str, Effect] = {
     "data.cache_dir": Effect.safe,
     "data_identity": Effect.refused,
     "data_identity.sequence_length": Effect.changes_numbers,
-    "optimizer": Effect.changes_numbers,
-    "schedule": Effect.changes_numbers,
-    "precision": Effect.changes_numbers,
-    "ops": Effect.changes_numbers,
     "parallelism": Effect.reshards,
     "parallelism.prefetch": Effect.safe,  # when something moves, not what is added to what
     "parallelism.timeout_seconds": Effect.safe,
@@ -76,52 +72,46 @@ _NO_TOKENIZER = (None, "none")  # how a checkpoint that was made elsewhere names
 
 @dataclass(frozen=True)
 class Difference:
-    """One key and its values, as `"absent"` where a configuration lacks it."""
+    """One key and its values, as `"absent"` where a configuration lacks it, and what that does."""
 
     key: str
     old: Any
     new: Any
+    effect: Effect
 
     def __str__(self) -> str:
         return f"{self.key}={self.new} (was {self.old})"
 
 
-@dataclass(frozen=True)
-class Differences:
+class Differences(list[Difference]):
     """The differing keys of two configurations, in the order of the newer one."""
 
-    refused: list[Difference] = field(default_factory=list)
-    changes_numbers: list[Difference] = field(default_factory=list)
-    reshards: list[Difference] = field(default_factory=list)
-    safe: list[Difference] = field(default_factory=list)
+    def of(self, effect: Effect) -> list[Difference]:
+        """Those with one effect."""
+        return [each for each in self if each.effect is effect]
 
     def refusal(self, load: str = "all") -> str:
         """The line for a ConfigError, by `checkpoint.load`; empty if nothing is refused."""
-        if not self.refused:
-            return ""
         fix = "set it back, or start anew with checkpoint.resume=never in another run.dir"
         if load == "weights":
             fix = "give data of the checkpoint's tokenizer, or leave checkpoint.resume and checkpoint.load out"
-            if any(each.key.startswith(("model", "schemas.model")) for each in self.refused):
+            if any(each.key.startswith(("model", "schemas.model")) for each in self.of(Effect.refused)):
                 fix = "leave model out: with checkpoint.load=weights it is the checkpoint's"
-        return f"{_join(self.refused)}: another model or other data; {fix}"
+        return _line("", self.of(Effect.refused), f"another model or other data; {fix}")
 
     def notice(self) -> str:
         """The line for the log about numbers that change; empty if none does."""
-        if not self.changes_numbers:
-            return ""
-        return f"resuming with {_join(self.changes_numbers)}: the curve will not be that of an uninterrupted run"
+        words = "the curve will not be that of an uninterrupted run"
+        return _line("resuming with ", self.of(Effect.changes_numbers), words)
 
     def resharding(self) -> str:
         """The line for the log about work that is cut otherwise; empty if it is not."""
-        if not self.reshards:
-            return ""
-        return f"reshards: {_join(self.reshards)}: the same run up to rounding"
+        return _line("reshards: ", self.of(Effect.reshards), "the same run up to rounding")
 
     def harmless(self) -> str:
         """The line for the log about what changes nothing, but for the run's own names; empty if nothing does."""
-        safe = [each for each in self.safe if not each.key.startswith("run.")]
-        return f"safe: {_join(safe)}: the same run" if safe else ""
+        safe = [each for each in self.of(Effect.safe) if not each.key.startswith("run.")]
+        return _line("safe: ", safe, "the same run")
 
 
 def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], load: str = "all") -> Differences:
@@ -130,13 +120,12 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], load: str = 
     Both are nested dicts of resolved values. `load` is checkpoint.load: with `weights`, optimizer, schedule, seed
     and data may be others.
     """
-    before, after = _flatten(old), _flatten(new)
-    differences = Differences()
-    for key in [*after, *(key for key in before if key not in after)]:
-        difference = Difference(key, before.get(key, _ABSENT), after.get(key, _ABSENT))
-        if difference.old != difference.new:
-            getattr(differences, _effect(difference, before, after, load).value).append(difference)
-    return differences
+    before, after = flatten(old), flatten(new)
+    return Differences(
+        Difference(key, before.get(key, _ABSENT), after.get(key, _ABSENT), _effect(key, before, after, load))
+        for key in [*after, *(key for key in before if key not in after)]
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+    )
 
 
 def effect_of(key: str) -> Effect:
@@ -144,16 +133,15 @@ def effect_of(key: str) -> Effect:
     return EFFECTS.get(next((p for p in _prefixes(key) if p in EFFECTS), ""), Effect.changes_numbers)
 
 
-def _effect(difference: Difference, before: dict[str, Any], after: dict[str, Any], load: str) -> Effect:
-    key = difference.key
-    effect = effect_of(key)
-    if key.startswith("optimizer.") and _ABSENT in (difference.old, difference.new):
+def _effect(key: str, before: dict[str, Any], after: dict[str, Any], load: str) -> Effect:
+    effect, one_sided = effect_of(key), key not in before or key not in after
+    if key.startswith("optimizer.") and one_sided:
         effect = Effect.refused  # only another class has other fields
-    if key == "schemas.optimizer" and difference.old in _SAME_STATE and difference.new in _SAME_STATE:
+    if key == "schemas.optimizer" and before.get(key) in _SAME_STATE and after.get(key) in _SAME_STATE:
         effect = Effect.changes_numbers
     if key == "data.path" and {each.get("schemas.data") for each in (before, after)} == {"tokens_schema"}:
         effect = Effect.safe  # folders may move: what is in them is compared
-    if key.startswith(_FOLDERS) and _ABSENT in (difference.old, difference.new) and _share_data(before, after):
+    if key.startswith(_FOLDERS) and one_sided and _share_data(before, after):
         effect = Effect.changes_numbers  # one joins or leaves the blend
     if key == "trainer.max_steps" and (_follows_length(before) or _follows_length(after)):
         effect = Effect.changes_numbers
@@ -186,17 +174,17 @@ def _prefixes(key: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
-        key = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{key}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
             # An enum is written to YAML by its name, so a typed and a read configuration must compare equal.
-            flat[key] = value.name if isinstance(value, Enum) else value
+            flat[f"{prefix}{name}"] = value.name if isinstance(value, Enum) else value
     return flat
 
 
-def _join(differences: list[Difference]) -> str:
-    return ", ".join(map(str, differences))
+def _line(before: str, differences: list[Difference], after: str) -> str:
+    return f"{before}{', '.join(map(str, differences))}: {after}" if differences else ""

@@ -1,31 +1,48 @@
-"""The seam to torch.distributed.checkpoint (DCP): what its defaults leave open is closed here.
+"""The seam to torch.distributed.checkpoint (DCP): what its defaults leave open is closed here and in `metadata`.
 
-Seen in torch 2.13: it wraps every error, Ctrl-C too, into a BaseException; it unpickles `.metadata` without limits;
-it loads a gap in a tensor's chunks without a word; it syncs `.metadata` before its buffer is flushed (the manifest
-syncs all files again, so DCP's own sync is off); it sends errors between ranks in a form that does not always pickle,
-and then they all wait. So it never sees an error of writing: that is kept, and told afterwards.
+Seen in torch 2.13: it wraps every error, Ctrl-C too, into a BaseException; it syncs `.metadata` before its buffer is
+flushed (the manifest syncs all files again, so DCP's own sync is off); it sends errors between ranks in a form that
+does not always pickle, and then they all wait. So it never sees an error of writing: that is kept, and told afterwards.
 
 DCP gets plain local tensors and the boxes of the whole that they are, so that `.metadata` knows keys, global shapes and
 boxes, and nothing of ranks, meshes or DTensors. A box that several ranks hold is written by one of them.
 """
 
+import os
 import pickle
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from gptlite.checkpoint.dcp_plugins import BoxLoadPlanner, BoxSavePlanner, MetadataUnpickler, Reader, Writer
-from gptlite.checkpoint.manifest import Entries
-from gptlite.checkpoint.parts import Parts, check_coverage, described
+from gptlite.checkpoint.hashed_file import HashedFile
+from gptlite.checkpoint.manifest import DamagedCheckpoint, Entries
+from gptlite.checkpoint.metadata import check_metadata
+from gptlite.checkpoint.parts import Parts
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_all
 from gptlite.progress import Log
@@ -41,60 +58,38 @@ def write(
     mesh: Mesh,
     group: dist.ProcessGroup | None,
     agree: dist.ProcessGroup | None = None,
-) -> tuple[Entries, Entries]:
-    """Writes tensors, each under its global key, into a new `folder`: each rank its share, each box once.
+) -> Entries:
+    """Writes tensors, each under its global key, into the new folder `data` of a step folder: each box once.
 
-    Returns, on every rank, what a manifest holds of all ranks' tensors and of the files they wrote, named relative to
-    `folder`. To be called by all ranks; DCP talks over `group`, None for one rank, and errors are agreed on as
-    `main_rank.from_all` does it, over `agree`. What one of them raises, all raise: OSError for a full disk, say.
+    Returns, on every rank, what a manifest holds of the files that all ranks wrote. To be called by all ranks; DCP
+    talks over `group`, None for one rank, and errors are agreed on as `main_rank.from_all` does it, over `agree`. What
+    one of them raises, all raise: OSError for a full disk, say; ValueError where an element is in no box, or in two.
     """
-    writer = Writer(folder)
-    planner = BoxSavePlanner(parts, log)
+    writer, planner = _Writer(folder / "data"), _SavePlanner(parts, log)
     with _plain_errors():
         metadata = save(parts.local, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    files = from_all(mesh, lambda: writer.outcome(metadata, parts), agree)
-    return described(metadata), {name: entry for each in files for name, entry in each.items()}
+    files = {name: entry for each in from_all(mesh, writer.outcome, agree) for name, entry in each.items()}
+    check_metadata(metadata, parts.described, files)
+    return files
 
 
-def read(folder: Path, into: Mapping[str, Tensor], log: Log, files: Collection[str] | None = None) -> None:
-    """Reads this rank's part of the given tensors in place. Keys, shapes and dtypes must have been compared before.
+def read(folder: Path, metadata: Metadata, parts: Parts, log: Log) -> None:
+    """Reads this rank's parts in place from a step folder. Keys, shapes and dtypes must have been compared before.
 
-    `files` are those below `folder` that may be read; None for any. Raises, in one line, pickle.UnpicklingError if
-    `.metadata` is anything but a pickle of DCP's own classes, ValueError for missing pieces and what is no tensor.
+    Raises DamagedCheckpoint, in one line, where something stored is no such tensor.
     """
-    parts = Parts(into)
-    metadata = _read_metadata(folder / ".metadata", parts, files)
+    reader, planner = _Reader(folder / "data", metadata), _LoadPlanner(parts, log)
     try:
         with _plain_errors():
-            load(parts.local, storage_reader=Reader(folder, metadata), planner=BoxLoadPlanner(parts, log), no_dist=True)
+            load(parts.local, storage_reader=reader, planner=planner, no_dist=True)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except pickle.UnpicklingError as error:  # not in torch's words: they tell how to load it with the door open
-        raise ValueError("what stands in place of a tensor is none") from error
+        raise DamagedCheckpoint(folder, "what stands in place of a tensor is none") from error
     except Exception as error:
         words = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"a tensor cannot be read: {type(error).__name__}: {words:.150}") from error
-
-
-def _read_metadata(path: Path, parts: Parts, files: Collection[str] | None) -> Metadata:
-    """What stands where, for these parts."""
-    try:
-        with open(path, "rb") as file:
-            metadata = MetadataUnpickler(file).load()
-    except Exception as error:  # a pickle of anything raises anything
-        words = " ".join(str(error).split())
-        raise pickle.UnpicklingError(f"data/.metadata: {type(error).__name__}: {words}"[:300]) from None
-    try:
-        check_coverage(metadata, parts.described)
-        named = {place.relative_path for place in metadata.storage_data.values()}
-        transformed = any(place.transform_descriptors for place in metadata.storage_data.values())
-    except (AttributeError, TypeError, KeyError):
-        raise ValueError("data/.metadata is not what torch.distributed.checkpoint writes") from None
-    if transformed:
-        raise ValueError("data/.metadata says that tensors are compressed or otherwise transformed")
-    if files is not None and (strange := named - set(files)):
-        raise ValueError(f"data/.metadata names {min(strange)!r:.100}, which is no file of the checkpoint")
-    return metadata
+        reason = f"a tensor cannot be read: {type(error).__name__}: {words:.150}"
+        raise DamagedCheckpoint(folder, reason) from error
 
 
 @contextmanager
@@ -105,3 +100,143 @@ def _plain_errors() -> Iterator[None]:
     except CheckpointException as error:
         original, _ = next(iter(error.failures.values()))
         raise original from None
+
+
+class _Files(FileSystem):
+    """Files of tensors are hashed on their way to the disk, and their entries kept."""
+
+    def __init__(self) -> None:
+        self.entries: Entries = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        path = Path(path)
+        if mode != "wb" or path.suffix != ".distcp":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with HashedFile(path) as file:
+            try:
+                yield file
+            except Exception as error:
+                raise file.error or error from None
+        self.entries[f"data/{path.name}"] = file.entry
+
+
+class _Writer(FileSystemWriter):
+    """Hashes what this rank writes, and keeps what goes wrong for `outcome`."""
+
+    def __init__(self, folder: Path):
+        # One thread: an error in a second one is lost, and the checkpoint is committed without its tensors.
+        super().__init__(folder, thread_count=1, sync_files=False, overwrite=False)
+        self.fs = self._files = _Files()
+        self._error: BaseException | None = None
+
+    def outcome(self) -> Entries:
+        """The manifest's entries of the files written here. Raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+        return self._files.entries
+
+    def storage_meta(self) -> StorageMeta | None:
+        # DCP would pickle the staging path: stale after the rename, and a pathlib class is no portable format.
+        return None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the folder is there, and new
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        try:
+            if plan.items:
+                results = super().write_data(plan, planner).value()
+        except BaseException as error:
+            self._error = error
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        try:
+            super().finish(metadata, results)
+        except BaseException as error:
+            self._error = self._error or error
+
+
+class _Reader(FileSystemReader):
+    """Takes the metadata that has been read with care, and wants each stored box as that says. It holds one at a time,
+    DCP's own loop two."""
+
+    def __init__(self, path: Path, metadata: Metadata):
+        super().__init__(path)
+        self._metadata: Any = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        places = self._metadata.storage_data
+        items = [(places[item.storage_index], item) for item in plan.items]
+        for place, item in sorted(items, key=lambda each: (each[0].relative_path, each[0].offset)):
+            self._read_box(place, item, planner)
+        return _done(None)
+
+    def _read_box(self, place: Any, item: ReadItem, planner: LoadPlanner) -> None:
+        with self.fs.create_stream(Path(self.path) / place.relative_path, "rb") as file:
+            stored = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
+        index, target = item.storage_index, planner.resolve_tensor(item).detach()
+        sizes = self._metadata.state_dict_metadata[index.fqn].chunks[index.index].sizes
+        if not isinstance(stored, Tensor) or stored.shape != sizes:
+            raise ValueError(f"{index.fqn} is not stored as its metadata says")
+        if stored.dtype != target.dtype:  # copy_ would cast without a word
+            raise ValueError(f"{index.fqn} is stored as {stored.dtype}")
+        target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
+        planner.commit_tensor(item, target)
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Offers the boxes that are this rank's to write."""
+
+    def __init__(self, parts: Parts, log: Log):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts, self._progress = parts, parts.progress("saving", log, parts.written)
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for key in self._parts.written:
+            data = self._parts.offers[key]
+            items.append(WriteItem(MetadataIndex(key, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        tensor = self._parts.local[index.fqn]
+        self._progress.add(tensor.nbytes)
+        return tensor
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Asks for this rank's boxes, from whichever stored ones hold them."""
+
+    def __init__(self, parts: Parts, log: Log):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts, self._progress = parts, parts.progress("loading", log, parts.offers)
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for key, data in self._parts.offers.items():
+            stored = self.metadata.state_dict_metadata[key]
+            assert isinstance(stored, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(key, stored, [data.chunk])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._parts.local[index.fqn]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        self._progress.add(tensor.nbytes)

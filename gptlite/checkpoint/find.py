@@ -11,23 +11,31 @@ from gptlite.invocation import command
 from gptlite.progress import Log
 
 
-def find_checkpoint(path: str, key: str, log: Log = print, *, words: tuple[str, ...] = ()) -> Path:
+def find_checkpoint(path: str, key: str, log: Log = print) -> Path:
     """The verified step folder at `path`: that folder itself, or the newest intact one of a checkpoints or run folder.
 
     Each one rejected on the way is logged with the reason. Raises ConfigError naming `key`, the setting that `path`
-    is the value of, where there is none; `words` are the other values that `key` takes.
+    is the value of, where there is none.
     """
-    return first_intact(candidates(path, key, words=words), path, key, log, partial(verify, log=log))
+    return first_intact(candidates(path, key), path, key, log, partial(verify, log=log))
+
+
+def is_step(folder: Path) -> bool:
+    """Whether a folder is one checkpoint, whatever its name."""
+    return (folder / FILE_NAME).exists() or store.step_of(folder) is not None
 
 
 def candidates(path: str, key: str, *, words: tuple[str, ...] = ()) -> list[Path]:
-    """The step folders that `path` may mean, the first first, none of them looked into. As for find_checkpoint."""
+    """The step folders that `path` may mean, the first first, none of them looked into. As for find_checkpoint.
+
+    `words` are the other values that `key` takes.
+    """
     folder = Path(path).expanduser()
     if not folder.exists():
         others = "".join(f"{word}, " for word in words) + ("or " if words else "")
         hint = did_you_mean(path.lower(), words) or f"; give {others}a run folder or a checkpoint in one"
         raise ConfigError(f"{key}={path} does not exist{hint}")
-    if (folder / FILE_NAME).exists() or store.step_of(folder) is not None:
+    if is_step(folder):
         return [folder]
     folders = store.step_folders(folder) or store.step_folders(folder / "checkpoints")
     if not folders and (folder / "config.json").is_file():
@@ -47,19 +55,50 @@ def first_intact(folders: list[Path], path: str, key: str, log: Log, check: Call
 
 
 def newest_intact(folders: list[Path], where: str, fix: str, log: Log, check: Callable[[Path], object]) -> Path:
-    """The first of `folders` that `check` does not find damaged. Each one rejected is logged with the reason.
+    """The first of `folders` that `check` does not find damaged.
 
     Raises ConfigError, saying `where` they are and the `fix`, if none is intact.
     """
-    reasons = []
+    found, reason = passing_over(folders, log, check)
+    if found is None:
+        words = f"none of the {len(folders)} checkpoints is intact ({folders[0].name}: {reason})"
+        raise ConfigError(f"{where}: {words}; {fix}")
+    return found
+
+
+def passing_over(folders: list[Path], log: Log, check: Callable[[Path], object]) -> tuple[Path | None, str]:
+    """The first of `folders` that `check` does not find damaged, and what is wrong with the first one that it does.
+
+    Each one rejected is logged with the reason.
+    """
+    reason = ""
     for folder in folders:
         try:
             check(folder)
         except DamagedCheckpoint as error:
-            reasons.append(error.reason)
+            reason = reason or error.reason
             log(f"checkpoint: rejected {folder}: {error.reason}")
         else:
-            return folder
-    raise ConfigError(
-        f"{where}: none of the {len(folders)} checkpoints is intact ({folders[0].name}: {reasons[0]}); {fix}"
-    )
+            return folder, reason
+    return None, reason
+
+
+def damage(folder: Path, log: Log, *, hashes: bool = False) -> str:
+    """What is wrong with a checkpoint; empty if nothing is, going by sizes or, with `hashes`, by every byte."""
+    try:
+        verify(folder, log, hashes=hashes)
+    except DamagedCheckpoint as error:
+        return error.reason
+    return ""
+
+
+def beyond(root: Path, saved: Path, keep: int, every: int, log: Log) -> list[Path]:
+    """Folders beyond the newest `keep` intact ones, but for multiples of `every` steps and `saved`. 0 keeps all.
+
+    Intact by sizes. A damaged one neither counts nor goes: it may be all that is left of something, which a person
+    decides.
+    """
+    if keep == 0:
+        return []
+    older = [folder for folder in store.step_folders(root) if not damage(folder, log)][keep:]
+    return [each for each in older if each != saved and not (every and (store.step_of(each) or 0) % every == 0)]

@@ -1,14 +1,25 @@
-"""Reading a checkpoint back: its tensors in place, its meta data, its configuration."""
+"""Reading a checkpoint back: verified by all ranks, its tensors in place, its meta data, its configuration."""
 
-import pickle
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gptlite.checkpoint import dcp
-from gptlite.checkpoint.manifest import DamagedCheckpoint, Entries, Manifest, describe, read_file, read_manifest, verify
-from gptlite.checkpoint.verify import verify_together
+from gptlite.checkpoint.manifest import (
+    Entries,
+    Manifest,
+    check_hashes,
+    describe,
+    in_words,
+    read_file,
+    read_manifest,
+    verify,
+)
+from gptlite.checkpoint.metadata import read_metadata
+from gptlite.checkpoint.parts import Parts
 from gptlite.errors import ConfigError
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import ALONE, from_all, from_main, together
@@ -44,16 +55,40 @@ def load_tensors(
     for each in from_all(mesh, lambda: {key: describe(tensor) for key, tensor in into.items()}):
         wanted |= each
     _compare(path, manifest, wanted, strict)
-    together(mesh, lambda: _read(path, into, log))
+    together(mesh, lambda: dcp.read(path, read_metadata(path, manifest), Parts(into), log))
 
 
-def _read(path: Path, into: dict[str, Tensor], log: Log) -> None:
-    read_file(path, "data/.metadata")
-    files = [name.removeprefix("data/") for name in read_manifest(path).files if name.startswith("data/")]
-    try:
-        dcp.read(path / "data", into, log, files)
-    except (pickle.UnpicklingError, ValueError) as error:
-        raise DamagedCheckpoint(path, str(error)) from None
+def whole_tensors(path: Path, log: Log) -> Callable[[str], Tensor]:
+    """Reads whole tensors of a step folder by their keys. Only where their bytes lie is verified here."""
+    manifest = read_manifest(path)
+    metadata = read_metadata(path, manifest)
+
+    def read(key: str) -> Tensor:
+        entry = manifest.tensors[key]
+        tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        dcp.read(path, metadata, Parts({key: tensor}), log)
+        return tensor
+
+    return read
+
+
+def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup | None = None) -> Manifest:
+    """`manifest.verify` with the files shared among the ranks, for one reads a large checkpoint for minutes.
+
+    Rank 0's reading of the manifest counts. Raises DamagedCheckpoint, on all ranks what the first of them found.
+    """
+    if mesh.world_size == 1:
+        return verify(folder, log)
+    manifest = from_main(mesh, lambda: verify(folder, log, hashes=False), agree)
+    load = [0] * mesh.world_size
+    mine = []
+    for name, entry in sorted(manifest.files.items(), key=lambda each: -each[1]["bytes"]):
+        reader = load.index(min(load))
+        load[reader] += entry["bytes"]
+        if reader == mesh.rank:
+            mine.append(name)
+    from_all(mesh, lambda: check_hashes(folder, manifest, mine, log), agree)
+    return manifest
 
 
 def not_finite(tensor: Tensor) -> str:
@@ -62,11 +97,6 @@ def not_finite(tensor: Tensor) -> str:
         return ""
     places = (~tensor.isfinite()).nonzero()
     return f"holds {len(places):,} numbers that are NaN or infinite, the first at {places[0].tolist()}"
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """The `meta` given to Checkpointer.save. Raises DamagedCheckpoint."""
-    return read_manifest(path).meta
 
 
 def read_config(path: Path) -> str:
@@ -82,12 +112,9 @@ def _compare(path: Path, manifest: Manifest, wanted: Entries, strict: bool) -> N
     keys = differing + missing + unexpected
     if not keys:
         return
-    key, more = keys[0], f" ({len(keys) - 1} more keys differ)" if len(keys) > 1 else ""
+    there, here = in_words(stored.get(keys[0])), in_words(wanted.get(keys[0]))
+    more = f" ({len(keys) - 1} more keys differ)" if len(keys) > 1 else ""
     raise ConfigError(
-        f"checkpoint {path} is of another model: {key} is {_spell(stored.get(key))} there, {_spell(wanted.get(key))} "
-        f"here{more}; set model.* and optimizer as in its config.yaml, or start anew in another run.dir"
+        f"checkpoint {path} is of another model: {keys[0]} is {there} there, {here} here{more}; "
+        "set model.* and optimizer as in its config.yaml, or start anew in another run.dir"
     )
-
-
-def _spell(entry: dict[str, Any] | None) -> str:
-    return f"{entry['dtype']} {entry['shape']}" if entry else "absent"

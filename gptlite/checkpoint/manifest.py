@@ -41,10 +41,7 @@ class DamagedCheckpoint(ConfigError):
         self.folder, self.reason = folder, reason
 
     def __reduce__(self) -> tuple[type, tuple[Path, str]]:
-        return type(self), (
-            self.folder,
-            self.reason,
-        )  # it goes from rank to rank: pickle would call it with the message
+        return type(self), (self.folder, self.reason)  # from rank to rank: pickle would call it with the message
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,11 @@ def spell(shape: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
     return {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
 
 
+def in_words(entry: dict[str, Any] | None) -> str:
+    """`float32 [7, 4]`, from an entry of `Manifest.tensors`."""
+    return f"{entry['dtype']} {entry['shape']}" if entry else "absent"
+
+
 def environment(layout: str = ONE_RANK) -> dict[str, Any]:
     """Everything besides the configuration that decides the last bit of a floating-point result."""
     import torch
@@ -99,7 +101,7 @@ def environment_changes(manifest: Manifest, layout: str = ONE_RANK) -> list[str]
 
 
 def write_manifest(
-    folder: Path, tensors: Entries, written: Entries, meta: dict[str, Any], log: Log, layout: str = ONE_RANK
+    folder: Path, tensors: Entries, written: Entries, meta: dict[str, Any], layout: str = ONE_RANK
 ) -> None:
     """Writes the manifest over every file below `folder`, all hashed and brought to the disk.
 
@@ -110,7 +112,12 @@ def write_manifest(
     for name, entry in written.items():
         if name not in paths or paths[name].stat().st_size != entry["bytes"]:
             raise OSError(f"{folder / name} is not what its rank has written: all ranks must see the same folder")
-    rest = hash_files(folder, [path for name, path in paths.items() if name not in written], log)
+    rest: Entries = {}
+    for name in paths.keys() - written.keys():
+        with open(paths[name], "rb") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        rest[name] = {"bytes": paths[name].stat().st_size, "sha256": digest}
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -121,16 +128,6 @@ def write_manifest(
     )
     content = asdict(manifest)
     write_synced(folder / FILE_NAME, json.dumps({"sha256": _checksum(content), **content}, indent=1) + "\n")
-
-
-def hash_files(folder: Path, paths: list[Path], log: Log) -> Entries:
-    """Size and SHA-256 of files by their names below `folder`, each brought to the disk first."""
-    progress = Progress("checkpoint: hashing", sum(path.stat().st_size for path in paths), log)
-    files = {}
-    for path in paths:
-        size, digest = _hash(path, progress, sync=True)
-        files[path.relative_to(folder).as_posix()] = {"bytes": size, "sha256": digest}
-    return files
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -194,25 +191,18 @@ def verify(folder: Path, log: Log, *, hashes: bool = True) -> Manifest:
 
 
 def check_hashes(folder: Path, manifest: Manifest, names: Sequence[str], log: Log, threads: int = 1) -> None:
-    """Compares every byte of some files with the manifest, as the disk has them and not the page cache.
-
-    Raises DamagedCheckpoint.
-    """
+    """Compares every byte of some files, as the disk has them, with the manifest. Raises DamagedCheckpoint."""
     total = sum(manifest.files[name]["bytes"] for name in names)
     progress = Progress(f"checkpoint: verifying {folder.name}", total, log)
 
     def check(name: str) -> None:
         try:
-            _, digest = _hash(folder / name, progress, fresh=True)
+            digest = _hash(folder / name, progress)
         except OSError as error:
             raise DamagedCheckpoint(folder, f"{name} cannot be read: {error.strerror}") from None
         if digest != manifest.files[name]["sha256"]:
             raise DamagedCheckpoint(folder, f"{name} has damaged bytes: its SHA-256 differs")
 
-    if threads == 1 or len(names) == 1:
-        for name in names:
-            check(name)
-        return
     with ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(check, names):
             pass
@@ -234,17 +224,13 @@ def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _hash(path: Path, progress: Progress, *, sync: bool = False, fresh: bool = False) -> tuple[int, str]:
-    """Size in bytes and SHA-256 of a file; `sync`: brought to the disk first, `fresh`: read from there."""
-    length = path.stat().st_size
-    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(max(1, min(length, 1 << 20))))
+def _hash(path: Path, progress: Progress) -> str:
+    """SHA-256 of a file, read from the disk."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(max(1, min(path.stat().st_size, 1 << 20))))
     with open(path, "rb", buffering=0) as file:
-        if sync:
-            os.fsync(file.fileno())
-        if fresh and hasattr(os, "posix_fadvise"):
+        if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
-            size += count
             progress.add(count)
-    return size, digest.hexdigest()
+    return digest.hexdigest()

@@ -1,80 +1,62 @@
-"""A rank's parts of the tensors of a checkpoint: which it writes, and whether the stored ones are whole."""
+"""A rank's parts of the tensors of a checkpoint, and which of them it writes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData
 
-from gptlite.checkpoint.manifest import Entries, describe, spell
+from gptlite.checkpoint.manifest import Entries, in_words, spell
 from gptlite.parallelism.boxes import local_box, local_part
 from gptlite.progress import Log, Progress
 
 
-@dataclass(frozen=True)
-class Offer:
-    """What a rank has of a tensor: the whole's description, the box, the bytes."""
-
-    described: dict[str, Any]
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
-    bytes: int
-
-
 class Parts:
-    """By key: the elements that this rank holds, the box of the whole that they are, and the whole's description.
+    """By key: the elements that this rank holds (`local`), and what DCP wants to know of them and the whole (`offers`).
 
-    `written` are the keys whose box this rank writes: all, until `share`. Raises TypeError for anything but a tensor.
+    Once the ranks have `share`d, `written` are the keys whose box this rank writes, `described` the tensors of all
+    ranks as a manifest has them, and `total_bytes` their size. Raises TypeError for anything but a tensor.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         for key, value in tensors.items():
             if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"checkpoint key {key} is a {type(value).__name__}: tensors only, the rest goes into meta"
-                )
-        self.described = {key: describe(tensor) for key, tensor in tensors.items()}
+                kind = type(value).__name__
+                raise TypeError(f"checkpoint key {key} is a {kind}: tensors only, the rest goes into meta")
         self.local = {key: local_part(tensor) for key, tensor in tensors.items()}
-        self.chunks: dict[str, ChunkStorageMetadata] = {}
+        self.offers: dict[str, TensorWriteData] = {}
         for key, tensor in tensors.items():
             shape, offset = local_box(tensor)
             if shape != tuple(self.local[key].shape):
                 held = list(self.local[key].shape)
                 raise ValueError(f"checkpoint key {key}: this rank holds {held}, its layout says {list(shape)}")
             # An empty part of something is not stored, nor read; of nothing, it says that there is the key.
-            if prod(shape) or not tensor.numel():
-                self.chunks[key] = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
-        self.written = list(self.chunks)
-        self.total_bytes = self._bytes(self.written)  # of all ranks, once they are known
+            if self.local[key].numel() or not tensor.numel():
+                box = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+                self.offers[key] = TensorWriteData(box, TensorProperties(tensor.dtype), tensor.shape)
+        self.written: list[str] = []
+        self.described: Entries = {}
+        self.total_bytes = 0
 
-    def offers(self) -> dict[str, Offer]:
-        """What the other ranks are told, to `share`."""
-        return {
-            key: Offer(self.described[key], tuple(chunk.offsets), tuple(chunk.sizes), self.local[key].nbytes)
-            for key, chunk in self.chunks.items()
-        }
-
-    def share(self, offers: Sequence[Mapping[str, Offer]], rank: int) -> None:
+    def share(self, offers: Sequence[Mapping[str, TensorWriteData]], rank: int) -> None:
         """Leaves each box to one of the ranks that hold it, the one with the least to write so far; all decide alike.
 
         `offers` are those of all ranks, in their order. Raises ValueError where ranks mean different tensors by a key.
         """
-        holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        for each, offer in enumerate(offers):
-            for key, box in offer.items():
-                holders.setdefault((key, box.offset), []).append(each)
+        holders: dict[tuple[str, torch.Size], list[int]] = {}
+        for each, offered in enumerate(offers):
+            for key, offer in offered.items():
+                holders.setdefault((key, offer.chunk.offsets), []).append(each)
+                here = spell(offer.size, offer.properties.dtype)
+                if here != (told := self.described.setdefault(key, here)):
+                    words = f"{in_words(here)} on rank {each}, {in_words(told)} on one before"
+                    raise ValueError(f"checkpoint key {key} is {words}")
         load = [0] * len(offers)
-        self.written = []
         for (key, _), ranks in holders.items():
-            boxes = [offers[each][key] for each in ranks]
-            for each, box in zip(ranks, boxes, strict=True):
-                if box != boxes[0]:
-                    raise ValueError(f"checkpoint key {key} is {box} on rank {each}, {boxes[0]} on rank {ranks[0]}")
             writer = min(ranks, key=lambda each: load[each])
-            load[writer] += boxes[0].bytes
+            offer = offers[writer][key]
+            load[writer] += offer.chunk.sizes.numel() * offer.properties.dtype.itemsize
             if writer == rank:
                 self.written.append(key)
         self.total_bytes = sum(load)
@@ -93,24 +75,4 @@ class Parts:
 
     def progress(self, label: str, log: Log, keys: Iterable[str]) -> Progress:
         """For work on this rank's elements of some keys."""
-        return Progress(f"checkpoint: {label}", self._bytes(keys), log)
-
-    def _bytes(self, keys: Iterable[str]) -> int:
-        return sum(self.local[key].nbytes for key in keys)
-
-
-def described(metadata: Metadata) -> Entries:
-    """What a manifest holds of the tensors, of all ranks."""
-    entries = metadata.state_dict_metadata.items()
-    return {key: spell(e.size, e.properties.dtype) for key, e in entries if isinstance(e, TensorStorageMetadata)}
-
-
-def check_coverage(metadata: Metadata, described: Entries) -> None:
-    """Every element of every tensor lies in a stored chunk. (That chunks don't overlap, DCP checks when it saves.)"""
-    for key, wanted in described.items():
-        entry = metadata.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata) or spell(entry.size, entry.properties.dtype) != wanted:
-            raise ValueError(f"checkpoint key {key} is not stored as {wanted['dtype']} {wanted['shape']}")
-        stored = sum(prod(chunk.sizes) for chunk in entry.chunks)
-        if stored != prod(entry.size):
-            raise ValueError(f"checkpoint key {key} is stored in part: {stored} of {prod(entry.size)} elements")
+        return Progress(f"checkpoint: {label}", sum(self.local[key].nbytes for key in keys), log)

@@ -51,7 +51,9 @@ def writing(root: Path, log: Log) -> Iterator[None]:
         except OSError:
             pass
         else:
-            _remove_leftovers(root, log)
+            for path in (*root.glob(".tmp-*"), *root.glob(".trash-*")):
+                log(f"checkpoint: removing {path.name}, left by a process that ended while writing")
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         # Nothing of ours exists yet, so it does no harm that an exclusive lock is let go before it is shared.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_SH)
@@ -98,10 +100,7 @@ def remove(folder: Path) -> None:
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Frees a step's name by renaming the folder, which keeps what it holds. Returns where it is now.
-
-    `why` is one word, which the new name begins with.
-    """
+    """Frees a step's name by renaming the folder to one that begins with `why`. Returns where it is now."""
     aside = folder.with_name(f"{why}-{folder.name}-{uuid.uuid4().hex[:8]}")
     os.rename(folder, aside)
     return aside
@@ -109,12 +108,3 @@ def set_aside(folder: Path, why: str) -> Path:
 
 def _hidden(path: Path, kind: str) -> Path:
     return path.with_name(f".{kind}-{path.name}-{uuid.uuid4().hex[:8]}")
-
-
-def _remove_leftovers(root: Path, log: Log) -> None:
-    for path in (*root.glob(".tmp-*"), *root.glob(".trash-*")):
-        log(f"checkpoint: removing {path.name}, left by a process that ended while writing")
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)

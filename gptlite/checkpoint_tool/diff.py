@@ -12,26 +12,19 @@ Of two checkpoints also: where they were made, how far they are, and keys, shape
 reads all tensors, both sides, and says how far they are apart. Exit codes: 0 the same, 1 different.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptlite.checkpoint.compare import compare_configs
-from gptlite.checkpoint.manifest import Entries, Manifest, read_manifest
-from gptlite.checkpoint_tool.inspect import tensor_bytes
-from gptlite.checkpoint_tool.places import checkpoint_config, config_of, existing, is_step, one_checkpoint
-from gptlite.checkpoint_tool.tables import shape
+from gptlite.checkpoint.compare import Effect, compare_configs, flatten
+from gptlite.checkpoint.find import is_step
+from gptlite.checkpoint.manifest import Entries, Manifest, in_words, read_manifest
+from gptlite.checkpoint_tool.places import checkpoint_config, config_of, existing, one_checkpoint
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import table
+from gptlite.progress import log
 
-CLASSES = {
-    "refused": "refused",
-    "changes_numbers": "changes the numbers",
-    "reshards": "reshards",
-    "safe": "safe",
-}
-BATCH_BYTES = 1 << 28  # of tensors read at a time, on each side
 MOST = 20  # rows of a table
 
 
@@ -79,38 +72,40 @@ def differences(a: Side, b: Side, values: bool) -> Iterator[str]:
     if values and (a.manifest is None or b.manifest is None):
         missing = a.path if a.manifest is None else b.path
         raise ConfigError(f"values=true: {missing} is a configuration and holds no tensors; give two checkpoints")
-    yield from _config_lines(a.config, b.config)
+    # What was typed does not count: all that came of it is compared itself.
+    found = [each for each in compare_configs(a.config, b.config) if each.key != "run.overrides"]
+    found.sort(key=lambda each: list(Effect).index(each.effect))
+    rows = [(each.effect.value, each.key, _cut(each.old), _cut(each.new)) for each in found]
+    yield from _titled("configuration", ("class", "key", "a", "b"), rows)
     if a.manifest is None or b.manifest is None:
         return
-    yield from _plain_lines("environment", a.manifest.environment, b.manifest.environment)
-    yield from _plain_lines("state", a.manifest.meta, b.manifest.meta)
-    yield from _tensor_lines(a.manifest.tensors, b.manifest.tensors)
+    yield from _titled("environment", ("key", "a", "b"), _rows(a.manifest.environment, b.manifest.environment, _cut))
+    yield from _titled("state", ("key", "a", "b"), _rows(flatten(a.manifest.meta), flatten(b.manifest.meta), _cut))
+    rows = _rows(a.manifest.tensors, b.manifest.tensors, in_words)
+    keys = a.manifest.tensors.keys() | b.manifest.tensors.keys()
+    title = f"tensors: {len(rows)} of {len(keys)} differ in shape or dtype, or are on one side alone"
+    yield from _titled(title, ("key", "a", "b"), rows, MOST)
     if values:
-        yield from _value_lines(a, b)
+        yield from _value_lines(a.path, a.manifest.tensors, b.path, b.manifest.tensors)
     elif _data_hashes(a.manifest) != _data_hashes(b.manifest):
         yield "values: the files of tensors differ; values=true says which tensors, and how far"
 
 
-def _config_lines(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
-    found = compare_configs(a, b)
-    # What was typed does not count: all that came of it is compared itself.
-    rows = [
-        (words, each.key, _cut(each.old), _cut(each.new))
-        for name, words in CLASSES.items()
-        for each in getattr(found, name)
-        if each.key != "run.overrides"
-    ]
-    if rows:
-        yield "configuration"
-        yield from table(("class", "key", "a", "b"), rows)
-
-
-def _plain_lines(title: str, a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
+def _rows(a: dict[str, Any], b: dict[str, Any], spell: Callable[[Any], str]) -> list[tuple[str, ...]]:
+    """What differs between two dicts, the first one's keys first."""
     keys = [*a, *(key for key in b if key not in a)]
-    rows = [(key, _cut(a.get(key)), _cut(b.get(key))) for key in keys if a.get(key) != b.get(key)]
+    return [(key, spell(a.get(key)), spell(b.get(key))) for key in keys if a.get(key) != b.get(key)]
+
+
+def _titled(
+    title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], most: int | None = None, right: str = ""
+) -> Iterator[str]:
+    """A table under its title, of so many rows at most; nothing where there is none."""
     if rows:
         yield title
-        yield from table(("key", "a", "b"), rows)
+        yield from table(header, rows[:most], right=right)
+    if most is not None and len(rows) > most:
+        yield f"  and {len(rows) - most} more"
 
 
 def _cut(value: object, most: int = 40) -> str:
@@ -118,61 +113,22 @@ def _cut(value: object, most: int = 40) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def _tensor_lines(a: Entries, b: Entries) -> Iterator[str]:
-    keys = [*a, *(key for key in b if key not in a)]
-    rows = [(key, _spell(a.get(key)), _spell(b.get(key))) for key in keys if a.get(key) != b.get(key)]
-    if rows:
-        yield f"tensors: {len(rows)} of {len(keys)} differ in shape or dtype, or are on one side alone"
-        yield from table(("key", "a", "b"), rows[:MOST])
-        yield from _more(rows)
-
-
-def _spell(entry: dict[str, Any] | None) -> str:
-    return f"{entry['dtype']} {shape(entry['shape'])}" if entry else "absent"
-
-
-def _more(rows: list[Any]) -> Iterator[str]:
-    if len(rows) > MOST:
-        yield f"  and {len(rows) - MOST} more"
-
-
 def _data_hashes(manifest: Manifest) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in manifest.files.items() if name.endswith(".distcp")}
 
 
-def _value_lines(a: Side, b: Side) -> Iterator[str]:
+def _value_lines(a: Path, ours: Entries, b: Path, theirs: Entries) -> Iterator[str]:
     """Of tensors of one shape, those whose values differ, the farthest apart first."""
-    from gptlite.checkpoint_tool.boxes import read_whole
+    from gptlite.checkpoint.load import whole_tensors
     from gptlite.checkpoint_tool.statistics import distance
 
-    assert a.manifest is not None
-    assert b.manifest is not None
-    ours, theirs = a.manifest.tensors, b.manifest.tensors
     common = [key for key in ours if key in theirs and ours[key]["shape"] == theirs[key]["shape"]]
-    found = {}
-    for keys in _batches(common, ours):
-        x, y = (read_whole(side.path, {key: e[key] for key in keys}) for side, e in ((a, ours), (b, theirs)))
-        found |= {key: distance(x[key], y[key]) for key in keys}
+    x, y = whole_tensors(a, log), whole_tensors(b, log)
+    found = {key: distance(x(key), y(key)) for key in common}
     apart = sorted((key for key in found if found[key].differing), key=lambda key: -found[key].relative)
-    if not apart:
-        return
-    yield f"values: {len(apart)} of {len(common)} tensors differ"
     rows = [
-        (key, f"{found[key].differing:,}", f"{found[key].largest:.3g}", f"{found[key].relative:.3g}")
-        for key in apart[:MOST]
+        (key, f"{found[key].differing:,}", f"{found[key].largest:.3g}", f"{found[key].relative:.3g}") for key in apart
     ]
-    yield from table(("tensor", "elements", "max|a-b|", "|a-b|/|a|"), rows, right="elements max|a-b| |a-b|/|a|")
-    yield from _more(apart)
-
-
-def _batches(keys: list[str], entries: Entries) -> Iterator[list[str]]:
-    """The keys in their order, in groups of tensors that fit in memory together."""
-    batch, size = [], 0
-    for key in keys:
-        if batch and size + tensor_bytes(entries[key]) > BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(key)
-        size += tensor_bytes(entries[key])
-    if batch:
-        yield batch
+    header = ("tensor", "elements", "max|a-b|", "|a-b|/|a|")
+    title = f"values: {len(apart)} of {len(common)} tensors differ"
+    yield from _titled(title, header, rows, MOST, right="elements max|a-b| |a-b|/|a|")

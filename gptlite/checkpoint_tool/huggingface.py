@@ -89,7 +89,9 @@ def export(
     with _errors_of_the_disk(f"target={target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with store.staged(target) as folder:
-            _write_json(folder, step, adapter, model, dtype, log)
+            for name, content in _files(step, adapter, model, dtype, log).items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                write_synced(folder / name, content)
             weights = [
                 Stored(weight.name, weight.shape, DTYPES[dtype], partial(_weight, step, weight, log))
                 for weight in adapter.weights(model)
@@ -99,7 +101,7 @@ def export(
     log(f"exported {step} to {target}: {size / 1e6:,.1f} MB of {dtype}, for {adapter.model_class}.from_pretrained")
 
 
-def _write_json(folder: Path, step: Path, adapter: Adapter, model: ModelConfig, dtype: str, log: Log) -> None:
+def _files(step: Path, adapter: Adapter, model: ModelConfig, dtype: str, log: Log) -> Mapping[str, str | bytes]:
     """config.json, generation_config.json, and the tokenizer's files: as they are, and for AutoTokenizer if it can.
 
     Of an imported checkpoint they are those of its source, but for config.json's dtype and class.
@@ -110,30 +112,23 @@ def _write_json(folder: Path, step: Path, adapter: Adapter, model: ModelConfig, 
         config = json.loads(kept["config.json"])
         config["architectures"] = [adapter.model_class]
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype_name
-        _write_files(folder, kept | {"config.json": _json(config)})
-        return
-    files = {name: read_file(step, name) for name in held if name.startswith("tokenizer/")}
-    tokenizer = load_tokenizer(step / "tokenizer") if files else None
+        return kept | {"config.json": _json(config)}
+    ours = {name: read_file(step, name) for name in held if name.startswith("tokenizer/")}
+    tokenizer = load_tokenizer(step / "tokenizer") if ours else None
     eod = tokenizer.eod if tokenizer is not None else None
-    _write_files(folder, {"config.json": _json(adapter.to_json(model, dtype_name, eod))})
+    files: dict[str, str | bytes] = {"config.json": _json(adapter.to_json(model, dtype_name, eod))}
     if eod is not None:
-        _write_files(folder, {"generation_config.json": _json({"bos_token_id": eod, "eos_token_id": eod})})
+        files["generation_config.json"] = _json({"bos_token_id": eod, "eos_token_id": eod})
     if isinstance(tokenizer, SentencePieceTokenizer):
         try:
-            _write_files(folder, tokenizer_files(tokenizer))
+            files |= tokenizer_files(tokenizer)
         except ConfigError as error:  # the weights are worth having without it
             log(f"no tokenizer for AutoTokenizer: {error}")
-    _write_files(folder / TOKENIZER, {name.removeprefix("tokenizer/"): content for name, content in files.items()})
+    return files | {f"{TOKENIZER}/{name.removeprefix('tokenizer/')}": content for name, content in ours.items()}
 
 
 def _json(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
-
-
-def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_synced(folder / name, content)
 
 
 def _weight(step: Path, weight: Weight, log: Log) -> Tensor:

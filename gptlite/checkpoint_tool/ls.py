@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptlite.checkpoint import store
+from gptlite.checkpoint.find import damage
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
-from gptlite.checkpoint_tool.places import damage, has_writer, leftovers, roots, size_on_disk
-from gptlite.checkpoint_tool.tables import when
+from gptlite.checkpoint_tool.places import has_writer, leftovers, roots, size_on_disk, when
 from gptlite.metrics.console import format_bytes, format_count, table
+from gptlite.progress import log
 
 HEADER = ("step", "tokens", "written", "age", "size", "best val", "layout", "status")
 
@@ -36,7 +37,7 @@ def run(paths: list[str], options: Options) -> int:
 
 def _list(root: Path, hashes: bool) -> bool:
     folders = store.step_folders(root)
-    reasons = {folder: damage(folder, hashes=hashes) for folder in folders}
+    reasons = {folder: damage(folder, log, hashes=hashes) for folder in folders}
     auto = next((folder for folder in folders if not reasons[folder]), None)
     if folders:
         rows = [_row(folder, reasons[folder], hashes, folder == auto) for folder in folders]

@@ -3,15 +3,18 @@
 import fcntl
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from gptlite.checkpoint import store
-from gptlite.checkpoint.manifest import FILE_NAME, DamagedCheckpoint, read_file, verify
+from gptlite.checkpoint.find import damage, is_step
+from gptlite.checkpoint.manifest import read_file
 from gptlite.config import from_yaml, to_dict
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.metrics.console import format_duration
 from gptlite.progress import log
 
 DEPTH = 3  # levels below a folder of runs that runs are looked for: a sweep has date/time/job
@@ -25,11 +28,6 @@ def existing(path: str) -> Path:
         names = [each.name for each in found.parent.iterdir()] if found.parent.is_dir() else []
         raise ConfigError(f"{path} does not exist{did_you_mean(found.name, names)}")
     return found
-
-
-def is_step(folder: Path) -> bool:
-    """Whether a folder is one checkpoint, whatever its name."""
-    return (folder / FILE_NAME).exists() or store.step_of(folder) is not None
 
 
 def roots(path: str) -> list[Path]:
@@ -65,19 +63,10 @@ def one_checkpoint(path: str) -> Path:
     if len({each.parent for each in folders}) > 1:
         raise ConfigError(f"{path} is a folder of several runs; give one of them")
     for folder in folders if len(folders) > 1 else []:
-        if not (reason := damage(folder)):
+        if not (reason := damage(folder, log)):
             return folder
         log(f"checkpoint: passing over {folder}: {reason}")
     return folders[0]
-
-
-def damage(folder: Path, *, hashes: bool = False) -> str:
-    """What is wrong with a checkpoint; empty if nothing is, going by sizes or, with `hashes`, by every byte."""
-    try:
-        verify(folder, log, hashes=hashes)
-    except DamagedCheckpoint as error:
-        return error.reason
-    return ""
 
 
 def leftovers(root: Path) -> Iterator[Path]:
@@ -124,3 +113,13 @@ def config_of(text: str, where: str) -> dict[str, Any]:
     if not isinstance(raw, dict) or "model" not in raw:
         raise ConfigError(f"{where} is not a run's config.yaml")
     return {str(key): value for key, value in raw.items()}
+
+
+def when(created: str) -> tuple[str, str]:
+    """A manifest's `created` to the minute, UTC, and how long ago that is; what cannot be read stands as it is."""
+    try:
+        then = datetime.fromisoformat(created)
+        age = (datetime.now(UTC) - then).total_seconds()
+    except (TypeError, ValueError):
+        return str(created), ""
+    return f"{then.astimezone(UTC):%Y-%m-%d %H:%M}", format_duration(max(0, age))

@@ -5,13 +5,13 @@ Says what would stay and what would go; yes=true then does it. The newest K stay
 count nor go, unless damaged=true. What dead processes left (.tmp-, .trash-) goes too. A run may be training meanwhile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from gptlite.checkpoint import store
-from gptlite.checkpoint.retention import beyond
-from gptlite.checkpoint_tool.places import damage, has_writer, leftovers, roots, size_on_disk
+from gptlite.checkpoint.find import beyond, damage
+from gptlite.checkpoint_tool.places import has_writer, leftovers, roots, size_on_disk
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes
 from gptlite.progress import log
@@ -27,15 +27,6 @@ class Options:
     yes: bool = False
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What stays, with the reason, and what goes. `newest` is right in every byte."""
-
-    newest: Path | None
-    stays: dict[Path, str]
-    goes: dict[Path, str]
-
-
 def run(paths: list[str], options: Options) -> int:
     """Prints the plan and, with `yes`, carries it out."""
     if options.keep is None:
@@ -45,35 +36,37 @@ def run(paths: list[str], options: Options) -> int:
     root, *others = roots(paths[0])
     if others:
         raise ConfigError(f"{paths[0]} is a folder of several runs; give one of them")
-    chosen = plan(root, options.keep, options.every, options.damaged)
-    print(*describe(chosen), sep="\n")
-    if chosen.goes and not options.yes:
+    newest, stays, goes = plan(root, options.keep, options.every, options.damaged)
+    for word, group in (("keep", stays), ("remove", goes)):
+        for path, reason in group.items():
+            print(f"{word:<6}  {format_bytes(size_on_disk(path)):>9}  {path}  ({reason})")
+    print(f"{len(goes)} to remove, {format_bytes(sum(map(size_on_disk, goes)))}" if goes else "nothing to remove")
+    if goes and not options.yes:
         print("nothing is removed yet; give yes=true")
-    elif chosen.goes:
-        _remove(root, chosen)
+    elif goes:
+        _remove(root, newest, goes)
         print("removed")
     return 0
 
 
-def plan(root: Path, keep: int, every: int, damaged: bool) -> Plan:
-    """What to do below `root`. Reads checkpoints whole, newest first, until one is right in every byte.
+def plan(root: Path, keep: int, every: int, damaged: bool) -> tuple[Path | None, dict[Path, str], dict[Path, str]]:
+    """The newest checkpoint that is right in every byte; what stays, with the reason, and what goes.
 
-    Raises ConfigError if there are checkpoints and none is.
+    Reads checkpoints whole, newest first, until one is right. Raises ConfigError if there are checkpoints and none is.
     """
     folders = store.step_folders(root)
-    reasons = {folder: damage(folder) for folder in folders}
-    verified = None
+    reasons = {folder: damage(folder, log) for folder in folders}
+    newest = None
     for folder in folders:
+        reasons[folder] = reasons[folder] or damage(folder, log, hashes=True)
         if not reasons[folder]:
-            reasons[folder] = damage(folder, hashes=True)
-            if not reasons[folder]:
-                verified = folder
-                break
-    if folders and verified is None:
+            newest = folder
+            break
+    if folders and newest is None:
         raise ConfigError(
             f"{root}: none of the {len(folders)} checkpoints is intact; delete by hand what is not needed"
         )
-    old = beyond(root, verified, keep, every, log) if verified else []
+    old = beyond(root, newest, keep, every, log) if newest else []
     stays, goes = {}, {}
     alive = has_writer(root)
     for folder in folders:
@@ -82,7 +75,7 @@ def plan(root: Path, keep: int, every: int, damaged: bool) -> Plan:
         elif folder in old:
             goes[folder] = f"older than the newest {keep}"
         else:
-            stays[folder] = "every byte is right" if folder == verified else "one to keep"
+            stays[folder] = "every byte is right" if folder == newest else "one to keep"
     for left in leftovers(root):
         if left.name.startswith("damaged-"):
             (goes if damaged else stays)[left] = "set aside as damaged"
@@ -92,23 +85,14 @@ def plan(root: Path, keep: int, every: int, damaged: bool) -> Plan:
             goes[left] = "left by a process that died"
         else:
             stays[left] = "a process may be at work on it"
-    return Plan(verified, stays, goes)
+    return newest, stays, goes
 
 
-def describe(chosen: Plan) -> Iterator[str]:
-    """A line for each, and one for the sum."""
-    for word, group in (("keep", chosen.stays), ("remove", chosen.goes)):
-        for path, reason in group.items():
-            yield f"{word:<6}  {format_bytes(size_on_disk(path)):>9}  {path}  ({reason})"
-    size = format_bytes(sum(map(size_on_disk, chosen.goes)))
-    yield f"{len(chosen.goes)} to remove, {size}" if chosen.goes else "nothing to remove"
-
-
-def _remove(root: Path, chosen: Plan) -> None:
+def _remove(root: Path, newest: Path | None, goes: Iterable[Path]) -> None:
     with store.writing(root, log):  # which removes what dead processes left; a living one's is not ours to touch
-        for folder in chosen.goes:
+        for folder in goes:
             if not folder.name.startswith("."):
                 store.remove(folder)
         latest = root / "latest"
-        if chosen.newest is not None and latest.exists() and not (root / latest.read_text().strip()).is_dir():
-            store.point_latest(chosen.newest)
+        if newest is not None and latest.exists() and not (root / latest.read_text().strip()).is_dir():
+            store.point_latest(newest)

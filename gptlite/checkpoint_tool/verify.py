@@ -34,17 +34,18 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def _verify(folder: Path, hashes: bool) -> bool:
-    from gptlite.checkpoint.load import not_finite
-    from gptlite.checkpoint_tool.boxes import read_boxes, read_whole
+    from gptlite.checkpoint.load import not_finite, whole_tensors
+    from gptlite.checkpoint.metadata import boxes_of, read_metadata
 
     began = time.monotonic()
     try:
         manifest = verify_files(folder, log, hashes=hashes)
         seconds = time.monotonic() - began
-        boxes = read_boxes(folder, manifest)
+        stored = read_metadata(folder, manifest)
+        read = whole_tensors(folder, log)
         weights = [key for key in manifest.tensors if key.startswith("model.")] if hashes else []
         for key in weights:
-            if problem := not_finite(read_whole(folder, {key: manifest.tensors[key]})[key]):
+            if problem := not_finite(read(key)):
                 print(f"BAD      {folder}  its files are whole, but {key} {problem}", flush=True)
                 return False
     except DamagedCheckpoint as error:
@@ -52,6 +53,9 @@ def _verify(folder: Path, hashes: bool) -> bool:
         return False
     size = sum(entry["bytes"] for entry in manifest.files.values())
     pace = f" read in {seconds:.1f} s, {format_bytes(size / max(seconds, 1e-3))}/s" if hashes else ", sizes only"
-    parts = sum(map(len, boxes.values()))
-    print(f"ok       {folder}  {format_bytes(size)}{pace}; {len(boxes)} tensors whole in {parts} boxes", flush=True)
+    boxes = sum(len(boxes_of(stored, key)) for key in manifest.tensors)
+    print(
+        f"ok       {folder}  {format_bytes(size)}{pace}; {len(manifest.tensors)} tensors whole in {boxes} boxes",
+        flush=True,
+    )
     return True

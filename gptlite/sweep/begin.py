@@ -54,7 +54,10 @@ class Sweep:
         overrides = parsed_overrides(loader, config)
         known = str(hydra.sweeper._target_).endswith(BASIC)
         cells = checked_cells(loader, config, overrides, not launcher.endswith(ELSEWHERE)) if known else []
-        from gptlite.launch.rank_stop import SAME_SECONDS, SIGNALS  # torch comes with it: not before the sweep stands
+        from gptlite.launch.rank_stop import (  # torch comes with it: not before the sweep stands
+            SAME_SECONDS,
+            SIGNALS,
+        )
 
         self._received: int | None = None
         self._since, self._same, self._by_file = 0.0, SAME_SECONDS, False

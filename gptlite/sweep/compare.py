@@ -31,7 +31,8 @@ LOSSES = {
 # With these, cells read other tokens: bits per byte of text compare, nats per token do not.
 TOKENS = {"data", "data.tokenizer", "data.vocab_size", "data.path", "data.corpus", "data.blend"}
 # A run that goes on may change these and stays the same run; cells that differ in them end elsewhere.
-ENDS_ELSEWHERE = ("model", "trainer.max_steps", "trainer.max_time", "trainer.stop_step", "checkpoint.resume", "checkpoint.load")
+ENDS_ELSEWHERE = ("model", "trainer.max_steps", "trainer.max_time", "trainer.stop_step")
+ENDS_ELSEWHERE += ("checkpoint.resume", "checkpoint.load")
 # These change a resumed run's rounding alone.
 ROUNDS = ("ops", "trainer.compile")
 

@@ -1,3 +1,4 @@
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,15 +8,41 @@ from torch import Tensor
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
+from gptlite.checkpoint.load import load_tensors
 
 
 class FakeTokenizer:
-    """Two files, one in a folder of its own."""
+    """Two files of a few hundred bytes, one in a folder of its own."""
 
     def save(self, folder: Path) -> None:
-        (folder / "vocab.txt").write_text("a\nb\n")
+        (folder / "vocab.txt").write_text("".join(f"token{number}\n" for number in range(50)))
         (folder / "extra").mkdir()
-        (folder / "extra" / "merges.txt").write_text("a b\n")
+        (folder / "extra" / "merges.txt").write_text("a b\n" * 30)
+
+
+def disk_full(*_: object, **__: object) -> None:
+    """Stands in for a function that writes."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def bits(tensor: Tensor) -> bytes:
+    """The bytes of a tensor, row by row."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def all_bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    return {key: bits(tensor) for key, tensor in tensors.items()}
+
+
+def fresh(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of the same shapes and dtypes, to load into."""
+    return {key: torch.full_like(tensor, 3) for key, tensor in tensors.items()}
+
+
+def read_bits(folder: Path, like: dict[str, Tensor]) -> dict[str, bytes]:
+    """The bytes of all tensors of a checkpoint, which has those of `like`."""
+    load_tensors(folder, into := fresh(like))
+    return all_bits(into)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
@@ -48,12 +48,15 @@ def committed(root: Path) -> Save:
     return commit
 
 
-def saved(model: Any, folder: Path, **options: Any) -> Path:
+def theirs(folder: Path, **changes: Any) -> Path:
+    """A GPT-2 that transformers has saved in a new folder, of SIZES but for the changes; no bias is zero."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**SIZES | {"initializer_range": 0.3} | changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.3)  # they begin as zeros
-    model.save_pretrained(folder, **options)
+    model.save_pretrained(folder)
     return folder
 
 

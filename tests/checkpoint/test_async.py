@@ -7,11 +7,12 @@ import time
 
 import pytest
 import torch
+from checkpoint.conftest import all_bits, disk_full, read_bits
+from checkpoint.destruction.wounds import flip
 
 from gptlite.checkpoint import store
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.checkpoint.load import load_tensors
 from gptlite.checkpoint.manifest import verify
 
 
@@ -49,12 +50,8 @@ def begin(checkpointer, tensors, step):
     return checkpointer.save(tensors, {"step": step}, "seed: 1\n", None, print)
 
 
-def bits(tensors):
-    return {key: tensor.contiguous().view(-1).view(torch.uint8).tolist() for key, tensor in tensors.items()}
-
-
 def test_training_goes_on_and_what_was_there_is_stored(beside, tensors, gate):
-    expected = bits(tensors)
+    expected = all_bits(tensors)
     folder = begin(beside, tensors, 1)
     assert gate.reached.wait(10)  # it is being written
     for tensor in tensors.values():
@@ -63,14 +60,12 @@ def test_training_goes_on_and_what_was_there_is_stored(beside, tensors, gate):
     gate.open.set()
     beside.finish()
     verify(folder, print)
-    loaded = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
-    load_tensors(folder, loaded)
-    assert bits(loaded) == expected
+    assert read_bits(folder, tensors) == expected
 
 
 def test_the_next_save_waits_for_the_one_in_flight_and_its_copy_is_not_shared(beside, tensors, gate):
     first = begin(beside, tensors, 1)
-    expected = bits(tensors)
+    expected = all_bits(tensors)
     tensors["half"].fill_(2)
     threading.Timer(0.3, gate.open.set).start()
     began = time.monotonic()
@@ -78,11 +73,8 @@ def test_the_next_save_waits_for_the_one_in_flight_and_its_copy_is_not_shared(be
     assert time.monotonic() - began > 0.2
     assert first.exists()
     beside.finish()
-    loaded = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
-    load_tensors(first, loaded)
-    assert bits(loaded) == expected
-    load_tensors(second, loaded)
-    assert bits(loaded) == bits(tensors)
+    assert read_bits(first, tensors) == expected
+    assert read_bits(second, tensors) == all_bits(tensors)
 
 
 def test_a_failure_is_known_at_the_next_step_and_raised_once(beside, tensors, monkeypatch):
@@ -90,11 +82,8 @@ def test_a_failure_is_known_at_the_next_step_and_raised_once(beside, tensors, mo
     beside.finish()
     assert not beside.failed
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "fsync", disk_full)
         begin(beside, tensors, 2)
         deadline = time.monotonic() + 10
         while not beside.failed:
@@ -144,11 +133,9 @@ def test_closing_waits_and_tells_of_a_failure(beside, tensors, monkeypatch, gate
 
 def test_a_copy_is_made_anew_where_a_shape_has_changed(beside):
     for size in (3, 5):
-        beside.save({"w": torch.arange(size)}, {"step": size}, "", None, print)
+        begin(beside, tensors := {"w": torch.arange(size)}, size)
         beside.finish()
-    loaded = torch.zeros(5, dtype=torch.int64)
-    load_tensors(beside.root / "step-00000005", {"w": loaded})
-    assert loaded.tolist() == [0, 1, 2, 3, 4]
+    assert read_bits(beside.root / "step-00000005", tensors) == all_bits(tensors)
 
 
 @pytest.mark.parametrize("beside_training", [False, True])
@@ -170,10 +157,7 @@ def test_older_ones_stay_where_the_newest_does_not_read_back(tmp_path, tensors, 
     def rename_and_rot(old, new):
         original(old, new)
         if str(new).endswith("step-00000002"):
-            (path,) = new.glob("data/*.distcp")
-            content = bytearray(path.read_bytes())
-            content[100] ^= 1
-            path.write_bytes(content)
+            flip(new / "data" / "__0_0.distcp")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", rename_and_rot)

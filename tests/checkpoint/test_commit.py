@@ -2,23 +2,20 @@
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.conftest import FakeTokenizer
+from checkpoint.conftest import FakeTokenizer, disk_full
+from run_files import snapshot
 
 from gptlite.checkpoint import store
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder and its bytes."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+from gptlite.checkpoint.hashed_file import PIECE
+from gptlite.checkpoint.parts import Parts
 
 
 class Killed(BaseException):
@@ -44,7 +41,7 @@ def test_a_failure_at_any_sync_or_rename_before_the_commit_leaves_the_previous_o
     save, checkpointer, monkeypatch, error
 ):
     previous = save(100)
-    before = tree(checkpointer.root)
+    before = snapshot(checkpointer.root)
     with monkeypatch.context() as patch:
         calls = count_calls(patch, "fsync", None, error)
         probe = save(101)
@@ -58,7 +55,7 @@ def test_a_failure_at_any_sync_or_rename_before_the_commit_leaves_the_previous_o
             count_calls(patch, name, index, error)
             with pytest.raises(type(error)):
                 save(200)
-        assert tree(checkpointer.root) == before, (name, index)
+        assert snapshot(checkpointer.root) == before, (name, index)
         assert checkpointer.find("auto") == previous
 
 
@@ -90,16 +87,31 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, tensors, monkeypatc
     assert synced[root.stat().st_ino] == root.stat().st_mtime_ns  # the new name itself, and that of `latest`
 
 
-def test_an_error_inside_torch_keeps_its_type(save, checkpointer, monkeypatch):
+@pytest.mark.parametrize(("module", "name"), [(torch, "save"), (os, "pwrite")])
+def test_a_full_disk_inside_torch_keeps_its_error_and_the_older_one_stays(
+    save, checkpointer, tensors, monkeypatch, module, name
+):
+    tensors["large"] = torch.zeros(3 * PIECE // 4)  # so that it is amid torch's own writing
+    checkpointer.config.keep = 1
     previous = save(100)
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(module, name, disk_full)
     with pytest.raises(OSError, match="No space left"):
         save(200)
     assert store.step_folders(checkpointer.root) == [previous]
+    assert checkpointer.find("auto") == previous
+
+
+def test_what_no_rank_writes_is_not_committed(save, checkpointer, monkeypatch):
+    share = Parts.share
+
+    def forget(parts, *args):
+        share(parts, *args)
+        parts.written.remove("half")
+
+    monkeypatch.setattr(Parts, "share", forget)
+    with pytest.raises(ValueError, match=r"checkpoint key half is not stored as bfloat16 \[33\]"):
+        save(100)
+    assert store.step_folders(checkpointer.root) == []
 
 
 def test_a_failing_tokenizer_commits_nothing(checkpointer, tensors):
@@ -114,19 +126,19 @@ def test_a_failing_tokenizer_commits_nothing(checkpointer, tensors):
 
 def test_a_step_that_exists_is_left_as_it_is(save, checkpointer, tensors):
     folder = save(100)
-    before = tree(folder)
+    before = snapshot(folder)
     tensors["ids"] += 1
     assert checkpointer.save(tensors, {"step": 100}, "other: 1\n", None, print) == folder
-    assert tree(folder) == before
+    assert snapshot(folder) == before
 
 
 def test_a_damaged_step_is_kept_beside_the_one_that_takes_its_name(save, checkpointer):
     folder = save(100)
     (folder / "config.yaml").write_text("seed: 2\n")
-    before = tree(folder)
+    before = snapshot(folder)
     assert save(100) == checkpointer.find("auto")
     (aside,) = checkpointer.root.glob("damaged-*")
-    assert tree(aside) == before
+    assert snapshot(aside) == before
 
 
 def test_an_existing_folder_is_never_replaced(tmp_path):
@@ -140,7 +152,8 @@ def test_an_existing_folder_is_never_replaced(tmp_path):
 
     with pytest.raises(OSError, match="not empty"):
         save_while_another_commits()
-    assert tree(tmp_path) == {"step-00000001/theirs": b"theirs"}
+    assert list(snapshot(tmp_path)) == ["step-00000001/theirs"]
+    assert (final / "theirs").read_text() == "theirs"
 
 
 WRITER = """
@@ -155,32 +168,22 @@ with store.writing(root, print), store.staged(root / "step-00000300") as folder:
 """
 
 
-@pytest.fixture
-def writer(checkpointer):
-    """Another process in the middle of a save."""
+def test_leftovers_go_only_when_their_writer_is_dead(save, checkpointer):
     command = [sys.executable, "-c", WRITER, str(checkpointer.root)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n"
-        yield process
-        process.kill()
-
-
-def staging_folders(root: Path) -> list[Path]:
-    return list(root.glob(".tmp-*"))
-
-
-def test_leftovers_go_only_when_their_writer_is_dead(save, checkpointer, writer):
-    save(100)
-    save(150)  # a second one: the first must not have given up the other writer's claim
-    (left,) = staging_folders(checkpointer.root)
-    assert (left / "half").read_text() == "half"
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "writing\n"
+            save(100)
+            save(150)  # a second one: the first must not have given up the other writer's claim
+            (left,) = checkpointer.root.glob(".tmp-*")
+            assert (left / "half").read_text() == "half"
+        finally:
+            writer.kill()
     assert left.exists(), "a killed process cannot clean up; the test would prove nothing"
     assert checkpointer.find("auto").name == "step-00000150"
     save(200)
-    assert staging_folders(checkpointer.root) == []
+    assert list(checkpointer.root.glob(".tmp-*")) == []
 
 
 def test_half_deleted_checkpoints_are_cleaned_and_others_files_are_not(save, checkpointer):
@@ -191,12 +194,7 @@ def test_half_deleted_checkpoints_are_cleaned_and_others_files_are_not(save, che
     lines: list[str] = []
     with store.writing(checkpointer.root, lines.append):
         pass
-    assert sorted(path.name for path in checkpointer.root.iterdir()) == [
-        ".lock",
-        "latest",
-        "notes.txt",
-        "step-00000100",
-    ]
+    assert {path.name for path in checkpointer.root.iterdir()} == {".lock", "latest", "notes.txt", "step-00000100"}
     assert len(lines) == 2
     assert "left by a process" in lines[0]
 

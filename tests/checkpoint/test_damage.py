@@ -7,27 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.destruction.campaign import LIVE, differing, quiet, same, stored
+from checkpoint.conftest import FakeTokenizer
+from checkpoint.destruction.campaign import LIVE, differing, quiet, stored
 from checkpoint.destruction.forks import shared_server
 from checkpoint.destruction.lives import TINY
-from checkpoint.destruction.wounds import cuts, files_of, flips, wounded
+from checkpoint.destruction.wounds import cuts, files_of, flip, flips, wounded
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.checkpoint.manifest import DamagedCheckpoint, verify
+from gptlite.checkpoint.manifest import DamagedCheckpoint
 from gptlite.checkpoint.store import step_folders
 
 CONFIG = "".join(f"key{number}: {number * number}\n" for number in range(40))
 FLIPS, CUTS = 1000, 20
-
-
-class Tokenizer:
-    """Files of a few hundred bytes, one in a folder of its own."""
-
-    def save(self, folder: Path) -> None:
-        (folder / "vocab.json").write_text("".join(f"token{number}\n" for number in range(50)))
-        (folder / "more").mkdir()
-        (folder / "more" / "merges.txt").write_text("a b\n" * 30)
 
 
 class Store:
@@ -39,13 +31,14 @@ class Store:
         for step in (100, 200):
             tensors = {f"layers.{i}.weight": torch.randn(24, 32, generator=generator) for i in range(6)}
             tensors["optim.step"] = torch.tensor(float(step))
-            self.checkpointer.save(tensors, {"step": step, "tokens": step << 20}, CONFIG, Tokenizer(), quiet)
+            self.checkpointer.save(tensors, {"step": step, "tokens": step << 20}, CONFIG, FakeTokenizer(), quiet)
         self.newest, self.older = step_folders(self.checkpointer.root)
 
     def check_rejected(self, name: str, reason: str = "") -> None:
         """The newest is refused for this file, and the older one found; the log says both."""
-        with pytest.raises(DamagedCheckpoint, match=re.escape(name)) as refusal:
-            verify(self.newest, quiet)
+        words = f"{self.newest} cannot be used: {name}"
+        with pytest.raises(DamagedCheckpoint, match=re.escape(words)) as refusal:
+            self.checkpointer.find(str(self.newest), quiet)
         assert "\n" not in str(refusal.value)
         lines: list[str] = []
         assert self.checkpointer.find("auto", lines.append) == self.older
@@ -93,18 +86,18 @@ def test_a_manifest_whose_last_newline_an_editor_took_is_whole(pair):
         assert pair.checkpointer.find("auto", print) == pair.newest
 
 
-def changed(content: bytes, older: bytes) -> dict[str, bytes | None]:
-    """What may become of a file, by what to call it; `older` is the other step's of the same name."""
-    block = len(content) // 3
+def changed(content: bytes, older: bytes) -> dict[str, tuple[bytes | None, str]]:
+    """What may become of a file and the reason given, by what to call it; `older` is the other step's of that name."""
+    block, sizes, bytes_ = len(content) // 3, "bytes, its manifest says", "has damaged bytes"
     return {
-        "missing": None,
-        "empty": b"",
-        "of the other step": older,
-        "with appended bytes": content + b"\0",
-        "with another file at its end": content + older,
-        "with a zeroed block": content[:block] + bytes(block) + content[2 * block :],
-        "of zeros": bytes(len(content)),
-        "with two blocks swapped": content[block : 2 * block] + content[:block] + content[2 * block :],
+        "missing": (None, "is missing"),
+        "empty": (b"", sizes),
+        "of the other step": (older, bytes_ if len(older) == len(content) else sizes),
+        "with appended bytes": (content + b"\0", sizes),
+        "with another file at its end": (content + older, sizes),
+        "with a zeroed block": (content[:block] + bytes(block) + content[2 * block :], bytes_),
+        "of zeros": (bytes(len(content)), bytes_),
+        "with two blocks swapped": (content[block : 2 * block] + content[:block] + content[2 * block :], bytes_),
     }
 
 
@@ -112,14 +105,22 @@ def test_files_that_are_missing_or_of_something_else_are_noticed(pair):
     tried: Counter[str] = Counter()
     for name in files_of(pair.newest):
         intact, older = (pair.newest / name).read_bytes(), (pair.older / name).read_bytes()
-        for what, content in changed(intact, older).items():
+        for what, (content, reason) in changed(intact, older).items():
             if content == intact:  # both steps have the same tokenizer
                 continue
+            if name == "MANIFEST.json" and content is not None:
+                reason = "is of step 100" if what == "of the other step" else "is not a manifest"
             with wounded(pair.newest / name, content):
-                pair.check_rejected(name)
+                pair.check_rejected(name, reason)
             tried[what] += 1
     assert len(tried) == 8
     assert tried["missing"] == len(files_of(pair.newest))
+
+
+def test_a_manifest_that_was_edited_is_noticed(pair):
+    path = pair.newest / "MANIFEST.json"
+    with wounded(path, path.read_bytes().replace(b'"step": 200', b'"step": 999')):
+        pair.check_rejected("MANIFEST.json", "was altered: its checksum differs")
 
 
 def test_a_folder_under_another_steps_name_is_noticed(pair):
@@ -140,22 +141,13 @@ def test_a_file_that_is_none_of_the_checkpoint_changes_nothing(pair):
         path.write_bytes(b"mine")
     try:
         assert pair.checkpointer.find("auto") == pair.newest
-        after = stored(pair.newest)
-        assert all(same(before[key], after[key]) for key in before)
+        assert stored(pair.newest) == before
     finally:
         for path in strangers:
             path.unlink()
 
 
-def not_a_file(path: Path) -> None:
-    path.mkdir()
-
-
-def dangling(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
-@pytest.mark.parametrize("instead", [not_a_file, dangling])
+@pytest.mark.parametrize("instead", [Path.mkdir, lambda path: path.symlink_to("nowhere")], ids=["folder", "dangling"])
 def test_what_is_no_file_is_noticed(pair, instead: Callable[[Path], None]):
     for name in files_of(pair.newest):
         path = pair.newest / name
@@ -179,10 +171,8 @@ def test_a_run_goes_on_from_the_one_before_and_repeats_the_numbers(tmp_path):
 
     live("trainer.max_steps=4")
     damaged, older = step_folders(tmp_path / "run" / "checkpoints")
-    payload = damaged / "data" / "__0_0.distcp"
-    content = bytearray(payload.read_bytes())
-    content[len(content) // 2] ^= 4
-    payload.write_bytes(content)
+    flip(damaged / "data" / "__0_0.distcp", mask=4)
+    content = (damaged / "data" / "__0_0.distcp").read_bytes()
     said = live("trainer.max_steps=6")
     assert f"rejected {damaged}: data/__0_0.distcp has damaged bytes" in said
     assert f"resuming from {older}" in said

@@ -1,6 +1,5 @@
 """What transformers reads of an export computes our logits."""
 
-import errno
 import json
 import weakref
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from checkpoint.conftest import disk_full
+from checkpoint.destruction.wounds import flip
 from checkpoint.huggingface_models import VOCABULARY, Save, committed, same_logits, weights_in
 from run_files import snapshot
 from safetensors import safe_open
@@ -153,17 +154,11 @@ def test_what_is_not_exported_leaves_nothing(save, tmp_path, name, options, word
 def test_a_full_disk_and_a_damaged_checkpoint_leave_nothing(save, tmp_path, monkeypatch):
     step, _ = save()
 
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("gptlite.checkpoint.huggingface._write", full)
+        patch.setattr("gptlite.checkpoint.huggingface._write", disk_full)
         with pytest.raises(ConfigError, match="no space left on device; give another folder"):
             export(step, tmp_path / "out")
-    payload = next((step / "data").glob("*.distcp"))
-    content = bytearray(payload.read_bytes())
-    content[len(content) // 2] ^= 1
-    payload.write_bytes(content)
+    flip(step / "data" / "__0_0.distcp")
     with pytest.raises(ConfigError, match="SHA-256 differs"):
         export(step, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"ours"}

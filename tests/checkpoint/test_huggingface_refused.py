@@ -3,16 +3,17 @@
 import json
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from checkpoint.destruction.hostile import Call, torch_file
+from checkpoint.huggingface_models import theirs
 from run_files import snapshot
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from gptlite.checkpoint_tool.huggingface import import_
 from gptlite.errors import ConfigError
@@ -21,10 +22,7 @@ from gptlite.errors import ConfigError
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 that transformers has saved."""
-    folder = tmp_path_factory.mktemp("saved")
-    config = GPT2Config(n_layer=2, n_head=3, n_embd=24, n_positions=16, vocab_size=53, bos_token_id=0, eos_token_id=0)
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    return folder
+    return theirs(tmp_path_factory.mktemp("saved"), bos_token_id=0, eos_token_id=0)
 
 
 @pytest.fixture
@@ -79,7 +77,7 @@ def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {key: tensor for key, tensor in tensors.items() if key != name}
 
 
-W = "transformer.wte.weight"
+W, LN = "transformer.wte.weight", "transformer.h.1.ln_1.weight"
 TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "missing": (lambda t: without(t, "transformer.h.1.mlp.c_proj.bias"), "h.1.mlp.c_proj.bias is missing"),
     "too many": (lambda t: t | {"score.weight": t[W].clone()}, "score.weight is nothing that a GPT-2"),
@@ -89,14 +87,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]]
     ),
     "twice": (lambda t: t | {"wte.weight": t[W].clone()}, "is stored twice"),
     "NaN": (
-        lambda t: (
-            t
-            | {
-                "transformer.h.1.ln_1.weight": t["transformer.h.1.ln_1.weight"].index_fill(
-                    0, torch.tensor(3), torch.nan
-                )
-            }
-        ),
+        lambda t: t | {LN: t[LN].index_fill(0, torch.tensor(3), torch.nan)},
         "h.1.ln_1.weight holds 1 numbers that are NaN or infinite, the first at [3]",
     ),
     "infinite": (lambda t: t | {W: t[W].index_fill(0, torch.tensor(5), torch.inf)}, "wte.weight holds 24 numbers"),
@@ -114,10 +105,6 @@ def test_other_tensors_are_refused(folder, tmp_path, name):
     refused(folder, tmp_path / "run", words)
 
 
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-5])
-
-
 def another_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -127,7 +114,10 @@ def another_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (truncated, "model.safetensors is no safetensors file, or a damaged one: "),
+    "truncated": (
+        lambda p: p.write_bytes(p.read_bytes()[:-5]),
+        "model.safetensors is no safetensors file, or a damaged one: ",
+    ),
     "longer": (lambda p: p.write_bytes(p.read_bytes() + b"more"), "its header says otherwise"),
     "empty": (lambda p: p.write_bytes(b""), "is no safetensors file"),
     "no header": (lambda p: p.write_bytes(b"\xff" * 100), "it ends within its header"),
@@ -147,32 +137,17 @@ def test_damaged_files_are_refused(folder, tmp_path, name):
     refused(folder, tmp_path / "run", words)
 
 
-class _Attack:
-    """Pickles to a call of Path.touch."""
-
-    def __init__(self, target: Path):
-        self.target = target
-
-    def __reduce__(self):
-        return Path.touch, (self.target,)
-
-
-def pickles(folder: Path) -> Iterator[tuple[Any, str]]:
-    yield {"wte.weight": _Attack(folder / "owned")}, "cannot be read as a state dict"
-    yield [torch.zeros(3)], "is not a state dict of tensors"
-    yield {"wte.weight": 3}, "is not a state dict of tensors"
-
-
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_pickle_runs_nothing(folder, tmp_path):
     (folder / "model.safetensors").unlink()
-    for content, words in pickles(folder):
-        torch.save(content, folder / "pytorch_model.bin")
+    attack = Call(Path.touch, folder / "owned")
+    contents = {"a call in a state dict": {"wte.weight": attack}, "a list": [torch.zeros(3)], "a 3": {"wte.weight": 3}}
+    files = {name: torch_file(content) for name, content in contents.items()}
+    for name, content in (files | {"a call": pickle.dumps(attack), "nothing": b"nothing"}).items():
+        (folder / "pytorch_model.bin").write_bytes(content)
+        read = name in ("a list", "a 3")
+        words = "is not a state dict of tensors" if read else "cannot be read as a state dict"
         refused(folder, tmp_path / "run", words)
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Attack(folder / "owned")))
-    refused(folder, tmp_path / "run", "cannot be read as a state dict")
-    (folder / "pytorch_model.bin").write_bytes(b"nothing")
-    refused(folder, tmp_path / "run", "cannot be read as a state dict")
     assert not (folder / "owned").exists()
 
 

@@ -2,32 +2,23 @@
 
 import platform
 import signal
-import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from checkpoint.destruction.campaign import LIVE, Campaign
-from checkpoint.destruction.forks import ForkServer, shared_server
-from checkpoint.destruction.lives import TINY, read_journal
+from checkpoint.destruction.forks import shared_server
+from checkpoint.destruction.lives import TINY, read_journal, wait_for
 from checkpoint.destruction.points import STAGES
 
 from gptlite.checkpoint.store import step_folders, step_of
 
 MODES = {"sync": "checkpoint.async_save=false", "async": "checkpoint.async_save=true"}
-
-
-@pytest.fixture
-def server() -> ForkServer:
-    return shared_server()
-
-
 STAGED = [("async", ("data", "manifest", "after rename")), pytest.param("sync", STAGES, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("mode", "stages"), STAGED)
-def test_killed_in_the_stages_of_a_save(server, tmp_path, mode, stages):
-    campaign = Campaign(server, tmp_path, [MODES[mode]], seed=0, interval=2)
+def test_killed_in_the_stages_of_a_save(tmp_path, mode, stages):
+    campaign = Campaign(shared_server(), tmp_path, [MODES[mode]], seed=0, interval=2)
     campaign.probe()
     for stage in stages:
         campaign.kill_at(stage)
@@ -39,8 +30,8 @@ def test_killed_in_the_stages_of_a_save(server, tmp_path, mode, stages):
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("mode", MODES)
-def test_killed_22_times(server, tmp_path, mode, seed):
-    campaign = Campaign(server, tmp_path, [MODES[mode]], seed=seed, interval=1 + seed % 3)
+def test_killed_22_times(tmp_path, mode, seed):
+    campaign = Campaign(shared_server(), tmp_path, [MODES[mode]], seed=seed, interval=1 + seed % 3)
     campaign.probe()
     for number in range(11):
         campaign.kill_at(STAGES[(number + seed) % len(STAGES)])
@@ -53,9 +44,9 @@ def test_killed_22_times(server, tmp_path, mode, seed):
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("mode", MODES)
-def test_two_ranks_killed_10_times(server, tmp_path, mode, seed):
+def test_two_ranks_killed_10_times(tmp_path, mode, seed):
     overrides = [MODES[mode], "parallelism.data=2", f"parallelism.zero={seed % 4}"]
-    campaign = Campaign(server, tmp_path, overrides, seed=seed, interval=1 + seed % 2, world=2)
+    campaign = Campaign(shared_server(), tmp_path, overrides, seed=seed, interval=1 + seed % 2, world=2)
     campaign.probe()
     for number in range(5):
         stage = STAGES[(number + 2 * seed) % len(STAGES)]
@@ -65,7 +56,8 @@ def test_two_ranks_killed_10_times(server, tmp_path, mode, seed):
     assert campaign.differing() == []
 
 
-def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(server, tmp_path):
+def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(tmp_path):
+    server = shared_server()
     overrides = [*TINY, f"run.dir={tmp_path / 'run'}", "checkpoint.interval=1"]
     first = server.start(LIVE, overrides, str(tmp_path / "first"), output=tmp_path / "out-first")
     wait_for(tmp_path / "first", "saved 1")
@@ -87,11 +79,3 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(server, tmp_p
     (newest, *_) = step_folders(tmp_path / "run" / "checkpoints")
     last = [*overrides, f"trainer.max_steps={(step_of(newest) or 0) + 1}"]
     assert server.start(LIVE, last, str(tmp_path / "last"), output=tmp_path / "out-last").wait() == 0
-
-
-def wait_for(journal: Path, line: str) -> None:
-    """Waits until a journal has a line that starts so."""
-    deadline = time.monotonic() + 30
-    while not any(f"{word} {rest}".startswith(line) for word, rest, _ in read_journal(journal)):
-        assert time.monotonic() < deadline, f"no {line} in {journal}"
-        time.sleep(0.01)

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoint.destruction.campaign import LIVE, differing, quiet
-from checkpoint.destruction.forks import ForkServer, shared_server
-from checkpoint.destruction.lives import TINY, read_journal
-from marking import combinations, marked
+from checkpoint.destruction.forks import Forked, shared_server
+from checkpoint.destruction.lives import TINY, read_journal, wait_for
+from marking import marked
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
@@ -27,23 +26,26 @@ MODES = {"sync": "checkpoint.async_save=false", "async": "checkpoint.async_save=
 
 
 class Stopped:
-    """A run that is stopped again and again; `start` begins to train in `run`, with a journal of its own each time."""
+    """A run that is stopped again and again in `run`, with a journal and an output of its own each time."""
 
-    def __init__(
-        self, folder: Path, seed: int, start: Callable[[list[str], Path], "Process"], mode: str, interval: int = 3
-    ) -> None:
-        self.folder, self.run, self.start = folder, folder / "run", start
+    def __init__(self, folder: Path, seed: int, mode: str, interval: int = 3) -> None:
+        self.folder, self.run = folder, folder / "run"
         self.random = random.Random(seed)
         self.overrides = [*TINY, MODES[mode], f"checkpoint.interval={interval}", "checkpoint.keep=2"]
         self.times = 0
+
+    def start(self, name: str, *more: str) -> Forked:
+        """Begins to train."""
+        output, journal = (self.folder / f"{word}-{name}" for word in ("output", "journal"))
+        return shared_server().start(LIVE, [*self.overrides, *more], str(journal), output=output)
 
     def stop(self, name: str, times: int = 1) -> None:
         """Trains on, sends the signal at a random moment after the first step, so many times in a tenth of a second,
         and checks what is left."""
         self.times += 1
         journal = self.folder / f"journal-{self.times}"
-        process = self.start([*self.overrides, f"run.dir={self.run}"], journal)
-        reached = wait_for_step(journal, process)
+        process = self.start(str(self.times), f"run.dir={self.run}")
+        reached = int(wait_for(journal, "step "))
         time.sleep(self.random.uniform(0, 0.3))
         sent = time.monotonic()
         for _ in range(times):
@@ -61,64 +63,39 @@ class Stopped:
     def check_numbers(self) -> None:
         """Finished, the run holds what an undisturbed one does."""
         (newest, *_) = step_folders(self.run / "checkpoints")
-        length = [f"trainer.max_steps={(step_of(newest) or 0) + 3}"]
+        length = f"trainer.max_steps={(step_of(newest) or 0) + 3}"
         for name in ("run", "whole"):
-            overrides = [*self.overrides, *length, f"run.dir={self.folder / name}"]
-            process = self.start(overrides, self.folder / f"journal-{name}")
+            process = self.start(name, length, f"run.dir={self.folder / name}")
             assert process.wait(120) == 0, process.text()[-2000:]
         ends = [step_folders(self.folder / name / "checkpoints")[0] for name in ("run", "whole")]
         assert differing(*ends) == []
 
 
-class Process:
-    """What a run is here, however it was started."""
-
-    def __init__(self, signal: Callable[[int], None], wait: Callable[[float], int], text: Callable[[], str]) -> None:
-        self.signal, self.wait, self.text = signal, wait, text
-
-
-@pytest.fixture
-def server() -> ForkServer:
-    return shared_server()
-
-
-@pytest.fixture
-def forked(server: ForkServer, tmp_path: Path) -> Callable[[list[str], Path], Process]:
-    def start(overrides: list[str], journal: Path) -> Process:
-        run = server.start(LIVE, overrides, str(journal), output=tmp_path / f"output-{journal.name}")
-        return Process(run.signal, run.wait, run.text)
-
-    return start
-
-
 @pytest.mark.parametrize(
     ("name", "mode"), marked([("SIGTERM", "sync"), ("SIGINT", "async"), ("SIGUSR1", "sync")], quick=2, slow=1)
 )
-def test_a_signal_saves(forked, tmp_path, name, mode):
-    stopped = Stopped(tmp_path, 0, forked, mode, interval=1000)  # so that there is no save but for the signal
+def test_a_signal_saves(tmp_path, name, mode):
+    stopped = Stopped(tmp_path, 0, mode, interval=1000)  # so that there is no save but for the signal
     stopped.stop(name)
     stopped.check_numbers()
 
 
-def test_a_signal_that_comes_twice_saves(forked, tmp_path):
+def test_a_signal_that_comes_twice_saves(tmp_path):
     """As `timeout` sends it, to its command and then to the group, and launchers that pass on what all have had."""
-    stopped = Stopped(tmp_path, 0, forked, "sync", interval=1000)
+    stopped = Stopped(tmp_path, 0, "sync", interval=1000)
     stopped.stop("SIGTERM", times=20)
-    assert stopped.run.with_name("output-journal-1").read_text().count("saving after this step") == 1
+    assert (tmp_path / "output-1").read_text().count("saving after this step") == 1
 
 
-@pytest.mark.parametrize(("mode", "seed"), marked(combinations(MODES, (0, 1), first=[("async", 0)]), slow=1))
-def test_ten_of_ten(forked, tmp_path, mode, seed):
-    stopped = Stopped(tmp_path, seed, forked, mode)
-    for number in range(10):
-        stopped.stop("SIGTERM" if number < 9 else "SIGUSR1")
-    stopped.check_numbers()
+TEN = [*["SIGTERM"] * 9, "SIGUSR1"]
+AGAIN = [("async", 0, TEN), ("sync", 2, ["SIGINT"] * 5), ("sync", 0, TEN), ("sync", 1, TEN), ("async", 1, TEN)]
+AGAIN.append(("sync", 2, ["SIGUSR1"] * 5))
 
 
-@pytest.mark.parametrize("name", marked(["SIGINT", "SIGUSR1"], slow=1))
-def test_five_of_five(forked, tmp_path, name):
-    stopped = Stopped(tmp_path, 2, forked, "sync")
-    for _ in range(5):
+@pytest.mark.parametrize(("mode", "seed", "names"), marked(AGAIN, slow=2))
+def test_every_one_of_many_signals_saves(tmp_path, mode, seed, names):
+    stopped = Stopped(tmp_path, seed, mode)
+    for name in names:
         stopped.stop(name)
     stopped.check_numbers()
 
@@ -137,7 +114,11 @@ def test_the_real_command(tmp_path, layout):
             )
         try:
             before = len(rows(tmp_path / "run"))
-            wait_until(lambda before=before: len(rows(tmp_path / "run")) > before + 1, process.poll)
+            deadline = time.monotonic() + 120
+            while len(rows(tmp_path / "run")) <= before + 1:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
             time.sleep(random.Random(seed).uniform(0, 0.5))
             sent = time.monotonic()
             process.send_signal(signal.SIGTERM)
@@ -156,21 +137,3 @@ def rows(run: Path) -> list[int]:
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [row["step"] for line in lines if line.endswith("\n") and "loss" in (row := json.loads(line))]
-
-
-def wait_for_step(journal: Path, process: Process) -> int:
-    """Waits for a step of the life that writes the journal; the step."""
-    deadline = time.monotonic() + 60
-    while not (steps := [int(rest) for word, rest, _ in read_journal(journal) if word == "step"]):
-        assert time.monotonic() < deadline, process.text()[-2000:]
-        time.sleep(0.005)
-    return steps[0]
-
-
-def wait_until(true: Callable[[], bool], ended: Callable[[], object]) -> None:
-    """Waits for something that a process does."""
-    deadline = time.monotonic() + 120
-    while not true():
-        assert ended() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from gptlite.checkpoint import metadata
 from gptlite.checkpoint.manifest import DamagedCheckpoint, read_manifest
-from gptlite.checkpoint_tool import boxes
-from gptlite.checkpoint_tool.boxes import StoredBox, read_boxes
 from gptlite.checkpoint_tool.statistics import distance, statistics
 
 FIXTURE = Path(__file__).parents[1] / "checkpoint" / "fixtures" / "v1" / "step-00000003"
@@ -20,10 +19,10 @@ OVERLAPPING = [
 
 
 def test_boxes_are_found_with_their_bytes():
-    found = read_boxes(FIXTURE, read_manifest(FIXTURE))
-    assert found[KEY] == [
-        StoredBox((0, 0), (7, 4), "__0_0.distcp", 0, 1641),
-        StoredBox((7, 0), (6, 4), "__1_0.distcp", 0, 1641),
+    found = metadata.boxes_of(metadata.read_metadata(FIXTURE, read_manifest(FIXTURE)), KEY)
+    assert [(box.offsets, box.sizes, at.relative_path, at.offset, at.length) for box, at in found] == [
+        ((0, 0), (7, 4), "__0_0.distcp", 0, 1641),
+        ((7, 0), (6, 4), "__1_0.distcp", 0, 1641),
     ]
 
 
@@ -44,7 +43,7 @@ def test_boxes_are_found_with_their_bytes():
 def test_verify_wants_each_element_in_exactly_one_box(monkeypatch, harm, reason):
     """A writer's fault: the bytes are those that were written."""
 
-    class Harmed(boxes.MetadataUnpickler):
+    class Harmed(metadata._Unpickler):
         def load(self):
             metadata = super().load()
             entry = metadata.state_dict_metadata[KEY]
@@ -53,9 +52,9 @@ def test_verify_wants_each_element_in_exactly_one_box(monkeypatch, harm, reason)
             harm(entry, metadata.storage_data)
             return metadata
 
-    monkeypatch.setattr(boxes, "MetadataUnpickler", Harmed)
+    monkeypatch.setattr(metadata, "_Unpickler", Harmed)
     with pytest.raises(DamagedCheckpoint) as error:
-        read_boxes(FIXTURE, read_manifest(FIXTURE))
+        metadata.read_metadata(FIXTURE, read_manifest(FIXTURE))
     assert KEY in error.value.reason
     assert reason in error.value.reason
 

@@ -1,7 +1,6 @@
 """`python tools/checkpoint.py`, as a user calls it, on copies of the version-1 fixture: nothing is trained."""
 
 import fcntl
-import hashlib
 import json
 import shutil
 import subprocess
@@ -12,12 +11,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from checkpoint.conftest import disk_full
+from checkpoint.destruction import hostile
+from checkpoint.destruction.wounds import flip
 from run_files import snapshot
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint_tool import command, huggingface
+from gptlite.config import load, to_yaml
+from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
+from gptlite.trainer.state import model_tensors
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = ROOT / "tests" / "checkpoint" / "fixtures" / "v1" / "step-00000003"
@@ -48,20 +53,10 @@ def steps(tmp_path: Path) -> Path:
     root = tmp_path / "run" / "checkpoints"
     for step in (1, 2, 3, 4):
         shutil.copytree(FIXTURE, root / f"step-0000000{step}")
-        relabel(root / f"step-0000000{step}", step)
+        hostile.edit_manifest(root / f"step-0000000{step}", lambda each, step=step: each["meta"].update(step=step))
     (root / "latest").write_text("step-00000004\n")
     (root / ".lock").touch()
     return root
-
-
-def relabel(folder: Path, step: int) -> None:
-    """Makes it a checkpoint of another step."""
-    path = folder / "MANIFEST.json"
-    content = json.loads(path.read_text())
-    content["meta"]["step"] = step
-    del content["sha256"]
-    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps({"sha256": checksum, **content}, indent=1) + "\n")
 
 
 def cut(folder: Path) -> None:
@@ -69,11 +64,8 @@ def cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flip(folder: Path) -> None:
-    path = folder / "data" / "__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[2000] ^= 1
-    path.write_bytes(content)
+def flip_in(folder: Path) -> None:
+    flip(folder / "data" / "__0_0.distcp", 2000)
 
 
 def edit_config(folder: Path, old: str, new: str) -> Path:
@@ -87,7 +79,7 @@ def edit_config(folder: Path, old: str, new: str) -> Path:
 
 def test_ls_shows_what_resuming_would_take_and_what_is_left_over(tool, steps):
     cut(steps / "step-00000004")
-    flip(steps / "step-00000003")
+    flip_in(steps / "step-00000003")
     for left in (".tmp-step-00000005-x", ".trash-step-00000000-x", "damaged-step-00000002-x"):
         (steps / left).mkdir()
     code, out, _ = tool("ls", steps.parent)
@@ -144,6 +136,18 @@ def test_inspect_says_what_is_in_it(tool, steps):
     assert "model.token_embedding.weight                     [13, 4]  float32  0.000" in listed
 
 
+def test_inspect_spells_what_is_nested_or_left_open(tool, steps):
+    folder = steps / "step-00000004"
+    identity = {"tokenizer": None, "folders": {"web": {"train": "0123456789abcdef" * 4}}}
+    hostile.edit_manifest(folder, lambda manifest: manifest["meta"].update(data_identity=identity))
+    config = (folder / "config.yaml").read_text()
+    assert "micro_batch_size: 1" in config
+    hostile.replace(folder, "config.yaml", config.replace("micro_batch_size: 1", "micro_batch_size: null").encode())
+    out = tool("inspect", folder).out
+    assert "data        tokenizer none, folders.web.train 01234567\n" in out
+    assert "2 sequences of 8, micro-batch as large as fits, fp32" in out
+
+
 def test_inspect_a_tensor(tool, steps):
     code, out, _ = tool("inspect", steps, "tensor=model.token_embedding.weight")
     assert code == 0
@@ -171,7 +175,7 @@ def test_inspect_is_json_for_scripts_and_says_damage(tool, steps):
 def test_verify_names_each_damage(tool, steps):
     code, out, _ = tool("verify", steps.parent)
     assert (code, out.count("ok  "), "18 tensors whole in 28 boxes" in out) == (0, 4, True)
-    flip(steps / "step-00000002")
+    flip_in(steps / "step-00000002")
     cut(steps / "step-00000003")
     (steps / "step-00000001" / "MANIFEST.json").unlink()
     code, out, _ = tool("verify", steps)
@@ -186,20 +190,11 @@ def test_verify_names_each_damage(tool, steps):
 
 
 def test_verify_and_export_name_weights_that_are_not_finite(tool, tmp_path):
-    from gptlite.checkpoint.checkpointer import Checkpointer
-    from gptlite.checkpoint.config import CheckpointConfig
-    from gptlite.config import load, to_yaml
-    from gptlite.models.gpt.model import GPT
-    from gptlite.trainer.state import model_tensors
-
     sizes = ("model.num_layers=1", "model.num_heads=1", "model.d_model=8", "model.sequence_length=8")
     config = load(["data=synthetic", "data.vocab_size=9", "data.sequence_length=8", "model.vocab_size=9", *sizes])
-    tensors = {
-        key: torch.zeros_like(each) for key, each in model_tensors(Model.of(config.model), [GPT(config.model)]).items()
-    }
-    tensors["model.final_norm.weight"][5] = torch.nan
-    run = Checkpointer(CheckpointConfig(), tmp_path / "run")
-    step = run.save(tensors, {"step": 1}, to_yaml(config), None, print)
+    tensors = model_tensors(Model.of(config.model), [GPT(config.model)])
+    tensors["model.final_norm.weight"].detach()[5] = torch.nan
+    step = Checkpointer(CheckpointConfig(), tmp_path / "run").save(tensors, {"step": 1}, to_yaml(config), None, print)
     problem = "model.final_norm.weight holds 1 numbers that are NaN or infinite, the first at [5]"
     code, out, _ = tool("verify", step)
     assert (code, problem in out) == (1, True), out
@@ -239,17 +234,14 @@ def test_diff_reads_a_configuration_of_another_version(tool, steps):
 
 
 def test_diff_of_checkpoints_names_tensors_and_with_values_how_far(tool, tmp_path):
-    folders = []
-    for name, change in (("a", 0.0), ("b", 0.5)):
-        tensors = {"model.x": torch.arange(6.0) + change, "model.y": torch.ones(3), "model.z": torch.ones(2)}
-        tensors["model.z"][0] = float("nan")
-        if name == "b":
-            tensors["model.y"] = torch.ones(4)
-            tensors["model.only"] = torch.ones(1)
-        checkpointer = Checkpointer(CheckpointConfig(), tmp_path / name)
-        config = (FIXTURE / "config.yaml").read_text()
-        folders.append(checkpointer.save(tensors, {"step": 5 + len(name) * 0}, config, None, print))
-        checkpointer.close()
+    nan = torch.tensor([torch.nan, 1.0])
+    a = {"model.x": torch.arange(6.0), "model.y": torch.ones(3), "model.z": nan}
+    b = {"model.x": a["model.x"] + 0.5, "model.y": torch.ones(4), "model.z": nan, "model.only": torch.ones(1)}
+    config = (FIXTURE / "config.yaml").read_text()
+    folders = [
+        Checkpointer(CheckpointConfig(), tmp_path / name).save(tensors, {"step": 5}, config, None, print)
+        for name, tensors in (("a", a), ("b", b))
+    ]
     code, out, _ = tool("diff", *folders)
     assert code == 1
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -274,7 +266,7 @@ def test_prune_says_first_and_then_does(tool, steps):
 
 
 def test_prune_never_removes_the_newest_that_reads_back(tool, steps):
-    flip(steps / "step-00000004")
+    flip_in(steps / "step-00000004")
     cut(steps / "step-00000003")
     code, out, _ = tool("prune", steps, "keep=1", "yes=true")
     assert code == 0
@@ -287,7 +279,7 @@ def test_prune_never_removes_the_newest_that_reads_back(tool, steps):
 
 def test_prune_removes_nothing_if_nothing_is_intact(tool, steps):
     for folder in steps.glob("step-*"):
-        flip(folder)
+        flip_in(folder)
     before = snapshot(steps)
     code, _, err = tool("prune", steps, "keep=1", "damaged=true", "yes=true")
     assert (code, snapshot(steps)) == (2, before)
@@ -350,10 +342,7 @@ def test_a_wrong_call_is_refused_in_one_line(tool, steps, tmp_path, arguments):
 
 
 def test_a_full_disk_is_one_line(tool, steps, monkeypatch):
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("gptlite.checkpoint.store.remove", full)
+    monkeypatch.setattr("gptlite.checkpoint.store.remove", disk_full)
     code, _, err = tool("prune", steps, "keep=1", "yes=true")
     assert (code, err) == (1, "error: [Errno 28] No space left on device\n")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checkpoint.conftest import bits
 from checkpoint.destruction.forks import Forked, ForkServer
 from checkpoint.destruction.lives import TINY, read_journal
 from checkpoint.destruction.points import STAGES
-from torch import Tensor
 
 from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
@@ -53,14 +53,10 @@ class Campaign:
 
     def probe(self) -> None:
         """A whole life of four saves: how long it takes, and how many points a save has in each stage."""
-        assert self._end(self._begin([f"trainer.max_steps={4 * self.interval}"])) == [0] * self.world, self._text()
+        self._complete(f"trainer.max_steps={4 * self.interval}")
         lines = self._journal()
-        counts: dict[str, int] = {}
-        for word, rest, _ in lines:
-            if word == "count":
-                stage, count = rest.rsplit(" ", 1)
-                counts[stage] = int(count)
-        self.per_save = {stage: max(1, counts.get(stage, 0) // 4) for stage in STAGES}
+        counts = dict(rest.rsplit(" ", 1) for word, rest, _ in lines if word == "count")
+        self.per_save = {stage: max(1, int(counts.get(stage, 0)) // 4) for stage in STAGES}
         begun = [when for word, _, when in lines if word == "begin"]
         self.seconds = begun[-1] - lines[0][2]
         self.check()
@@ -117,7 +113,7 @@ class Campaign:
         """A last life that nothing kills; its last checkpoint."""
         held = step_folders(self.run / "checkpoints")
         steps = (step_of(held[0]) or 0 if held else 0) + 2 * self.interval
-        assert self._end(self._begin([f"trainer.max_steps={steps}"])) == [0] * self.world, self._text()
+        self._complete(f"trainer.max_steps={steps}")
         self.check()
         left = [path.name for path in (self.run / "checkpoints").iterdir() if LEFTOVER.match(path.name)]
         assert left == []
@@ -132,8 +128,7 @@ class Campaign:
 
     def uninterrupted(self, steps: int) -> Path:
         """The checkpoint of a run of the same length that nothing has disturbed."""
-        overrides = [f"run.dir={self.folder / 'whole'}", f"trainer.max_steps={steps}", "checkpoint.interval=0"]
-        assert self._end(self._begin(overrides)) == [0] * self.world, self._text()
+        self._complete(f"run.dir={self.folder / 'whole'}", f"trainer.max_steps={steps}", "checkpoint.interval=0")
         return step_folders(self.folder / "whole" / "checkpoints")[0]
 
     def _begin(self, more: Sequence[str], rank: int = 0, stage: str = "", index: int = 0) -> list[Forked]:
@@ -151,8 +146,9 @@ class Campaign:
             self.folder / f"output-{self.lives}",
         )
 
-    def _end(self, ranks: list[Forked]) -> list[int]:
-        return [each.wait() for each in ranks]
+    def _complete(self, *more: str) -> None:
+        """A life that ends by itself."""
+        assert [each.wait() for each in self._begin(more)] == [0] * self.world, self._text()
 
     def _path(self, rank: int = 0) -> Path:
         return self.folder / f"journal-{self.lives}-{rank}"
@@ -188,22 +184,15 @@ def start_ranks(
     return ranks
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint."""
+def stored(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    """Of all tensors of a checkpoint what they are, to the bit."""
     entries = read_manifest(folder).tensors
     into = {key: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"])) for key, entry in entries.items()}
     load_tensors(folder, into, log=quiet)
-    return into
+    return {key: (tensor.dtype, tensor.shape, bits(tensor)) for key, tensor in into.items()}
 
 
 def differing(first: Path, second: Path) -> list[str]:
-    """The keys of two checkpoints whose bytes are not the same."""
+    """The keys of two checkpoints whose tensors are not the same."""
     one, two = stored(first), stored(second)
-    return [key for key in sorted({*one, *two}) if key not in one or key not in two or not same(one[key], two[key])]
-
-
-def same(one: Tensor, two: Tensor) -> bool:
-    """Whether two tensors are equal to the bit."""
-    if one.dtype != two.dtype or one.shape != two.shape:
-        return False
-    return torch.equal(one.contiguous().reshape(-1).view(torch.uint8), two.contiguous().reshape(-1).view(torch.uint8))
+    return [key for key in sorted({*one, *two}) if one.get(key) != two.get(key)]

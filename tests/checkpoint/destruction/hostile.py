@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 # Names that STACK_GLOBAL would follow from a module that checkpoints do need.
 DOTTED = (
@@ -75,17 +76,11 @@ def metadata_payloads(canary: Path, intact: bytes) -> dict[str, bytes]:
         for protocol in range(6) if name == "os.system" else (2, 4):
             found[f"{name}, protocol {protocol}"] = pickle.dumps(call, protocol=protocol)
     call = calls(canary)["os.system"]
-    metadata = pickle.loads(intact)
-    metadata.state_dict_metadata["extra"] = call
-    found["in the metadata's dict of tensors"] = pickle.dumps(metadata)
-    metadata = pickle.loads(intact)
-    metadata.planner_data = {"a": [{"b": (call,)}]}
-    found["deep in planner_data"] = pickle.dumps(metadata)
-    metadata = pickle.loads(intact)
-    metadata.storage_data[next(iter(metadata.storage_data))].transform_descriptors = call
-    found["in a file's description"] = pickle.dumps(metadata)
+    found["in the metadata's dict of tensors"] = altered(intact, lambda m: m.state_dict_metadata.update(extra=call))
+    found["deep in planner_data"] = altered(intact, lambda m: setattr(m, "planner_data", {"a": [{"b": (call,)}]}))
+    found["in a file's description"] = altered(intact, lambda m: set_places(m, transform_descriptors=call))
     found["a dict's key"] = pickle.dumps({Hashed(os.system, f"touch {canary}"): 1})
-    found["the state of an allowed class"] = pickle.dumps(Built(type(metadata), {"state_dict_metadata": call}))
+    found["the state of an allowed class"] = pickle.dumps(Built(Metadata, {"state_dict_metadata": call}))
     found["before a whole metadata"] = pickle.dumps(call, protocol=2)[:-1] + b"0" + intact
     command = f"touch {canary}".encode()
     system = b"\x8c" + bytes([len(command)]) + command + b"\x85R."
@@ -100,9 +95,7 @@ def metadata_payloads(canary: Path, intact: bytes) -> dict[str, bytes]:
     found["a persistent id"] = b"\x80\x02(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ."
     found["a persistent id of protocol 0"] = b"Pos.system\n."
     found["an extension code"] = b"\x80\x02\x82\x77(V" + command + b"\ntR."  # of EXTENSION
-    storage = io.BytesIO()
-    torch.save({"a": torch.zeros(3), "b": call}, storage)
-    found["a file of torch.save"] = storage.getvalue()
+    found["a file of torch.save"] = torch_file({"a": torch.zeros(3), "b": call})
     found["an old file of torch.save"] = old_torch_file(call)
     found["torch.storage._load_from_bytes"] = pickle.dumps(Call(torch.storage._load_from_bytes, old_torch_file(call)))
     return found | strange_payloads(intact)
@@ -124,60 +117,53 @@ def strange_payloads(intact: bytes) -> dict[str, bytes]:
         "a module by path": b"c../../os\nsystem\n.",
         "a huge string": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b".",
     }
-    metadata = pickle.loads(intact)
-    metadata.storage_data = {}
-    found["no place for any tensor"] = pickle.dumps(metadata)
-    for name, value in {"an absolute path": "/etc/passwd", "a path out of it": "../../../../../../etc/passwd"}.items():
-        metadata = pickle.loads(intact)
-        for place in metadata.storage_data.values():
-            place.relative_path = value
-        found[name] = pickle.dumps(metadata)
-    for name, offset, length in (("a negative offset", -100, 10), ("beyond the file", 1 << 40, 10), ("short", 0, 3)):
-        metadata = pickle.loads(intact)
-        for place in metadata.storage_data.values():
-            place.offset, place.length = offset, length
-        found[name] = pickle.dumps(metadata)
-    metadata = pickle.loads(intact)
-    for place in metadata.storage_data.values():
-        place.transform_descriptors = ["zstd"]
-    found["an unknown transform"] = pickle.dumps(metadata)
-    metadata = pickle.loads(intact)
-    for entry in metadata.state_dict_metadata.values():
-        entry.chunks *= 2
-    found["every chunk twice"] = pickle.dumps(metadata)
-    metadata = pickle.loads(intact)
-    for entry in metadata.state_dict_metadata.values():
-        entry.size = torch.Size([1 << 40])
-    found["enormous tensors"] = pickle.dumps(metadata)
-    metadata = pickle.loads(intact)
-    for place in metadata.storage_data.values():
-        place.relative_path = f"../../other/data/{place.relative_path}"
-    found["whole files of another folder"] = pickle.dumps(metadata)
+    found["no place for any tensor"] = altered(intact, lambda m: m.storage_data.clear())
+    for name, changes in {
+        "an absolute path": {"relative_path": "/etc/passwd"},
+        "a path out of it": {"relative_path": "../../../../../../etc/passwd"},
+        "a negative offset": {"offset": -100, "length": 10},
+        "beyond the file": {"offset": 1 << 40, "length": 10},
+        "short": {"offset": 0, "length": 3},
+        "an unknown transform": {"transform_descriptors": ["zstd"]},
+        "whole files of another folder": {"relative_path": "../../other/data/__0_0.distcp"},
+    }.items():
+        found[name] = altered(intact, lambda m, changes=changes: set_places(m, **changes))
+    for name, change in {
+        "every chunk twice": lambda entry: entry.chunks.extend(entry.chunks),
+        "enormous tensors": lambda entry: setattr(entry, "size", torch.Size([1 << 40])),
+    }.items():
+        found[name] = altered(intact, lambda m, change=change: [change(e) for e in m.state_dict_metadata.values()])
     return found
+
+
+def altered(intact: bytes, change: Callable[[Any], object]) -> bytes:
+    """The metadata after a change."""
+    metadata = pickle.loads(intact)
+    change(metadata)
+    return pickle.dumps(metadata)
+
+
+def set_places(metadata: Any, **changes: object) -> None:
+    """Describes every stored box otherwise."""
+    for place in metadata.storage_data.values():
+        vars(place).update(changes)
 
 
 def item_payloads(canary: Path) -> dict[str, bytes]:
     """What may stand in the place of a tensor in a `.distcp` file."""
     found: dict[str, bytes] = {"nothing": b"", "no file": b"hello\n" * 20}
     for name, call in calls(canary).items():
-        file = io.BytesIO()
-        torch.save(call, file)
-        found[f"torch.save of {name}"] = file.getvalue()
+        found[f"torch.save of {name}"] = torch_file(call)
         found[f"an old torch.save of {name}"] = old_torch_file(call)
         found[f"a pickle of {name}"] = pickle.dumps(call, protocol=2)
-    tensor = io.BytesIO()
-    torch.save({"a": torch.zeros(3), "b": calls(canary)["builtins.eval"]}, tensor)
-    found["a dict with a tensor"] = tensor.getvalue()
-    tensor = io.BytesIO()
-    torch.save(torch.zeros(7, 7), tensor)
-    found["another tensor"] = tensor.getvalue()
-    for name, value in {"a longer one": torch.zeros(100), "another dtype": torch.zeros(6, dtype=torch.int64)}.items():
-        tensor = io.BytesIO()
-        torch.save(value, tensor)
-        found[name] = tensor.getvalue()
-    module = io.BytesIO()
-    torch.save(torch.nn.Linear(2, 2), module)
-    found["a module"] = module.getvalue()
+    values = {
+        "a dict with a tensor": {"a": torch.zeros(3), "b": calls(canary)["builtins.eval"]},
+        "another tensor": torch.zeros(7, 7),
+        "a longer one": torch.zeros(100),
+        "another dtype": torch.zeros(6, dtype=torch.int64),
+        "a module": torch.nn.Linear(2, 2),
+    }
+    found |= {name: torch_file(value) for name, value in values.items()}
     found["a TorchScript archive"] = script_archive(canary)
     return found
 
@@ -192,11 +178,16 @@ def script_archive(canary: Path) -> bytes:
     return file.getvalue()
 
 
+def torch_file(value: object, **options: bool) -> bytes:
+    """What torch.save writes."""
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
 def old_torch_file(call: Call) -> bytes:
     """torch.save as before version 1.6, which begins with plain pickles."""
-    file = io.BytesIO()
-    torch.save(call, file, _use_new_zipfile_serialization=False)
-    return file.getvalue()
+    return torch_file(call, _use_new_zipfile_serialization=False)
 
 
 class Hashed(Call):

@@ -126,3 +126,14 @@ def read_journal(path: Path) -> list[tuple[str, str, float]]:
     """The word, the rest and the time of each line."""
     lines = [line.rsplit(" ", 1) for line in path.read_text().splitlines()] if path.exists() else []
     return [(text.partition(" ")[0], text.partition(" ")[2], float(when)) for text, when in lines]
+
+
+def wait_for(path: Path, start: str) -> str:
+    """Waits until a journal has a line that starts so, and returns the rest of it."""
+    deadline = time.monotonic() + 60
+    while True:
+        for word, rest, _ in read_journal(path):
+            if f"{word} {rest}".startswith(start):
+                return f"{word} {rest}".removeprefix(start)
+        assert time.monotonic() < deadline, f"no {start} in {path}"
+        time.sleep(0.005)

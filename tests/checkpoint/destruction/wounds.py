@@ -11,6 +11,13 @@ def files_of(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
+def flip(path: Path, offset: int | None = None, mask: int = 1) -> None:
+    """Changes bits of one byte of a file, of the one in the middle unless told."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if offset is None else offset] ^= mask
+    path.write_bytes(content)
+
+
 @contextmanager
 def wounded(path: Path, content: bytes | None) -> Iterator[None]:
     """The file with other bytes, None without it, while the block runs."""
