@@ -2,16 +2,15 @@
 
 import json
 import random
-import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from gptlite.data.cache import new_folder
 from gptlite.data.sentence_piece import SentencePieceTokenizer
 from gptlite.data.sentence_piece_words import SPACE
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
-from gptlite.files import sync_folder, sync_tree, write_synced
 from gptlite.invocation import command
 
 _PROBES = 300  # texts that are compared before the folder gets its name
@@ -20,14 +19,9 @@ _PROBES = 300  # texts that are compared before the folder gets its name
 def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Writes the new `folder` with `tokenizer_files`, and raises what that raises."""
     texts = tokenizer_files(tokenizer)
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for name, content in texts.items():
-        write_synced(temporary / name, content)
-    sync_tree(temporary)
-    temporary.rename(folder)
-    sync_folder(folder.parent)
+    with new_folder(folder) as temporary:
+        for name, content in texts.items():
+            (temporary / name).write_text(content, encoding="utf-8")
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
@@ -100,13 +94,8 @@ def _merges(processor: Any, texts: list[str]) -> list[list[str]]:
     """
     ids = {name: token for name in texts if not processor.is_byte(token := processor.piece_to_id(name))}
     order = sorted((name for name in ids if len(name) > 1), key=lambda name: -processor.get_score(ids[name]))
-    pairs = []
-    for name in order:
-        for cut in range(1, len(name)):
-            left, right = name[:cut], name[cut:]
-            if left in ids and right in ids:
-                pairs.append([left, right])
-    return pairs
+    pairs = ([name[:cut], name[cut:]] for name in order for cut in range(1, len(name)))
+    return [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
 
 
 def _compare(tokenizer: SentencePieceTokenizer, content: str) -> None:

@@ -74,9 +74,9 @@ class Output:
         state["skipped"] = self._skipped.tell()
         write_whole(self._state, json.dumps(state, indent=2) + "\n")
 
-    def add(self, train: Split, held_out: Split) -> None:
-        """Whole documents."""
-        for writer, split in zip(self._writers, (train, held_out), strict=True):
+    def add(self, splits: tuple[Split, Split]) -> None:
+        """Whole documents, to train on and held out."""
+        for writer, split in zip(self._writers, splits, strict=True):
             writer.write_documents(split.tokens, split.lengths, split.text_bytes)
             self._count(split.lengths.size, split.tokens.size, split.text_bytes)
 

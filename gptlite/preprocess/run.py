@@ -121,7 +121,7 @@ class _Job:
         for bad in encoded.bad:
             self._bad(bad)
         self.output.counts.empty += encoded.empty
-        self.output.add(encoded.train, encoded.held_out)
+        self.output.add(encoded.splits)
 
     def _write_part(self, part: Piece, encoded: Encoded) -> None:
         """A part of a long document, which is left out whole if one part of it is bad."""

@@ -127,13 +127,11 @@ def test_negative_ids_are_found(tmp_path):
 
 FOLDER = {
     "tokenizer missing": ("tokenizer/definition.json", lambda p: p.unlink(), "tokenizer holds no tokenizer"),
-    "tokenizer garbage": (
-        "tokenizer/definition.json",
-        lambda p: p.write_bytes(b"\xff{"),
-        "tokenizer holds no tokenizer",
-    ),
+    "tokenizer garbage": ("tokenizer/definition.json", lambda p: p.write_bytes(b"\xff{"), "holds no tokenizer"),
+    "tokenizer cut off": ("tokenizer/definition.json", lambda p: p.write_text("{"), "holds no tokenizer"),
     "tokenizer a list": ("tokenizer/definition.json", lambda p: p.write_text("[]"), "tokenizer holds no tokenizer"),
     "tokenizer unknown": ("tokenizer/definition.json", edit(kind="wordpiece"), "unknown kind wordpiece"),
+    "tokenizer without its model": ("tokenizer/definition.json", edit(kind="sentencepiece"), "holds no tokenizer"),
     "tokenizer without its definition": ("tokenizer/definition.json", edit(kind="char"), "holds no tokenizer"),
     "another tokenizer": ("tokenizer/definition.json", edit(kind="numbers", vocab_size=300), "train.bin is not of the"),
     "meta missing": ("train.meta.json", lambda p: p.unlink(), "train.meta.json is not there"),
