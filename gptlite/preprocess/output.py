@@ -25,7 +25,7 @@ from gptlite.preprocess.inputs import Source
 from gptlite.progress import Log, Progress
 
 STATE, WHOLE, SKIPPED = "state.json", "whole", "skipped.jsonl"
-_PART = 8 << 20  # bytes of a long document's tokens read back at a time
+_PARTS = 4 << 20  # tokens of a long document read back at a time
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Output:
         size, text_bytes = self._long.tell() // writer.dtype.itemsize, self._long_bytes
         self._count(1, size + 1, text_bytes)
         self._long.seek(0)
-        while data := self._long.read(_PART):
+        while data := self._long.read(_PARTS * writer.dtype.itemsize):
             writer.write(np.frombuffer(data, dtype=writer.dtype), text_bytes)
             text_bytes = 0
         writer.end_document()
