@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import pytest
+from token_folders import write_megatron
 from token_folders import write_numbers as write
 
 from gptlite.data.corpus import open_split
@@ -118,9 +119,7 @@ def test_verify_names_the_damage(tmp_path, case):
 
 
 def test_negative_ids_are_found(tmp_path):
-    (tmp_path / "m.bin").write_bytes(struct.pack("<2i", 1, -1))
-    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 1, 2) + struct.pack("<i", 2) + struct.pack("<3q", 0, 0, 1)
-    (tmp_path / "m.idx").write_bytes(index)
+    write_megatron(tmp_path / "m", [[[1, -1]]], np.int32)
     with pytest.raises(ConfigError, match="token 1 is -1, outside the vocabulary of 10"):
         verify(IndexedDataset(tmp_path / "m"), vocab_size=10)
 

@@ -43,7 +43,8 @@ BAD_LINES = {
 }
 
 
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
     (tmp_path / "in").mkdir()
     return tmp_path / "in"
 
@@ -90,8 +91,9 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_damaged_file_is_named_and_gives_no_half_document(tmp_path, monkeypatch, suffix: str, damage: str) -> None:
-    source = folder(tmp_path)
+def test_a_damaged_file_is_named_and_gives_no_half_document(
+    source, tmp_path, monkeypatch, suffix: str, damage: str
+) -> None:
     turned = damage == "a bit turned"  # which the checksum tells, at the end of all that is decompressed at a time
     monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", 1 << 20 if turned else 1000)
     path, texts = source / f"a.jsonl{suffix}", made_up(2, 50 if turned else 200)
@@ -131,8 +133,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, make) -> 
 
 
 @pytest.mark.parametrize("part", [50, 1 << 20])
-def test_text_that_is_not_utf8_is_left_out_whole(tmp_path: Path, monkeypatch, part: int) -> None:
-    source = folder(tmp_path)
+def test_text_that_is_not_utf8_is_left_out_whole(source: Path, tmp_path: Path, monkeypatch, part) -> None:
     monkeypatch.setattr("gptlite.preprocess.blocks._PART", part)
     for name, content in (
         ("a", b"good one\n"),
@@ -148,8 +149,9 @@ def test_text_that_is_not_utf8_is_left_out_whole(tmp_path: Path, monkeypatch, pa
 
 
 @pytest.mark.parametrize("part", [50, 1 << 20])
-def test_a_compressed_text_that_is_cut_off_is_left_out_whole(tmp_path: Path, monkeypatch, part: int) -> None:
-    source = folder(tmp_path)
+def test_a_compressed_text_that_is_cut_off_is_left_out_whole(
+    source: Path, tmp_path: Path, monkeypatch, part: int
+) -> None:
     monkeypatch.setattr("gptlite.preprocess.blocks._PART", part)
     (source / "a.txt.gz").write_bytes(gzip.compress("".join(made_up(3, 20)).encode())[:-30])
     (source / "b.txt").write_text("good")
@@ -157,8 +159,7 @@ def test_a_compressed_text_that_is_cut_off_is_left_out_whole(tmp_path: Path, mon
     assert read_documents(tmp_path / "out", "train") == ["good"]
 
 
-def test_rows_of_parquet_that_are_no_text(tmp_path: Path) -> None:
-    source = folder(tmp_path)
+def test_rows_of_parquet_that_are_no_text(source: Path, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -171,8 +172,7 @@ def test_rows_of_parquet_that_are_no_text(tmp_path: Path) -> None:
     assert read_documents(tmp_path / "out", "train") == ["good", "fine"]
 
 
-def test_files_that_are_no_parquet_of_strings(tmp_path: Path) -> None:
-    source = folder(tmp_path)
+def test_files_that_are_no_parquet_of_strings(source: Path, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -200,8 +200,7 @@ def test_files_that_are_no_parquet_of_strings(tmp_path: Path) -> None:
         assert "\n" not in line
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch) -> None:
-    source = folder(tmp_path)
+def test_a_missing_package_is_named(source: Path, tmp_path: Path, monkeypatch) -> None:
     (source / "a.jsonl.zst").write_bytes(zstandard.compress(as_jsonl(GOOD)))
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ConfigError, match=r"a .zst file needs a missing package; pip install zstandard"):
