@@ -102,6 +102,7 @@ def test_taken_up_again_the_bytes_are_the_same(tmp_path, prefix, monkeypatch, nu
             add(writer, DOCUMENTS[:number])
             saved = writer.save()
             add(writer, [[1, 2]])
+            writer.save()  # of which nobody has taken note yet
             writer.write([3], text_bytes=1)
             raise KeyboardInterrupt
 

@@ -28,7 +28,7 @@ def main() -> None:
     from gptlite.data.indexed import IndexedWriter
     from gptlite.preprocess import blocks, run
 
-    blocks.BLOCK, run.SAVED_BYTES = 2000, 20_000
+    blocks.BLOCK, blocks._PART, run.SAVED_BYTES = 2000, 500, 20_000
     append, fsync = IndexedWriter._append, os.fsync
 
     def append_half(writer: IndexedWriter, data: bytes) -> None:

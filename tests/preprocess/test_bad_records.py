@@ -138,14 +138,14 @@ def test_text_that_is_not_utf8_is_left_out_whole(source: Path, tmp_path: Path, m
     for name, content in (
         ("a", b"good one\n"),
         ("b", b"fine\n" * 30 + b"na\xefve\n" + b"fine\n" * 30),
-        ("c", b"good two"),
+        ("c", b"good two\n" * 30),
     ):
         (source / f"{name}.txt").write_bytes(content)
     with pytest.raises(ConfigError, match=r"b.txt:31: it is not UTF-8 at byte \d+ \(0xef\)"):
         prepare(source, tmp_path / "out", validation_fraction=0)
     result = prepare(source, tmp_path / "out", validation_fraction=0, on_error="skip")
     assert (result.counts.documents, result.counts.skipped) == (2, 1)
-    assert read_documents(tmp_path / "out", "train") == ["good one\n", "good two"]
+    assert read_documents(tmp_path / "out", "train") == ["good one\n", "good two\n" * 30]
 
 
 @pytest.mark.parametrize("part", [50, 1 << 20])
@@ -154,9 +154,9 @@ def test_a_compressed_text_that_is_cut_off_is_left_out_whole(
 ) -> None:
     monkeypatch.setattr("gptlite.preprocess.blocks._PART", part)
     (source / "a.txt.gz").write_bytes(gzip.compress("".join(made_up(3, 20)).encode())[:-30])
-    (source / "b.txt").write_text("good")
+    (source / "b.txt").write_text("good\n" * 30)
     prepare(source, tmp_path / "out", validation_fraction=0, on_error="skip")
-    assert read_documents(tmp_path / "out", "train") == ["good"]
+    assert read_documents(tmp_path / "out", "train") == ["good\n" * 30]
 
 
 def test_rows_of_parquet_that_are_no_text(source: Path, tmp_path: Path) -> None:
