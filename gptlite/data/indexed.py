@@ -138,12 +138,14 @@ class IndexedWriter:
             left -= len(block)
             progress.add(len(block))
         self._index.seek(0)
-        lengths = np.frombuffer(self._index.read(), np.int32)
+        data = self._index.read()
+        lengths = np.frombuffer(data, np.int32, len(data) // 4)  # a full disk may have cut one off
         ends = np.flatnonzero(lengths > 0)[: saved.documents]
         self._lengths.frombytes(lengths[: ends[-1] + 1 if ends.size else 0].tobytes())
         self.num_documents, self._text_bytes, self._saved = ends.size, saved.text_bytes, len(self._lengths)
         if self._meta() != saved or np.abs(self._lengths).sum(dtype=np.int64) != saved.tokens:
-            raise damaged(self._path(".bin"), "it is not what was written")
+            work = Path(self._index.name).parent
+            raise ConfigError(f"{self._path('.bin')} is not what was written; remove {work} to begin anew")
         self._bin.truncate(self._tokens * self.dtype.itemsize)
         self._index.truncate(4 * self._saved)
 
