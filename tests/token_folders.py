@@ -1,8 +1,13 @@
-"""Prepared folders of bytes, as tools/preprocess.py leaves them."""
+"""Prepared folders of bytes, as tools/preprocess.py leaves them, and Megatron's own files."""
 
 import random
+import struct
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from gptlite.data.indexed import IndexedWriter
 from gptlite.data.tokenizer import ByteTokenizer, Tokenizer
@@ -41,3 +46,19 @@ def write_folder(root: Path, tokenizer: Tokenizer | None = None, **splits: Seque
                 writer.end_document()
     tokenizer.save(root / "tokenizer")
     return root
+
+
+def write_megatron(
+    prefix: Path, bodies: Sequence[Sequence[Sequence[int]]], dtype: Any = np.uint16, modes: Sequence[int] = ()
+) -> Path:
+    """Documents of several sequences; those without any have an index alone."""
+    code = {np.uint16: 8, np.int32: 4, np.int64: 5, np.uint8: 1}[dtype]
+    sequences = [each for body in bodies for each in body]
+    lengths = np.array([len(each) for each in sequences], dtype="<i4")
+    pointers = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
+    indices = np.cumsum([0, *(len(body) for body in bodies)])
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(indices))
+    arrays = lengths.tobytes() + pointers.astype("<i8").tobytes() + indices.astype("<i8").tobytes()
+    prefix.with_name(prefix.name + ".idx").write_bytes(header + arrays + bytes(modes))
+    prefix.with_name(prefix.name + ".bin").write_bytes(np.array([*chain(*sequences)], dtype=dtype).tobytes())
+    return prefix

@@ -16,7 +16,7 @@ from gptlite.data.cache import cached_folder, cached_path
 from gptlite.data.check import check_settings, find_recipe
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, Document, train_tokenizer, write_split
-from gptlite.data.loader import Loader, TokenDataset
+from gptlite.data.loader import Loader
 from gptlite.data.prepared import PreparedData, TokenSet, make_identity, open_blend, open_folder
 from gptlite.data.stream import SampleStream
 from gptlite.data.text import Span, find_files, split, text_digest
@@ -108,7 +108,7 @@ def build_loader(
     length, sets = config.sequence_length, prepared.sets
     return Loader(
         SampleStream.begin(seed, length, {each.name: (each.data, each.train, each.weight) for each in sets}),
-        {each.name: TokenDataset(each.validation, length) for each in sets},
+        {each.name: each.validation for each in sets},
         schedule=schedule,
         micro_batch_size=micro,
         token_bytes=prepared.tokenizer.token_bytes(),

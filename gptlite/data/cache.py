@@ -45,21 +45,28 @@ def _text(key: dict[str, str]) -> str:
 
 
 def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:
-    prefix = f".tmp-{folder.name}-"
-    for leftover in folder.parent.glob(f"{prefix}*"):  # of a process that was killed: the lock is ours
+    for leftover in folder.parent.glob(f".tmp-{folder.name}-*"):  # of a process that was killed: the lock is ours
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary = folder.with_name(prefix + uuid.uuid4().hex)
     try:
-        temporary.mkdir()
-        make(temporary)
-        (temporary / "key.json").write_text(key + "\n", encoding="utf-8")
-        sync_tree(temporary)
-        os.rename(temporary, folder)
-        sync_folder(folder.parent)
+        with new_folder(folder) as temporary:
+            make(temporary)
+            (temporary / "key.json").write_text(key + "\n", encoding="utf-8")
     except OSError as error:
         full = error.errno in _FULL
         fix = "free some space, or give another data.cache_dir" if full else "if that is in there, give another"
         raise ConfigError(f"data could not be prepared in data.cache_dir={folder.parent}: {error}; {fix}") from error
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder`, which takes that name when the block ends well; else nothing is left."""
+    temporary = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync_tree(temporary)
+        temporary.rename(folder)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

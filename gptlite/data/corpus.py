@@ -62,10 +62,19 @@ def is_held_out(digest: bytes, fraction: float) -> bool:
 
 
 @contextmanager
-def split_writers(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[IndexedWriter, IndexedWriter]]:
-    """Writers of the training and of the validation split of a prepared folder."""
+def split_writers(
+    folder: Path, tokenizer: Tokenizer, work: Path | None = None
+) -> Iterator[tuple[IndexedWriter, IndexedWriter]]:
+    """Writers of the training and of the validation split of a prepared folder.
+
+    With a folder `work` for their notes they can go on after a kill.
+    """
     about = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
-    with IndexedWriter(folder / TRAIN, *about) as train, IndexedWriter(folder / VALIDATION, *about) as held_out:
+    notes = [work and work / f"{split}.lengths" for split in (TRAIN, VALIDATION)]
+    with (
+        IndexedWriter(folder / TRAIN, *about, notes[0]) as train,
+        IndexedWriter(folder / VALIDATION, *about, notes[1]) as held_out,
+    ):
         yield train, held_out
 
 

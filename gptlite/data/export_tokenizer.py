@@ -2,16 +2,15 @@
 
 import json
 import random
-import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from gptlite.data.cache import new_folder
 from gptlite.data.sentence_piece import SentencePieceTokenizer
 from gptlite.data.sentence_piece_words import SPACE
 from gptlite.data.tokenizer import Tokenizer
-from gptlite.errors import ConfigError
-from gptlite.files import sync_folder, sync_tree, write_synced
+from gptlite.errors import ConfigError, needed_package
 from gptlite.invocation import command
 
 _PROBES = 300  # texts that are compared before the folder gets its name
@@ -20,14 +19,9 @@ _PROBES = 300  # texts that are compared before the folder gets its name
 def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Writes the new `folder` with `tokenizer_files`, and raises what that raises."""
     texts = tokenizer_files(tokenizer)
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for name, content in texts.items():
-        write_synced(temporary / name, content)
-    sync_tree(temporary)
-    temporary.rename(folder)
-    sync_folder(folder.parent)
+    with new_folder(folder) as temporary:
+        for name, content in texts.items():
+            (temporary / name).write_text(content, encoding="utf-8")
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
@@ -40,7 +34,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
         raise ConfigError(
             f"export is for a SentencePiece BPE of {command('train-tokenizer')}, not for {tokenizer.kind}"
         )
-    content = json.dumps(_tokenizer_json(tokenizer), ensure_ascii=False)
+    content = _tokenizer_json(tokenizer)
     _compare(tokenizer, content)
     end = tokenizer.processor.id_to_piece(tokenizer.eod)
     about = {
@@ -56,57 +50,31 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
     return {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
 
 
-def _tokenizer_json(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
+def _tokenizer_json(tokenizer: SentencePieceTokenizer) -> str:
+    with needed_package("tokenizers", "a tokenizer.json"):
+        from tokenizers import AddedToken, decoders, models, normalizers
+        from tokenizers import Tokenizer as Rust
     processor, ids = tokenizer.processor, range(tokenizer.vocab_size)
     names = [processor.id_to_piece(token) for token in ids]
-    controls = [token for token in ids if processor.is_control(token) or processor.is_unknown(token)]
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    special = [{"id": token, "content": names[token], **plain, "special": True} for token in controls]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": special,
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-            ],
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": names[0],
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": {name: token for token, name in enumerate(names)},
-            "merges": _merges(processor, [name for token, name in enumerate(names) if token not in controls]),
-        },
-    }
+    special = [names[token] for token in ids if processor.is_control(token) or processor.is_unknown(token)]
+    merges = _merges(processor, [name for name in names if name not in special])
+    vocabulary = {name: token for token, name in enumerate(names)}
+    made = Rust(models.BPE(vocabulary, merges, unk_token=names[0], fuse_unk=False, byte_fallback=True))
+    made.normalizer = normalizers.Replace(" ", SPACE)
+    made.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+    return json.dumps(json.loads(made.to_str()), ensure_ascii=False)
 
 
-def _merges(processor: Any, texts: list[str]) -> list[list[str]]:
+def _merges(processor: Any, texts: list[str]) -> list[tuple[str, str]]:
     """Every pair of pieces that makes a piece, in the order in which SentencePiece merges: by score.
 
     SentencePiece knows pieces, Hugging Face pairs. Those of one piece stand together: no other piece comes between.
     """
     ids = {name: token for name in texts if not processor.is_byte(token := processor.piece_to_id(name))}
     order = sorted((name for name in ids if len(name) > 1), key=lambda name: -processor.get_score(ids[name]))
-    pairs = []
-    for name in order:
-        for cut in range(1, len(name)):
-            left, right = name[:cut], name[cut:]
-            if left in ids and right in ids:
-                pairs.append([left, right])
-    return pairs
+    pairs = ((name[:cut], name[cut:]) for name in order for cut in range(1, len(name)))
+    return [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
 
 
 def _compare(tokenizer: SentencePieceTokenizer, content: str) -> None:

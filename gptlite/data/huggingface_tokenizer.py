@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gptlite.data.tokenizer import UNKNOWN, Tokenizer, save_definition
+from gptlite.data.tokenizer import UNKNOWN, Tokenizer
 from gptlite.errors import ConfigError, needed_package
-from gptlite.files import write_synced
 
 FILE = "tokenizer.json"
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<|im_end|>")
@@ -24,27 +23,18 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     kind = "huggingface"
+    file = FILE
 
     def __init__(self, content: bytes, eod: int):
-        self._content = content
         self._tokenizer = _read(content)
         self._tokenizer.encode_special_tokens = True
-        super().__init__(_pieces(self._tokenizer, json.loads(content)), eod)
+        super().__init__(_pieces(self._tokenizer, json.loads(content)), eod, {"eod": eod}, content)
 
     def definition(self) -> bytes:
         return self.eod.to_bytes(4, "little") + hashlib.sha256(self._content).digest()
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def save(self, folder: Path) -> None:
-        save_definition(folder, {"kind": self.kind, "eod": self.eod})
-        write_synced(folder / FILE, self._content)
-
-    @classmethod
-    def load(cls, folder: Path, definition: dict[str, Any]) -> "HuggingFaceTokenizer":
-        """What `save` wrote into `folder`."""
-        return cls((folder / FILE).read_bytes(), definition["eod"])
 
     @classmethod
     def of_file(cls, path: Path, eod: str | None) -> "HuggingFaceTokenizer":

@@ -60,42 +60,45 @@ class IndexedWriter:
     """Writes one dataset, document by document or many at once; a context manager.
 
     The files have temporary names until the block ends well, and take their final ones with .idx last: a reader
-    never meets half a dataset. If the block raises, nothing is left. A document takes 12 bytes of memory.
+    never meets half a dataset. If the block raises, nothing is left. A document takes 4 bytes of memory.
+
+    With `lengths`, a file for what the index will say, names are final from the beginning and what is written stays
+    if the block raises or the process is killed: another writer with the same arguments calls `go_on`.
     """
 
-    def __init__(self, prefix: Path, tokenizer: str, vocab_size: int, eod: int):
+    def __init__(self, prefix: Path, tokenizer: str, vocab_size: int, eod: int, lengths: Path | None = None):
         self._prefix = prefix
         self._dtype_code = 8 if vocab_size < _UINT16_VOCAB else 4
-        self._dtype = np.dtype(DTYPES[self._dtype_code])
+        self.dtype = np.dtype(DTYPES[self._dtype_code])
         self._tokenizer, self._vocab_size, self._eod = tokenizer, vocab_size, eod
-        self._lengths = array("i")
-        self._document_indices = array("q", [0])
+        self.num_documents = 0  # written so far
+        self._lengths = array("i")  # tokens of each sequence; below 0 where its document goes on in the next
         self._length = 0  # of the sequence being written
         self._tokens = 0
         self._text_bytes = 0
         self._hash = hashlib.sha256()
+        self._saved = 0  # sequences that are in the file `lengths`
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._bin = open(_temporary(_path(prefix, ".bin")), "wb")  # noqa: SIM115
-
-    @property
-    def num_documents(self) -> int:
-        """Documents written so far."""
-        return len(self._document_indices) - 1
+        self._temporary = "" if lengths else f".tmp-{os.getpid()}-"
+        self._bin = open(self._path(".bin"), "a+b" if lengths else "wb")  # noqa: SIM115
+        self._index = lengths and open(lengths, "a+b")  # noqa: SIM115
 
     def write(self, tokens: Sequence[int] | np.ndarray, text_bytes: int) -> None:
         """Add tokens, which stand for `text_bytes` bytes, to the open document. ValueError outside the vocabulary."""
         ids = self._checked(tokens)
         if self._length + ids.size > _MAX_SEQUENCE:
-            self._end_sequence()
-        self._append(ids.astype(self._dtype).tobytes())
+            self._lengths.append(-self._length)
+            self._length = 0
+        self._append(ids.astype(self.dtype).tobytes())
         self._length += ids.size
         self._text_bytes += text_bytes
 
     def end_document(self) -> None:
         """Close the open document with `eod`."""
         self.write([self._eod], text_bytes=0)
-        self._end_sequence()
-        self._document_indices.append(len(self._lengths))
+        self._lengths.append(self._length)
+        self._length = 0
+        self.num_documents += 1
 
     def write_documents(self, tokens: np.ndarray, lengths: np.ndarray, text_bytes: int) -> None:
         """Add whole documents: int[N] tokens one after the other, int[D] tokens of each, its final `eod` included.
@@ -109,30 +112,42 @@ class IndexedWriter:
         ends = np.cumsum(lengths)
         if ids.size != (ends[-1] if ends.size else 0) or (ids[ends - 1] != self._eod).any():
             raise ValueError(f"{ids.size} tokens are not {lengths.size} documents of these lengths, each ended by eod")
-        self._append(ids.astype(self._dtype, copy=False).tobytes())
-        self._add_index(lengths, np.arange(1, lengths.size + 1))
+        self._append(ids.astype(self.dtype, copy=False).tobytes())
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self.num_documents += lengths.size
         self._text_bytes += text_bytes
 
-    def append(self, dataset: "IndexedDataset", progress: Progress | None = None) -> None:
-        """Add all of a dataset of the same tokenizer by copying its bytes. ValueError if it is another's.
-
-        The bytes that a single writer would have written are the result: documents in pieces joined again.
-        """
+    def save(self) -> Meta:
+        """Bring what is written, whole documents, to the disk, and say how much it is. OSError for a full disk."""
         self._require_ended()
-        meta, before = dataset.meta, self._tokens
-        about = (self._tokenizer, self._vocab_size, self._eod, self._dtype)
-        if meta is None or (meta.tokenizer, meta.vocab_size, meta.eod, dataset.dtype) != about:
-            raise ValueError(f"{dataset.prefix} is not of the tokenizer and dtype of {self._prefix}")
-        # Read and written rather than copied by the kernel: the hash needs every byte anyway.
-        with open(dataset.bin, "rb") as file:
-            while block := file.read(_BLOCK):
-                self._append(block)
-                if progress is not None:
-                    progress.add(len(block))
-        if self._tokens - before != meta.tokens:
-            raise ValueError(f"{dataset.prefix}.bin changed while it was read")
-        self._add_index(dataset.lengths, dataset.document_indices[1:])
-        self._text_bytes += meta.text_bytes
+        assert self._index
+        self._index.write(self._lengths[self._saved :].tobytes())
+        self._saved = len(self._lengths)
+        for file in (self._bin, self._index):
+            file.flush()
+            os.fsync(file.fileno())
+        return self._meta()
+
+    def go_on(self, saved: Meta, progress: Progress) -> None:
+        """Cut off what was written after `save` gave this. ConfigError where what was written before is damaged."""
+        assert self._index
+        self._bin.seek(0)
+        left = saved.tokens * self.dtype.itemsize
+        while left and (block := self._bin.read(min(left, _BLOCK))):
+            self._count(block)
+            left -= len(block)
+            progress.add(len(block))
+        self._index.seek(0)
+        data = self._index.read()
+        lengths = np.frombuffer(data, np.int32, len(data) // 4)  # a full disk may have cut one off
+        ends = np.flatnonzero(lengths > 0)[: saved.documents]
+        self._lengths.frombytes(lengths[: ends[-1] + 1 if ends.size else 0].tobytes())
+        self.num_documents, self._text_bytes, self._saved = ends.size, saved.text_bytes, len(self._lengths)
+        if self._meta() != saved or np.abs(self._lengths).sum(dtype=np.int64) != saved.tokens:
+            work = Path(self._index.name).parent
+            raise ConfigError(f"{self._path('.bin')} is not what was written; remove {work} to begin anew")
+        self._bin.truncate(self._tokens * self.dtype.itemsize)
+        self._index.truncate(4 * self._saved)
 
     def _require_ended(self) -> None:
         if self._length:
@@ -142,7 +157,7 @@ class IndexedWriter:
         """The ids as an array of integers. They are looked at before any cast: 65,541 is no 5."""
         ids = np.asarray(tokens)
         if not ids.size:
-            return ids.astype(self._dtype)
+            return ids.astype(self.dtype)
         if ids.dtype.kind not in "iu":
             raise ValueError(f"tokens are integers, not {ids.dtype}")
         if (place := outside(ids, self._vocab_size)) is not None:
@@ -151,16 +166,15 @@ class IndexedWriter:
 
     def _append(self, data: bytes) -> None:
         self._bin.write(data)
+        self._count(data)
+
+    def _count(self, data: bytes) -> None:
         self._hash.update(data)
-        self._tokens += len(data) // self._dtype.itemsize
+        self._tokens += len(data) // self.dtype.itemsize
 
-    def _add_index(self, lengths: np.ndarray, document_indices: np.ndarray) -> None:
-        self._document_indices.frombytes((document_indices + len(self._lengths)).astype(np.int64).tobytes())
-        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
-
-    def _end_sequence(self) -> None:
-        self._lengths.append(self._length)
-        self._length = 0
+    def _path(self, suffix: str) -> Path:
+        """The name of a file while it is written."""
+        return self._prefix.with_name(f"{self._temporary}{self._prefix.name}{suffix}")
 
     def __enter__(self) -> "IndexedWriter":
         return self
@@ -171,14 +185,26 @@ class IndexedWriter:
                 self._commit()
         finally:
             self._bin.close()
-            for suffix in (".bin", ".meta.json", ".idx"):
-                _temporary(_path(self._prefix, suffix)).unlink(missing_ok=True)
+            if self._index:
+                self._index.close()
+            for suffix in (".bin", ".meta.json", ".idx") if self._temporary else ():
+                self._path(suffix).unlink(missing_ok=True)
 
     def _commit(self) -> None:
         self._require_ended()
         self._bin.flush()
         os.fsync(self._bin.fileno())
-        meta = Meta(
+        write_synced(self._path(".meta.json"), json.dumps(asdict(self._meta()), indent=2) + "\n")
+        with open(self._path(".idx"), "wb") as file:
+            self._write_index(file)
+            file.flush()
+            os.fsync(file.fileno())
+        for suffix in (".bin", ".meta.json", ".idx"):
+            os.replace(self._path(suffix), _path(self._prefix, suffix))
+        sync_folder(self._prefix.parent)
+
+    def _meta(self) -> Meta:
+        return Meta(
             tokenizer=self._tokenizer,
             vocab_size=self._vocab_size,
             eod=self._eod,
@@ -187,21 +213,15 @@ class IndexedWriter:
             text_bytes=self._text_bytes,
             sha256=self._hash.hexdigest(),
         )
-        write_synced(_temporary(_path(self._prefix, ".meta.json")), json.dumps(asdict(meta), indent=2) + "\n")
-        with open(_temporary(_path(self._prefix, ".idx")), "wb") as file:
-            self._write_index(file)
-            file.flush()
-            os.fsync(file.fileno())
-        for suffix in (".bin", ".meta.json", ".idx"):
-            os.replace(_temporary(_path(self._prefix, suffix)), _path(self._prefix, suffix))
-        sync_folder(self._prefix.parent)
 
     def _write_index(self, file: BinaryIO) -> None:
-        lengths = np.frombuffer(self._lengths, np.int32)
+        signed = np.frombuffer(self._lengths, np.int32)
+        lengths = np.abs(signed).astype("<i4")
         pointers = np.zeros(len(lengths), dtype="<i8")
-        np.cumsum(lengths[:-1].astype("<i8") * self._dtype.itemsize, out=pointers[1:])
-        file.write(_HEADER.pack(MAGIC, VERSION, self._dtype_code, len(lengths), len(self._document_indices)))
-        for part in (lengths.astype("<i4"), pointers, np.frombuffer(self._document_indices, np.int64).astype("<i8")):
+        np.cumsum(lengths[:-1].astype("<i8") * self.dtype.itemsize, out=pointers[1:])
+        documents = np.concatenate([[0], np.flatnonzero(signed > 0) + 1]).astype("<i8")
+        file.write(_HEADER.pack(MAGIC, VERSION, self._dtype_code, len(lengths), len(documents)))
+        for part in (lengths, pointers, documents):
             file.write(part.data)
 
 
@@ -328,10 +348,6 @@ def _spaced(count: int) -> Iterator[tuple[int, int]]:
 
 def _path(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".tmp-{os.getpid()}-{path.name}")
 
 
 def outside(ids: np.ndarray, vocab_size: int) -> int | None:

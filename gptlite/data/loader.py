@@ -10,7 +10,7 @@ import torch
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.eras import Era
 from gptlite.data.indexed import outside
-from gptlite.data.stream import SampleStream
+from gptlite.data.stream import SampleStream, num_chunks, read_chunk
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.ops.documents import Documents
@@ -41,29 +41,6 @@ class Batch:
         return Batch(change(self.tokens), change(self.targets), change(self.sample_ids), documents)
 
 
-class TokenDataset:
-    """Chunk j is tokens [jL, jL + L] of `tokens`, int[N]: L inputs, and L targets one further on.
-
-    Neighbouring chunks share one token, so every token but the first is a target exactly once.
-    """
-
-    def __init__(self, tokens: np.ndarray, sequence_length: int):
-        self.tokens = tokens
-        self.sequence_length = sequence_length
-
-    @property
-    def num_chunks(self) -> int:
-        """All chunks, a short last one included."""
-        return -(-max(len(self.tokens) - 1, 0) // self.sequence_length)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """int64[L + 1], or fewer for a short last chunk. IndexError outside range(num_chunks)."""
-        if not 0 <= index < self.num_chunks:
-            raise IndexError(f"chunk {index} of {self.num_chunks}")
-        start = index * self.sequence_length
-        return self.tokens[start : start + self.sequence_length + 1].astype(np.int64)
-
-
 class Loader:
     """Cuts the run's endless row of samples into global batches, micro-batches and ranks.
 
@@ -71,13 +48,13 @@ class Loader:
     so the ranks' parts, side by side, are the global batch in order for any R. Nothing is remembered: to resume is to
     ask for the same `consumed_samples`. Of each sample a rank gets the tokens at `positions`, by default all. With
     `document_end`, the id that ends a document, batches say where documents begin, and nothing is predicted from it.
-    `validation` is held-out text by the name of its data set. Another `schedule` counts from the next batch on.
+    `validation` is held-out tokens, int[N], by the data set. Another `schedule` counts from the next batch on.
     """
 
     def __init__(
         self,
         stream: SampleStream,
-        validation: Mapping[str, TokenDataset],
+        validation: Mapping[str, np.ndarray],
         *,
         schedule: BatchSchedule,
         micro_batch_size: int,
@@ -90,6 +67,7 @@ class Loader:
     ):
         self.stream = self._begun = stream
         self._validation = validation
+        self._length = stream.eras[-1].sequence_length
         self.micro_batch_size = micro_batch_size
         self._token_bytes = token_bytes
         self._device = device
@@ -158,16 +136,17 @@ class Loader:
         the last chunk and of the last batch, is padding with targets IGNORE: each held-out target counts once over all
         ranks.
         """
-        dataset = self._validation[name or self.validation_sets[0]]
-        chunks = _spread(dataset.num_chunks, limit)
+        held_out = self._validation[name or self.validation_sets[0]]
+        chunks = _spread(num_chunks(held_out, self._length), limit)
         step = self.micro_batch_size * self._data_size
         for start in range(0, len(chunks), step):
             begin = start + self._data_rank * self.micro_batch_size
-            yield self._collate_chunks(dataset, chunks[begin : begin + self.micro_batch_size]).to(self._device)
+            yield self._collate_chunks(held_out, chunks[begin : begin + self.micro_batch_size]).to(self._device)
 
     def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:
         """How many batches `validation_batches(limit, name)` has."""
-        chunks = _spread(self._validation[name or self.validation_sets[0]].num_chunks, limit)
+        held_out = self._validation[name or self.validation_sets[0]]
+        chunks = _spread(num_chunks(held_out, self._length), limit)
         return -(-len(chunks) // (self.micro_batch_size * self._data_size))
 
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
@@ -177,10 +156,11 @@ class Loader:
         ending a document costs bits and adds none.
         """
         name = name or self.validation_sets[0]
-        dataset = self._validation[name]
-        chunks = _spread(dataset.num_chunks, limit)
+        held_out = self._validation[name]
+        chunks = _spread(num_chunks(held_out, self._length), limit)
         if (name, len(chunks)) not in self._bytes_counted:
-            self._bytes_counted[name, len(chunks)] = sum(self._bytes(dataset[int(chunk)]) for chunk in chunks)
+            counts = (self._bytes(read_chunk(held_out, chunk, self._length)) for chunk in chunks.tolist())
+            self._bytes_counted[name, len(chunks)] = sum(counts)
         return self._bytes_counted[name, len(chunks)]
 
     def _bytes(self, values: np.ndarray) -> int:
@@ -207,15 +187,15 @@ class Loader:
                 f"damaged; {command('data')} verify FOLDER says where"
             )
 
-    def _collate_chunks(self, dataset: TokenDataset, chunks: np.ndarray) -> Batch:
+    def _collate_chunks(self, held_out: np.ndarray, chunks: np.ndarray) -> Batch:
         """A micro-batch of held-out chunks, padded to full size."""
-        shape = (self.micro_batch_size, dataset.sequence_length)
+        shape = (self.micro_batch_size, self._length)
         tokens = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORE, dtype=np.int64)
         ids = np.zeros(self.micro_batch_size, dtype=np.int64)
         ids[: len(chunks)] = chunks
-        for row, chunk in enumerate(chunks):
-            values = dataset[int(chunk)]
+        for row, chunk in enumerate(chunks.tolist()):
+            values = read_chunk(held_out, chunk, self._length)
             self._require_known(values[None], lambda _, chunk=chunk: f"held-out chunk {chunk}")
             tokens[row, : len(values) - 1] = values[:-1]
             targets[row, : len(values) - 1] = values[1:]

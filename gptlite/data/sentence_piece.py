@@ -4,7 +4,6 @@ import io
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 
@@ -23,7 +22,7 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     kind = "sentencepiece"
-    _model_file = "tokenizer.model"
+    file = "tokenizer.model"
 
     def __init__(self, model: bytes):
         try:
@@ -32,10 +31,9 @@ class SentencePieceTokenizer(Tokenizer):
             raise ConfigError("it is not a SentencePiece model") from error
         if processor.eos_id() < 0:
             raise ConfigError("the SentencePiece model has no end-of-sentence piece to end documents with")
-        self.model = model
         self.processor = processor
         ids = range(processor.vocab_size())
-        super().__init__([self._bytes_of(token) for token in ids], eod=processor.eos_id())
+        super().__init__([self._bytes_of(token) for token in ids], processor.eos_id(), content=model)
         matched = [processor.id_to_piece(n) for n in ids if not processor.is_byte(n) and not processor.is_control(n)]
         self._words = WordEncoder(processor) if encodes_by_words(model, matched) else None
 
@@ -53,7 +51,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._words is not None
 
     def definition(self) -> bytes:
-        return self.model
+        return self._content
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
@@ -62,15 +60,6 @@ class SentencePieceTokenizer(Tokenizer):
         if self._words is not None:
             return self._words.encode(text)
         return np.array(self.processor.encode(text), dtype=np.int32)
-
-    def save(self, folder: Path) -> None:
-        super().save(folder)
-        (folder / self._model_file).write_bytes(self.model)
-
-    @classmethod
-    def load(cls, folder: Path) -> "SentencePieceTokenizer":
-        """The model that `save` wrote into `folder`."""
-        return cls((folder / cls._model_file).read_bytes())
 
 
 def train_sentencepiece(

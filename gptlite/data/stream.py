@@ -155,6 +155,19 @@ class SampleStream:
         return np.stack([epochs + each.epoch, chunks])
 
 
+def num_chunks(tokens: np.ndarray, length: int) -> int:
+    """Chunks of a row of tokens, a short last one included."""
+    return -(-max(len(tokens) - 1, 0) // length)
+
+
+def read_chunk(tokens: np.ndarray, chunk: int, length: int) -> np.ndarray:
+    """int64[L + 1], or fewer for a short last chunk: tokens [jL, jL + L], L inputs and L targets one further on.
+
+    Neighbouring chunks share one token, so every token but the first is a target exactly once.
+    """
+    return tokens[chunk * length : (chunk + 1) * length + 1].astype(np.int64)
+
+
 def gather(tokens: np.ndarray, chunks: np.ndarray, length: int) -> np.ndarray:
     """Chunks, int64[N]: tokens [jL, jL + L] of the row `tokens` for each j, one below the other: [N, L + 1].
 

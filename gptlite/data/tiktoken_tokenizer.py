@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gptlite.data.tokenizer import Tokenizer, save_definition
+from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, needed_package
-from gptlite.files import write_synced
 
 END = "<|endoftext|>"
-_RANKS = "ranks.tiktoken"
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -22,38 +20,29 @@ class TiktokenTokenizer(Tokenizer):
     """
 
     kind = "tiktoken"
+    file = "ranks.tiktoken"
 
     def __init__(self, ranks: dict[bytes, int], pattern: str, special: dict[str, int], eod: str = END):
         if eod not in special:
             raise ConfigError(f"no special token {eod}; there is {', '.join(special) or 'none'}")
-        self._ranks, self._pattern, self._special, self._end = ranks, pattern, special, eod
         self._encoding = _tiktoken().Encoding("gptlite", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         pieces = [b""] * (max([*ranks.values(), *special.values()]) + 1)
         for piece, token in ranks.items():
             pieces[token] = piece
-        super().__init__(pieces, special[eod])
+        rows = sorted(ranks.items(), key=lambda row: row[1])
+        table = b"".join(base64.b64encode(piece) + b" %d\n" % token for piece, token in rows)
+        super().__init__(pieces, special[eod], {"pattern": pattern, "special": special, "eod": eod}, table)
 
     def definition(self) -> bytes:
-        about = json.dumps([self._pattern, self._special, self._end], sort_keys=True)
-        return about.encode() + hashlib.sha256(self._table()).digest()
+        about = json.dumps(list(self._settings.values()), sort_keys=True)
+        return about.encode() + hashlib.sha256(self._content).digest()
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
 
-    def save(self, folder: Path) -> None:
-        about = {"kind": self.kind, "pattern": self._pattern, "special": self._special, "eod": self._end}
-        save_definition(folder, about)
-        write_synced(folder / _RANKS, self._table())
-
-    def _table(self) -> bytes:
-        rows = sorted(self._ranks.items(), key=lambda row: row[1])
-        return b"".join(base64.b64encode(piece) + b" %d\n" % token for piece, token in rows)
-
     @classmethod
-    def load(cls, folder: Path, definition: dict[str, Any]) -> "TiktokenTokenizer":
-        """What `save` wrote into `folder`."""
-        ranks = _read_ranks(folder / _RANKS)
-        return cls(ranks, definition["pattern"], definition["special"], definition["eod"])
+    def load(cls, folder: Path, settings: dict[str, Any]) -> "TiktokenTokenizer":
+        return cls(_read_ranks(folder / cls.file), **settings)
 
     @classmethod
     def of_name(cls, name: str, eod: str | None) -> "TiktokenTokenizer":

@@ -10,6 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from importlib import import_module
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,34 @@ from typing import Any
 import numpy as np
 
 from gptlite.errors import ConfigError
+from gptlite.files import write_synced
 
 DEFINITION = "definition.json"
+_CLASSES = {  # by kind, in the module that is loaded when it is asked for
+    "byte": "tokenizer.ByteTokenizer",
+    "char": "tokenizer.CharTokenizer",
+    "numbers": "tokenizer.NumberTokenizer",
+    "sentencepiece": "sentence_piece.SentencePieceTokenizer",
+    "huggingface": "huggingface_tokenizer.HuggingFaceTokenizer",
+    "tiktoken": "tiktoken_tokenizer.TiktokenTokenizer",
+}
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(ABC):
-    """Ids stand for byte strings (`pieces`); `eod` is the id that ends a document and stands for no bytes."""
+    """Ids stand for byte strings (`pieces`); `eod` is the id that ends a document and stands for no bytes.
+
+    Made again of `settings`, the keyword arguments of its class, and of `content`, the first argument of one that has
+    a `file` beside the definition.
+    """
 
     kind: str
+    file = ""
 
-    def __init__(self, pieces: list[bytes], eod: int):
+    def __init__(self, pieces: list[bytes], eod: int, settings: dict[str, Any] | None = None, content: bytes = b""):
         self.pieces = pieces
         self.eod = eod
+        self._settings, self._content = settings or {}, content
 
     @property
     def vocab_size(self) -> int:
@@ -67,7 +83,18 @@ class Tokenizer(ABC):
 
     def save(self, folder: Path) -> None:
         """Write the definition into `folder`, which is made if missing; `load_tokenizer` reads it back."""
-        save_definition(folder, {"kind": self.kind})
+        folder.mkdir(parents=True, exist_ok=True)
+        definition = json.dumps({"kind": self.kind} | self._settings, ensure_ascii=False)
+        (folder / DEFINITION).write_text(definition + "\n", encoding="utf-8")
+        if self.file:
+            write_synced(folder / self.file, self._content)
+
+    @classmethod
+    def load(cls, folder: Path, settings: dict[str, Any]) -> "Tokenizer":
+        """What `save` wrote into `folder`, with the `settings` of its definition."""
+        content = [(folder / cls.file).read_bytes()] if cls.file else []
+        make: Any = cls  # each kind has arguments of its own
+        return make(*content, **settings)
 
 
 class ByteTokenizer(Tokenizer):
@@ -97,7 +124,8 @@ class CharTokenizer(Tokenizer):
         self.alphabet = "".join(sorted(set(alphabet)))
         self.unknown = len(self.alphabet)
         self._ids = {character: token for token, character in enumerate(self.alphabet)}
-        super().__init__([c.encode() for c in self.alphabet] + [UNKNOWN.encode(), b""], eod=self.unknown + 1)
+        pieces = [character.encode() for character in self.alphabet] + [UNKNOWN.encode(), b""]
+        super().__init__(pieces, self.unknown + 1, {"alphabet": self.alphabet})
 
     def definition(self) -> bytes:
         return self.alphabet.encode()
@@ -108,9 +136,6 @@ class CharTokenizer(Tokenizer):
     def encode_array(self, text: str) -> np.ndarray:
         return np.fromiter(map(self._ids.get, text, repeat(self.unknown)), dtype=np.int32, count=len(text))
 
-    def save(self, folder: Path) -> None:
-        save_definition(folder, {"kind": self.kind, "alphabet": self.alphabet})
-
 
 class NumberTokenizer(Tokenizer):
     """Ids written out as numbers, for tokens that never were text. The last id is `eod`."""
@@ -118,7 +143,8 @@ class NumberTokenizer(Tokenizer):
     kind = "numbers"
 
     def __init__(self, vocab_size: int):
-        super().__init__([f"{token} ".encode() for token in range(vocab_size - 1)] + [b""], eod=vocab_size - 1)
+        pieces = [f"{token} ".encode() for token in range(vocab_size - 1)] + [b""]
+        super().__init__(pieces, vocab_size - 1, {"vocab_size": vocab_size})
 
     def definition(self) -> bytes:
         return str(self.vocab_size).encode()
@@ -127,41 +153,15 @@ class NumberTokenizer(Tokenizer):
         """The numbers in `text`, modulo the vocabulary; [0] for a text without any."""
         return [int(number) % self.vocab_size for number in re.findall(r"[0-9]+", text)] or [0]
 
-    def save(self, folder: Path) -> None:
-        save_definition(folder, {"kind": self.kind, "vocab_size": self.vocab_size})
-
-
-def save_definition(folder: Path, definition: dict[str, Any]) -> None:
-    """Write `folder`/definition.json, which `load_tokenizer` reads first."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / DEFINITION).write_text(json.dumps(definition, ensure_ascii=False) + "\n", encoding="utf-8")
-
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer saved in `folder`. Raises ConfigError where there is none, or one that cannot be read."""
     try:
         definition = json.loads((folder / DEFINITION).read_text(encoding="utf-8"))
-        match definition["kind"]:
-            case "byte":
-                return ByteTokenizer()
-            case "char":
-                return CharTokenizer(definition["alphabet"])
-            case "sentencepiece":
-                from gptlite.data.sentence_piece import SentencePieceTokenizer  # which builds on this file
-
-                return SentencePieceTokenizer.load(folder)
-            case "huggingface":
-                from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer
-
-                return HuggingFaceTokenizer.load(folder, definition)
-            case "tiktoken":
-                from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
-
-                return TiktokenTokenizer.load(folder, definition)
-            case "numbers":
-                return NumberTokenizer(definition["vocab_size"])
-            case kind:
-                raise ValueError(f"unknown kind {kind}")
+        if (kind := definition.pop("kind")) not in _CLASSES:
+            raise ValueError(f"unknown kind {kind}")
+        module, name = _CLASSES[kind].split(".")
+        return getattr(import_module(f"gptlite.data.{module}"), name).load(folder, definition)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -14,8 +14,6 @@ A token outside the vocabulary is an error, and leaves nothing.
 """
 
 import glob
-import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +21,14 @@ from pathlib import Path
 
 import numpy as np
 
+from gptlite.data.cache import new_folder
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, document_hash, is_held_out, split_writers
 from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.foreign import Batch, Found, cut_at_ends, megatron_documents, open_llmc, open_nanogpt
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
 from gptlite.data.tokenizer import Tokenizer
+from gptlite.data_tool.places import as_prefix
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.files import sync_folder
 from gptlite.progress import Progress, log
 
 FORMATS = ("nanogpt", "llmc", "megatron")
@@ -60,15 +59,9 @@ def run(paths: list[str], options: Options) -> int:
         raise ConfigError(f"output={options.output} exists; give another, or remove it")
     tokenizer = find_tokenizer(options.tokenizer, options.eod)
     train, validation = _sources(paths[0], options.validation, options.format, tokenizer)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".tmp-{output.name}-{uuid.uuid4().hex[:8]}")
-    try:
+    with new_folder(output) as temporary:
         found = _write(temporary, tokenizer, train, validation, options.validation_fraction)
         tokenizer.save(temporary / TOKENIZER)
-        temporary.rename(output)
-        sync_folder(output.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     for split in (TRAIN, VALIDATION):
         dataset = IndexedDataset(output / split)
         print(f"{output / split}: {dataset.num_documents:,} documents, {len(dataset.tokens):,} tokens")
@@ -111,7 +104,7 @@ def _documents(files: list[Path], format: str, tokenizer: Tokenizer) -> Document
     """Opens the files, and so finds what is wrong with them before anything is written."""
     eod, size = tokenizer.eod, tokenizer.vocab_size
     if format == "megatron":
-        datasets = [IndexedDataset(file.with_suffix("") if file.suffix in (".idx", ".bin") else file) for file in files]
+        datasets = [IndexedDataset(as_prefix(file)) for file in files]
         total = sum(dataset.tokens.nbytes for dataset in datasets)
 
         def of_megatron(found: Found) -> Iterator[Batch]:

@@ -6,7 +6,7 @@ dataset is damaged.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes, table
 
 _BAR = 40  # characters
+_BINS = 48  # of the picture
 
 
 @dataclass
@@ -42,8 +43,6 @@ def run(paths: list[str], options: Options) -> int:
         _print(found, lengths)
         print(*(f"DAMAGED  {reason}" for reason in damage), sep="\n", end="\n" * bool(damage))
     if options.plot is not None:
-        from gptlite.data_tool.plot import plot_lengths
-
         plot_lengths({str(prefix): each for prefix, each in lengths.items()}, Path(options.plot))
         print(f"lengths drawn into {options.plot}")
     return 1 if damage else 0
@@ -96,6 +95,35 @@ def histogram(lengths: np.ndarray) -> Iterator[tuple[str, int]]:
     for octave in range(int(np.flatnonzero(octaves)[0]) if octaves.any() else 0, len(octaves)):
         low, high = 2**octave // 2, 2**octave - 1
         yield (f"{low:,}" if high <= low else f"{low:,} - {high:,}"), int(octaves[octave])
+
+
+def plot_lengths(lengths: Mapping[str, np.ndarray], path: Path) -> None:
+    """A histogram of tokens a document, on a logarithmic axis, for each named int64[documents], into `path`.
+
+    Heights are shares of each dataset's tokens, not of its documents: that is what a run reads.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    some = [each[each > 0] for each in lengths.values() if each.any()] or [np.ones(1)]
+    edges = np.geomspace(min(each.min() for each in some), max(each.max() for each in some) + 1, _BINS + 1)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, each in lengths.items():
+        if not each.sum():
+            continue
+        label = f"{name}: {each.size:,} documents, {each.sum() / 1e6:,.2f}M tokens"
+        axes.hist(each, edges.tolist(), weights=each / each.sum(), histtype="step", linewidth=1.5, label=label)
+    axes.set(xscale="log", xlabel="tokens in a document", ylabel="share of all tokens", title="Lengths of documents")
+    axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))  # type: ignore[attr-defined]
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend(loc="upper left", fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def _print(found: dict[Path, IndexedDataset], lengths: dict[Path, np.ndarray]) -> None:

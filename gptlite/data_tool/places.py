@@ -16,11 +16,16 @@ def prefixes(path: str) -> list[Path]:
         if not found:
             raise ConfigError(f"{path} holds no .idx; give a prepared folder, or the PREFIX of a .bin and .idx")
         return found
-    prefix = given.with_suffix("") if given.suffix in (".bin", ".idx") else given
+    prefix = as_prefix(given)
     files = [prefix.with_name(prefix.name + suffix) for suffix in (".idx", ".bin")]
     if not any(file.exists() for file in files):
         raise ConfigError(f"{path} does not exist; give a prepared folder, or the PREFIX of a .bin and .idx")
     return [prefix]
+
+
+def as_prefix(path: Path) -> Path:
+    """PREFIX, of PREFIX.bin or PREFIX.idx too."""
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 def all_prefixes(paths: Iterable[str]) -> list[Path]:

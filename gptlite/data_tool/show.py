@@ -19,7 +19,7 @@ from gptlite.data.corpus import TRAIN
 from gptlite.data.eras import Era
 from gptlite.data.indexed import IndexedDataset
 from gptlite.data.order_log import OrderRow, read_order, row_of_step
-from gptlite.data.stream import SampleStream, gather
+from gptlite.data.stream import SampleStream, gather, num_chunks
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.data_tool.places import prefixes, tokenizer_beside
 from gptlite.errors import ConfigError
@@ -68,7 +68,7 @@ def of_folder(folder: Path, options: Options) -> Iterator[str]:
     if (tokenizer := tokenizer_beside(prefix)) is None:
         raise ConfigError(f"{folder} has no tokenizer/ to turn its tokens into text")
     dataset, length = IndexedDataset(prefix), options.sequence_length
-    if (count := -(-max(len(dataset.tokens) - 1, 0) // length)) <= options.sample:
+    if (count := num_chunks(dataset.tokens, length)) <= options.sample:
         raise ConfigError(f"sample={options.sample}: {prefix} has {count:,} of {length} tokens, counted from 0")
     start = options.sample * length
     tokens = dataset.tokens[start : start + length]

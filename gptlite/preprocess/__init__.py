@@ -1,1 +1,1 @@
-"""Corpora to prepared folders: read, tokenized by many processes, written in shards that outlive a kill."""
+"""Corpora to prepared folders: read, tokenized by many processes, written so that a kill loses little."""

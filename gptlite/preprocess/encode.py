@@ -137,10 +137,9 @@ class Split:
 
 @dataclass
 class Encoded:
-    """A block in tokens. `part` is of the long document that the block is a part of, without `eod`."""
+    """A block in tokens, to train on and held out. `part` is of a long document that it is a part of, without `eod`."""
 
-    train: Split
-    held_out: Split
+    splits: tuple[Split, Split]
     bad: list[Bad] = field(default_factory=list)
     empty: int = 0
     part: Split | None = None
@@ -177,8 +176,8 @@ class Encoder:
             split = is_held_out(digest, self._fraction)
             parts[split].extend((self._tokenizer.encode_array(document.text), self._eod))
             text_bytes[split] += len(document.data)
-        train, held_out = (self._joined(parts[n], text_bytes[n]) for n in (0, 1))
-        return Encoded(train, held_out, bad, empty, long)
+        splits = self._joined(parts[0], text_bytes[0]), self._joined(parts[1], text_bytes[1])
+        return Encoded(splits, bad, empty, long)
 
     def _joined(self, parts: list[np.ndarray], text_bytes: int) -> Split:
         lengths = np.array([ids.size + 1 for ids in parts[::2]], dtype=np.int32)

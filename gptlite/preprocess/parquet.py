@@ -1,26 +1,24 @@
 """Parquet: the rows of one column, read group by group."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gptlite.errors import needed_package
+from gptlite.preprocess.blocks import Piece, Place
 from gptlite.preprocess.inputs import Source
 from gptlite.preprocess.streams import DamagedInput
-
-if TYPE_CHECKING:
-    from gptlite.preprocess.blocks import Piece, Place
 
 _ROWS = 256  # of a piece
 
 
-def parquet_pieces(source: Source, place: "Place", column: str) -> Iterator[tuple["Piece", "Place", int]]:
+def parquet_pieces(source: Source, place: Place, column: str) -> Iterator[tuple[Piece, Place, int]]:
     """Pieces of up to 256 rows from row `place.offset` on, each with the place after it and the bytes read.
 
     Raises DamagedInput for a file that is no Parquet, or has no such column of strings.
     """
-    from gptlite.preprocess.blocks import Piece, Place
-
-    pyarrow = _pyarrow()
+    with needed_package("pyarrow", "a .parquet file"):
+        import pyarrow
+        import pyarrow.parquet
     try:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             _check_column(file, column)
@@ -56,10 +54,3 @@ def _strings(pyarrow: Any, column: Any) -> tuple[bytes, list[int]]:
     values = [None if value is None else value.as_buffer() for value in column.cast(pyarrow.large_binary())]
     lengths = [-1 if value is None else value.size for value in values]
     return b"".join(memoryview(value) for value in values if value is not None), lengths
-
-
-def _pyarrow() -> Any:
-    with needed_package("pyarrow", "a .parquet file"):
-        import pyarrow
-        import pyarrow.parquet
-    return pyarrow

@@ -4,25 +4,24 @@ import fcntl
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import chain
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
-from gptlite.data.corpus import TOKENIZER
+from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import sync_folder, sync_tree, write_synced, write_whole
-from gptlite.preprocess.blocks import Block, Piece, read_blocks
+from gptlite.preprocess.blocks import Block, Piece, Place, read_blocks
 from gptlite.preprocess.encode import Bad, Encoded, Encoder
 from gptlite.preprocess.inputs import STDIN
+from gptlite.preprocess.output import SKIPPED, STATE, WHOLE, Counts, Output
 from gptlite.preprocess.pool import Pool
 from gptlite.preprocess.settings import FILE, Settings, difference, read_settings
-from gptlite.preprocess.shards import Counts, Shard, Shards
 from gptlite.progress import Log, Progress
 
-SHARD_BYTES = 64 << 20  # of input read for each shard: what a kill costs at most
+SAVED_BYTES = 64 << 20  # of input read from one save to the next: what a kill costs at most
 _SHOWN = 10  # bad records that are printed; all are in skipped.jsonl
 
 
@@ -62,26 +61,30 @@ def preprocess(
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial):
         _begin(settings, tokenizer, partial, overwrite)
-        shards = Shards(partial / "shards", tokenizer)
-        if len(shards):
-            log(f"going on after {len(shards)} shards, {shards.counts.tokens:,} tokens")
-        job = _Job(settings, shards, on_error, log)
-        job.run(partial / TOKENIZER, workers)
-        if not shards.counts.documents:
-            seen = f"{shards.counts.skipped} bad records and {shards.counts.empty} empty ones"
-            raise ConfigError(f"input has no document with text in it, but {seen}; nothing is written")
-        _finish(settings, shards, partial, output, log)
-        return Result(shards.counts, job.new, job.seconds)
+        with ExitStack() as stack:
+            job = _Job(settings, Output(partial, tokenizer, stack, log), on_error, log)
+            job.run(partial / WHOLE / TOKENIZER, workers)
+            counts = job.output.counts
+            if not counts.documents:
+                seen = f"{counts.skipped} bad records and {counts.empty} empty ones"
+                raise ConfigError(f"input has no document with text in it, but {seen}; nothing is written")
+        _finish(settings, counts, partial, output)
+        return Result(counts, job.new, job.seconds)
 
 
 class _Job:
     """Reads, tokenizes and writes what is left to do."""
 
-    def __init__(self, settings: Settings, shards: Shards, on_error: str, log: Log):
-        self._settings, self._shards, self._on_error, self._log = settings, shards, on_error, log
-        self.new, self._started = Counts(), time.monotonic()
-        self._long_open = self._long_is_bad = False
+    def __init__(self, settings: Settings, output: Output, on_error: str, log: Log):
+        self._settings, self.output, self._on_error, self._log = settings, output, on_error, log
+        self._before, self._started = astuple(output.counts), time.monotonic()
+        self._long_is_bad = False
         self._shown = 0
+
+    @property
+    def new(self) -> Counts:
+        """What this call has done."""
+        return Counts(*(now - before for now, before in zip(astuple(self.output.counts), self._before, strict=True)))
 
     @property
     def seconds(self) -> float:
@@ -89,71 +92,57 @@ class _Job:
         return time.monotonic() - self._started
 
     def run(self, tokenizer: Path, workers: int) -> None:
-        """Writes shards until the sources end."""
-        settings = self._settings
-        if self._shards.place.source >= len(settings.sources):
+        """Writes until the sources end."""
+        settings, place = self._settings, self.output.place
+        if place.source >= len(settings.sources):
             return
         formats = [source.format for source in settings.sources]
-        blocks = read_blocks(settings.sources, settings.cutting, self._shards.place)
         make = (tokenizer, formats, settings.cutting, settings.validation_fraction)
         with Pool(workers, Encoder, *make) as pool:
             sizes = [source.size for source in settings.sources]
-            self._read, self._started = sum(sizes[: self._shards.place.source]), time.monotonic()
-            self._progress = Progress("tokenizing", sum(sizes), self._log, done=self._read)
-            results = pool.map(blocks)
-            for first in results:
-                with self._shards.writing() as shard:
-                    self._write(shard, chain([first], results))
-                self.new.add(shard.counts)
+            read, unsaved = sum(sizes[: place.source]), 0
+            self._started = time.monotonic()
+            progress = Progress("tokenizing", sum(sizes), self._log, done=read)
+            for block, encoded in pool.map(read_blocks(settings.sources, settings.cutting, place)):
+                self._write(block, encoded)
+                tokens = self.new.tokens
+                rate = f"{tokens / 1e6:,.1f}M tokens, {tokens / max(self.seconds, 1e-9) / 1e6:.2f}M tokens/s"
+                progress.add(block.read - read, rate)
+                read, unsaved = block.read, unsaved + block.size
+                if unsaved >= SAVED_BYTES and not (block.part and block.part.more):
+                    self.output.save(block.after)
+                    unsaved = 0
+        self.output.save(Place(len(sizes)))
 
-    def _write(self, shard: Shard, results: Iterable[tuple[Block, Encoded]]) -> None:
-        """One shard's blocks."""
-        size = 0
-        for block, encoded in results:
-            self._write_block(shard, block, encoded)
-            tokens = self.new.tokens + shard.counts.tokens
-            rate = f"{tokens / 1e6:,.1f}M tokens, {tokens / max(self.seconds, 1e-9) / 1e6:.2f}M tokens/s"
-            self._progress.add(block.read - self._read, rate)
-            self._read = block.read
-            size += block.size
-            if size >= SHARD_BYTES and not self._long_open:
-                break
-        self._shards.place = block.after
-
-    def _write_block(self, shard: Shard, block: Block, encoded: Encoded) -> None:
+    def _write(self, block: Block, encoded: Encoded) -> None:
         if block.part is not None:
-            self._write_part(shard, block.part, encoded)
+            self._write_part(block.part, encoded)
             return
         for bad in encoded.bad:
-            self._bad(shard, bad)
-        if self._long_open:  # what should have gone on is damaged, and counted
-            shard.drop_long()
-            self._long_open = False
-        shard.counts.empty += encoded.empty
-        shard.add(encoded.train, encoded.held_out)
+            self._bad(bad)
+        self.output.counts.empty += encoded.empty
+        self.output.add(encoded.splits)
 
-    def _write_part(self, shard: Shard, part: Piece, encoded: Encoded) -> None:
+    def _write_part(self, part: Piece, encoded: Encoded) -> None:
         """A part of a long document, which is left out whole if one part of it is bad."""
         if part.first:
+            self.output.begin_long()
             self._long_is_bad = False
         if encoded.bad and not self._long_is_bad:
             self._long_is_bad = True
-            self._bad(shard, encoded.bad[0])
+            self._bad(encoded.bad[0])
         if encoded.part is not None:
-            shard.add_part(encoded.part)
-        self._long_open = part.more
-        if not part.more and self._long_is_bad:
-            shard.drop_long()
-        elif not part.more:
+            self.output.add_part(encoded.part)
+        if not part.more and not self._long_is_bad:
             assert part.digest is not None
-            shard.end_long(part.digest, self._settings.validation_fraction)
+            self.output.end_long(part.digest, self._settings.validation_fraction)
 
-    def _bad(self, shard: Shard, bad: Bad) -> None:
+    def _bad(self, bad: Bad) -> None:
         source = self._settings.sources[bad.source]
         what = f"{source.path}:{bad.line}: {bad.reason}"
         if self._on_error == "error":
             raise ConfigError(f"{what}; repair it, or leave such records out with on_error=skip")
-        shard.skip(bad, source)
+        self.output.skip(bad, source)
         self._shown += 1
         if self._shown <= _SHOWN:
             self._log(f"skipped {what}" + ("; further ones are not shown" if self._shown == _SHOWN else ""))
@@ -193,22 +182,22 @@ def _begin(settings: Settings, tokenizer: Tokenizer, partial: Path, overwrite: b
     differs = difference(old, new) if old is not None else ""
     if differs and not overwrite:
         raise ConfigError(f"{partial} was begun with {differs}; give the same again, or overwrite=true to begin anew")
-    if old is None or differs:
-        shutil.rmtree(partial / "shards", ignore_errors=True)
-        shutil.rmtree(partial / TOKENIZER, ignore_errors=True)
-        tokenizer.save(partial / TOKENIZER)
+    kept = (partial / STATE).exists() and (partial / WHOLE).exists()
+    if old is None or differs or not kept:
+        for leftover in (FILE, STATE, *(f"{split}.lengths" for split in (TRAIN, VALIDATION))):
+            (partial / leftover).unlink(missing_ok=True)
+        shutil.rmtree(partial / WHOLE, ignore_errors=True)
+        tokenizer.save(partial / WHOLE / TOKENIZER)
         write_whole(partial / FILE, json.dumps(new, indent=2, ensure_ascii=False) + "\n")
 
 
-def _finish(settings: Settings, shards: Shards, partial: Path, output: Path, log: Log) -> None:
-    """Joins the shards and gives the output its name."""
+def _finish(settings: Settings, counts: Counts, partial: Path, output: Path) -> None:
+    """Gives the output its name."""
     _refuse_changed(settings)
-    whole = partial / "whole"
-    shutil.rmtree(whole, ignore_errors=True)
-    whole.mkdir()
-    shards.merge(whole, log)
-    shutil.copytree(partial / TOKENIZER, whole / TOKENIZER)
-    about = settings.as_json() | {"counts": asdict(shards.counts)}
+    whole = partial / WHOLE
+    if not counts.skipped:
+        (whole / SKIPPED).unlink()
+    about = settings.as_json() | {"counts": asdict(counts)}
     write_synced(whole / FILE, json.dumps(about, indent=2, ensure_ascii=False) + "\n")
     sync_tree(whole)
     trash = _trash(output)

@@ -6,12 +6,12 @@ import io
 import lzma
 import sys
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, BinaryIO
 
 from gptlite.errors import needed_package
 
-_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
 _COMPRESSED = 1 << 14  # bytes given to zstandard at a time: what comes out may be a thousand times as much
 
 
@@ -25,10 +25,10 @@ class Stream:
     def __init__(self, path: str, skip: int = 0):
         self._file: BinaryIO = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
         head = self._file.peek(6) if isinstance(self._file, io.BufferedReader) else b""  # type: ignore[attr-defined]
-        kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
+        opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), None)
         self.damage = ""
-        self._data = self._opened(kind)
-        if kind is None and path != "-":
+        self._data = opener(self._file) if opener else self._file
+        if opener is None and path != "-":
             self._file.seek(skip)
         else:
             self._discard(skip)
@@ -55,19 +55,6 @@ class Stream:
         """Closes the file."""
         if self._file is not sys.stdin.buffer:
             self._file.close()
-
-    def _opened(self, kind: str | None) -> Any:
-        match kind:
-            case "gzip":
-                return gzip.GzipFile(fileobj=self._file)
-            case "xz":
-                return lzma.LZMAFile(self._file)
-            case "bzip2":
-                return bz2.BZ2File(self._file)
-            case "zstandard":
-                return _Zstandard(self._file)
-            case _:
-                return self._file
 
     def _discard(self, size: int) -> None:
         while size:
@@ -110,3 +97,11 @@ class _Zstandard:
         except self._library.ZstdError as error:
             raise ValueError(error) from error
         return b"".join(parts)
+
+
+_OPENERS: dict[bytes, Callable[[Any], Any]] = {  # by the first bytes of what they read
+    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
+    b"\x28\xb5\x2f\xfd": _Zstandard,
+    b"\xfd7zXZ\0": lzma.LZMAFile,
+    b"BZh": bz2.BZ2File,
+}

@@ -46,24 +46,19 @@ def temporary(folder):
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "char", "byte"])
-def test_text_becomes_two_parts_that_join_to_it(text, settings, kind):
+def test_text_becomes_two_parts_that_join_to_it_and_bits_per_byte_divides_by_the_second(text, settings, kind):
     data = prepare(TextConfig(path=str(text), tokenizer=kind, vocab_size=400, **settings), seed=1)
-    train, held_out = (data.tokenizer.decode(part.tolist()) for part in (data.sets[0].train, data.sets[0].validation))
-    assert train + held_out == TEXT
+    train, validation = data.sets[0].train, data.sets[0].validation
+    held_out = data.tokenizer.decode(validation.tolist())
+    assert data.tokenizer.decode(train.tolist()) + held_out == TEXT
     assert len(held_out) == pytest.approx(0.1 * len(TEXT), rel=0.05)
-    assert data.sets[0].train[-1] == data.sets[0].validation[-1] == data.tokenizer.eod
+    assert train[-1] == validation[-1] == data.tokenizer.eod
     assert str(data.num_train_tokens) in data.describe().replace(",", "")
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "char", "byte"])
-def test_bits_per_byte_divides_by_the_held_out_text(text, settings, kind):
-    data = prepare(TextConfig(path=str(text), tokenizer=kind, vocab_size=400, **settings), seed=1)
     loader = build_loader(DataConfig(**settings), data, Mesh(torch.device("cpu")), seed=1)
-    held_out = data.tokenizer.decode(data.sets[0].validation.tolist())
-    first = data.tokenizer.decode(data.sets[0].validation[:1].tolist())  # nothing comes before it: not a target
+    first = data.tokenizer.decode(validation[:1].tolist())  # nothing comes before it: not a target
     assert loader.validation_bytes() == len(held_out.encode()) - len(first.encode())
     counted = sum(int((batch.targets != IGNORE).sum()) for batch in loader.validation_batches())
-    assert counted == len(data.sets[0].validation) - 1
+    assert counted == len(validation) - 1
 
 
 def test_every_file_is_a_document_and_gives_its_end(tmp_path, settings):
@@ -255,28 +250,6 @@ def test_leftovers_of_a_killed_process_are_cleared(tmp_path):
     cache.cached_folder(tmp_path, "n", {}, make, print)
     assert visible(tmp_path) == [folder.name]
     assert temporary(tmp_path) == []
-
-
-TWO = """
-import sys, time
-from pathlib import Path
-from gptlite.data.cache import cached_folder
-def make(folder):
-    print("making", flush=True)
-    time.sleep(1)
-    (folder / "file").write_text("whole")
-folder = cached_folder(Path(sys.argv[1]), "n", {}, make, lambda line: print("log", line, flush=True))
-print((folder / "file").read_text())
-"""
-
-
-def test_two_processes_at_once_make_it_once(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(Path(gptlite.__file__).parents[1])}
-    command = [sys.executable, "-c", TWO, str(tmp_path)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
-    said = [process.communicate(timeout=60)[0] for process in processes]
-    assert "".join(said).count("making") == 1
-    assert all(text.endswith("whole\n") for text in said)
 
 
 def test_synthetic_tokens_follow_the_seed_and_nothing_else(settings):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.loader import Loader, TokenDataset
+from gptlite.data.loader import Loader
 from gptlite.data.stream import SampleStream
 
 LENGTH, BATCH, STEPS = 8, 24, 48
@@ -19,7 +19,7 @@ def loaders(degree, history, consumed):
     ranks = [
         Loader(
             SampleStream.begin(3, LENGTH, sets),
-            {"a": TokenDataset(TOKENS["a"], LENGTH)},
+            {"a": TOKENS["a"]},
             schedule=BatchSchedule(BATCH),
             micro_batch_size=1,
             token_bytes=np.zeros(6000),

@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import pytest
+from token_folders import write_megatron
 from token_folders import write_numbers as write
 
 from gptlite.data.corpus import open_split
@@ -118,22 +119,18 @@ def test_verify_names_the_damage(tmp_path, case):
 
 
 def test_negative_ids_are_found(tmp_path):
-    (tmp_path / "m.bin").write_bytes(struct.pack("<2i", 1, -1))
-    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 1, 2) + struct.pack("<i", 2) + struct.pack("<3q", 0, 0, 1)
-    (tmp_path / "m.idx").write_bytes(index)
+    write_megatron(tmp_path / "m", [[[1, -1]]], np.int32)
     with pytest.raises(ConfigError, match="token 1 is -1, outside the vocabulary of 10"):
         verify(IndexedDataset(tmp_path / "m"), vocab_size=10)
 
 
 FOLDER = {
     "tokenizer missing": ("tokenizer/definition.json", lambda p: p.unlink(), "tokenizer holds no tokenizer"),
-    "tokenizer garbage": (
-        "tokenizer/definition.json",
-        lambda p: p.write_bytes(b"\xff{"),
-        "tokenizer holds no tokenizer",
-    ),
+    "tokenizer garbage": ("tokenizer/definition.json", lambda p: p.write_bytes(b"\xff{"), "holds no tokenizer"),
+    "tokenizer cut off": ("tokenizer/definition.json", lambda p: p.write_text("{"), "holds no tokenizer"),
     "tokenizer a list": ("tokenizer/definition.json", lambda p: p.write_text("[]"), "tokenizer holds no tokenizer"),
     "tokenizer unknown": ("tokenizer/definition.json", edit(kind="wordpiece"), "unknown kind wordpiece"),
+    "tokenizer without its model": ("tokenizer/definition.json", edit(kind="sentencepiece"), "holds no tokenizer"),
     "tokenizer without its definition": ("tokenizer/definition.json", edit(kind="char"), "holds no tokenizer"),
     "another tokenizer": ("tokenizer/definition.json", edit(kind="numbers", vocab_size=300), "train.bin is not of the"),
     "meta missing": ("train.meta.json", lambda p: p.unlink(), "train.meta.json is not there"),

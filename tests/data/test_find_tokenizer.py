@@ -90,6 +90,8 @@ def test_nothing_is_lost_and_bytes_are_counted(found: Tokenizer) -> None:
         assert found.eod not in ids  # though the text spells it out
         assert np.array_equal(found.encode_array(text), ids)
         assert found.encode_array(text).dtype == np.int32
+    trained = found.kind not in ("char", "byte")
+    assert (len(found.encode("the quick")) < len("the quick")) == trained
     assert found.piece(found.eod) == found.decode([found.eod]).encode() == b""
     assert found.token_bytes().shape == (found.vocab_size,)
     assert 0 <= found.eod < found.vocab_size
@@ -109,11 +111,6 @@ def test_saved_and_found_again_by_every_path(found: Tokenizer, tmp_path: Path) -
         assert loaded.fingerprint == found.fingerprint
         assert (loaded.eod, loaded.pieces) == (found.eod, found.pieces)
         assert [loaded.encode(text) for text in TEXTS] == [found.encode(text) for text in TEXTS]
-
-
-def test_a_trained_token_is_used(found: Tokenizer) -> None:
-    trained = found.kind not in ("char", "byte")
-    assert (len(found.encode("the quick")) < len("the quick")) == trained
 
 
 def test_the_alphabet_of_bytes_is_hugging_faces() -> None:

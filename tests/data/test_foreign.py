@@ -1,10 +1,10 @@
 """Token files of nanoGPT, llm.c and Megatron become prepared folders, token for token."""
 
-import struct
 import sys
 
 import numpy as np
 import pytest
+from token_folders import write_megatron as megatron
 
 from gptlite.data.corpus import open_split
 from gptlite.data.indexed import IndexedDataset
@@ -99,20 +99,6 @@ def test_a_folder_has_both_parts(tool, tmp_path):
     assert "1 documents did not end with the end of document, 99: it was added" in out
 
 
-def megatron(prefix, bodies, dtype=np.uint16, modes=None):
-    """Documents of several sequences; those without any have an index alone."""
-    code = {np.uint16: 8, np.int32: 4, np.int64: 5, np.uint8: 1}[dtype]
-    sequences = [each for body in bodies for each in body]
-    lengths = np.array([len(each) for each in sequences], dtype="<i4")
-    pointers = (np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize
-    indices = np.cumsum([0, *(len(body) for body in bodies)])
-    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(indices))
-    arrays = lengths.tobytes() + pointers.astype("<i8").tobytes() + indices.astype("<i8").tobytes()
-    prefix.with_name(prefix.name + ".idx").write_bytes(header + arrays + bytes(modes or []))
-    prefix.with_name(prefix.name + ".bin").write_bytes(np.array(joined(sequences), dtype=dtype).tobytes())
-    return prefix
-
-
 @pytest.mark.parametrize("at_a_time", [1, 2, 100])
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
@@ -158,7 +144,11 @@ DAMAGE = {
     "fewer tokens than it says": ("llmc", lambda p: llmc(p, [1], count=2), "has 1026 bytes where its header says 2"),
     "a negative number of tokens": ("llmc", lambda p: llmc(p, [], count=-1), "where its header says -1 tokens"),
     "nanoGPT's as llm.c's": ("llmc", lambda p: nanogpt(p, [1] * 600), "begins with 65537 version 65537"),
-    "sequences of pictures": ("megatron", lambda p: megatron(p, [[[1]], [[2]]], modes=[0, 1]), "that are not text"),
+    "sequences of pictures": (
+        "megatron",
+        lambda p: megatron(p, [[[1]], [[2]]], modes=[0, 1]),
+        "that are not text",
+    ),
     "a megatron prefix that is not there": ("megatron", lambda p: None, "idx is damaged: it cannot be opened"),
     "ids beyond the vocabulary": ("megatron", lambda p: megatron(p, [[[1]], [[101]]]), "token 1 is 101, outside"),
 }
@@ -185,15 +175,10 @@ def test_damage_is_named_and_nothing_is_left(tool, tmp_path, case):
         ("tokenizer=/nowhere", "/nowhere"),
         ("validation=/nowhere", "/nowhere does not exist"),
         ("validation_fraction=0.005", "holds out none of 1 documents"),
+        ("output=.", "output=. exists; give another, or remove it"),
     ],
 )
 def test_refused_settings(tool, tmp_path, argument, message):
     code, _, err = tool(nanogpt(tmp_path / "x.bin", [1, EOD]), "format=nanogpt", argument)
     assert (code, message in err) == (2, True)
     assert not (tmp_path / "out").exists()
-
-
-def test_what_is_there_is_not_written_over(tool, tmp_path):
-    (tmp_path / "out").mkdir()
-    code, _, err = tool(nanogpt(tmp_path / "x.bin", [1, EOD]), "format=nanogpt")
-    assert (code, "exists; give another, or remove it" in err) == (2, True)

@@ -8,6 +8,8 @@ from token_folders import write_numbers as write
 
 from gptlite.data.indexed import IndexedDataset, IndexedWriter
 from gptlite.data.verify import verify
+from gptlite.errors import ConfigError
+from gptlite.progress import Progress
 
 DOCUMENTS = [[5, 6, 7], [], [8]]
 EOD = 9
@@ -76,14 +78,56 @@ def test_many_documents_at_once_are_the_same_bytes(tmp_path, prefix, dtype):
     assert same_files(tmp_path / "bulk", prefix)
 
 
-def test_joined_shards_are_the_same_bytes(tmp_path, prefix, monkeypatch):
+SILENT = Progress("", 0, print)
+
+
+def kept(folder):
+    return IndexedWriter(folder / "kept", "fingerprint", 10, EOD, folder / "kept.lengths")
+
+
+@pytest.mark.parametrize("number", range(len(DOCUMENTS) + 1))
+def test_taken_up_again_the_bytes_are_the_same(tmp_path, prefix, monkeypatch, number):
+    """Saved after so many documents; then a document is lost and one is cut off in the middle."""
     monkeypatch.setattr("gptlite.data.indexed._BLOCK", 6)
-    shards = [write(tmp_path / f"shard{n}", part) for n, part in enumerate([DOCUMENTS[:2], [], DOCUMENTS[2:]])]
-    with IndexedWriter(tmp_path / "joined", "fingerprint", 10, EOD) as writer:
-        for shard in shards:
-            writer.append(IndexedDataset(shard))
-    assert same_files(tmp_path / "joined", prefix)
-    verify(IndexedDataset(tmp_path / "joined"))
+    monkeypatch.setattr("gptlite.data.indexed._MAX_SEQUENCE", 4)
+
+    def add(writer, documents):
+        for document in documents:
+            writer.write(document, text_bytes=2 * len(document))
+            writer.end_document()
+
+    def interrupted():
+        nonlocal saved
+        with kept(tmp_path) as writer:
+            add(writer, DOCUMENTS[:number])
+            saved = writer.save()
+            add(writer, [[1, 2]])
+            writer.save()  # of which nobody has taken note yet
+            writer.write([3], text_bytes=1)
+            raise KeyboardInterrupt
+
+    saved = None
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with open(tmp_path / "kept.lengths", "ab") as file:
+        file.write(b"cut")
+    for _ in range(2):  # the second time after its end
+        with kept(tmp_path) as writer:
+            writer.go_on(saved, SILENT)
+            add(writer, DOCUMENTS[number:])
+            saved, number = writer.save(), len(DOCUMENTS)
+        assert same_files(tmp_path / "kept", prefix)
+
+
+@pytest.mark.parametrize(("name", "content"), [("kept.bin", b"x"), ("kept.bin", b""), ("kept.lengths", b"")])
+def test_what_was_damaged_meanwhile_is_not_gone_on_with(tmp_path, name, content):
+    with kept(tmp_path) as writer:
+        writer.end_document()
+        saved = writer.save()
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"kept.bin is not what was written; remove .*"), kept(tmp_path) as writer:
+        writer.go_on(saved, SILENT)
+    assert (tmp_path / name).read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -102,11 +146,6 @@ def test_documents_that_are_none_are_refused(tmp_path, tokens, lengths, message)
     with pytest.raises(ValueError, match=message), IndexedWriter(tmp_path / "train", "", 10, EOD) as writer:
         writer.write_documents(np.array(tokens), np.array(lengths), 0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_shard_of_another_tokenizer_is_not_joined(tmp_path, prefix):
-    with pytest.raises(ValueError, match="not of the tokenizer"), IndexedWriter(tmp_path / "x", "", 10, EOD) as writer:
-        writer.append(IndexedDataset(prefix))
 
 
 def test_a_long_document_is_several_sequences(tmp_path, monkeypatch):

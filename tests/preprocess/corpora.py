@@ -40,14 +40,9 @@ def read_documents(folder: Path, split: str) -> list[str]:
     """The texts of a prepared folder. Each ends with its end-of-document token, which is nowhere else."""
     tokenizer, dataset = load_tokenizer(folder / "tokenizer"), IndexedDataset(folder / split)
     verify(dataset)
-    texts, start = [], 0
-    for length in dataset.lengths:
-        ids = dataset.tokens[start : start + length].tolist()
-        assert ids[-1] == tokenizer.eod
-        assert tokenizer.eod not in ids[:-1]
-        texts.append(tokenizer.decode(ids))
-        start += length
-    return texts
+    found = [dataset.document(n).tolist() for n in range(dataset.num_documents)]
+    assert all(ids.index(tokenizer.eod) == len(ids) - 1 for ids in found)
+    return [tokenizer.decode(ids) for ids in found]
 
 
 def tree(folder: Path) -> dict[str, bytes]:

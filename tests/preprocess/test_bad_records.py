@@ -43,7 +43,8 @@ BAD_LINES = {
 }
 
 
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
     (tmp_path / "in").mkdir()
     return tmp_path / "in"
 
@@ -90,8 +91,9 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_damaged_file_is_named_and_gives_no_half_document(tmp_path, monkeypatch, suffix: str, damage: str) -> None:
-    source = folder(tmp_path)
+def test_a_damaged_file_is_named_and_gives_no_half_document(
+    source, tmp_path, monkeypatch, suffix: str, damage: str
+) -> None:
     turned = damage == "a bit turned"  # which the checksum tells, at the end of all that is decompressed at a time
     monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", 1 << 20 if turned else 1000)
     path, texts = source / f"a.jsonl{suffix}", made_up(2, 50 if turned else 200)
@@ -131,34 +133,33 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, make) -> 
 
 
 @pytest.mark.parametrize("part", [50, 1 << 20])
-def test_text_that_is_not_utf8_is_left_out_whole(tmp_path: Path, monkeypatch, part: int) -> None:
-    source = folder(tmp_path)
+def test_text_that_is_not_utf8_is_left_out_whole(source: Path, tmp_path: Path, monkeypatch, part) -> None:
     monkeypatch.setattr("gptlite.preprocess.blocks._PART", part)
     for name, content in (
         ("a", b"good one\n"),
         ("b", b"fine\n" * 30 + b"na\xefve\n" + b"fine\n" * 30),
-        ("c", b"good two"),
+        ("c", b"good two\n" * 30),
     ):
         (source / f"{name}.txt").write_bytes(content)
     with pytest.raises(ConfigError, match=r"b.txt:31: it is not UTF-8 at byte \d+ \(0xef\)"):
         prepare(source, tmp_path / "out", validation_fraction=0)
     result = prepare(source, tmp_path / "out", validation_fraction=0, on_error="skip")
     assert (result.counts.documents, result.counts.skipped) == (2, 1)
-    assert read_documents(tmp_path / "out", "train") == ["good one\n", "good two"]
+    assert read_documents(tmp_path / "out", "train") == ["good one\n", "good two\n" * 30]
 
 
 @pytest.mark.parametrize("part", [50, 1 << 20])
-def test_a_compressed_text_that_is_cut_off_is_left_out_whole(tmp_path: Path, monkeypatch, part: int) -> None:
-    source = folder(tmp_path)
+def test_a_compressed_text_that_is_cut_off_is_left_out_whole(
+    source: Path, tmp_path: Path, monkeypatch, part: int
+) -> None:
     monkeypatch.setattr("gptlite.preprocess.blocks._PART", part)
     (source / "a.txt.gz").write_bytes(gzip.compress("".join(made_up(3, 20)).encode())[:-30])
-    (source / "b.txt").write_text("good")
+    (source / "b.txt").write_text("good\n" * 30)
     prepare(source, tmp_path / "out", validation_fraction=0, on_error="skip")
-    assert read_documents(tmp_path / "out", "train") == ["good"]
+    assert read_documents(tmp_path / "out", "train") == ["good\n" * 30]
 
 
-def test_rows_of_parquet_that_are_no_text(tmp_path: Path) -> None:
-    source = folder(tmp_path)
+def test_rows_of_parquet_that_are_no_text(source: Path, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -171,8 +172,7 @@ def test_rows_of_parquet_that_are_no_text(tmp_path: Path) -> None:
     assert read_documents(tmp_path / "out", "train") == ["good", "fine"]
 
 
-def test_files_that_are_no_parquet_of_strings(tmp_path: Path) -> None:
-    source = folder(tmp_path)
+def test_files_that_are_no_parquet_of_strings(source: Path, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -200,8 +200,7 @@ def test_files_that_are_no_parquet_of_strings(tmp_path: Path) -> None:
         assert "\n" not in line
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch) -> None:
-    source = folder(tmp_path)
+def test_a_missing_package_is_named(source: Path, tmp_path: Path, monkeypatch) -> None:
     (source / "a.jsonl.zst").write_bytes(zstandard.compress(as_jsonl(GOOD)))
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ConfigError, match=r"a .zst file needs a missing package; pip install zstandard"):

@@ -1,5 +1,6 @@
 """Stopped anywhere and taken up again, the bytes are those of work that was never stopped."""
 
+import errno
 import random
 import shutil
 import signal
@@ -12,8 +13,9 @@ import pytest
 from marking import marked
 
 from gptlite.errors import ConfigError
+from gptlite.files import write_whole
 from preprocess import killed
-from preprocess.corpora import as_jsonl, made_up, prepare
+from preprocess.corpora import as_jsonl, made_up, prepare, tree
 
 POINTS = 20
 
@@ -28,10 +30,10 @@ def start(folder: Path, at: int, *more: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """A folder with 6 shards of lines, one in a hundred bad, and a text file."""
+    """A folder with lines for 6 saves, one in ten bad, and a text file."""
     (tmp_path / "in").mkdir()
     lines = as_jsonl(made_up(5, 120)).splitlines(keepends=True)
-    lines[50::100] = [b"bad\n"] * len(lines[50::100])
+    lines[5::10] = [b"bad\n"] * len(lines[5::10])
     (tmp_path / "in" / "a.jsonl").write_bytes(b"".join(lines))
     (tmp_path / "in" / "b.txt").write_text("\n".join(made_up(6, 20)))
     return tmp_path
@@ -70,7 +72,7 @@ def test_workers_end_with_it_and_the_same_command_goes_on(corpus: Path, number: 
     (corpus / "in" / "c.jsonl").write_bytes(many * 8)
     process = start(corpus, 0)
     deadline = time.monotonic() + 60
-    while len(list((corpus / "out.partial" / "shards").glob("0*"))) < 2:  # it is at work
+    while not (corpus / "out.partial" / "state.json").exists():  # it is at work
         assert time.monotonic() < deadline
         time.sleep(0.02)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -88,6 +90,27 @@ def test_workers_end_with_it_and_the_same_command_goes_on(corpus: Path, number: 
     process = start(corpus, 0, "overwrite=true")
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
+
+
+@pytest.mark.parametrize("save", [0, 1, 4])
+def test_a_disk_full_at_a_save_costs_only_what_came_after_the_last_one(corpus: Path, monkeypatch, save: int) -> None:
+    monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", 2000)
+    monkeypatch.setattr("gptlite.preprocess.run.SAVED_BYTES", 20_000)
+    prepare(corpus / "in", corpus / "expected", on_error="skip")
+    saves = iter(range(99))
+
+    def full(path: Path, content: str) -> None:
+        if next(saves) == save:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        write_whole(path, content)
+
+    monkeypatch.setattr("gptlite.preprocess.output.write_whole", full)
+    with pytest.raises(OSError, match="no space left"):
+        prepare(corpus / "in", corpus / "out", on_error="skip")
+    said: list[str] = []
+    prepare(corpus / "in", corpus / "out", on_error="skip", log=said.append)
+    assert tree(corpus / "out") == tree(corpus / "expected")
+    assert said[0].startswith("going on after") == bool(save)
 
 
 def test_a_rerun_with_other_settings_is_refused_and_names_them(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from marking import marked
 
 from gptlite.commands.preprocess import main
 from gptlite.data.corpus import is_held_out
@@ -67,7 +68,7 @@ def test_what_the_disk_refuses_is_named_with_what_helps(monkeypatch, tmp_path, c
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), str(partial) if number == errno.EROFS else None)
 
-    monkeypatch.setattr("gptlite.preprocess.run.Shards" if number == errno.ENOSPC else "pathlib.Path.mkdir", refuse)
+    monkeypatch.setattr("gptlite.preprocess.run.Output" if number == errno.ENOSPC else "pathlib.Path.mkdir", refuse)
     monkeypatch.setattr("sys.argv", ["preprocess", f"input={tmp_path / 'a.jsonl'}", "tokenizer=byte", "workers=0"])
     sys.argv.append(f"output={tmp_path / 'out'}")
     before = signal.getsignal(signal.SIGTERM)
@@ -141,14 +142,14 @@ def test_empty_lines_end_documents_of_text(tmp_path: Path) -> None:
     assert read_documents(tmp_path / "out", "train") == ["one\nmore", "two", "three", "four"]
 
 
-@pytest.mark.parametrize("size", [50, 1000])
-def test_where_blocks_end_does_not_matter(expected: Path, tmp_path: Path, monkeypatch, size: int) -> None:
+@pytest.mark.parametrize(("size", "workers"), marked([(50, 0), (1000, 0), (2000, 1), (2000, 2), (2000, 3)], 2, 3))
+def test_where_blocks_end_and_workers_do_not_matter(expected, tmp_path: Path, monkeypatch, size, workers) -> None:
     (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS))
     (tmp_path / "a.txt").write_bytes("<|end|>".join(TEXTS).encode())
     monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", size)
-    monkeypatch.setattr("gptlite.preprocess.run.SHARD_BYTES", 30_000)
-    prepare(tmp_path / "a.jsonl", tmp_path / "1")
-    prepare(tmp_path / "a.txt", tmp_path / "2", separator="<|end|>")
+    monkeypatch.setattr("gptlite.preprocess.run.SAVED_BYTES", 30_000)
+    prepare(tmp_path / "a.jsonl", tmp_path / "1", workers=workers)
+    prepare(tmp_path / "a.txt", tmp_path / "2", separator="<|end|>", workers=workers)
     assert tree(tmp_path / "1") == tree(tmp_path / "2") == tree(expected)
 
 
@@ -158,18 +159,8 @@ def test_long_texts_come_in_parts_cut_between_characters(expected: Path, tmp_pat
     for n, text in enumerate(TEXTS):
         (tmp_path / "in" / f"{n:03}.txt").write_bytes(text.encode())
     monkeypatch.setattr("gptlite.preprocess.blocks._PART", part)
-    monkeypatch.setattr("gptlite.preprocess.run.SHARD_BYTES", 30_000)
+    monkeypatch.setattr("gptlite.preprocess.run.SAVED_BYTES", 30_000)
     prepare(tmp_path / "in", tmp_path / "out")
-    assert tree(tmp_path / "out") == tree(expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_workers_do_not_matter(expected: Path, tmp_path: Path, monkeypatch, workers: int) -> None:
-    monkeypatch.setattr("gptlite.preprocess.blocks.BLOCK", 2000)
-    monkeypatch.setattr("gptlite.preprocess.run.SHARD_BYTES", 30_000)
-    (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS))
-    prepare(tmp_path / "a.jsonl", tmp_path / "out", workers=workers)
     assert tree(tmp_path / "out") == tree(expected)
 
 

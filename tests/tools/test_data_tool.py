@@ -1,7 +1,6 @@
 """`python tools/data.py`, as a user calls it."""
 
 import json
-import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from run_files import snapshot
-from token_folders import write_folder
+from token_folders import write_folder, write_megatron
 
 from gptlite.data.indexed import IndexedWriter
 from gptlite.data_tool import command
@@ -149,9 +148,7 @@ def test_verify_names_the_damage_and_returns_1(tool, folder, damage, message, in
 
 
 def test_verify_of_megatrons_own_files_says_what_it_cannot_know(tool, tmp_path):
-    (tmp_path / "m.bin").write_bytes(struct.pack("<2i", 1, 70_000))
-    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 1, 2) + struct.pack("<i", 2) + struct.pack("<3q", 0, 0, 1)
-    (tmp_path / "m.idx").write_bytes(index)
+    write_megatron(tmp_path / "m", [[[1, 70_000]]], np.int32)
     assert "no .meta.json: neither hash nor vocabulary" in tool("verify", tmp_path / "m").out
     result = tool("verify", tmp_path / "m.bin", "vocab_size=65536")
     assert (result.code, "token 1 is 70000, outside the vocabulary of 65536" in result.out) == (1, True)

@@ -1,0 +1,115 @@
+"""The output that is being made: token files that grow, and a note of how far they are good.
+
+OUTPUT.partial/preprocess.json     the settings
+               state.json          the place in the input, and how long the files were there
+               train.lengths       tokens of each document, for .idx; val.lengths
+               whole/              the output, until it gets its name
+"""
+
+import json
+import os
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gptlite.data.corpus import is_held_out, split_writers
+from gptlite.data.indexed import Meta
+from gptlite.data.tokenizer import Tokenizer
+from gptlite.files import sync_folder, write_whole
+from gptlite.preprocess.blocks import Place
+from gptlite.preprocess.encode import Bad, Split
+from gptlite.preprocess.inputs import Source
+from gptlite.progress import Log, Progress
+
+STATE, WHOLE, SKIPPED = "state.json", "whole", "skipped.jsonl"
+_PARTS = 4 << 20  # tokens of a long document read back at a time
+
+
+@dataclass
+class Counts:
+    """What has been seen: good documents, tokens with their ends, records that are no text, and empty ones."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    skipped: int = 0
+    empty: int = 0
+
+
+class Output:
+    """Goes on from the last `save`, if there was one; its index is written when the block of `stack` ends well."""
+
+    def __init__(self, partial: Path, tokenizer: Tokenizer, stack: ExitStack, log: Log):
+        self._state = partial / STATE
+        self.place, self.counts = Place(), Counts()
+        self._writers = stack.enter_context(split_writers(partial / WHOLE, tokenizer, work=partial))
+        self._skipped = stack.enter_context((partial / WHOLE / SKIPPED).open("ab"))
+        # Tokens of a document whose hash, and so whose split, is not known before its end.
+        self._long = stack.enter_context(tempfile.TemporaryFile(dir=partial))  # noqa: SIM115
+        self._long_bytes = 0
+        sync_folder(partial / WHOLE)
+        if self._state.exists():
+            self._go_on(json.loads(self._state.read_text(encoding="utf-8")), log)
+
+    def _go_on(self, state: dict, log: Log) -> None:
+        self.place, self.counts = Place(**state["after"]), Counts(**state["counts"])
+        log(f"going on after {self.counts.tokens:,} tokens")
+        saved = [Meta(**each) for each in state["splits"]]
+        itemsize = self._writers[0].dtype.itemsize
+        progress = Progress("reading what is written", sum(each.tokens for each in saved) * itemsize, log)
+        for writer, each in zip(self._writers, saved, strict=True):
+            writer.go_on(each, progress)
+        self._skipped.seek(state["skipped"])
+        self._skipped.truncate()
+
+    def save(self, place: Place) -> None:
+        """Brings everything to the disk: a process that is killed from now on goes on at `place`."""
+        splits = [asdict(writer.save()) for writer in self._writers]
+        self._skipped.flush()
+        os.fsync(self._skipped.fileno())
+        state = {"after": asdict(place), "counts": asdict(self.counts), "splits": splits}
+        state["skipped"] = self._skipped.tell()
+        write_whole(self._state, json.dumps(state, indent=2) + "\n")
+
+    def add(self, splits: tuple[Split, Split]) -> None:
+        """Whole documents, to train on and held out."""
+        for writer, split in zip(self._writers, splits, strict=True):
+            writer.write_documents(split.tokens, split.lengths, split.text_bytes)
+            self._count(split.lengths.size, split.tokens.size, split.text_bytes)
+
+    def add_part(self, part: Split) -> None:
+        """Tokens of a document that is too long for one block."""
+        self._long.write(part.tokens.tobytes())
+        self._long_bytes += part.text_bytes
+
+    def end_long(self, digest: bytes, fraction: float) -> None:
+        """The parts since the last `begin_long` are a document, of this hash."""
+        writer = self._writers[is_held_out(digest, fraction)]
+        size, text_bytes = self._long.tell() // writer.dtype.itemsize, self._long_bytes
+        self._count(1, size + 1, text_bytes)
+        self._long.seek(0)
+        while data := self._long.read(_PARTS * writer.dtype.itemsize):
+            writer.write(np.frombuffer(data, dtype=writer.dtype), text_bytes)
+            text_bytes = 0
+        writer.end_document()
+        self.begin_long()
+
+    def begin_long(self) -> None:
+        """Parts so far, if there are any, are of a document that is no text."""
+        self._long.seek(0)
+        self._long.truncate()
+        self._long_bytes = 0
+
+    def skip(self, bad: Bad, source: Source) -> None:
+        """Notes a record that is left out."""
+        note = {"file": source.path, "line": bad.line, "reason": bad.reason}
+        self._skipped.write(json.dumps(note, ensure_ascii=False).encode() + b"\n")
+        self.counts.skipped += 1
+
+    def _count(self, documents: int, tokens: int, text_bytes: int) -> None:
+        self.counts.documents += documents
+        self.counts.tokens += tokens
+        self.counts.text_bytes += text_bytes
