@@ -1,12 +1,16 @@
-"""Rebuild the tables of docs/parallelism.md: what runs, with how large an error, and what is refused, with its reason.
+"""Rebuild docs/parallelism_matrix.csv, each layout's errors, and the tables of docs/parallelism_checks.md.
 
-python tools/parallelism_table.py [results=FILE] [output=docs/parallelism.md] [only_missing=false]
+python tools/parallelism_table.py [results=FILE] [output=docs/parallelism_checks.md]
+    [matrix=docs/parallelism_matrix.csv] [only_missing=false]
 
 It runs every cell of the parity matrix (tests/distributed/matrix.py) on gloo processes: about forty minutes on two idle
-cores. results is a JSON file that keeps what has been measured, cell by cell; with only_missing=true the cells it has
-are not run again. Exit codes: 0, or 1 if a cell differs from one process.
+cores. The page gets the largest errors of each precision, and what is refused. results is a JSON file that keeps what
+has been measured, cell by cell; with only_missing=true the cells it has are not run again. Exit codes: 0, or 1 if a
+cell differs from one process.
 """
 
+import csv
+import io
 import json
 import math
 import sys
@@ -24,8 +28,12 @@ if TYPE_CHECKING:
     from distributed.cell import Cell  # pyright: ignore[reportMissingImports]
 
 Result = dict[str, Any]  # a cell's verdict, largest errors and where they were, as JSON
+COLUMNS = (
+    *("layout", "loss", "gradient norm", "worst gradient", "worst gradient's tensor"),
+    *("worst value", "worst value's tensor", "verdict"),
+)
 HEADS = {
-    "cells": "| layout | loss | gradient norm | worst gradient | worst updated value | |\n|---|--:|--:|---|---|---|",
+    "cells": "| precision | layouts | loss | gradient norm | gradients | values |\n|---|--:|--:|--:|--:|--:|",
     "bounds": "| precision | layouts | loss | gradient norm | gradients | values |\n|---|--:|--:|--:|--:|--:|",
     "refused": "| overrides | refused with |\n|---|---|",
 }
@@ -36,7 +44,8 @@ class Arguments:
     """The command line."""
 
     results: str | None = None
-    output: str = "docs/parallelism.md"
+    output: str = "docs/parallelism_checks.md"
+    matrix: str = "docs/parallelism_matrix.csv"
     only_missing: bool = False
 
 
@@ -62,7 +71,7 @@ def main(arguments: Arguments) -> int:
     )
     refusals = [f"| `{each.overrides}`{world(each.world)} | {each.reason()} |" for each in REFUSED]
     tables = {
-        "cells": [lead, "", HEADS["cells"], *(table_row(cell.id, known[cell.id]) for cell in CELLS)],
+        "cells": [lead, "", HEADS["cells"], *(errors_row(name, results[name]) for name in results)],
         "bounds": [HEADS["bounds"], *(bounds_row(name, results[name], STATED[name]) for name in STATED)],
         "refused": [HEADS["refused"], *refusals],
     }
@@ -71,7 +80,8 @@ def main(arguments: Arguments) -> int:
     for name, lines in tables.items():
         text = replaced(text, name, "\n".join(lines))
     write_whole(output, text)
-    print(f"wrote {arguments.output}: {same} of {len(CELLS)} layouts train as one process does")
+    write_whole(Path(arguments.matrix), matrix_text({cell.id: known[cell.id] for cell in CELLS}))
+    print(f"wrote {arguments.output} and {arguments.matrix}: {same} of {len(CELLS)} layouts train as one process does")
     return 0 if same == len(CELLS) else 1
 
 
@@ -123,13 +133,28 @@ def worst(results: list[Result]) -> list[float]:
     return [max(column) for column in zip(*numbers, strict=True)]
 
 
-def table_row(name: str, result: Result) -> str:
-    """`| layout | 1.3e-07 | 1.8e-07 | 3.0e-06 layers.6.mlp.up.bias | ... | ok |`."""
-    verdict = "ok" if result["same"] else result["words"].replace("|", "/")
+def matrix_text(results: dict[str, Result]) -> str:
+    """CSV: COLUMNS, then a row for each layout. Numbers are empty where none were kept."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(matrix_row(name, result) for name, result in results.items())
+    return text.getvalue()
+
+
+def matrix_row(name: str, result: Result) -> list[str]:
+    """`layout, 1e-07, 2e-07, 3e-06, layers.6.mlp.up.bias, ..., ok`."""
+    verdict = "ok" if result["same"] else result["words"]
     if "loss" not in result:
-        return f"| {name} | | | | | {verdict} |"
-    worst = [f"{error:.0e} {tensor}" for error, tensor in (result["gradient"], result["value"])]
-    return f"| {name} | {result['loss']:.0e} | {result['grad_norm']:.0e} | {' | '.join(worst)} | {verdict} |"
+        return [name, *[""] * 6, verdict]
+    numbers = [f"{result[key]:.0e}" for key in ("loss", "grad_norm")]
+    tensors = [text for error, tensor in (result["gradient"], result["value"]) for text in (f"{error:.0e}", tensor)]
+    return [name, *numbers, *tensors, verdict]
+
+
+def errors_row(name: str, results: list[Result]) -> str:
+    """`| bf16 | 30 | 1e-05 | ... |`: the largest errors of a precision's layouts."""
+    return f"| {name} | {len(results)} | {' | '.join(f'{error:.0e}' for error in worst(results))} |"
 
 
 def bounds_row(name: str, results: list[Result], stated: Any) -> str:

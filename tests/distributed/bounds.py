@@ -1,7 +1,8 @@
 """How far a layout of the matrix may be from one process: by the rule of gptlite.parity.compare, and never further.
 
 The rule judges each tensor by what 16 bits cost it. The bounds are about twice what any cell of a precision was found
-to be off by, on any machine so far (docs/parallelism.md has both): they do not grow with what one process is off by.
+to be off by, on any machine so far (docs/parallelism_checks.md has both): they do not grow with what one process is off
+by.
 """
 
 from __future__ import annotations

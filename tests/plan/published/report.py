@@ -83,9 +83,9 @@ def write(page: Path) -> None:
 
 def _head() -> str:
     hidden = max(abs(replace(row, hides=True).error()) for row in MEGATRON.rows)
-    return f"""# The planner against published runs
+    return f"""# Planner: step time against published runs
 
-The step is `gptlite.plan.cost.predict`, which `tools/plan.py` and `parallelism=auto` run. The rows, the fit and the
+The predicted step is `gptlite.plan.cost.predict`, which `tools/plan.py` and `parallelism=auto` use. Rows, fit and the
 writer of this page are in `tests/plan/published/`:
 
 ```
@@ -93,36 +93,35 @@ cd tests && python -m plan.published                                 # each row:
 cd tests && python -m plan.published ../docs/planner_published.md    # this page and its picture, a quarter of a minute
 ```
 
-An error is predicted over published throughput, less one: `+5%` is a prediction 5% too fast.
-Throughput is in the source's unit: Megatron-LM's TFLOP/s count recomputation (arXiv:2104.04473, section 5.1).
+The error is predicted over published throughput, less one: `+5%` is a prediction 5% too fast. Throughput is in the
+source's unit; Megatron-LM's TFLOP/s count recomputation (arXiv:2104.04473, section 5.1).
 
-- *Data sheets*: the constants of `conf/cluster/`. They were written down before a model was first run on a table. One
-  was set anew on 2026-11-24, when the planner began to count the bytes of the model's own ops: `memory_efficiency`,
-  from 0.85, which copies reach, to 0.58.
-- *First*: the error by data sheets at commit 30bb643 (2026-11-24). A test allows each counted row 3 points more,
-  but for FlashAttention's 125M, whose loss reads and writes fp32 logits several times (14%).
-- *Fitted*: a few constants moved within the printed ranges, by least squares and a price for leaving the middle of a
-  range ({PRICE} in squared error of a row, for a move as long as the range). The price was chosen by the V100 table's
-  cross-validation, with an earlier model.
-- *Cross-validated*: fitted to one half of the rows, tried on the other.
+- *Data sheets*: the constants of `conf/cluster/`, written down before the first comparison, except `memory_efficiency`:
+  on 2026-11-24, when the planner began to count the bytes of the model's ops, it went from 0.85 (copies) to 0.58.
+- *First*: the error with data sheets at commit 30bb643 (2026-11-24). A test allows each counted row 3 points more,
+  but FlashAttention's 125M 14%: its loss reads and writes fp32 logits several times.
+- *Fitted*: a few constants moved within the printed ranges by least squares, plus a price for leaving the middle of a
+  range ({PRICE} in squared error of a row for a move as long as the range; chosen by cross-validation on the V100 table
+  with an earlier model).
+- *Cross-validated*: fitted to one half of the rows, tested on the other.
 
 ![predicted against published]({PICTURE})
 
-## What a workload cannot say
+## Differences from the published runs
 
-Each row is a `Workload` with the run's shape, layout, schedule, micro-batch, recomputation, dropout and dtype. The runs
-of the first two tables differ from it in these points:
+A row's `Workload` has the run's shape, layout, schedule, micro-batch, recomputation, dropout and dtype. The runs of the
+first two tables differ in these points:
 
 - **Overlap.** Megatron-LM waited for its tensor-parallel sums; only torch's data parallelism (the first four A100 rows)
-  hid its own. Our engine hides both, and `cluster.overlap` is one constant for both: it is 0 in all rows but 1.7B.
-  With the preset's {MEGATRON.rows[0].sheet().overlap:g} in every row the A100 table's largest error is {hidden:.1%}.
-- **Messages.** Megatron-LM's scatter/gather optimization sends an activation between nodes once, in parts. Ours is sent
-  whole by every tensor-parallel rank.
-- **Scores.** `fused_softmax` is priced: all scores written out, uncut by the causal mask. Megatron-LM of 2021 did that.
-  Its version of 2020 (the V100 table) ran scale, mask, softmax and dropout as an op each.
-- **Fusion.** The 2020 version also ran bias, GELU, dropout and residual sums apart, more ops than ours.
-- **Data parallelism.** Megatron-LM and ZeRO summed flat fp16 buffers. FSDP2's collectives and copies are priced.
-- **Loss scaling.** The copies between fp16 and fp32 and the check for overflow are not priced.
+  hid its own. This engine hides both, with one constant, `cluster.overlap`: 0 in all rows but 1.7B. With the preset's
+  {MEGATRON.rows[0].sheet().overlap:g} in every row the A100 table's largest error is {hidden:.1%}.
+- **Messages.** Megatron-LM's scatter/gather optimization sends an activation between nodes once, in parts; here every
+  tensor-parallel rank sends it whole.
+- **Scores.** The price is of `fused_softmax`, with all scores written out and no causal cut, as in Megatron-LM of 2021.
+  The version of 2020 (the V100 table) ran scale, mask, softmax and dropout as an op each.
+- **Fusion.** The 2020 version also ran bias, GELU, dropout and residual sums apart.
+- **Data parallelism.** Megatron-LM and ZeRO summed flat fp16 buffers; the price is of FSDP2's collectives and copies.
+- **Loss scaling.** Copies between fp16 and fp32 and the overflow check are not priced.
 """
 
 
@@ -183,9 +182,9 @@ def _constants(table: Table, fitted: ClusterConfig) -> str:
 
 def _unseen() -> str:
     lines = [
-        "## Unseen: other code bases, nothing fitted\n",
-        "They are priced as our engine would run them, with the constants of data sheets. nanoGPT and torchtitan are\n"
-        "not counted: their step is another one.\n",
+        "## Unseen runs of other code bases, nothing fitted\n",
+        "Priced as this engine would run them, with the constants of data sheets. nanoGPT and torchtitan are not\n"
+        "counted, because their step differs.\n",
         "| run | hardware | published | predicted | error | first | what is approximate |",
         "|---|---|---|---|---|---|---|",
     ]
