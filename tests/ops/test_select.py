@@ -80,6 +80,7 @@ def test_linear_layers_are_fused_where_there_are_products_of_bf16(monkeypatch, i
     with_isa(monkeypatch, isa)
     assert select_ops(OpsConfig(), CPU).linear
     assert select_ops(OpsConfig(Implementation.fused), CPU).linear
+    assert select_ops(replace(REFERENCE, linear=Implementation.fused), CPU).linear
     assert not select_ops(REFERENCE, CPU).linear
     assert not select_ops(OpsConfig(linear=Implementation.reference), CPU).linear
 
@@ -91,6 +92,7 @@ def test_a_gpus_linear_layers_need_no_kernel(request, there):
     assert ops.linear
     assert "linear fused (weight gradients in fp32 by cuBLAS)" in ops.reasons
     assert select_ops(OpsConfig(linear=Implementation.fused), CUDA).linear
+    assert select_ops(replace(REFERENCE, linear=Implementation.fused), CUDA).linear
     assert not select_ops(REFERENCE, CUDA).linear
     assert not select_ops(REFERENCE, CUDA).weight_copies
     assert not select_ops(OpsConfig(linear=Implementation.reference), CUDA).linear
