@@ -1,9 +1,9 @@
-"""Hang detection: a rank that keeps the others waiting is named before their collectives run out of time.
+"""Hang detection: names the stalled rank before the collectives of the others time out.
 
-Two threads of each rank do it, and nothing in what it trains. One looks at where the main thread stands, the other
-leaves heartbeats in the process group's store. Once a rank has stood in one collective for most of the time limit it
-reads the heartbeats of all, says who has fallen silent (a process that is stopped takes its threads along) or does
-something else, and ends: nothing is saved, and the launcher ends the rest.
+Two threads per rank do this, without touching the training code. One samples the position of the main thread, the other
+writes heartbeats to the process group's store. When a rank has been in one collective for most of the time limit, it
+reads all heartbeats, reports the ranks that sent none (a stopped process stops its threads too) or that do something
+else, and exits. Nothing is saved, and the launcher ends the other ranks.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from gptlite.parallelism.stack_sampling import Place, place_of, waits_along
 from gptlite.parallelism.verdict import Heartbeat, judge, silent_ranks
 
 LOOK_SECONDS = 0.05
-ANSWER_SECONDS = 2.0  # for a store that answers, thousands of times enough
-# Between naming the rank and the time limit, so that it is named before a collective fails: seconds, part of the limit.
+ANSWER_SECONDS = 2.0  # a working store answers thousands of times faster
+# Time between the verdict and the limit, so that the verdict comes before a collective fails: seconds, part of limit.
 MARGIN, PART = 10.0, 0.25
 
 
 class RankStuck(RuntimeError):
-    """A rank has kept others waiting for nearly as long as a collective may take."""
+    """Raised when a rank has stalled the others for nearly the time limit of a collective."""
 
 
 class Watch:
-    """Watches the thread that makes it, until it is closed. To be made by all ranks; with one rank it does nothing.
+    """Watchdog of the thread that creates it, until closed. All ranks must create one; a single rank has none to watch.
 
-    `limit` is the time limit of a collective in seconds. `ending` is called, from another thread, with the RankStuck
+    `limit` is the time limit of a collective in seconds. `ending` is called from another thread, with the RankStuck
     that is about to end this process.
     """
 
@@ -66,13 +66,13 @@ class Watch:
         self._since = self._answered = time.monotonic()
         place = Place()
         self._own = Heartbeat(mesh.rank, socket.gethostname(), os.getpid(), 0, time.time(), 0, place, 0.0)
-        # The name is new: a run that was started again may find the store of the one before.
+        # A unique name, as a restarted run may find the store of the previous one.
         name, self._store_host = from_main(mesh, lambda: (uuid.uuid4().hex, self._own.who))
         self._keys = [f"{name}/{rank}" for rank in range(mesh.world_size)]
         self._verdict_key = f"{name}/verdict"
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()
-        self._heard: list[tuple[float, list[Heartbeat | None]]] = []  # heartbeats of all, once this rank suspects one
+        self._heard: list[tuple[float, list[Heartbeat | None]]] = []  # all ranks' heartbeats since a hang is suspected
         self._suspects, self._spoken = False, threading.Event()
         main = threading.get_ident()
         self._threads = [
@@ -83,7 +83,7 @@ class Watch:
             thread.start()
 
     def close(self) -> None:
-        """Ends the threads. A call to the store that is under way is waited for a moment."""
+        """Stop the threads. Waits up to a second for a store call in progress."""
         self._closed.set()
         if self._mesh.world_size > 1:
             self._spoken.set()
@@ -92,7 +92,7 @@ class Watch:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """While entered, this training step is taken, and its time in collectives counts."""
+        """Mark a training step while entered, and count its time in collectives."""
         self._step, self._in_step = number, True
         try:
             yield
@@ -100,18 +100,18 @@ class Watch:
             self._in_step = False
 
     def verdict(self) -> str | None:
-        """Why some rank has ended all, if one has: the cause of what fails on this one afterwards."""
+        """Return the verdict that ended the ranks, if there is one: the cause of later failures on this rank."""
         if self._mesh.world_size == 1:
             return None
         key = self._verdict_key
         return self._within_time(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
     def leave_verdict(self, text: str) -> None:
-        """Leaves for all ranks why this one ends, unless another has."""
+        """Publish the reason why this rank exits, unless another rank has already published one."""
         self._within_time(lambda: self._store.compare_set(self._verdict_key, "", text))
 
     def communication(self, step_seconds: float) -> dict[str, Any]:
-        """A metrics row's keys, see CommunicationTime.row; none with one rank. To be called by all ranks."""
+        """Return the keys of a metrics row, see CommunicationTime.row; none with one rank. All ranks must call it."""
         return self.communication_time.row(step_seconds) if self._mesh.world_size > 1 else {}
 
     def _look(self, main: int) -> None:
@@ -130,7 +130,7 @@ class Watch:
                 self._beat(place_of(main), stood)
 
     def _beat(self, place: Place, stood: float) -> None:
-        """Leaves a heartbeat; ends this process if it has waited in its place for too long."""
+        """Publish a heartbeat, and end this process if its main thread has been in one place for too long."""
         if stood > self._period and (self._mesh.device.type == "cuda" or stood > self._asks):
             place = recorded(place)
         step, beat = self._step if self._in_step else 0, self._own.beat + 1
@@ -139,17 +139,18 @@ class Watch:
         self._spoken.set()
         if self._suspects and stood > self._ends:
             text, silent = self._judged()
-            # First: once this process ends, the others' collectives fail, and they should know what for.
+            # Before exiting: the others' collectives fail as soon as this process ends, and they report the verdict.
             self.leave_verdict(text)
             self._end(text, silent)
 
     def _talk(self) -> None:
-        """Hands heartbeats on. By itself: where the store's host has stopped, a call never returns."""
+        """Write heartbeats to the store. A separate thread, as a store call never returns if the store's host is
+        stopped."""
         while self._spoken.wait() and not self._closed.is_set():
             self._spoken.clear()
-            with suppress(dist.DistError):  # the store has gone, and the launcher with it
+            with suppress(dist.DistError):  # the store is gone, together with the launcher
                 self._store.set(self._keys[self._mesh.rank], pickle.dumps(self._own))
-                # The first and the last are compared.
+                # Keep the first and the last reading; _judged compares them.
                 self._heard = [*self._heard[:1], (time.monotonic(), self._read())] if self._suspects else []
                 self._answered = time.monotonic()
 
@@ -159,7 +160,7 @@ class Watch:
         return [pickle.loads(self._store.get(key)) if self._store.check([key]) else None for key in self._keys]
 
     def _within_time(self, call: Callable[[], Any]) -> Any:
-        """What a call to the store gives; None where the store does not answer."""
+        """Call the store and return the result, or None if it does not answer in time."""
         answers: list[Any] = []
 
         def ask() -> None:
@@ -172,22 +173,22 @@ class Watch:
         return answers[0] if answers else None
 
     def _judged(self) -> tuple[str, Sequence[Heartbeat]]:
-        """The verdict, and the ranks that have fallen silent."""
+        """Return the verdict, and the heartbeats of ranks that stopped sending them."""
         silence = time.monotonic() - self._answered
         if silence > 2.5 * self._period or not self._heard:
-            # As torch.distributed decides it.
+            # The same test as torch.distributed uses: the launcher's agent or rank 0 hosts the store.
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             return (
-                f"{'the launcher' if agent else self._store_host} has said nothing for {silence:.0f} s, and the store "
-                f"of the ranks' words is there; rank {self._mesh.rank} waits in {self._own.place.waiting_for}"
+                f"{'the launcher' if agent else self._store_host} has not answered for {silence:.0f} s; it "
+                f"hosts the store with the heartbeats; rank {self._mesh.rank} waits in {self._own.place.waiting_for}"
             ), ()
         (asked, before), (_, beats) = self._heard[0], self._heard[-1]
-        if time.monotonic() - asked <= 2 * self._period:  # nobody need have spoken since
+        if time.monotonic() - asked <= 2 * self._period:  # too early to expect a new heartbeat from every rank
             before = [None] * len(beats)
         return judge(before, beats, time.time()), silent_ranks(before, beats)
 
     def _end(self, text: str, silent: Sequence[Heartbeat]) -> None:
-        """Ends this process with exit code 1, the error on standard error and where the launcher looks for it."""
+        """End this process with exit code 1, after reporting the error on standard error and to the launcher."""
         print(f"error: {text}", file=sys.stderr, flush=True)
         try:
             raise RankStuck(text)
@@ -202,7 +203,7 @@ class Watch:
 
 
 def kill(beat: Heartbeat) -> None:
-    """Kills a silent rank that the same launcher has started here, which would wait half a minute for it to end."""
+    """Kill a stopped rank that this launcher started on this machine. The launcher would wait half a minute for it."""
     mine = Path("/proc/self/environ"), Path(f"/proc/{beat.pid}/environ")
     with suppress(OSError):
         own, other = (dict(e.split(b"=", 1) for e in path.read_bytes().split(b"\0") if b"=" in e) for path in mine)
@@ -212,10 +213,10 @@ def kill(beat: Heartbeat) -> None:
 
 
 def recorded(place: Place) -> Place:
-    """A place with what the process groups know: the name of the collective, which may run while no thread waits."""
+    """Add to a place the collective known to the process groups, which may run while no thread waits."""
     if place.waits == "store" or (found := oldest_under_way()) is None:
         return place
     name, axis = found
-    if axis == WORLD and place.axis:  # an axis as long as the world has no group of its own
+    if axis == WORLD and place.axis:  # an axis that spans the world shares the world's group
         axis = place.axis
     return replace(place, waits="collective", collective=place.collective or name, axis=axis)
