@@ -230,9 +230,6 @@ def chunk_starts(length: int, size: int, rank: int) -> tuple[int, int]:
 
     A chunk has length / (2 size) positions. Rank r holds chunks r and 2 size - 1 - r: an early one, whose queries see
     few keys, and a late one, so that all ranks have equal work (Llama 3, arXiv:2407.21783, section 3.3.2).
-
-    Rank r holds chunks r and 2 size - 1 - r: an early one, whose queries see few keys, and a late one, so that all
-    ranks have equal work (Llama 3, arXiv:2407.21783, section 3.3.2).
     """
     chunk = length // (2 * size)
     return rank * chunk, (2 * size - 1 - rank) * chunk

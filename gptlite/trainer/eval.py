@@ -1,4 +1,4 @@
-"""The loss on held-out text."""
+"""Evaluation on held-out text."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -16,9 +16,9 @@ from gptlite.parallelism.stage_runner import StageRunner
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over what was read. `text_bytes` are the UTF-8 bytes the predicted tokens stand for; None for no text.
+    """Sums over the evaluated text. `text_bytes` is the UTF-8 size of the predicted tokens; None if they are not text.
 
-    Of a blend, `parts` has the evaluation of each data set by name, which add up to this one.
+    For a blend, `parts` has the evaluation of each data set by name; they add up to this one.
     """
 
     nats: float
@@ -49,7 +49,7 @@ def evaluate_sets(
     limit: int | None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """The loss on the held-out text of all data sets, `limit` sequences of each; None if `interrupted` came true."""
+    """Evaluate all data sets, up to `limit` sequences of each. Returns None if `interrupted` becomes true."""
     parts = {}
     for name in loader.validation_sets:
         batches, text_bytes = loader.validation_batches(limit, name), loader.validation_bytes(limit, name)
@@ -70,9 +70,9 @@ def evaluate(
     text_bytes: int | None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """The loss over all batches of all ranks, dropout off; None if `interrupted` came true meanwhile."""
+    """Evaluate all batches of all ranks, with dropout off. Returns None if `interrupted` becomes true."""
     mesh = runner.mesh
-    counts = mesh.is_first("uncut")  # the others have computed the same loss
+    counts = mesh.is_first("uncut")  # other tensor-parallel ranks have computed the same loss
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with runner.reading():
         for batch in batches:

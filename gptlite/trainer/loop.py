@@ -1,4 +1,4 @@
-"""The training loop: steps, with evaluation, checkpoints and stopping between them."""
+"""Training loop: steps, with evaluation, checkpoints and stopping between them."""
 
 import math
 import time
@@ -25,11 +25,11 @@ from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged, Step, StepResult
 from gptlite.trainer.steps import Steps, lag_of
 
-SLOW_DISK = 200e6  # bytes a second: what the first save is taken to need, before one has been timed
+SLOW_DISK = 200e6  # bytes per second, to estimate the duration of a save before one has been timed
 
 
 class Ending(Enum):
-    """Why a run ended. The values go into result.json."""
+    """Reason why a run ended. The values are written to result.json."""
 
     done = "done"
     max_time = "stopped: trainer.max_time"
@@ -38,7 +38,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """The sections of the configuration that the loop reads."""
+    """Configuration sections used by the loop."""
 
     trainer: TrainerConfig
     optimizer: OptimizerConfig
@@ -47,7 +47,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended, and its last evaluation and checkpoint. `exit_code` is 128 + the signal, if one came."""
+    """Reason why training ended, and its last evaluation and checkpoint. `exit_code` is 128 + signal after a signal."""
 
     ending: Ending
     evaluation: Evaluation | None
@@ -56,36 +56,36 @@ class Outcome:
 
 
 class Saves(Protocol):
-    """What keeps the state."""
+    """Protocol of the object that saves and restores the state."""
 
     @property
     def save_seconds(self) -> float:
-        """How long the longest save took so far."""
+        """Duration of the longest save so far."""
         ...
 
     @property
     def save_failed(self) -> bool:
-        """Whether a save beside the training has failed; `finish_saves` then raises."""
+        """True if a background save has failed; `finish_saves` then raises."""
         ...
 
     def save(self, state: TrainState) -> Path:
-        """Commits a checkpoint, or begins to, and returns its folder."""
+        """Commit a checkpoint, or start to, and return its folder."""
         ...
 
     def finish_saves(self) -> None:
-        """Waits until what was begun is committed."""
+        """Wait until all started saves are committed."""
         ...
 
     def rewind(self, state: TrainState, spike: Spike) -> Path | None:
-        """Takes the state back to the last checkpoint that has read none of a spike's samples or later ones, has it
-        skip them from now on, and returns the checkpoint; None if there is none."""
+        """Restore the last checkpoint that precedes a spike's samples, and skip those from now on. Returns the
+        checkpoint, or None if there is none."""
         ...
 
 
 class Clock:
-    """Whether there is time for another step before `trainer.max_time`, a save at the end of it included.
+    """Time budget of `trainer.max_time`, with time for a save at the end.
 
-    With a `lag` all ranks hear the answer a step late, and when it is given up to two more are under way.
+    With a `lag`, all ranks learn of the end one step late, and up to two more steps are then in progress.
     """
 
     def __init__(self, minutes: float | None, started: float, save_seconds: float, lag: int = 0) -> None:
@@ -95,16 +95,16 @@ class Clock:
         self._mark = time.monotonic()
 
     def step(self) -> None:
-        """A step has ended. Slower ones than the last count at once, faster ones little by little."""
+        """Record the end of a step. A slower step raises the estimate at once, faster ones lower it gradually."""
         now = time.monotonic()
         self._step_seconds, self._mark = max(0.9 * self._step_seconds, now - self._mark), now
 
     def mark(self) -> None:
-        """What took time since the step is no part of the next one."""
+        """Exclude the time since the last step from the next one."""
         self._mark = time.monotonic()
 
     def over(self) -> bool:
-        """Whether one more step and a save could pass the deadline."""
+        """Return True if one more step and a save could exceed the deadline."""
         return time.monotonic() + self._steps * self._step_seconds + 2 * self.save_seconds > self.deadline
 
 
@@ -121,14 +121,15 @@ def train(
     run_dir: Path,
     lag: int | None = None,
 ) -> Outcome:
-    """Trains until `trainer.max_steps`, a signal or `trainer.max_time`. Always ends with a checkpoint.
+    """Train until `trainer.max_steps`, a signal or `trainer.max_time`. Always ends with a checkpoint.
 
-    `run` keeps the state; `started` is when the process began, in time.monotonic() seconds. With a `lag` of 1, as on a
-    GPU by default, a step's result is acted on when the next one has been enqueued, but before anything else is done
-    with the state.
-    Raises Diverged where the loss or gradient is not finite, Spiked where `trainer.spike` gives up, ReplicasDiffer
-    where copies of a parameter are not alike, and what a save raises, one beside the training at the next step; the
-    checkpoints before it stay as they are.
+    `run` saves the state; `started` is the start of the process, in time.monotonic() seconds. With a `lag` of 1, the
+    default on a GPU, a step's result is processed after the next step has been enqueued, but before any other use of
+    the state.
+
+    Raises Diverged if the loss or gradient is not finite, Spiked if `trainer.spike` gives up, ReplicasDiffer if copies
+    of a parameter differ, and the exception of a failed save, which for a background save is raised at the next step.
+    Earlier checkpoints are kept.
     """
     config = settings.trainer
     lag = lag_of(state.optimizer, mesh.device, lag)
@@ -139,13 +140,13 @@ def train(
     evaluation, checkpoint, saved, to_save = None, None, -1, False
 
     def pauses() -> bool:
-        """Whether something is done with the state before its next step."""
+        """Return True if the state is used between this step and the next."""
         step, last = state.step, state.step + 1 == config.max_steps
         intervals = (config.replica_check_interval, config.eval_interval, settings.checkpoint.interval)
         due = to_save or step == config.max_steps or any(_due(step, interval) for interval in intervals)
         return due or step == profiler.last or reporter.memory.due(last)
 
-    # Due when the run stopped, and put off: a resumed run has the evaluations of an uninterrupted one.
+    # An evaluation that was due when the run stopped is made now, so that a resumed run makes the same ones.
     if _due(state.step, config.eval_interval) and state.step < config.max_steps:
         evaluation = _evaluate(state, config, reporter, stopping.poll)
     with closing(profiler):
@@ -176,7 +177,7 @@ def train(
             if _due(state.step, config.replica_check_interval):
                 check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
             if state.step == config.max_steps:
-                break  # the end has its own evaluation and save
+                break  # evaluation and save follow below
             if _due(state.step, config.eval_interval) and not stopping.now:
                 evaluation = _evaluate(state, config, reporter, stopping.poll) or evaluation
             to_save = to_save or _due(state.step, settings.checkpoint.interval)
@@ -206,8 +207,10 @@ def _due(step: int, interval: int) -> bool:
 def _results(
     steps: Steps, begins: bool, pauses: Callable[[], bool], state: TrainState, reporter: Reporter, watch: Watch
 ) -> Iterator[StepResult | Spike]:
-    """The results that are to be acted on, after a step was begun, if one `begins`: all where the run then `pauses`, or
-    ends. A spike, where `trainer.spike` does something about it, is the last. Raises Diverged."""
+    """Begin a step if `begins`, and yield the results to process: all of them if the run then `pauses` or ends.
+
+    If `trainer.spike` is active, a Spike is the last item. Raises Diverged.
+    """
     spikes = state.spikes
     try:
         if begins:
@@ -218,7 +221,7 @@ def _results(
             with watch.step(state.step):
                 result = steps.take()
             spike = None
-            if spikes is not None and not result.skipped:  # an overflow is the loss scale's business
+            if spikes is not None and not result.skipped:  # overflows are handled by the loss scale
                 spike = spikes.taken(result.step, result.begin, result.stop, result.loss)
             yield spike or result
     except Diverged as error:
@@ -230,12 +233,12 @@ def _results(
 
 
 def _rewind(run: Saves, state: TrainState, spike: Spike, reporter: Reporter) -> Path:
-    """Back to before a spike, and on without its samples. Raises Spiked."""
+    """Return to a checkpoint before the spike, and continue without its samples. Raises Spiked."""
     spikes = state.spikes
     assert spikes is not None
     rewinds, words = spikes.rewinds + 1, f"spike at step {spike.step}: {spike.why}"
     if rewinds > spikes.config.max_rewinds:
-        raise Spiked(f"{words}; the run was taken back trainer.spike.max_rewinds={rewinds - 1} times already")
+        raise Spiked(f"{words}; the run has already been rewound trainer.spike.max_rewinds={rewinds - 1} times")
     with reporter.throughput.excluded():
         checkpoint = run.rewind(state, spike)
     if checkpoint is None:
@@ -243,7 +246,7 @@ def _rewind(run: Saves, state: TrainState, spike: Spike, reporter: Reporter) -> 
             f"{words}; there is no checkpoint from before its samples, {spike.first:,} to {spike.stop - 1:,}: "
             "give a smaller checkpoint.interval, and checkpoint.keep=2 or more"
         )
-    spikes.rewinds = rewinds  # the checkpoint does not know yet
+    spikes.rewinds = rewinds  # restoring the checkpoint has reset the count
     reporter.rewound(state, spike, checkpoint)
     return checkpoint
 
@@ -259,7 +262,7 @@ def _save(run: Saves, state: TrainState, reporter: Reporter, clock: Clock) -> Pa
 def _evaluate(
     state: TrainState, config: TrainerConfig, reporter: Reporter, interrupted: Callable[[], bool]
 ) -> Evaluation | None:
-    """The held-out loss; None where it was interrupted, or is known already from before the run was resumed."""
+    """Return the held-out loss; None if interrupted, or if it is known from before the run was resumed."""
     if state.evaluated_step == state.step:
         return None
     with reporter.throughput.excluded():
