@@ -211,7 +211,7 @@ def _ending(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     name = signal.Signals(-exit_code).name
-    hint = " (out of memory? the kernel's log would say)" if -exit_code == signal.SIGKILL else ""
+    hint = " (out of memory? see the kernel's log)" if -exit_code == signal.SIGKILL else ""
     return f"was killed by {name}{hint}"
 
 
@@ -232,7 +232,7 @@ def _memory(results: list[dict], failures: Failures, killed: bool, near: set[int
             return f"rank {rank}: {result['out_of_memory']}"
     ended = [rank for rank, failure in failures.items() if failure.exitcode == -signal.SIGKILL]
     if ended and killed:
-        return f"rank {ended[0]}: host memory ran out: the kernel ended it"
+        return f"rank {ended[0]}: host memory ran out: killed by the kernel"
     for rank in sorted(near):
         if failures[rank].exitcode in ABORTS:
             name = signal.Signals(-failures[rank].exitcode).name

@@ -20,7 +20,7 @@ def check_offload_space(config: Config, layout: Layout, here: int) -> None:
     key, folder = f"parallelism.offload_path={config.parallelism.offload_path}", config.parallelism.offload_path or ""
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise ConfigError(f"{key} is no folder; make it, on a local disk, or give another")
+        raise ConfigError(f"{key} is not a folder; create it on a local disk, or give another")
     if reason := unwritable(path, "parallelism.offload_path"):
         raise ConfigError(f"{key}: {reason}")
     needed, free = needed_bytes(config, layout, here), shutil.disk_usage(path).free
