@@ -40,8 +40,8 @@ class Moved:
         if self.event is None:
             return self.host
         current, there = torch.cuda.current_stream(self.device), self.there
-        current.wait_event(self.event)
-        if there is None:
+        current.wait_event(self.event)  # orders the streams on the device, without blocking the host
+        if there is None:  # already taken by the first half of a split backward pass
             return self.host.to(self.device, non_blocking=True)
         there.record_stream(current)
         self.there = None
@@ -88,8 +88,8 @@ class ActivationOffload:
         if tensor.device.type != "cuda":
             return Moved(tensor.detach().clone(), tensor.device)
         stream = self._stream = self._stream or torch.cuda.Stream(tensor.device)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # asynchronous copies need pinned memory
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))  # the values must be computed before the copy
         with torch.cuda.stream(stream):
             host.copy_(tensor.detach(), non_blocking=True)
             event = stream.record_event()
@@ -101,7 +101,7 @@ class ActivationOffload:
             if isinstance(packed, Tensor):
                 return packed
             if self._stream is not None:
-                for each in (saved, saved.before):
+                for each in (saved, saved.before):  # `before` is the next block of the backward pass: a prefetch
                     self._fetch(each)
             return packed.take()
 

@@ -66,6 +66,7 @@ def folded() -> tuple[Axis, ...]:
 
 def kinds() -> dict[str, tuple[str, ...]]:
     """The axes of each kind of collective. The fastest kind comes first, the data axes and the world last."""
+    # A stable sort on a boolean: it keeps the order of the other kinds and moves the data axes to the end.
     order = sorted(dict.fromkeys(axis.kind for axis in reversed(TABLE)), key=lambda kind: kind == DATA)
     return {kind: tuple(axis.name for axis in TABLE if axis.kind == kind) for kind in order} | {WORLD: AXES}
 

@@ -34,7 +34,7 @@ class Cut:
 
     def lengths(self, length: int) -> list[int]:
         """Length of each rank's chunk of a dimension of that length."""
-        longest = -(-length // self.size)
+        longest = -(-length // self.size)  # torch.chunk rounds up, so the last ranks may have less, or nothing
         return [min(longest, max(0, length - rank * longest)) for rank in range(self.size)]
 
 
@@ -52,6 +52,7 @@ def cuts(tensor: Tensor) -> list[Cut]:
     axes = [axis for axis, placement in enumerate(tensor.placements) if hasattr(placement, "dim")]
     return [
         Cut(names[axis], tensor.placements[axis].dim, mesh.size(axis), coordinate[axis], mesh)  # type: ignore[attr-defined]
+        # Placements with a split_factor apply last, though their mesh axis comes first.
         for axis in sorted(axes, key=lambda axis: hasattr(tensor.placements[axis], "split_factor"))
         if mesh.size(axis) > 1
     ]

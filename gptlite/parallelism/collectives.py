@@ -52,7 +52,7 @@ def sum_over_cuts(tensors: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) -> l
 def _ordered_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks, each element in rank order. With all_reduce the order depends on the element's position."""
     size = group.size()
-    sent = F.pad(flat, (0, -len(flat) % size))
+    sent = F.pad(flat, (0, -len(flat) % size))  # all_to_all_single and the gather need equal parts
     received, out = torch.empty_like(sent), torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     mine, *others = received.view(size, -1).unbind()

@@ -55,12 +55,12 @@ class CommunicationTime:
         if self._recorded is not None:
             recorded = self._recorded.shares()
             return [recorded.get(kind, 0.0) for kind in kinds()]
-        new, self._new = self._new, Counter()
+        new, self._new = self._new, Counter()  # replaced, not cleared, as the other thread keeps adding
         # The first row covers steps that connect, allocate and compile; drop them at the second row.
         keep = 0.5 ** (new.total() / WINDOW_SECONDS) if self._rows != 1 else 0.0
         self._rows += 1
         self._seconds = {axis: keep * seconds + new[axis] for axis, seconds in self._seconds.items()}
-        total = max(sum(self._seconds.values()), 1e-9)
+        total = max(sum(self._seconds.values()), 1e-9)  # avoids a division by zero before the first sample
         return [self._seconds[kind] / total for kind in kinds()]
 
 
@@ -71,7 +71,7 @@ def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, 
     row: dict[str, Any] = {
         f"comm_seconds_{kind}": value for kind, value in zip(sizes, seconds, strict=True) if sizes[kind] > 1
     }
-    computing = 1 - shares.sum(1)
+    computing = 1 - shares.sum(1)  # the slowest rank computes while the others wait for it
     row["slowest_rank"] = _slowest(computing)
     for kind, axes in kinds().items():
         if kind != WORLD and (size := sizes[kind]) > 1:

@@ -118,7 +118,7 @@ class _Gather(torch.autograd.Function):
         for index, (rank, half) in enumerate(_owners(axis.size)):
             start, end = index * chunk, (index + 1) * chunk
             for which, grad in enumerate(grads):  # of the early chunk's keys and values, of the late one's
-                if grad.shape[2] >= end:
+                if grad.shape[2] >= end:  # queries of the early chunk see no keys after it
                     ranks[rank, which % 2, :, :, half] += grad[:, :, start:end]
         own = ranks.new_empty(ranks.shape[1:])
         reduce_scatter_single(own.view(1, -1), ranks.view(axis.size, -1), group=axis.group)
@@ -135,7 +135,7 @@ class _GiveBack(torch.autograd.Function):
         ctx.save_for_backward(qkv)
         storage = memory[0].untyped_storage()
         ctx.memory, ctx.axis, ctx.bytes = memory, axis, storage.nbytes()
-        storage.resize_(0)
+        storage.resize_(0)  # frees the memory while the graph still refers to the tensor
         return out.view_as(out)
 
     @staticmethod

@@ -316,6 +316,7 @@ def largest_micro_batch(config: ParallelismConfig, global_batches: Sequence[int]
 
 def divisors(number: int) -> list[int]:
     """Divisors of a number, smallest first."""
+    # Divisors come in pairs around the square root, so only the smaller ones are searched.
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 

@@ -56,11 +56,12 @@ def predicted_state(
     modules: list[nn.Module] = [m for part in parts for m in sharded_modules(part) if m is not part]  # type: ignore[misc]
     blocks = {id(p) for module in modules for p in module.parameters()}
     engine = any(sharded_modules(part) for part in parts)
+    # ZeRO 3 frees the gathered parameters of blocks; all others stay gathered through the step.
     copied = [p for p in shards_of(optimizer) if engine and (zero < 3 or id(p) not in blocks)]
     shards, whole = MASTER * _elements(shards_of(optimizer)), MASTER * whole_elements(optimizer, mesh)
     mine = sum(storage_sizes(map(local_tensor, shards_of(optimizer))).values())
     gathered = itemsize * _elements(copied) * mesh.size("dp_shard")
-    accumulated = 0 if micro_batches == 1 else whole if zero < 2 else shards
+    accumulated = 0 if micro_batches == 1 else whole if zero < 2 else shards  # one micro-batch has none to accumulate
     moments = sum(storage_sizes(state_of(optimizer)).values())
     in_backward = StateBytes(mine + gathered, accumulated, moments)
     return max(in_backward, StateBytes(mine, shards, moments), key=lambda state: state.total)

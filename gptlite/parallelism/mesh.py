@@ -99,7 +99,7 @@ class Mesh:
         for group in groups.values():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
-        forget_meshes()
+        forget_meshes()  # DTensor's cache would return meshes whose groups are destroyed
         if self.world_size == 1:
             leave()
 

@@ -40,6 +40,7 @@ class PairwiseReduceScatter(_Allocate):
         received = {peer: torch.empty_like(output_tensor) for peer in _peers(group)}
         _exchange([(peer, parts[peer], received[peer]) for peer in received], group)
         received[group.rank()] = parts[group.rank()]
+        # Summed in rank order, so that the result does not depend on the order of arrival.
         torch.add(received[0], received[1], out=output_tensor)
         for rank in range(2, group.size()):
             output_tensor.add_(received[rank])

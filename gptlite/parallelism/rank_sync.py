@@ -76,7 +76,7 @@ def _exchange(mesh: Mesh, action: Callable[[], T], speakers: Sequence[int], grou
     while not _there(store, keys):
         pass
     answers = [pickle.loads(answer) for answer in store.multi_get(keys)]
-    if store.add(f"{name[0]}/read", 1) == mesh.world_size:
+    if store.add(f"{name[0]}/read", 1) == mesh.world_size:  # the last reader deletes the keys
         for key in (*keys, f"{name[0]}/read"):
             store.delete_key(key)
     return _unpack(answers, speakers, mesh.rank, own_error)

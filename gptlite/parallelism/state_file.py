@@ -109,7 +109,7 @@ class StateFile:
         before = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         try:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, before | flag)
-            os.preadv(descriptor, [aligned(ALIGN)], 0)
+            os.preadv(descriptor, [aligned(ALIGN)], 0)  # only a read shows whether the file system supports it
             return bool(flag)
         except OSError:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, before)

@@ -79,6 +79,7 @@ def axis_of(part: nn.Module) -> TensorAxis | None:
 
 def cut(parameter: Tensor, axis: TensorAxis, dim: int) -> nn.Parameter:
     """Shard a parameter along `dim` over the axis, as torch.chunk does, and return it as a DTensor parameter."""
+    # src_data_rank=None: every rank has the whole parameter, so nothing is communicated.
     return nn.Parameter(distribute_tensor(parameter.detach(), axis.mesh, [Shard(dim)], src_data_rank=None))
 
 
@@ -178,7 +179,7 @@ def sum_sliced_gradients(parameters: Iterable[Tensor], axis: TensorAxis) -> None
     """Sum over the axis the gradients of unsharded parameters, each computed from a slice of the sequence."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None and not is_cut(p)]
     if gradients:
-        whole = torch.cat([gradient.flatten() for gradient in gradients])
+        whole = torch.cat([gradient.flatten() for gradient in gradients])  # one collective for all of them
         flat = _sum(whole.to(axis.mesh.device_type), axis)  # an offloaded gradient is on the host
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))

@@ -71,7 +71,7 @@ class Watch:
         self._keys = [f"{name}/{rank}" for rank in range(mesh.world_size)]
         self._verdict_key = f"{name}/verdict"
         store: Any = dist.distributed_c10d._get_default_store()
-        self._store = store.clone()
+        self._store = store.clone()  # its own connection, as the threads must not share the main thread's
         self._heard: list[tuple[float, list[Heartbeat | None]]] = []  # all ranks' heartbeats since a hang is suspected
         self._suspects, self._spoken = False, threading.Event()
         main = threading.get_ident()
@@ -121,12 +121,12 @@ class Watch:
             if self._in_step:
                 self.communication_time.add(waits_along(main), now - looked)
             looked = now
-            mark = (self._step, self._in_step, counts(self._groups))
+            mark = (self._step, self._in_step, counts(self._groups))  # a change of any of these is progress
             if mark != self._mark:
                 self._mark, self._since = mark, now
             stood = now - self._since
             if now - spoken >= (self._period if stood < self._asks else self._period / 4):
-                spoken = now
+                spoken = now  # heartbeats are four times as frequent once a hang is suspected
                 self._beat(place_of(main), stood)
 
     def _beat(self, place: Place, stood: float) -> None:
@@ -199,7 +199,7 @@ class Watch:
                 get_error_handler().record_exception(error)
         for beat in silent:
             kill(beat)
-        os._exit(1)
+        os._exit(1)  # sys.exit would only end this thread
 
 
 def kill(beat: Heartbeat) -> None:
