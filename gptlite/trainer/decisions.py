@@ -25,6 +25,7 @@ class Decisions:
     def decide(self, sums: Tensor) -> Tensor:
         """Return fp32 1 to skip the step, 0 to apply it. `sums` begin with its loss and norm."""
         overflow = sums[:2].isfinite().all().logical_not()
+        # Tensor operations instead of branches, as reading a value on the host would synchronise with the device.
         skips, ends = overflow | self._halted, overflow
         if self._scaler is not None and self._values is not None:
             self._values, exhausted = self._scaler.advanced(self._values, overflow)

@@ -73,6 +73,7 @@ def evaluate(
     """Evaluate all batches of all ranks, with dropout off. Returns None if `interrupted` becomes true."""
     mesh = runner.mesh
     counts = mesh.is_first("uncut")  # other tensor-parallel ranks have computed the same loss
+    # Accumulated on the device in fp64: no synchronisation per batch, and no rounding over many of them.
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with runner.reading():
         for batch in batches:

@@ -97,6 +97,7 @@ class Clock:
     def step(self) -> None:
         """Record the end of a step. A slower step raises the estimate at once, faster ones lower it gradually."""
         now = time.monotonic()
+        # A decaying maximum: underestimating a step could miss the deadline.
         self._step_seconds, self._mark = max(0.9 * self._step_seconds, now - self._mark), now
 
     def mark(self) -> None:
@@ -168,7 +169,7 @@ def train(
                 if result.step % config.log_interval == 0 or result.step in (1, config.max_steps):
                     reporter.step(state, result, watch.communication)
             if spike is not None:
-                steps.forget()
+                steps.forget()  # steps enqueued after the spike have no meaning for the restored state
                 checkpoint = _rewind(run, state, spike, reporter)
                 saved, to_save = state.step, False
                 continue
@@ -181,6 +182,7 @@ def train(
             if _due(state.step, config.eval_interval) and not stopping.now:
                 evaluation = _evaluate(state, config, reporter, stopping.poll) or evaluation
             to_save = to_save or _due(state.step, settings.checkpoint.interval)
+            # A save is postponed while losses are high, as it may be within a spike.
             if to_save and not stopping.now and not (state.spikes and state.spikes.suspects):
                 checkpoint, saved, to_save = _save(run, state, reporter, clock), state.step, False
         if trace := profiler.after(state.step, ending=True):

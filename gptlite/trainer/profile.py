@@ -30,7 +30,7 @@ class StepProfiler:
             return None
         self._profiler.stop()
         path = self._folder / f"trace-steps-{self.first}-{step}{self._rank}.json"
-        partial = path.with_suffix(".tmp")
+        partial = path.with_suffix(".tmp")  # renamed when complete, so that a kill leaves no truncated trace
         self._profiler.export_chrome_trace(str(partial))
         partial.rename(path)
         self._profiler, self.last = None, 0

@@ -45,6 +45,7 @@ class StopSignal:
         if self.received is None:
             self._request(number)
         elif time.monotonic() - self._since > SAME_SECONDS:
+            # Die by the signal itself, so that the parent sees the right exit status.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -92,7 +93,7 @@ class Stopping:
     def poll(self) -> bool:
         """Return `now`, after exchanging flags at every few calls. Collective."""
         self._polls += 1
-        if self._mesh.world_size > 1 and self._polls % POLL_EVERY == 1:
+        if self._mesh.world_size > 1 and self._polls % POLL_EVERY == 1:  # all ranks count alike, so all take part
             self.heard(all_reduce(self.words().to(self._mesh.device), self._mesh).tolist())
         return self.now
 
@@ -111,7 +112,7 @@ class Stopping:
         return torch.tensor(
             [
                 *(self._stop.received == number for number in SIGNALS),
-                self._mesh.is_main and self._over(),
+                self._mesh.is_main and self._over(),  # only rank 0's clock counts, as clocks differ between ranks
                 self._failed(),
             ],
             dtype=torch.float64,

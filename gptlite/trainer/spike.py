@@ -87,7 +87,7 @@ class SpikeWatch:
 
     def failed(self, number: int, begin: int, stop: int, why: str) -> Spike:
         """Record step `number`, which has a non-finite loss or gradient and was not applied, and return its spike."""
-        self.high.append(Seen(begin, math.inf))
+        self.high.append(Seen(begin, math.inf))  # infinite: no band includes it
         return self._spike(number, stop, why)
 
     def _spike(self, number: int, stop: int, why: str) -> Spike:

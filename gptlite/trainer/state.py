@@ -28,7 +28,7 @@ def model_tensors(model: Model, parts: Sequence[nn.Module]) -> dict[str, Tensor]
     tensors: dict[str, Tensor] = {}
     for part in parts:
         for name, parameter in model.named_weights(part):
-            if f"model.{name}" not in tensors:
+            if f"model.{name}" not in tensors:  # the first copy of a tied parameter wins
                 tensors[f"model.{name}"] = parameter.detach().float()
         tensors |= {f"model.{name}": buffer for name, buffer in model.named_buffers(part)}
     return tensors

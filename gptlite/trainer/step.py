@@ -111,6 +111,7 @@ class Step:
         after = Progress(
             before.step + 1,
             loader.schedule.after(before.consumed),
+            # Ranks that share sequences hold only a slice each, so the local length is multiplied by their number.
             before.tokens + size * batches[0].tokens.shape[1] * self.mesh.size(CONTEXT),
         )
         about = _About(before, after, size, lr)
