@@ -71,7 +71,7 @@ def rank_ending(config: Config, world: int, started: float, worker: tuple[str, .
             folder = Path(name) / str(attempt)
             folder.mkdir()
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-            kills = kernel_kills()
+            kills = kernel_kills()  # compared after the run, to attribute a SIGKILL to the OOM killer
             failures = run_once(folder, world, requests, (*worker, str(folder), str(started), str(os.getpid())))
             results = [_result(folder, rank) for rank in range(world)]
             for result in results:
@@ -116,7 +116,7 @@ def run_once(folder: Path, world: int, requests: "Requests", arguments: tuple[st
     launcher = elastic_launch(options, sys.executable)
     try:
         with _silent(), requests.interrupting():
-            launcher("-P", "-u", *arguments)
+            launcher("-P", "-u", *arguments)  # -P: keep the working directory off sys.path; -u: no output buffering
     except ChildFailedError as error:
         return error.failures
     except SignalException as error:

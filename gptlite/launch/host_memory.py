@@ -49,7 +49,7 @@ def _set_limit(most: int | None) -> None:
         import resource
 
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        soft = hard if most is None or 0 <= hard < most else most
+        soft = hard if most is None or 0 <= hard < most else most  # an unlimited hard limit is -1
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
@@ -80,7 +80,7 @@ def note_use(file: Path) -> None:
                 if used > most:
                     most = used
                     os.pwrite(out.fileno(), b"%020d" % used, 0)
-                time.sleep(NOTE_SECONDS)
+                time.sleep(NOTE_SECONDS)  # short, as an abort leaves no time for a last note
 
     threading.Thread(target=watch, daemon=True, name="memory in use").start()
 
@@ -128,7 +128,7 @@ def _limit_is_near() -> bool:
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception and its causes, since a pipeline's schedule wraps what its stages raise."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    while error is not None and id(error) not in seen:  # chains may be cyclic
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__

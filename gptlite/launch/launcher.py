@@ -45,7 +45,7 @@ def launch(config: Config, started: float) -> int:
         except Exception as error:
             if not (reason := out_of_memory(error)):
                 raise
-            lift()
+            lift()  # the report needs memory itself
             return ran_out(reason, config, 1)
         finally:
             leave()  # the group of one rank that offloads
@@ -122,7 +122,7 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # another libc
         return
-    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_MMAP_MAX, 0)  # mapped blocks would be unmapped when freed
     mallopt(M_TRIM_THRESHOLD, KEEP_ALL)
 
 

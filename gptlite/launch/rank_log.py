@@ -20,7 +20,7 @@ class RankLog:
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank = path, rank
         self.terminal = os.dup(2)
-        os.set_inheritable(self.terminal, False)
+        os.set_inheritable(self.terminal, False)  # child processes must not hold the terminal or pipe open
         self._point_to(path)
 
     def move(self, run_dir: Path) -> None:
@@ -41,7 +41,7 @@ class RankLog:
 
     def _point_to(self, path: Path) -> None:
         with path.open("ab") as file:
-            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 1)  # file descriptors, since C++ code does not write to sys.stdout
             os.dup2(file.fileno(), 2)
         for stream in (sys.stdout, sys.stderr):  # streams that began as a pipe are block-buffered
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

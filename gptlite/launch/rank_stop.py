@@ -35,10 +35,11 @@ class LauncherStop(StopSignal):
         self._turn = threading.RLock()
         self._bytes, wake = socket.socketpair()
         self._bytes.settimeout(LOOK_SECONDS)
-        wake.setblocking(False)
+        wake.setblocking(False)  # required by set_wakeup_fd
         self._wake = wake  # keeps the socket open
         for number in SIGNALS:
             signal.signal(number, self._receive)
+        # Python handlers run in the main thread only, which may be blocked in C++; the wakeup fd works even then.
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, daemon=True, name="launcher's requests").start()
 
@@ -56,7 +57,7 @@ class LauncherStop(StopSignal):
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        while os.getppid() == self._launcher:
+        while os.getppid() == self._launcher:  # a rank must not outlive its launcher
             now = time.monotonic()
             if self._heard_signal():
                 self._signalled = now

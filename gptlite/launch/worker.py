@@ -34,7 +34,7 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
     """
     folder, started, launcher = Path(arguments[0]), float(arguments[1]), int(arguments[2])
     die_with(launcher)
-    prefer_oom_kill()
+    prefer_oom_kill()  # the launcher must survive to report the failure
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # until LauncherStop installs its handler
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     log = RankLog(folder / f"rank-{rank}.log", rank) if rank else None
@@ -65,7 +65,7 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
         end(0)
     except BaseException as error:
         reason = out_of_memory(error)
-        lift()
+        lift()  # writing the report needs memory
         if reason:
             conclude(out_of_memory=reason + limit_words(config.trainer.host_memory_limit if config else None))
         note_failure(error)
