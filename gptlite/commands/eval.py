@@ -51,6 +51,7 @@ def evaluate(arguments: Arguments) -> None:
 
     model, runner, tokenizer, config = restore(arguments.checkpoint, arguments.precision)
     size = arguments.micro_batch_size
+    # The run's batch sizes are for its layout, and here one process reads.
     section = replace(config.data, global_batch_size=size, micro_batch_size=size, batch_ramp=None)
     data = held_out(arguments.data, config, tokenizer)
     loader = build_loader(section, data, runner.mesh, config.seed)

@@ -77,7 +77,7 @@ def planned_config(given: list[str]) -> Config:
     given."""
     preset = any(each.partition("=")[0] in ("parallelism", "experiment") for each in given)
     config = load(given if preset else ["parallelism=auto", *given])
-    config.run.overrides = given
+    config.run.overrides = given  # without parallelism=auto: the planner keeps the keys in here fixed
     return config
 
 

@@ -64,7 +64,7 @@ def prepare(arguments: Arguments) -> int:
     from gptlite.preprocess.run import preprocess
     from gptlite.preprocess.settings import make_settings
 
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, stop)  # SystemExit runs the cleanup that SIGTERM's default would skip
     settings = make_settings(arguments)
     tokenizer = find_tokenizer(arguments.tokenizer, arguments.eod)
     output, workers = Path(arguments.output).expanduser(), arguments.workers
@@ -73,6 +73,7 @@ def prepare(arguments: Arguments) -> int:
             replace(settings, tokenizer=tokenizer.fingerprint),
             tokenizer,
             output,
+            # Not os.cpu_count, which ignores the limits of a container or a Slurm job.
             workers=len(os.sched_getaffinity(0)) if workers is None else workers,
             on_error=arguments.on_error,
             overwrite=arguments.overwrite,

@@ -86,7 +86,7 @@ def train(arguments: Arguments, output: Path):
     temporary = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer.save(temporary)
-    sync_tree(temporary)
+    sync_tree(temporary)  # on disk before the rename makes it visible
     replaced = output.with_name(f".trash-{output.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if output.exists():

@@ -120,7 +120,7 @@ def _bounds(config: Config) -> None:
 
 def _model(config: Config) -> None:
     spec = spec_of(config.model)
-    spec.check(config.model)
+    spec.check(config.model)  # the model's own rules, before those that relate it to other sections
     longest = spec.max_length(config.model)
     if longest is not None and config.data.sequence_length > longest:
         raise ConfigError(
@@ -196,7 +196,7 @@ def _tensor(config: Config) -> None:
             raise ConfigError(_no_axis(config, "tensor", "has no sharding plan"))
         sizes = {}
     length = config.data.sequence_length // config.parallelism.context
-    degrees = divisors(math.gcd(*sizes.values(), length if sequence else 0))
+    degrees = divisors(math.gcd(*sizes.values(), length if sequence else 0))  # gcd(n, 0) is n: no constraint
     if sequence and tensor == 1:
         others = f", or parallelism.tensor={listed(degrees[1:], 'or')}" if degrees[1:] else ""
         raise ConfigError(
@@ -294,7 +294,7 @@ def _batch(config: Config) -> None:
         return
     # The number of ranks is not known yet, so refuse only what no number of them can run.
     most = data.global_batch_size // (data.micro_batch_size or 1)
-    problems = [_batch_problem(config, data_size) for data_size in (1, max(most, 1))]
+    problems = [_batch_problem(config, data_size) for data_size in (1, max(most, 1))]  # the extremes
     if all(problems):
         raise ConfigError(problems[0])
 

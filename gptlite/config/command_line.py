@@ -68,13 +68,13 @@ def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoRetur
     try:
         if name not in subcommands:
             raise ConfigError(f"{name} is not one of {', '.join(subcommands)}{did_you_mean(name, subcommands)}")
-        module = import_module(subcommands[name].module)
+        module = import_module(subcommands[name].module)  # after the name is checked: modules may import torch
         if {"-h", "--help"} & set(rest):
             print(localized(module.__doc__ or "").strip())
             sys.exit(0)
         keys = [item.name for item in dataclasses.fields(module.Options)]
         paths, options = separate(name, subcommands[name], rest, keys)
-        parse_arguments(module.Options, options)
+        parse_arguments(module.Options, options)  # reports errors before run_tool; the result is not needed here
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -109,6 +109,7 @@ def parse_arguments(schema: type[T], arguments: list[str]) -> T:
             raise ConfigError(f"{argument!r} is not key=value; the keys are {', '.join(fields)}")
         if key not in fields:
             raise ConfigError(f"{key} is not a key of this tool{did_you_mean(key, fields)}; it has {', '.join(fields)}")
+        # Strings are taken literally, so that OmegaConf does not parse values such as 1e3, null or [a].
         text = fields[key].type in (str, str | None, "str", "str | None")
         try:
             config[key] = value if text else OmegaConf.from_dotlist([argument])[key]

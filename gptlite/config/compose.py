@@ -24,7 +24,7 @@ def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
     """Return the configuration that `train.py` would run with these overrides. Raises ConfigError."""
 
     overrides = list(overrides)
-    import_plugins(named_in(overrides))
+    import_plugins(named_in(overrides))  # first, as plugins add schemas
     register()
     with refusals(), initialize_config_dir(str(config_dir), version_base="1.3"):
         return typed(compose("config", overrides=with_model(overrides)))
@@ -59,7 +59,7 @@ def typed(config: DictConfig) -> Config:
     """Convert a composed configuration to its typed form and check it. Raises ConfigError."""
 
     with refusals():
-        missing = sorted(OmegaConf.missing_keys(config))
+        missing = sorted(OmegaConf.missing_keys(config))  # sorted: the message must not depend on the order of a set
         if missing:
             raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=...")
         result = OmegaConf.to_object(config)

@@ -23,7 +23,7 @@ def refusals() -> Iterator[None]:
 
 def explain(error: BaseException) -> str:
     """Return one line for an exception that was raised while composing a configuration."""
-    chain = [error]
+    chain = [error]  # Hydra wraps OmegaConf's error, which is the one that has the key
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     text = "\n".join(str(item) for item in chain)
@@ -60,7 +60,7 @@ def unknown_key(key: str) -> str:
 
 def _missing_preset(error: MissingConfigException) -> str:
     group, _, name = (error.missing_cfg_file or "").rpartition("/")
-    options = [option for option in error.options or () if not option.endswith("_schema")]
+    options = [option for option in error.options or () if not option.endswith("_schema")]  # schemas are not presets
     close = get_close_matches(name, options, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     if not options:

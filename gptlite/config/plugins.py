@@ -30,6 +30,7 @@ def import_plugins(names: Iterable[str]) -> None:
         except ConfigError:
             raise
         except ModuleNotFoundError as error:
+            # Tell a missing plugin, or a missing parent package, from an import that fails inside the plugin.
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 raise ConfigError(f"plugins=[{name}]: no module {error.name} in {here} or installed") from error
             raise ConfigError(f"plugins=[{name}]: {error}") from error

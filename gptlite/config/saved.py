@@ -35,8 +35,9 @@ def from_yaml(text: str) -> Config:
     try:
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         assert isinstance(raw, dict)
+        # Overrides are set at the end, unresolved: they may contain interpolations, which merging would resolve.
         names, overrides = raw.pop("schemas"), raw["run"].pop("overrides")
-        import_plugins(raw.get("plugins", []))
+        import_plugins(raw.get("plugins", []))  # the saved schemas may be theirs
         base = OmegaConf.structured(Config)
         for group, name in names.items():
             base[group] = SCHEMAS[group][name]

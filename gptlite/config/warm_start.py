@@ -29,7 +29,7 @@ def model_overrides(overrides: list[str]) -> list[str]:
     resume = given.get("checkpoint.resume", "auto").strip("'\"")
     if given.get("checkpoint.load") != "weights" or resume in ("auto", "never") or "model" in given:
         return []
-    from gptlite.checkpoint.find import candidates
+    from gptlite.checkpoint.find import candidates  # only where it is needed, to keep composing fast
 
     try:
         model = from_yaml((candidates(resume, "checkpoint.resume")[0] / "config.yaml").read_text("utf-8")).model

@@ -87,7 +87,7 @@ def banner(lines: list[tuple[str, str]], title: str = "gptlite", width: int = WI
             width,
             initial_indent=f"  {key}".ljust(indent),
             subsequent_indent=" " * indent,
-            break_long_words=False,
+            break_long_words=False,  # paths and commands must stay copyable
             break_on_hyphens=False,
         ) or [f"  {key}"]
     return "\n".join([*out, "=" * width])

@@ -30,7 +30,7 @@ class JsonlSink:
                 for key, value in row.items()
             },
         }
-        self._file.write(json.dumps(stamped, allow_nan=False) + "\n")
+        self._file.write(json.dumps(stamped, allow_nan=False) + "\n")  # NaN would not be valid JSON for other readers
         self._file.flush()
 
     def rewind(self, step: int) -> None:
@@ -77,7 +77,7 @@ def truncate_after(path: Path, step: int) -> int:
 
 def _lines(path: Path) -> list[str]:
     # Only "\n" ends a row: str.splitlines would also cut at separators inside a string.
-    text = path.read_bytes().decode("utf-8", errors="replace")
+    text = path.read_bytes().decode("utf-8", errors="replace")  # a kill may have cut a character
     return [line + "\n" for line in text.split("\n") if line.strip()]
 
 

@@ -23,7 +23,7 @@ def memory_bytes(device: torch.device) -> dict[str, int | None]:
 def resident_bytes(status: Path = Path("/proc/self/status")) -> tuple[int | None, int]:
     """Return the current (None outside Linux) and peak resident set of this process, in bytes."""
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = usage if sys.platform == "darwin" else usage * 1024
+    peak = usage if sys.platform == "darwin" else usage * 1024  # bytes on macOS, KiB on Linux
     try:
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     except OSError:

@@ -62,7 +62,7 @@ class Throughput:
         if self._window_steps == 0:
             raise RuntimeError("Throughput.read() needs at least one step() since the last read()")
         now = self.clock()
-        window = max(now - self._window_start - self._excluded, 1e-9)
+        window = max(now - self._window_start - self._excluded, 1e-9)  # avoids a division by zero with a coarse clock
         batch_seconds = window / self._window_batches
         tokens_per_second = self.tokens_per_step / batch_seconds
         mfu = None

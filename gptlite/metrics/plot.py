@@ -78,7 +78,7 @@ def plot_curves(jsonl: Path, out: Path, title: str | None = None) -> Path:
             axes.tick_params(labelbottom=False)
         figure.text(LEFT, 0.945, title or jsonl.resolve().parent.name, fontsize=15, weight="bold")
         figure.text(LEFT, 0.91, _summary(rows), color=FAINT)
-        with replacing(out) as file:
+        with replacing(out) as file:  # an interrupted plot leaves the previous one
             figure.savefig(file, format="png")
     return out
 

@@ -102,7 +102,7 @@ def build_sinks(
             tracker.append(WandbSink(config, run_dir, run_name, resolved_config, wandb_id, log))
     metrics = run_dir / "metrics.jsonl"
     truncate_after(metrics, start_step)
-    return [JsonlSink(metrics), *tracker]
+    return [JsonlSink(metrics), *tracker]  # metrics.jsonl first, so that a tracker's error does not lose the row
 
 
 def wandb_id(sinks: Sequence[Sink]) -> str | None:
@@ -111,7 +111,7 @@ def wandb_id(sinks: Sequence[Sink]) -> str | None:
 
 
 def _require(package: str) -> None:
-    spec = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec(package)  # instead of an import, which may take seconds
     # A folder of that name in the working directory (W&B makes one) is found as a namespace package, without origin.
     if spec is None or spec.origin is None:
         raise ConfigError(f"logger={package} needs the package {package}; pip install {package}")

@@ -48,7 +48,7 @@ class Usage:
 
     def read(self) -> dict[str, float | None]:
         """Return the row keys `memory_average_bytes` and `utilization`, the means since the previous `read`."""
-        (memory, used), self._means = self._means, (_Mean(), _Mean())
+        (memory, used), self._means = self._means, (_Mean(), _Mean())  # swapped: the thread adds to the new ones
         if not memory.count and not used.count:
             self._sample(memory, used)
         utilization = used.value

@@ -44,7 +44,7 @@ class WandbSink:
                 config=resolved_config,
                 dir=str(run_dir),
                 mode=mode,
-                reinit="create_new",
+                reinit="create_new",  # a process may train several runs, one after the other
                 settings=wandb.Settings(quiet=True, silent=mode == "offline"),
             )
 
