@@ -28,7 +28,7 @@ def main() -> NoReturn:
         print(f"gptlite {__version__}")
         sys.exit(0)
     if word in COMMANDS:
-        del sys.argv[1]
+        del sys.argv[1]  # the command's parser reads sys.argv
     elif "=" in word or word.startswith(("-", "~")):
         word = "train"
     else:

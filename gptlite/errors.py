@@ -19,7 +19,7 @@ def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` for the closest known word, or nothing."""
-    from difflib import get_close_matches
+    from difflib import get_close_matches  # imported only for an error
 
     close = get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -19,7 +19,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(temporary, "wb") as file:
             yield file
-            _sync(file)
+            _sync(file)  # before the rename, or a power failure could leave an empty file under the final name
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

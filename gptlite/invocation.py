@@ -33,6 +33,7 @@ def command(name: str) -> str:
     In a checkout, the script's path is relative to the working directory, or absolute if it is outside.
     """
     words = arguments(name)
+    # Suggest `gptlite` only if it belongs to this interpreter, as another environment may have its own.
     if words[0] == "-m" and (found := shutil.which("gptlite")) and Path(found).parent == Path(sys.executable).parent:
         return f"gptlite {name}"
     return shlex.join([_python(), *words])

@@ -248,6 +248,7 @@ def _no_fp8(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         newer = (major, minor) >= (8, 9)
         return "" if newer else f"sm_{major}{minor} has no fp8, which takes sm_89 (Ada), sm_90 (Hopper) or newer"
+    # Support on other devices depends on torch's build and has no query, so try a small product.
     x, scale = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
     try:
         scaled_mm(x, x.t(), scale, ScalingType.TensorWise, scale, ScalingType.TensorWise)

@@ -35,7 +35,7 @@ def pretrain(
     run = build_run(config, mesh, folder.log)
     config, state = run.config, run.state
     folder.restore(state)
-    folder.check_space(state)
+    folder.check_space(state)  # after restoring, and before the folder is written
 
     with folder.opened(config, run.data.tokenizer), closing(state.loader), closing(watch):
         if opened is not None:

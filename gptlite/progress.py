@@ -40,6 +40,7 @@ class Progress:
         if rate and not self._total:
             self._log(f"{self._label}: {rate}")
             return
+        # The rate counts only this process's bytes, not those done before.
         left, new = max(0, self._total - self._done), max(1, self._done - self._before)
         eta = timedelta(seconds=round((now - self._started) * left / new))
         scale, unit = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
