@@ -32,7 +32,7 @@ class LauncherStop(StopSignal):
         self._training = self._unwinding = False
         self._noticed: float | None = None  # when the file was seen
         self._signalled: float | None = None  # when a signal last came
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         self._bytes, wake = socket.socketpair()
         self._bytes.settimeout(LOOK_SECONDS)
         wake.setblocking(False)  # required by set_wakeup_fd
@@ -48,8 +48,8 @@ class LauncherStop(StopSignal):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._turn:
-            self._look()  # this rank may have stopped with the others before its own poll saw the file
+        with self._lock:
+            self._check_file()  # this rank may have stopped with the others before its own poll saw the file
             self._training = False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -59,10 +59,10 @@ class LauncherStop(StopSignal):
     def _watch(self) -> None:
         while os.getppid() == self._launcher:  # a rank must not outlive its launcher
             now = time.monotonic()
-            if self._heard_signal():
+            if self._received_signal():
                 self._signalled = now
-            with self._turn:
-                self._look()
+            with self._lock:
+                self._check_file()
             if self._unwinding and self._noticed is not None and now - self._noticed > UNWIND_SECONDS:
                 os._exit(0)
             # A request's signal may go to the whole process group, so wait for the file; without one, the signal ends
@@ -73,13 +73,13 @@ class LauncherStop(StopSignal):
                 self._signalled = None
         os._exit(EXIT_TERMINATED)
 
-    def _heard_signal(self) -> bool:
+    def _received_signal(self) -> bool:
         try:
             return any(number in SIGNALS for number in self._bytes.recv(64))
         except TimeoutError:
             return False
 
-    def _look(self) -> None:
+    def _check_file(self) -> None:
         if self._noticed is not None or not self._file.exists():
             return
         self._noticed, number = time.monotonic(), int(self._file.read_text())

@@ -57,40 +57,40 @@ def together(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | Non
     return own[0]
 
 
-def _exchange(mesh: Mesh, action: Callable[[], T], speakers: Sequence[int], group: dist.ProcessGroup | None) -> list[T]:
+def _exchange(mesh: Mesh, action: Callable[[], T], sources: Sequence[int], group: dist.ProcessGroup | None) -> list[T]:
     answer, own_error = None, None
     if group is not None:
-        if mesh.rank in speakers:
-            answer, own_error = _packed(mesh.rank, action)
-        heard: list[Any] = [None] * mesh.world_size
-        dist.all_gather_object(heard, answer, group=group)
-        return _unpack([pickle.loads(heard[rank]) for rank in speakers], speakers, mesh.rank, own_error)
+        if mesh.rank in sources:
+            answer, own_error = _run_packed(mesh.rank, action)
+        gathered: list[Any] = [None] * mesh.world_size
+        dist.all_gather_object(gathered, answer, group=group)
+        return _unpack([pickle.loads(gathered[rank]) for rank in sources], sources, mesh.rank, own_error)
     store: Any = dist.distributed_c10d._get_default_store()
     # Unique across calls and runs, as a restarted run may find the store of the previous one.
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0, device=mesh.device)
-    keys = [f"{name[0]}/{rank}" for rank in speakers]
-    if mesh.rank in speakers:
-        answer, own_error = _packed(mesh.rank, action)
+    keys = [f"{name[0]}/{rank}" for rank in sources]
+    if mesh.rank in sources:
+        answer, own_error = _run_packed(mesh.rank, action)
         store.set(f"{name[0]}/{mesh.rank}", answer)
-    while not _there(store, keys):
+    while not _keys_exist(store, keys):
         pass
     answers = [pickle.loads(answer) for answer in store.multi_get(keys)]
     if store.add(f"{name[0]}/read", 1) == mesh.world_size:  # the last reader deletes the keys
         for key in (*keys, f"{name[0]}/read"):
             store.delete_key(key)
-    return _unpack(answers, speakers, mesh.rank, own_error)
+    return _unpack(answers, sources, mesh.rank, own_error)
 
 
-def _unpack(answers: list[Any], speakers: Sequence[int], own_rank: int, own_error: BaseException | None) -> list[Any]:
+def _unpack(answers: list[Any], sources: Sequence[int], own_rank: int, own_error: BaseException | None) -> list[Any]:
     """Return the results of the ranks that ran the action, or raise the exception of the first that failed."""
-    for rank, (raised, content, words) in zip(speakers, answers, strict=True):
+    for rank, (raised, content, words) in zip(sources, answers, strict=True):
         if raised:
-            raise own_error if own_error is not None and rank == own_rank else _unpacked(content, words)
+            raise own_error if own_error is not None and rank == own_rank else _unpack_error(content, words)
     return [pickle.loads(content) for _, content, _ in answers]
 
 
-def _there(store: Any, keys: list[str]) -> bool:
+def _keys_exist(store: Any, keys: list[str]) -> bool:
     """Wait up to PIECE and return True if all keys exist. Raises DistNetworkError if the store itself is gone."""
     with suppress(dist.DistStoreError):  # timed out
         store.wait(keys, PIECE)
@@ -98,7 +98,7 @@ def _there(store: Any, keys: list[str]) -> bool:
     return False
 
 
-def _packed(rank: int, action: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
+def _run_packed(rank: int, action: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
     """Run an action; return pickled (raised, pickled result or exception, traceback text), and the exception itself."""
     try:
         return pickle.dumps((False, pickle.dumps(action()), "")), None
@@ -111,7 +111,7 @@ def _packed(rank: int, action: Callable[[], Any]) -> tuple[bytes, BaseException 
         return pickle.dumps((True, content, words)), error
 
 
-def _unpacked(content: bytes, words: str) -> BaseException:
+def _unpack_error(content: bytes, words: str) -> BaseException:
     try:
         error = pickle.loads(content)
         error.add_note(words)

@@ -45,26 +45,26 @@ def judge(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None],
     """
     known = [beat for beat in beats if beat is not None]
     silent = silent_ranks(before, beats)
-    guilty = silent or [beat for beat in known if not beat.place.waits]
+    stalled = silent or [beat for beat in known if not beat.place.waits]
     missing = [rank for rank, beat in enumerate(beats) if beat is None]
     parts = [
         f"{beat.who} has sent no heartbeat for {max(now - beat.time, 0):.0f} s; last position: {beat.where}"
         if silent
         else f"{beat.who} stalls the others, for {beat.stood:.0f} s now: {beat.where}"
-        for beat in guilty[:SHOWN]
+        for beat in stalled[:SHOWN]
     ]
-    if len(guilty) > SHOWN:
-        parts.append(f"also {rank_words(beat.rank for beat in guilty[SHOWN:])}")
+    if len(stalled) > SHOWN:
+        parts.append(f"also {rank_words(beat.rank for beat in stalled[SHOWN:])}")
     if missing and not silent:
         parts.append(f"no heartbeat yet from {rank_words(missing)}")
     places: dict[str, list[int]] = {}
     for beat in known:
-        if beat.place.waits == "collective" and beat not in guilty:
+        if beat.place.waits == "collective" and beat not in stalled:
             places.setdefault(beat.place.waiting_for, []).append(beat.rank)
     if places:
         waiting = (f"{rank_words(ranks)} wait{'s' * (len(ranks) == 1)} in {place}" for place, ranks in places.items())
         parts.append(", ".join(waiting))
-    if not guilty and not missing:
+    if not stalled and not missing:
         parts.append("no rank is behind: they wait for each other, or the network between them fails")
     return "; ".join(parts)
 

@@ -58,12 +58,12 @@ class Watch:
         if mesh.world_size == 1:
             return
         self._period = max(1.0, min(10.0, limit / 10))
-        self._ends = limit - min(MARGIN, PART * limit)
-        self._asks = self._ends - 3 * self._period  # time for two heartbeats of each
+        self._end_after = limit - min(MARGIN, PART * limit)
+        self._suspect_after = self._end_after - 3 * self._period  # time for two heartbeats of each
         self.communication_time = CommunicationTime(mesh)
         self._groups = [dist.group.WORLD, *mesh.groups().values()]
         self._mark: tuple | None = None
-        self._since = self._answered = time.monotonic()
+        self._since = self._last_answer = time.monotonic()
         place = Place()
         self._own = Heartbeat(mesh.rank, socket.gethostname(), os.getpid(), 0, time.time(), 0, place, 0.0)
         # A unique name, as a restarted run may find the store of the previous one.
@@ -72,12 +72,12 @@ class Watch:
         self._verdict_key = f"{name}/verdict"
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()  # its own connection, as the threads must not share the main thread's
-        self._heard: list[tuple[float, list[Heartbeat | None]]] = []  # all ranks' heartbeats since a hang is suspected
-        self._suspects, self._spoken = False, threading.Event()
+        self._readings: list[tuple[float, list[Heartbeat | None]]] = []  # of all ranks, since a hang is suspected
+        self._suspecting, self._beat_ready = False, threading.Event()
         main = threading.get_ident()
         self._threads = [
-            threading.Thread(target=self._look, args=(main,), daemon=True, name="watch over the ranks"),
-            threading.Thread(target=self._talk, daemon=True, name="heartbeats"),
+            threading.Thread(target=self._sample_loop, args=(main,), daemon=True, name="watch over the ranks"),
+            threading.Thread(target=self._publish_loop, daemon=True, name="heartbeats"),
         ]
         for thread in self._threads:
             thread.start()
@@ -86,7 +86,7 @@ class Watch:
         """Stop the threads. Waits up to a second for a store call in progress."""
         self._closed.set()
         if self._mesh.world_size > 1:
-            self._spoken.set()
+            self._beat_ready.set()
             for thread in self._threads:
                 thread.join(1.0)
 
@@ -114,45 +114,45 @@ class Watch:
         """Return the keys of a metrics row, see CommunicationTime.row; none with one rank. All ranks must call it."""
         return self.communication_time.row(step_seconds) if self._mesh.world_size > 1 else {}
 
-    def _look(self, main: int) -> None:
-        looked, spoken = time.monotonic(), 0.0
+    def _sample_loop(self, main: int) -> None:
+        sampled, published = time.monotonic(), 0.0
         while not self._closed.wait(LOOK_SECONDS):
             now = time.monotonic()
             if self._in_step:
-                self.communication_time.add(waits_along(main), now - looked)
-            looked = now
+                self.communication_time.add(waits_along(main), now - sampled)
+            sampled = now
             mark = (self._step, self._in_step, counts(self._groups))  # a change of any of these is progress
             if mark != self._mark:
                 self._mark, self._since = mark, now
             stood = now - self._since
-            if now - spoken >= (self._period if stood < self._asks else self._period / 4):
-                spoken = now  # heartbeats are four times as frequent once a hang is suspected
+            if now - published >= (self._period if stood < self._suspect_after else self._period / 4):
+                published = now  # heartbeats are four times as frequent once a hang is suspected
                 self._beat(place_of(main), stood)
 
     def _beat(self, place: Place, stood: float) -> None:
         """Publish a heartbeat, and end this process if its main thread has been in one place for too long."""
-        if stood > self._period and (self._mesh.device.type == "cuda" or stood > self._asks):
+        if stood > self._period and (self._mesh.device.type == "cuda" or stood > self._suspect_after):
             place = recorded(place)
         step, beat = self._step if self._in_step else 0, self._own.beat + 1
         self._own = replace(self._own, beat=beat, time=time.time(), step=step, place=place, stood=stood)
-        self._suspects = place.waits == "collective" and stood > self._asks
-        self._spoken.set()
-        if self._suspects and stood > self._ends:
-            text, silent = self._judged()
+        self._suspecting = place.waits == "collective" and stood > self._suspect_after
+        self._beat_ready.set()
+        if self._suspecting and stood > self._end_after:
+            text, silent = self._verdict_now()
             # Before exiting: the others' collectives fail as soon as this process ends, and they report the verdict.
             self.leave_verdict(text)
             self._end(text, silent)
 
-    def _talk(self) -> None:
+    def _publish_loop(self) -> None:
         """Write heartbeats to the store. A separate thread, as a store call never returns if the store's host is
         stopped."""
-        while self._spoken.wait() and not self._closed.is_set():
-            self._spoken.clear()
+        while self._beat_ready.wait() and not self._closed.is_set():
+            self._beat_ready.clear()
             with suppress(dist.DistError):  # the store is gone, together with the launcher
                 self._store.set(self._keys[self._mesh.rank], pickle.dumps(self._own))
-                # Keep the first and the last reading; _judged compares them.
-                self._heard = [*self._heard[:1], (time.monotonic(), self._read())] if self._suspects else []
-                self._answered = time.monotonic()
+                # Keep the first and the last reading; _verdict_now compares them.
+                self._readings = [*self._readings[:1], (time.monotonic(), self._read())] if self._suspecting else []
+                self._last_answer = time.monotonic()
 
     def _read(self) -> list[Heartbeat | None]:
         if self._store.check(self._keys):
@@ -172,18 +172,18 @@ class Watch:
         thread.join(ANSWER_SECONDS)
         return answers[0] if answers else None
 
-    def _judged(self) -> tuple[str, Sequence[Heartbeat]]:
+    def _verdict_now(self) -> tuple[str, Sequence[Heartbeat]]:
         """Return the verdict, and the heartbeats of ranks that stopped sending them."""
-        silence = time.monotonic() - self._answered
-        if silence > 2.5 * self._period or not self._heard:
+        silence = time.monotonic() - self._last_answer
+        if silence > 2.5 * self._period or not self._readings:
             # The same test as torch.distributed uses: the launcher's agent or rank 0 hosts the store.
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             return (
                 f"{'the launcher' if agent else self._store_host} has not answered for {silence:.0f} s; it "
                 f"hosts the store with the heartbeats; rank {self._mesh.rank} waits in {self._own.place.waiting_for}"
             ), ()
-        (asked, before), (_, beats) = self._heard[0], self._heard[-1]
-        if time.monotonic() - asked <= 2 * self._period:  # too early to expect a new heartbeat from every rank
+        (read_at, before), (_, beats) = self._readings[0], self._readings[-1]
+        if time.monotonic() - read_at <= 2 * self._period:  # too early to expect a new heartbeat from every rank
             before = [None] * len(beats)
         return judge(before, beats, time.time()), silent_ranks(before, beats)
 
