@@ -7,18 +7,18 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-# Packages that lie beside this one in the source tree, by the names that pyproject.toml installs them under.
+# Packages that are siblings of this one in the source tree, by their installed names in pyproject.toml.
 _BESIDE = {"kernels": "kernels", "recipes": "data"}
 
 
 class _SourceTree:
-    """Finds those packages where the source tree is on the path without being installed."""
+    """Import finder for those packages, if the source tree is on the path without being installed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The package `gptlite.kernels` or `gptlite.recipes`; its modules are found through it."""
+        """Find the package `gptlite.kernels` or `gptlite.recipes`; its modules are found through it."""
         parent, _, child = name.rpartition(".")
         folder = self.root / _BESIDE.get(child, "")
         if parent != __name__ or child not in _BESIDE or not (folder / "__init__.py").is_file():

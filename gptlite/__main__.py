@@ -1,4 +1,4 @@
-"""The command `gptlite COMMAND ...`, also `python -m gptlite`. No module is loaded but the command's."""
+"""Command `gptlite COMMAND ...`, also `python -m gptlite`. Only the command's module is imported."""
 
 import sys
 from importlib import import_module
@@ -13,12 +13,12 @@ gptlite: GPT pretraining, composed by Hydra.
 
 {commands}
 
-`gptlite COMMAND --help` says more. Without a command, KEY=VALUE and Hydra's flags are those of train.
+`gptlite COMMAND --help` shows its help. Without a command, KEY=VALUE and Hydra's flags are those of train.
 --version prints the version."""
 
 
 def main() -> NoReturn:
-    """Runs the command that the first word names. KEY=VALUE or a flag there is train's."""
+    """Run the command named by the first argument. If that is KEY=VALUE or a flag, the command is train."""
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in ("-h", "--help", "help"):
         lines = [f"  {name:<16} {summary}" for name, (_, summary) in COMMANDS.items()]
@@ -28,12 +28,12 @@ def main() -> NoReturn:
         print(f"gptlite {__version__}")
         sys.exit(0)
     if word in COMMANDS:
-        del sys.argv[1]
+        del sys.argv[1]  # the command's parser reads sys.argv
     elif "=" in word or word.startswith(("-", "~")):
         word = "train"
     else:
         hint = did_you_mean(word, COMMANDS)
-        print(f"error: {word} is no command of gptlite and no KEY=VALUE{hint}; --help lists them", file=sys.stderr)
+        print(f"error: {word} is neither a command of gptlite nor KEY=VALUE{hint}; --help lists them", file=sys.stderr)
         sys.exit(2)
     if word == "sweep":
         sys.argv.insert(1, "--multirun")

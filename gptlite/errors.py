@@ -1,16 +1,16 @@
-"""The errors a user can cause. Each is one line that names the key, its value and the fix."""
+"""User errors. Each is one line that names the key, its value and the fix."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
-    """A configuration that is refused before anything is written or started. Exit code 2."""
+    """Raised for an invalid configuration, before anything is written or started. Exit code 2."""
 
 
 @contextmanager
 def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]:
-    """The block imports `package` for `user`. Raises ConfigError where it is missing."""
+    """Context for importing `package` on behalf of `user`. Raises ConfigError if it is missing."""
     try:
         yield
     except ImportError:
@@ -18,8 +18,8 @@ def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest known word, or nothing."""
-    from difflib import get_close_matches
+    """Return `; did you mean X?` for the closest known word, or nothing."""
+    from difflib import get_close_matches  # imported only for an error
 
     close = get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written under another name, brought to the disk, renamed."""
+"""Atomic file writes: to a temporary name, synced to disk, then renamed."""
 
 import os
 import tempfile
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the name `path` once the block is over; if the block raises, `path` stays as it was.
+    """Open a new file that replaces `path` at the end of the block. If the block raises, `path` is unchanged.
 
     Meanwhile it is `.tmp-<name>-<random>` in the same folder, which must exist. Raises OSError.
     """
@@ -19,7 +19,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(temporary, "wb") as file:
             yield file
-            _sync(file)
+            _sync(file)  # before the rename, or a power failure could leave an empty file under the final name
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -27,20 +27,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file, text as UTF-8, so that `path` is either the old one or the whole new one. Raises OSError."""
+    """Write a file atomically, text as UTF-8: `path` is either the old or the complete new file. Raises OSError."""
     with replacing(path) as file:
         file.write(_bytes(content))
 
 
 def write_synced(path: Path, content: str | bytes) -> None:
-    """Writes a file in place and waits for the disk: for files whose folder or name is not final yet."""
+    """Write a file in place and sync it, for files whose folder or name is still temporary."""
     with open(path, "wb") as file:
         file.write(_bytes(content))
         _sync(file)
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings a folder's entries to the disk: without it a new or renamed file may be gone after a power cut."""
+    """Sync a folder's entries. Without this, a new or renamed file may be lost in a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,7 +49,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Brings all files below a folder, and their names, to the disk."""
+    """Sync all files below a folder, and their directory entries."""
     for parent, _, names in os.walk(folder):
         for name in names:
             with open(Path(parent, name), "rb") as file:
@@ -58,17 +58,17 @@ def sync_tree(folder: Path) -> None:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest existing ancestor."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
 
 
 def unwritable(folder: Path, key: str) -> str:
-    """Why nothing can be made in a folder that is there or is to be made; empty where it can. Leaves nothing behind.
+    """Return the reason why a folder, existing or to be created, cannot be written; empty if it can.
 
-    `key` is what the user would give another of. Permission bits do not tell: not for root, a full quota or a
-    read-only mount. So a file without a name is made.
+    `key` is the configuration key named in the message. An unnamed file is created to find out, which leaves nothing
+    behind; permission bits do not cover root, a full quota or a read-only mount.
     """
     above = existing(folder)
     if not above.is_dir():

@@ -1,4 +1,4 @@
-"""How a command of gptlite is written where this process runs: every hint that is printed comes from here."""
+"""Command lines of gptlite as they are started in this environment, for printed hints."""
 
 import re
 import shlex
@@ -8,58 +8,59 @@ from pathlib import Path
 
 import gptlite
 
-# Each command: its module, whose `main` reads the command line, and its line in the help.
+# Module of each command, whose `main` reads the command line, and its line in the help.
 COMMANDS = {
-    "train": ("gptlite.commands.train", "train a model, or go on with a run: [GROUP=PRESET] [KEY=VALUE]"),
-    "sweep": ("gptlite.commands.train", "train -m: one run for each of several values, and a report"),
-    "plan": ("gptlite.commands.plan", "the fastest layouts of a model on a cluster, by arithmetic"),
-    "tune": ("gptlite.commands.tune", "the fastest layout by measuring, as a preset"),
-    "parity": ("gptlite.commands.parity", "whether a layout trains as one process does"),
+    "train": ("gptlite.commands.train", "train a model, or resume a run: [GROUP=PRESET] [KEY=VALUE]"),
+    "sweep": ("gptlite.commands.train", "train -m: one run per combination of values, and a report"),
+    "plan": ("gptlite.commands.plan", "estimate the fastest layouts of a model on a cluster"),
+    "tune": ("gptlite.commands.tune", "find the fastest layout by measurement, as a preset"),
+    "parity": ("gptlite.commands.parity", "check that a layout trains like a single process"),
     "preprocess": ("gptlite.commands.preprocess", "tokenize a corpus into a folder that training reads"),
     "train-tokenizer": ("gptlite.commands.train_tokenizer", "train a tokenizer on a corpus"),
     "data": ("gptlite.data_tool.command", "token files: inspect, show, verify, import"),
     "checkpoint": ("gptlite.checkpoint_tool.command", "ls, inspect, verify, diff, prune, export, import"),
     "kernels": ("gptlite.commands.kernels", "the fused kernels: build, info, test, bench"),
     "generate": ("gptlite.commands.generate", "continue a text with a trained model"),
-    "eval": ("gptlite.commands.eval", "the loss of a trained model on held-out text"),
+    "eval": ("gptlite.commands.eval", "evaluate a trained model on held-out text"),
 }
 CANONICAL = re.compile(rf"\bgptlite ({'|'.join(sorted(COMMANDS, key=len, reverse=True))})\b(?!-)")
 RECIPE = re.compile(r"\bpython data/(\w+)/prepare\.py")
 
 
 def command(name: str) -> str:
-    """The words that start a command: a script of the checkout, or `gptlite train` where a wheel is installed.
+    """Return the start of a command line: a script of the checkout, or `gptlite train` with an installed wheel.
 
-    In a checkout the script's path is from the working directory, or whole where that is outside.
+    In a checkout, the script's path is relative to the working directory, or absolute if it is outside.
     """
     words = arguments(name)
+    # Suggest `gptlite` only if it belongs to this interpreter, as another environment may have its own.
     if words[0] == "-m" and (found := shutil.which("gptlite")) and Path(found).parent == Path(sys.executable).parent:
         return f"gptlite {name}"
     return shlex.join([_python(), *words])
 
 
 def arguments(name: str) -> list[str]:
-    """What Python, or torchrun, is given to start a command."""
+    """Return the arguments of Python, or torchrun, that start a command."""
     assert name in COMMANDS, name
     script = "train.py" if name == "train" else f"tools/{name.replace('-', '_')}.py"
     return _script(script) or ["-m", "gptlite", name]
 
 
 def recipe(corpus: str) -> str:
-    """The words that start a corpus's recipe."""
+    """Return the start of the command line of a corpus's recipe."""
     return shlex.join(
         [_python(), *(_script(f"data/{corpus}/prepare.py") or ["-m", f"gptlite.recipes.{corpus}.prepare"])]
     )
 
 
 def localized(text: str) -> str:
-    """A help text, its `gptlite COMMAND` and `python data/CORPUS/prepare.py` as they are written here."""
+    """Rewrite `gptlite COMMAND` and `python data/CORPUS/prepare.py` in a help text as they are started here."""
     text = RECIPE.sub(lambda match: recipe(match[1]), text)
     return CANONICAL.sub(lambda match: command(match[1]), text)
 
 
 def _script(relative: str) -> list[str] | None:
-    """A script of the checkout that this package is in; None where there is none."""
+    """Path of a script of the checkout that contains this package; None if there is none."""
     root = Path(gptlite.__file__).resolve().parents[1]
     file = root / relative
     if not ((root / "pyproject.toml").is_file() and file.is_file()):
@@ -69,6 +70,6 @@ def _script(relative: str) -> list[str] | None:
 
 
 def _python() -> str:
-    """`python` where that is this interpreter, else its path."""
+    """Return `python` if that is this interpreter, else its path."""
     found = shutil.which("python")
     return "python" if found and Path(found).parent == Path(sys.executable).parent else sys.executable

@@ -1,4 +1,7 @@
-"""Which dtype computes what (docs/precision.md). Parameters and the optimizer stay in fp32, but for bf16_stochastic."""
+"""Precision policy: the dtype of each computation (docs/precision.md).
+
+Parameters and optimizer state stay in fp32, except with bf16_stochastic.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Precision(Enum):
-    """`auto` is bf16 where the hardware computes in it, else fp32; all have fp32 master weights.
+    """Precision presets. `auto` is bf16 if the hardware supports it, else fp32; all have fp32 master weights.
 
-    fp16 computes as bf16 does, with a loss scale; `amp_o1` and `amp_o2` are Apex's levels; `fp8` is bf16 whose blocks
-    multiply in fp8.
+    fp16 is like bf16 with a loss scale; `amp_o1` and `amp_o2` are Apex's levels; `fp8` is bf16 with fp8 products in
+    blocks.
     """
 
     auto = "auto"
@@ -30,7 +33,7 @@ class Precision(Enum):
 
 
 class Reduce(Enum):
-    """In which dtype ZeRO sums gradients over the data ranks."""
+    """Dtype in which ZeRO sums gradients over the data ranks."""
 
     fp32 = "fp32"
     compute = "compute"
@@ -46,22 +49,22 @@ SCALED = (Precision.fp16, Precision.amp_o1, Precision.amp_o2)
 
 @dataclass
 class PrecisionConfig:
-    """The dtype policy and, where fp16 computes, the loss scale: Megatron-LM's rule under the names of DeepSpeed."""
+    """Precision policy and, for fp16, the loss scale: Megatron-LM's rule with DeepSpeed's names."""
 
     dtype: Precision = Precision.auto
     reduce: Reduce = Reduce.fp32
-    master_weights: bool = True  # false: parameters are bf16, and each step is rounded to that stochastically
-    loss_scale: float = 0.0  # 0: dynamic, by the keys below; else it stays at this
-    initial_scale_power: int = 16  # starts at 2 to this
-    loss_scale_window: int = 1000  # steps without overflow until it grows
-    hysteresis: int = 2  # overflows until it shrinks; counted anew when it grows
-    min_loss_scale: float = 1.0  # an overflow down here ends the run
-    scale_factor: float = 2.0  # what it grows and shrinks by
+    master_weights: bool = True  # false: parameters are bf16, and updates are rounded to it stochastically
+    loss_scale: float = 0.0  # 0: dynamic, by the keys below; otherwise a fixed scale
+    initial_scale_power: int = 16  # the initial scale is 2 to this power
+    loss_scale_window: int = 1000  # steps without overflow before the scale grows
+    hysteresis: int = 2  # overflows before it shrinks; reset when it grows
+    min_loss_scale: float = 1.0  # an overflow at this scale ends the run
+    scale_factor: float = 2.0  # factor by which it grows and shrinks
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Which dtype each thing has: what FSDP2 calls a mixed-precision policy, and more. docs/precision.md has the table.
+    """Resolved dtypes, like FSDP2's mixed-precision policy with additional settings. docs/precision.md has the table.
 
     `compute_dtype` is that of matrix products and attention.
     """
@@ -74,7 +77,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """`bf16`, `fp32`, `amp_o1`, ..."""
+        """Return `bf16`, `fp32`, `amp_o1`, ..."""
         if not self.master_weights:
             return "bf16_stochastic"
         if self.precision is not Precision.auto:
@@ -83,52 +86,52 @@ class Policy:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """Of parameters between steps; gradients, once they are summed, and the optimizer's state are fp32."""
+        """Dtype of parameters between steps. Gradients, once they are summed, and the optimizer's state are fp32."""
         import torch
 
         return torch.float32 if self.master_weights else torch.bfloat16
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """Of activations between layers."""
+        """Dtype of activations between layers."""
         import torch
 
         return torch.float32 if self.precision is Precision.amp_o1 else self.compute_dtype
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """In which FSDP2 gathers parameters. Apex's levels keep some in fp32, so there the layers cast."""
+        """Dtype in which FSDP2 gathers parameters. Apex's levels keep some in fp32, so there the layers cast."""
         import torch
 
         return torch.float32 if self.precision in (Precision.amp_o1, Precision.amp_o2) else self.compute_dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """In which FSDP2 sums gradients."""
+        """Dtype in which FSDP2 sums gradients."""
         import torch
 
         return torch.float32 if self.reduce is Reduce.fp32 else self.compute_dtype
 
     @property
     def fp32_norms(self) -> bool:
-        """Whether layer norms take a 16-bit input in fp32, with gains that are not rounded."""
+        """True if layer norms compute 16-bit inputs in fp32, with fp32 gains."""
         return self.precision is Precision.amp_o2
 
     @property
     def fp8(self) -> bool:
-        """Whether the linear layers of blocks multiply in fp8."""
+        """True if the linear layers of blocks multiply in fp8."""
         return self.precision is Precision.fp8
 
     @property
     def scales_loss(self) -> bool:
-        """Whether small gradients need a loss scale: fp16 ends at 6e-8."""
+        """True if gradients need a loss scale, as fp16 underflows below 6e-8."""
         import torch
 
         return self.compute_dtype == torch.float16
 
 
 def check_precision(config: PrecisionConfig) -> None:
-    """Raises ConfigError, one line, for a loss scale that cannot work and for keys that would do nothing."""
+    """Raise ConfigError, one line, for an invalid loss scale and for keys without effect."""
     scale, power, least = config.loss_scale, config.initial_scale_power, config.min_loss_scale
     if not 0 <= scale <= 2.0**MOST_SCALE_POWER:
         raise ConfigError(f"precision.loss_scale={scale:g} must be 0 (dynamic), or above and at most 2**32")
@@ -153,7 +156,7 @@ def check_precision(config: PrecisionConfig) -> None:
 
 
 def _refuse_idle_keys(config: PrecisionConfig) -> None:
-    """A key that is set, and would do nothing."""
+    """Raise ConfigError for a key that is set but has no effect."""
     changed = [each.name for each in fields(config) if getattr(config, each.name) != each.default]
     scaling = [key for key in changed if key in SCALING_KEYS]
     name = config.dtype.value
@@ -173,7 +176,8 @@ def _refuse_idle_keys(config: PrecisionConfig) -> None:
 
 
 def resolve_precision(config: PrecisionConfig, device: torch.device) -> Policy:
-    """The policy a device runs. Raises ConfigError where a GPU is too old: sm_80 has bf16, sm_53 fp16, sm_89 fp8."""
+    """Resolve the policy for a device. Raises ConfigError if a GPU is too old: sm_80 has bf16, sm_53 fp16, sm_89
+    fp8."""
     dtype, precision, reason = _resolved(config, device)
     return Policy(dtype, reason, precision, config.reduce, config.master_weights)
 
@@ -209,7 +213,7 @@ def _asked_for(native: bool, hardware: str) -> str:
 
 
 def native_bf16(device: torch.device) -> tuple[bool, str]:
-    """Whether a device multiplies bf16 in hardware, and the words for it."""
+    """Return True if a device multiplies bf16 in hardware, and the reason in words."""
     import torch
 
     if device.type == "cuda":
@@ -224,7 +228,7 @@ def native_bf16(device: torch.device) -> tuple[bool, str]:
 
 
 def native_fp16(device: torch.device) -> tuple[bool, str]:
-    """Whether a device computes in fp16, and the words for it."""
+    """Return True if a device computes fp16 in hardware, and the reason in words."""
     import torch
 
     if device.type == "cuda":
@@ -236,7 +240,7 @@ def native_fp16(device: torch.device) -> tuple[bool, str]:
 
 
 def _no_fp8(device: torch.device) -> str:
-    """Why a device cannot multiply in fp8; empty where it can."""
+    """Return the reason why a device cannot multiply in fp8; empty if it can."""
     import torch
     from torch.nn.functional import ScalingType, scaled_mm
 
@@ -244,6 +248,7 @@ def _no_fp8(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         newer = (major, minor) >= (8, 9)
         return "" if newer else f"sm_{major}{minor} has no fp8, which takes sm_89 (Ada), sm_90 (Hopper) or newer"
+    # Support on other devices depends on torch's build and has no query, so try a small product.
     x, scale = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
     try:
         scaled_mm(x, x.t(), scale, ScalingType.TensorWise, scale, ScalingType.TensorWise)
@@ -253,12 +258,12 @@ def _no_fp8(device: torch.device) -> str:
 
 
 def cpu_flags() -> set[str]:
-    """The instruction sets the kernel reports; empty where it does not say (then nothing is assumed)."""
+    """Instruction sets reported by the kernel; empty if it reports none, in which case none is assumed."""
     return set(_cpuinfo("flags").split())
 
 
 def cpu_name() -> str:
-    """The processor's name, or nothing where the kernel does not say."""
+    """Name of the processor; empty if the kernel does not report it."""
     return _cpuinfo("model name")
 
 

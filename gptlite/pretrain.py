@@ -1,4 +1,4 @@
-"""Pretraining from a configuration, in the order it happens. Read this file first."""
+"""Pretraining from a configuration, in execution order. Read this file first."""
 
 import time
 from collections.abc import Callable
@@ -21,12 +21,12 @@ def pretrain(
     stop_signal: StopSignal | None = None,
     opened: Callable[[Path], None] | None = None,
 ) -> int:
-    """Trains, and returns the exit code: 0 done, 1 diverged, 128 + signal stopped.
+    """Train, and return the exit code: 0 done, 1 diverged, 128 + signal stopped.
 
-    To be called by every rank, the process group joined. `started` is when the command began, in time.monotonic()
-    seconds; by default now. `stop_signal` is how a rank hears a request to stop, and `opened` is told the run folder
-    once it stands. Raises ConfigError for what cannot run here, before the run folder is written to (a tracker's server
-    may refuse later).
+    Every rank calls this after joining the process group. `started` is when the command began, in time.monotonic()
+    seconds; by default now. `stop_signal` receives stop requests, and `opened` is called with the run folder once it
+    exists. Raises ConfigError for a configuration that cannot run here, before the run folder is written to (a
+    tracker's server may refuse later).
     """
     started = time.monotonic() if started is None else started
     mesh = build_mesh(config.parallelism)
@@ -37,7 +37,7 @@ def pretrain(
     folder.restore(state)
     if folder.complete(state):
         return 0
-    folder.check_space(state)
+    folder.check_space(state)  # after restoring, and before the folder is written
 
     with folder.opened(config, run.data.tokenizer), closing(state.loader), closing(watch):
         if opened is not None:

@@ -1,4 +1,4 @@
-"""One line now and then on work that takes longer than a few seconds."""
+"""Progress lines for work that takes more than a few seconds."""
 
 import sys
 import time
@@ -9,14 +9,14 @@ Log = Callable[[str], None]
 
 
 def log(line: str) -> None:
-    """A command's progress and remarks: beside its output, which scripts may read."""
+    """Print a command's progress and remarks to standard error, apart from its output, which scripts may read."""
     print(line, file=sys.stderr, flush=True)
 
 
 class Progress:
-    """A line every `interval` seconds with what is done and when it ends; a job shorter than that stays silent.
+    """Progress log: a line every `interval` seconds with the amount done and the ETA; silent for shorter jobs.
 
-    `done` bytes of the total were done before.
+    `done` is the number of bytes that were completed earlier.
     """
 
     def __init__(self, label: str, total_bytes: int, log: Log, interval: float = 5.0, done: int = 0):
@@ -28,9 +28,9 @@ class Progress:
         self._started = self._reported = time.monotonic()
 
     def add(self, num_bytes: int, rate: str = "") -> None:
-        """Counts bytes just handled. Threads may share it: a count lost between two only delays a line.
+        """Count processed bytes. Threads may share it: a count lost in a race only delays a line.
 
-        `rate` stands in for megabytes a second, and alone where the total is not known.
+        `rate` replaces the megabytes per second, and is the only value shown if the total is not known.
         """
         self._done += num_bytes
         now = time.monotonic()
@@ -40,6 +40,7 @@ class Progress:
         if rate and not self._total:
             self._log(f"{self._label}: {rate}")
             return
+        # The rate counts only this process's bytes, not those done before.
         left, new = max(0, self._total - self._done), max(1, self._done - self._before)
         eta = timedelta(seconds=round((now - self._started) * left / new))
         scale, unit = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")

@@ -1,1 +1,1 @@
-"""Commands of `gptlite`, one module each; `main` reads the command line."""
+"""Commands of `gptlite`, one module each. `main` reads the command line."""

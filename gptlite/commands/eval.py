@@ -1,12 +1,12 @@
-"""The loss of a trained model on held-out text: nats per token, perplexity, bits per byte.
+"""Evaluate a trained model on held-out text: nats per token, perplexity, bits per byte.
 
 gptlite eval checkpoint=outputs/RUN [data=FILE_FOLDER_OR_PRESET] [samples=N] [micro_batch_size=16] \\
     [precision=auto]
 
-Without data it is the validation set the run was trained beside. data is a text file or a folder of *.txt files, read
-whole with the run's tokenizer; or the validation set of a prepared folder, or of a preset as train takes it (data=mine
-is ./data/mine), that has the run's tokenizer.
-samples takes that many sequences, evenly spread. The last line is JSON, for scripts.
+Without data, the run's own validation set is used. data is a text file or a folder of *.txt files, all of which is
+read with the run's tokenizer; or a prepared folder or data preset of train (data=mine is ./data/mine) that has the
+run's tokenizer, of which the validation set is read.
+samples selects that many sequences, evenly spread. The last line is JSON, for scripts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command line arguments."""
 
     checkpoint: str = "???"
     data: str | None = None
@@ -37,12 +37,12 @@ class Arguments:
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     run_tool(evaluate, Arguments, __doc__)
 
 
 def evaluate(arguments: Arguments) -> None:
-    """Prints a line for a person and one of JSON."""
+    """Print the result as a line of text and a line of JSON."""
     if arguments.micro_batch_size < 1 or (arguments.samples is not None and arguments.samples < 1):
         raise ConfigError(f"micro_batch_size={arguments.micro_batch_size}, samples={arguments.samples}: at least 1")
     from gptlite.data.build import build_loader
@@ -51,6 +51,7 @@ def evaluate(arguments: Arguments) -> None:
 
     model, runner, tokenizer, config = restore(arguments.checkpoint, arguments.precision)
     size = arguments.micro_batch_size
+    # The run's batch sizes are for its layout, and here one process reads.
     section = replace(config.data, global_batch_size=size, micro_batch_size=size, batch_ramp=None)
     data = held_out(arguments.data, config, tokenizer)
     loader = build_loader(section, data, runner.mesh, config.seed)
@@ -69,7 +70,7 @@ def evaluate(arguments: Arguments) -> None:
 
 
 def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> PreparedData:
-    """What to read. Raises ConfigError for a source that is not there or has another tokenizer."""
+    """Return the text to evaluate. Raises ConfigError for a missing source, or one with another tokenizer."""
     import numpy as np
 
     from gptlite.data.build import prepare

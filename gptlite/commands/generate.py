@@ -3,8 +3,8 @@
 gptlite generate checkpoint=outputs/RUN prompt="ROMEO:" \\
     [max_tokens=300] [temperature=0.8] [top_k=0] [top_p=0.95] [seed=0] [num_samples=1] [cache=true] [precision=fp32]
 
-checkpoint is a run folder (its newest checkpoint is taken) or a step folder in one. temperature=0 takes the likeliest
-token each time; top_k=0 and top_p=1 cut nothing. The same seed gives the same text.
+checkpoint is a run folder (its newest checkpoint is used) or a step folder in one. temperature=0 always selects the
+most likely token; top_k=0 and top_p=1 turn these filters off. The same seed gives the same text.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from gptlite.errors import ConfigError
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command line arguments."""
 
     checkpoint: str = "???"
     prompt: str = "\n"
@@ -31,12 +31,12 @@ class Arguments:
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     run_tool(write_samples, Arguments, __doc__)
 
 
 def write_samples(arguments: Arguments) -> None:
-    """Prints each sample as it is drawn."""
+    """Print each sample as it is generated."""
     from gptlite.data.tokenizer import StreamDecoder
     from gptlite.models.sampling import Sampling
     from gptlite.run.restore import restore
@@ -49,9 +49,10 @@ def write_samples(arguments: Arguments) -> None:
         raise ConfigError(str(error)) from None
     model, runner, tokenizer, _ = restore(arguments.checkpoint, arguments.precision)
     if not model.spec.writes_text:
-        raise ConfigError(f"checkpoint={arguments.checkpoint}: a {model.spec.name} model writes no text")
-    prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eod]
+        raise ConfigError(f"checkpoint={arguments.checkpoint}: a {model.spec.name} model does not generate text")
+    prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eod]  # the model needs at least one token
     for index in range(arguments.num_samples):
+        # StreamDecoder, as a token may end within a UTF-8 character.
         decoder, drawn = StreamDecoder(tokenizer), replace(sampling, seed=arguments.seed + index)
         print(arguments.prompt, end="", flush=True)
         given = (runner, prompt, arguments.max_tokens, drawn)

@@ -1,4 +1,4 @@
-"""The command line `gptlite kernels`: its subcommands, a module each."""
+"""Command `gptlite kernels`: its subcommands, one module each."""
 
 from typing import NoReturn
 
@@ -8,17 +8,17 @@ MODULES = {"build": "prebuild", "info": "info", "test": "check", "bench": "bench
 SUBCOMMANDS = {name: Subcommand(f"gptlite.kernels.{module}") for name, module in MODULES.items()}
 
 HELP = """\
-The fused kernels of this machine. They compile by themselves at first use; this says how it went.
+Fused kernels on this machine. They are compiled automatically at first use; these commands build and check them.
 
-  build    compiles them now, or says that they are compiled
-  info     compilers, cache, library, and which path each op takes here
-  test     every op against torch's own in float64
-  bench    every op against torch's, for speed
+  build    compile them now, or report that they are compiled
+  info     show compilers, cache, library, and the implementation of each op here
+  test     compare every op with torch's in float64
+  bench    compare every op's speed with torch's
 
 Options are key=value; `gptlite kernels SUBCOMMAND --help` lists them.
-Exit codes: 0 fine, 1 failed, 2 refused."""
+Exit codes: 0 success, 1 failed, 2 refused."""
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     run_subcommand(SUBCOMMANDS, HELP)

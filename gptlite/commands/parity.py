@@ -1,13 +1,13 @@
-"""Whether a layout trains as one process does: the same steps on both, and every tensor compared.
+"""Check that a layout trains like a single process: run the same steps on both, and compare every tensor.
 
 gptlite parity parallelism=tp2_pp2 parallelism.zero=3 [steps=5] [any KEY=VALUE of train]
 
-It takes the first steps of the configured run on one process, then on the layout, whose ranks it starts: GPUs, or gloo
-processes on a CPU. A row a step says how far apart losses, gradient norms, gradients and updated values are; the last
-line is the verdict, and names the first tensor that differs. Nothing is written to the run folder.
+The first steps of the configured run are made on one process, then on the layout, whose ranks are started here: on
+GPUs, or as gloo processes on a CPU. One row per step has the differences of losses, gradient norms, gradients and
+updated values. The last line is the verdict, and names the first tensor that differs. The run folder is not written.
 
-Unless told otherwise it reads random tokens (data=synthetic) and computes in fp32. In bf16, fp16, amp_o1 and amp_o2 the
-layout may be as far from one process as twice that is from fp32. Exit codes: 0 the same, 1 different, 2 refused.
+By default, random tokens (data=synthetic) and fp32 are used. In bf16, fp16, amp_o1 and amp_o2 the layout may differ
+from one process by up to twice that process's difference from fp32. Exit codes: 0 the same, 1 different, 2 refused.
 """
 
 import sys
@@ -34,12 +34,13 @@ CHEAP = ("data=synthetic", "data.vocab_size=500", "data.num_tokens=100000")  # a
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     sys.exit(guarded(lambda: run(sys.argv[1:])))
 
 
 def run(arguments: list[str]) -> int:
-    """Compares, and returns the exit code. Raises ConfigError for what training would refuse, and for one rank."""
+    """Compare, and return the exit code. Raises ConfigError for what training would refuse, and for a layout of one
+    rank."""
     if {"-h", "--help"} & set(arguments):
         print(localized(__doc__ or "").strip())
         return 0
@@ -51,7 +52,7 @@ def run(arguments: list[str]) -> int:
     world = wanted_world(config.parallelism, gpus := torch.cuda.device_count())
     layout = check_world(config, world)
     if world == 1:
-        raise ConfigError("the layout is one process, too: give one with several ranks, e.g. parallelism=tp2")
+        raise ConfigError("the layout has only one rank; give one with several, e.g. parallelism=tp2")
     if gpus and world > gpus:
         raise ConfigError(
             f"the layout has {world} ranks, and there are {gpus} GPUs; set CUDA_VISIBLE_DEVICES= for a CPU"
@@ -70,7 +71,8 @@ def run(arguments: list[str]) -> int:
 
 
 def composed(arguments: list[str]) -> tuple[int, Config]:
-    """The number of steps, and train's configuration of the other arguments, cheap where they leave it open."""
+    """Return the number of steps, and train's configuration of the other arguments, with cheap defaults for open
+    keys."""
     own = {key: value for key, _, value in (each.partition("=") for each in arguments) if key == "steps"}
     if not (steps := own.get("steps", "5")).isdigit() or steps == "0":
         raise ConfigError(f"steps={steps}: give a number, at least 1")
@@ -78,12 +80,12 @@ def composed(arguments: list[str]) -> tuple[int, Config]:
     cheap = [] if {"data", "experiment"} & given.keys() else [each for each in CHEAP if each.split("=")[0] not in given]
     cheap += [] if {"precision", "precision.dtype", "experiment"} & given.keys() else ["precision=fp32"]
     config = load([*cheap, *given.values()])
-    # Ranks that start again would take steps that rank 0 has compared already.
+    # Restarted ranks would repeat steps that rank 0 has already compared.
     return int(steps), replace(config, trainer=replace(config.trainer, max_restarts=0))
 
 
 def one_process(config: Config, steps: int) -> "tuple[Iterator[StepRecord], Iterator[StepRecord] | None]":
-    """The reference's steps and, where 16 bits compute, those of the same run in fp32."""
+    """Run the reference steps and, for 16-bit precision, those of the same run in fp32."""
     from gptlite.parallelism.config import ParallelismConfig
     from gptlite.parallelism.mesh import build_mesh
     from gptlite.parity.record import recorded

@@ -1,15 +1,15 @@
-"""The fastest layouts of a model on a cluster, before a device of it is paid for. No GPU is needed.
+"""Estimate the fastest layouts of a model on a cluster. No GPU is needed.
 
 gptlite plan model=gpt3-13b cluster=dgx-h100 cluster.nodes=8 data.global_batch_size=1024 [KEY=VALUE of train]
     [top=10] [out=FOLDER] [simulate=true] [tokens=300e9]
 gptlite plan model=gpt2 cluster=dgx-h100 largest=true [out=FOLDER]    the most layers of that width that fit, by layout
 gptlite plan calibrate [seconds=60] [out=FILE]    measure this machine, for cluster=local
 
-Every legal layout is looked at; what you give of `parallelism` and data.micro_batch_size stays. The table has the best
-of each combination of degrees and ZeRO stage, and the override line that trains it. With `out`, plan.png, timeline.png
-and plan.json go there, or largest.png. simulate=true runs the best layout's fullest rank with fake tensors, for its
-exact memory.
-Exit codes: 0 planned, 2 refused: then nothing fits, and the line says by how much.
+All valid layouts are compared; given keys of `parallelism` and data.micro_batch_size are kept. The table has the best
+layout for each combination of degrees and ZeRO stage, with the overrides that train it. `out` is the folder for
+plan.png, timeline.png and plan.json, or largest.png. simulate=true runs the best layout's fullest rank with fake
+tensors, for its exact memory.
+Exit codes: 0 planned, 2 refused: if nothing fits, the error says by how much.
 """
 
 import sys
@@ -27,7 +27,7 @@ from gptlite.invocation import localized
 
 @dataclass
 class Arguments:
-    """The tool's own part of the command line."""
+    """Command line arguments of the tool itself, in addition to train's."""
 
     top: int = 10
     out: str = ""
@@ -38,12 +38,12 @@ class Arguments:
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     sys.exit(guarded(lambda: run(sys.argv[1:])))
 
 
 def run(arguments: list[str]) -> int:
-    """Plans or calibrates; returns the exit code. Raises ConfigError."""
+    """Plan or calibrate, and return the exit code. Raises ConfigError."""
     if {"-h", "--help"} & set(arguments):
         print(localized(__doc__ or "").strip())
         return 0
@@ -61,7 +61,8 @@ def run(arguments: list[str]) -> int:
 
 
 def separated(schema: type[Any], arguments: list[str], *positive: str) -> tuple[Any, list[str]]:
-    """A tool's own arguments, some of which are above 0, and train's. Raises ConfigError."""
+    """Split arguments into the tool's own, with the keys in `positive` checked to be above 0, and train's. Raises
+    ConfigError."""
     own = [each for each in arguments if each.partition("=")[0] in schema.__dataclass_fields__]
     settings = parse_arguments(schema, own)
     for key in positive:
@@ -72,15 +73,16 @@ def separated(schema: type[Any], arguments: list[str], *positive: str) -> tuple[
 
 
 def planned_config(given: list[str]) -> Config:
-    """What train would run with these arguments, the layout left to the plan unless they choose a preset."""
+    """Return train's configuration for these arguments, with the layout left to the planner unless a preset is
+    given."""
     preset = any(each.partition("=")[0] in ("parallelism", "experiment") for each in given)
     config = load(given if preset else ["parallelism=auto", *given])
-    config.run.overrides = given
+    config.run.overrides = given  # without parallelism=auto: the planner keeps the keys in here fixed
     return config
 
 
 def plan(own: Arguments, config: Config) -> None:
-    """The table, and the pictures if they are wanted."""
+    """Print the table, and write the plots if requested."""
     from gptlite.plan import report as show
     from gptlite.plan.largest import largest_models
     from gptlite.plan.planning import make_plan
@@ -100,7 +102,7 @@ def plan(own: Arguments, config: Config) -> None:
 
 
 def calibrate(own: Arguments) -> None:
-    """Measures this machine and keeps what was found."""
+    """Measure this machine and write the calibration file."""
     from gptlite.plan.calibrate import calibrate as measure
     from gptlite.plan.local import CALIBRATION, write_calibration
 

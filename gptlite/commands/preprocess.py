@@ -11,9 +11,9 @@ tokenizer  byte, a folder of gptlite train-tokenizer, a SentencePiece .model, a 
 field      the JSON field or Parquet column with the text
 separator  of text: nothing (a file is a document), blank (empty lines), or a string, e.g. '<|endoftext|>' or '\\n'
 
-Documents are ended with the tokenizer's end of document; `validation_fraction` of them, by a hash of their text, are
-held out. A bad record is reported with its file and line and stops the work, or with on_error=skip is left out and
-noted in skipped.jsonl. Stopped or killed, the same command goes on where it was. The bytes do not depend on workers.
+Documents end with the tokenizer's end-of-document token; `validation_fraction` of them, by a hash of their text, are
+held out. A bad record is reported with its file and line and stops the command; with on_error=skip it is left out and
+noted in skipped.jsonl. After a stop or kill, the same command continues. The output does not depend on workers.
 Exit codes: 0 done, 1 failed, 2 refused, 130/143 stopped.
 """
 
@@ -30,13 +30,13 @@ from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 from gptlite.progress import log
 
-# What only another output, or a change of its folder's rights, helps against.
+# Errors that persist until another output is given, or its folder's permissions are changed.
 CANNOT_GO_ON = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT}
 
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command line arguments."""
 
     input: str = "???"
     tokenizer: str = "???"
@@ -53,18 +53,18 @@ class Arguments:
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     run_tool(prepare, Arguments, __doc__)
 
 
 def prepare(arguments: Arguments) -> int:
-    """Prepares the folder; returns the exit code."""
+    """Prepare the folder and return the exit code."""
     from gptlite.data.find_tokenizer import find_tokenizer
     from gptlite.preprocess.pool import WorkerDied
     from gptlite.preprocess.run import preprocess
     from gptlite.preprocess.settings import make_settings
 
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, stop)  # SystemExit runs the cleanup that SIGTERM's default would skip
     settings = make_settings(arguments)
     tokenizer = find_tokenizer(arguments.tokenizer, arguments.eod)
     output, workers = Path(arguments.output).expanduser(), arguments.workers
@@ -73,6 +73,7 @@ def prepare(arguments: Arguments) -> int:
             replace(settings, tokenizer=tokenizer.fingerprint),
             tokenizer,
             output,
+            # Not os.cpu_count, which ignores the limits of a container or a Slurm job.
             workers=len(os.sched_getaffinity(0)) if workers is None else workers,
             on_error=arguments.on_error,
             overwrite=arguments.overwrite,
@@ -83,10 +84,10 @@ def prepare(arguments: Arguments) -> int:
         reason = f"{where}: {(error.strerror or str(error)).lower()}"
         if error.errno in CANNOT_GO_ON and where.startswith(str(output)):
             raise ConfigError(f"output={arguments.output} cannot be written ({reason}); give another output=") from None
-        print(f"error: {reason}; the same command goes on from here once that is mended", file=sys.stderr)
+        print(f"error: {reason}; fix that, and run the same command to continue", file=sys.stderr)
         return 1
     except WorkerDied as error:
-        print(f"error: {error}; the same command goes on from here", file=sys.stderr)
+        print(f"error: {error}; run the same command to continue", file=sys.stderr)
         return 1
     counts, rate = done.counts, done.new.tokens / max(done.seconds, 1e-9)
     print(f"{output}: {counts.documents:,} documents, {counts.tokens:,} tokens of {counts.text_bytes:,} bytes of text")
@@ -96,5 +97,5 @@ def prepare(arguments: Arguments) -> int:
 
 
 def stop(signum: int, _: FrameType | None) -> None:
-    """Leaves with the code of the signal."""
+    """Exit with the code of the signal."""
     raise SystemExit(128 + signum)

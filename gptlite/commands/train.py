@@ -1,4 +1,4 @@
-"""The command `gptlite train`: compose, check, launch. Each kind of failure has its exit code, and prints one line."""
+"""Command `gptlite train`: compose, check, launch. Each kind of failure has an exit code and a one-line message."""
 
 import os
 import re
@@ -20,41 +20,41 @@ from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
 from gptlite.launch.starter import is_main, let_main_speak, refuse_sweep
 
-SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}  # Hydra's, which run nothing
+SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}  # Hydra's flags without a run
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 
 @hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")
 def run(raw: DictConfig) -> float | None:
-    """One job: of a single run or, under --multirun, of a sweep. The latter's return value is its loss."""
+    """Run one job, of a single run or, under --multirun, of a sweep. In a sweep, return its loss."""
     if HydraConfig.get().mode is RunMode.MULTIRUN:
-        if code := guarded(refuse_sweep):  # an experiment may be a sweep, unseen by `command`
+        if code := guarded(refuse_sweep):  # an experiment preset may be a sweep, which `command` does not detect
             sys.exit(code)
         from gptlite.sweep.job import run_cell
 
         return run_cell(raw)
-    sys.exit(guarded(lambda: train(raw)))  # by SystemExit: Hydra has words of its own for an exception
+    sys.exit(guarded(lambda: train(raw)))  # SystemExit, as Hydra prints its own message for exceptions
 
 
 def train(raw: DictConfig) -> int:
-    """Checks and launches a composed configuration; returns its exit code."""
+    """Check and launch a composed configuration; returns its exit code."""
     started = time.monotonic()
     config = typed(raw)
     config.run.overrides = list(HydraConfig.get().overrides.task)
-    from gptlite.launch.launcher import launch  # torch comes with it: not before the configuration stands
+    from gptlite.launch.launcher import launch  # imports torch, so only after the configuration is checked
 
     return launch(config, started)
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits with DESIGN's codes: 0 done, 2 refused, 128+signal stopped, 1 anything else."""
+    """Run the command line and exit: 0 done, 2 refused, 128+signal stopped, 1 anything else."""
     register()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we print one line of it
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them
     sys.exit(guarded(command))
 
 
 def command() -> int:
-    """What the arguments ask for: help, or a run composed from them and from what its folder remembers."""
+    """Run the command line: print help, or run the configuration composed from the arguments and the run folder."""
     with refusals():
         flags, overrides = sort_arguments(sys.argv[1:])
         if {"-h", "--help"} & set(flags):
@@ -69,7 +69,7 @@ def command() -> int:
         if {"-m", "--multirun"} & set(flags) or presets:
             return sweep(flags, overrides)
         if given := next((each for each in overrides if each.startswith("hydra.sweep.")), None):
-            raise ConfigError(f"{given} is of sweeps alone; add -m, or give run.dir=... for one run")
+            raise ConfigError(f"{given} is only for sweeps; add -m, or give run.dir=... for one run")
         overrides = [*saved_overrides(overrides), *overrides]
         import_plugins(named_in(overrides))
         sys.argv[1:] = [*flags, *with_model(overrides, print_once)]
@@ -77,7 +77,7 @@ def command() -> int:
 
 
 def sweep(flags: list[str], overrides: list[str]) -> int:
-    """Runs a sweep, a new one or what is left of the one in its folder; returns its exit code."""
+    """Run a new sweep, or the remaining jobs of the one in its folder; returns its exit code."""
     from gptlite.sweep.begin import sweep_overrides
 
     refuse_sweep()
@@ -89,24 +89,24 @@ def sweep(flags: list[str], overrides: list[str]) -> int:
 
 
 def print_once(text: str) -> None:
-    """A line of rank 0, not where a composed configuration goes."""
+    """Print a line on rank 0 only, to standard error, as --cfg prints the configuration to standard output."""
     if is_main():
         print(text, file=sys.stderr, flush=True)
 
 
 def jobs() -> int:
-    """Hands the command line to Hydra; returns the exit code."""
+    """Pass the command line to Hydra; returns the exit code."""
     try:
         run()
     except SystemExit as ended:
-        if isinstance(ended.__cause__, Exception):  # of a sweep
+        if isinstance(ended.__cause__, Exception):  # raised by a sweep's job
             raise ended.__cause__ from None
         raise
     return 0
 
 
 def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Hydra's flags with their values, and the overrides, which Hydra only reads when nothing stands between them."""
+    """Split arguments into Hydra's flags with values, and overrides. Hydra requires overrides to be contiguous."""
     overrides = [each for each in arguments if re.match(r"[+~]*[\w./@:]+=|~\w", each)]
     for group in SCHEMAS:
         if f"{group}=null" in overrides:
@@ -115,20 +115,21 @@ def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def guarded(action: Callable[[], int | None]) -> int:
-    """The exit code of an action, its failure printed: in one line where a user caused it, with a traceback else."""
+    """Run an action and return its exit code. Failures are printed: user errors in one line, others with a
+    traceback."""
     try:
         return action() or 0
     except ConfigError as error:
         if is_main():
             print(f"error: {error}", file=sys.stderr, flush=True)
-        else:  # under torchrun every rank is refused, and one says so
+        else:  # under torchrun every rank is refused; only rank 0 prints the error
             let_main_speak()
         return EXIT_REFUSED
     except KeyboardInterrupt:
         if is_main():
             print("stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except OSError as error:  # a full disk, a missing permission: the trace is in train.log, if there is one
+    except OSError as error:  # such as a full disk; train.log has the traceback, if the run got that far
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except Exception:

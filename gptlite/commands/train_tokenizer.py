@@ -4,9 +4,9 @@ gptlite train-tokenizer input='corpus/*.jsonl.zst' output=FOLDER [vocab_size=320
     [sample_mb=64] [validation_fraction=0.005] [format=auto] [field=text] [separator=] [overwrite=false] [export=FOLDER]
 gptlite train-tokenizer tokenizer=FOLDER export=FOLDER
 
-input, format, field and separator are those of gptlite preprocess; give both the same validation_fraction, and
-nothing is learned from what is held out. A corpus above sample_mb megabytes is sampled. kind is sentencepiece (a
-byte-fallback BPE) or char. `output` is what tokenizer= takes there. `export` gets tokenizer.json and
+input, format, field and separator are as in gptlite preprocess; give both the same validation_fraction, so that
+held-out text is not used for training. A corpus above sample_mb megabytes is sampled. kind is sentencepiece (a
+byte-fallback BPE) or char. `output` can be given there as tokenizer=. `export` is a folder for tokenizer.json and
 tokenizer_config.json, which transformers.AutoTokenizer.from_pretrained reads, with the same ids for every text.
 Exit codes: 0 done, 2 refused, 130 stopped.
 """
@@ -23,11 +23,11 @@ from gptlite.progress import log
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command line arguments."""
 
     input: str | None = None
     output: str | None = None
-    tokenizer: str | None = None  # instead of input: one that is there, to be exported
+    tokenizer: str | None = None  # an existing one to export, instead of input
     export: str | None = None
     kind: str = "sentencepiece"
     vocab_size: int = 32000
@@ -41,12 +41,12 @@ class Arguments:
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     run_tool(train_or_export, Arguments, __doc__)
 
 
 def train_or_export(arguments: Arguments) -> None:
-    """Trains, exports, or both."""
+    """Train a tokenizer, export one, or both."""
     from gptlite.data.export_tokenizer import export_tokenizer
     from gptlite.data.find_tokenizer import find_tokenizer
 
@@ -70,7 +70,7 @@ def train_or_export(arguments: Arguments) -> None:
 
 
 def train(arguments: Arguments, output: Path):
-    """The trained tokenizer, saved as `output`."""
+    """Train a tokenizer and save it as `output`."""
     from gptlite.data.tokenizer import DEFINITION
     from gptlite.files import sync_folder, sync_tree
     from gptlite.preprocess.settings import make_settings
@@ -78,7 +78,7 @@ def train(arguments: Arguments, output: Path):
 
     if output.exists():
         if not (output / DEFINITION).is_file():
-            raise ConfigError(f"output={output} exists and is no tokenizer of gptlite's; give another folder")
+            raise ConfigError(f"output={output} exists and is not a tokenizer of gptlite; give another folder")
         if not arguments.overwrite:
             raise ConfigError(f"output={output} exists; give another folder, or overwrite=true")
     settings = make_settings(arguments)
@@ -86,11 +86,11 @@ def train(arguments: Arguments, output: Path):
     temporary = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer.save(temporary)
-    sync_tree(temporary)
+    sync_tree(temporary)  # on disk before the rename makes it visible
     replaced = output.with_name(f".trash-{output.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if output.exists():
-        output.rename(replaced)  # whole until the new one has its name
+        output.rename(replaced)  # kept until the new one is in place
     temporary.rename(output)
     sync_folder(output.parent)
     shutil.rmtree(replaced, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""The fastest layout by measuring: the plan's best few train for some steps, the best of them becomes a preset.
+"""Find the fastest layout by measurement: the planner's best few train for some steps, and the best becomes a preset.
 
 gptlite tune [KEY=VALUE of train] [k=5] [steps=10] [name=tuned] [out=presets] [minutes=10] [overwrite=false]
 
-k: layouts measured, with other degrees or another ZeRO stage each; steps: of each; minutes: that one may take. The
-preset is OUT/parallelism/NAME.yaml, used as `gptlite train --config-dir OUT parallelism=NAME`. What was measured is
-in OUT/parallelism/NAME.json. If none of the k runs, the plan's next ones are tried, and at last the one that takes
-least memory. Exit codes: 0 a preset was measured; 1 nothing ran, and the preset is the plan's word alone; 2 refused.
+k: number of layouts, which differ in degrees or ZeRO stage; steps: per layout; minutes: time limit per layout. The
+preset is OUT/parallelism/NAME.yaml, used as `gptlite train --config-dir OUT parallelism=NAME`. The measurements are
+in OUT/parallelism/NAME.json. If none of the k layouts runs, the plan's next ones are tried, and finally the one that
+needs least memory. Exit codes: 0 a preset was measured; 1 nothing ran, and the preset is only an estimate; 2 refused.
 """
 
 import sys
@@ -21,7 +21,7 @@ from gptlite.invocation import localized
 
 @dataclass
 class Arguments:
-    """The tool's own part of the command line."""
+    """Command line arguments of the tool itself, in addition to train's."""
 
     k: int = 5
     steps: int = 10
@@ -32,12 +32,12 @@ class Arguments:
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     sys.exit(guarded(lambda: run(sys.argv[1:])))
 
 
 def run(arguments: list[str]) -> int:
-    """Plans, measures and writes; returns the exit code. Raises ConfigError before anything runs."""
+    """Plan, measure and write the preset; returns the exit code. Raises ConfigError before anything runs."""
     if {"-h", "--help"} & set(arguments):
         print(localized(__doc__ or "").strip())
         return 0

@@ -1,4 +1,4 @@
-"""The configuration: its schema, how it is composed and checked, and how it is kept as text."""
+"""Configuration: schema, composition, checks and serialisation."""
 
 from gptlite.config.compose import help_text, load, typed, with_vocabulary
 from gptlite.config.saved import (

@@ -1,4 +1,4 @@
-"""What must hold across a configuration's sections. Run before anything is written or any rank starts."""
+"""Checks of a configuration across its sections, before anything is written or any rank starts."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from gptlite.config.schema import Config
 
 
-MAX_STEP_TOKENS = 2**31  # twenty times the largest batches published; past it a typo, not a plan
-FP8_MULTIPLE = 16  # the hardware's, of each side of a product
-SOME, FINITE = sys.float_info.min, sys.float_info.max  # the least and the most of a number above zero
+MAX_STEP_TOKENS = 2**31  # twenty times the largest published batches; a larger value is probably a typo
+FP8_MULTIPLE = 16  # required by the hardware of each dimension of a matrix product
+SOME, FINITE = sys.float_info.min, sys.float_info.max  # bounds of a finite number above zero
 AT_LEAST_1, OFF_AT_0 = "must be at least 1", "must not be negative; 0 turns it off"
-# Keys of a section, the least and the most of their values, and how the refusal ends. None passes: a key left open.
+# Keys of a section, minimum and maximum value, and the end of the error message. None, for an unset key, is valid.
 BOUNDS: list[tuple[str, str, float, float, str]] = [
     ("", "seed", 0, 2**32 - 1, "must be at least 0 and below 2**32"),
     ("cluster.", "nodes devices_per_node", 1, math.inf, AT_LEAST_1),
@@ -66,7 +66,7 @@ BOUNDS: list[tuple[str, str, float, float, str]] = [
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError, one line, at the first key that cannot work."""
+    """Raise ConfigError, one line, for the first invalid key."""
     _bounds(config)
     check_data(config.data)
     _model(config)
@@ -81,7 +81,7 @@ def check(config: Config) -> None:
 
 
 def check_layout(config: Config) -> None:
-    """The part of `check` that depends on `parallelism` and on the micro-batch. Raises ConfigError."""
+    """Check what depends on `parallelism` and on the micro-batch. Raises ConfigError."""
     layout = config.parallelism
     _parallelism(config)
     _batch(config)
@@ -91,7 +91,8 @@ def check_layout(config: Config) -> None:
 
 
 def check_world(config: Config, world: int) -> Layout:
-    """The layout of a run on that many ranks. Raises ConfigError, one line, where the arithmetic does not come out."""
+    """Return the layout of a run on that many ranks. Raises ConfigError, one line, if the degrees or batch sizes do not
+    divide."""
     layout = resolve(config.parallelism, world)
     if problem := _batch_problem(config, layout.data_size):
         raise ConfigError(problem)
@@ -99,7 +100,7 @@ def check_world(config: Config, world: int) -> Layout:
 
 
 def check_device(config: Config, device: str) -> None:
-    """Raises ConfigError, one line, for what does not run on a kind of device, cpu or cuda."""
+    """Raise ConfigError, one line, for settings that a kind of device, cpu or cuda, does not support."""
     check_optimizer_device(config.optimizer, device)
 
 
@@ -119,7 +120,7 @@ def _bounds(config: Config) -> None:
 
 def _model(config: Config) -> None:
     spec = spec_of(config.model)
-    spec.check(config.model)
+    spec.check(config.model)  # the model's own rules, before those that relate it to other sections
     longest = spec.max_length(config.model)
     if longest is not None and config.data.sequence_length > longest:
         raise ConfigError(
@@ -145,7 +146,8 @@ def _parallelism(config: Config) -> None:
 
 
 def _offload(config: Config) -> None:
-    """That the folder is one, and has room, is seen where the ranks will run: gptlite/launch/offload_space.py."""
+    """Check the offload settings. The ranks' machine checks the folder and its space:
+    gptlite/launch/offload_space.py."""
     offload, path = config.parallelism.offload, config.parallelism.offload_path
     if offload is not Offload.nvme:
         if path is not None:
@@ -194,7 +196,7 @@ def _tensor(config: Config) -> None:
             raise ConfigError(_no_axis(config, "tensor", "has no sharding plan"))
         sizes = {}
     length = config.data.sequence_length // config.parallelism.context
-    degrees = divisors(math.gcd(*sizes.values(), length if sequence else 0))
+    degrees = divisors(math.gcd(*sizes.values(), length if sequence else 0))  # gcd(n, 0) is n: no constraint
     if sequence and tensor == 1:
         others = f", or parallelism.tensor={listed(degrees[1:], 'or')}" if degrees[1:] else ""
         raise ConfigError(
@@ -258,7 +260,7 @@ def _pipeline(config: Config) -> None:
     layers, key = spec.num_blocks(config.model), f"model.{spec.blocks_key}"
     if layers is None:
         if layout.pipeline > 1:
-            raise ConfigError(_no_axis(config, "pipeline", "does not say how many blocks it has"))
+            raise ConfigError(_no_axis(config, "pipeline", "does not declare its number of blocks"))
         return
     its, ranks, virtual = rule(layout), layout.pipeline, layout.virtual_stages
     if its.fixed and virtual not in (None, its.virtual):
@@ -290,15 +292,16 @@ def _batch(config: Config) -> None:
     if layout.data is not None:
         check_world(config, wanted_world(layout, gpus=0))
         return
-    # How many ranks there will be is not known yet: refuse what no number of them can run.
+    # The number of ranks is not known yet, so refuse only what no number of them can run.
     most = data.global_batch_size // (data.micro_batch_size or 1)
-    problems = [_batch_problem(config, data_size) for data_size in (1, max(most, 1))]
+    problems = [_batch_problem(config, data_size) for data_size in (1, max(most, 1))]  # the extremes
     if all(problems):
         raise ConfigError(problems[0])
 
 
 def _batch_problem(config: Config, data_size: int) -> str:
-    """Why the batch cannot be cut for that many data-parallel ranks, with the equation; empty where it can."""
+    """Return the reason, with the equation, why the batch cannot be split over that many data-parallel ranks; empty if
+    it can."""
     batch, micro, layout = config.data.global_batch_size, config.data.micro_batch_size, config.parallelism
 
     def fits(batch: int, micro: int) -> bool:
@@ -321,7 +324,8 @@ def _batch_problem(config: Config, data_size: int) -> str:
 
 
 def _ramp_problem(config: Config, data_size: int) -> str:
-    """The same of the sizes that the batch has on its way to data.global_batch_size, which itself can be cut."""
+    """Check the intermediate sizes of the batch ramp in the same way, given that data.global_batch_size itself is
+    valid."""
     data, layout, micro = config.data, config.parallelism, config.data.micro_batch_size or 1
     sizes = batch_schedule(data.global_batch_size, data.batch_ramp).sizes()
     if data.micro_batch_size is None and largest_micro_batch(layout, sizes, data_size):

@@ -1,7 +1,7 @@
-"""Command lines: `key=value` arguments typed by a dataclass, subcommands on paths, one-line errors, exit codes.
+"""Command line parsing: `key=value` arguments typed by a dataclass, subcommands with paths, errors and exit codes.
 
-A subcommand's module has its help as docstring, `Options` (a dataclass of its key=value options) and
-`run(paths, options)`, which returns the exit code. No module is loaded but the one that runs.
+A subcommand's module has its help as docstring, `Options` (a dataclass of its key=value options) and `run(paths,
+options)`, which returns the exit code. Only the module of the subcommand that runs is imported.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | None) -> NoReturn:
-    """Runs a tool with its typed arguments and exits: 0 or what it returns, 1 disk, 2 refused, 130 after Ctrl-C.
+    """Run a tool with its typed arguments and exit: 0 or its return value, 1 I/O error, 2 refused, 130 after Ctrl-C.
 
-    `--help` prints `usage`, the tool's docstring, with commands as they are written here.
+    `--help` prints `usage`, the tool's docstring, with commands as they are written on this machine.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(localized(usage or "").strip())
@@ -37,17 +37,17 @@ def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | 
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # `| head` has read enough
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
         sys.exit(128 + signal.SIGPIPE)
-    except OSError as error:  # what the disk refuses
+    except OSError as error:  # such as a full disk or a missing permission
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 
 
 @dataclass(frozen=True)
 class Subcommand:
-    """Its module, dotted, and the paths it takes; `more`: any number of the last one."""
+    """Subcommand: its module, dotted, and the paths it takes. With `more`, the last path can be repeated."""
 
     module: str
     paths: tuple[str, ...] = ()
@@ -55,12 +55,12 @@ class Subcommand:
 
     @property
     def usage(self) -> str:
-        """`A B`, `PATH ...` or `no paths`."""
+        """Return `A B`, `PATH ...` or `no paths`."""
         return (" ".join(self.paths) or "no paths") + " ..." * self.more
 
 
 def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoReturn:
-    """Runs the command line and exits; without arguments or with --help it prints `usage`."""
+    """Run the command line and exit. Without arguments or with --help, print `usage`."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help", "help"):
         print(localized(usage))
@@ -68,13 +68,13 @@ def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoRetur
     try:
         if name not in subcommands:
             raise ConfigError(f"{name} is not one of {', '.join(subcommands)}{did_you_mean(name, subcommands)}")
-        module = import_module(subcommands[name].module)
+        module = import_module(subcommands[name].module)  # after the name is checked: modules may import torch
         if {"-h", "--help"} & set(rest):
             print(localized(module.__doc__ or "").strip())
             sys.exit(0)
         keys = [item.name for item in dataclasses.fields(module.Options)]
         paths, options = separate(name, subcommands[name], rest, keys)
-        parse_arguments(module.Options, options)
+        parse_arguments(module.Options, options)  # reports errors before run_tool; the result is not needed here
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -83,8 +83,8 @@ def run_subcommand(subcommands: Mapping[str, Subcommand], usage: str) -> NoRetur
 
 
 def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str]) -> tuple[list[str], list[str]]:
-    """Paths and key=value options. Raises ConfigError where the number of paths is not the subcommand's."""
-    # A sweep's folders are called lr=0.1: only what reads as one of our keys is an option where a path has that name.
+    """Split arguments into paths and key=value options. Raises ConfigError for a wrong number of paths."""
+    # A sweep's folders are called lr=0.1. Such an argument is taken as an option, and ./lr=0.1 as a path.
     options = [each for each in arguments if re.match(r"[A-Za-z_]+=", each) or each.startswith("-")]
     paths = [each for each in arguments if each not in options]
     for each in options:
@@ -100,7 +100,7 @@ def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str
 
 
 def parse_arguments(schema: type[T], arguments: list[str]) -> T:
-    """The `key=value` command line of a tool, typed by a dataclass. Raises ConfigError."""
+    """Parse a tool's `key=value` command line into a dataclass. Raises ConfigError."""
     config = OmegaConf.structured(schema)
     fields = {item.name: item for item in dataclasses.fields(schema)}  # type: ignore[arg-type]
     for argument in arguments:
@@ -109,6 +109,7 @@ def parse_arguments(schema: type[T], arguments: list[str]) -> T:
             raise ConfigError(f"{argument!r} is not key=value; the keys are {', '.join(fields)}")
         if key not in fields:
             raise ConfigError(f"{key} is not a key of this tool{did_you_mean(key, fields)}; it has {', '.join(fields)}")
+        # Strings are taken literally, so that OmegaConf does not parse values such as 1e3, null or [a].
         text = fields[key].type in (str, str | None, "str", "str | None")
         try:
             config[key] = value if text else OmegaConf.from_dotlist([argument])[key]

@@ -1,4 +1,4 @@
-"""From overrides to a checked configuration. Only this package knows Hydra and YAML."""
+"""Composition of a checked configuration from overrides. Only this package uses Hydra and YAML."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from gptlite.models.spec import spec_of
 
 
 def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
-    """The configuration that `train.py` would run with these overrides. Raises ConfigError."""
+    """Return the configuration that `train.py` would run with these overrides. Raises ConfigError."""
 
     overrides = list(overrides)
-    import_plugins(named_in(overrides))
+    import_plugins(named_in(overrides))  # first, as plugins add schemas
     register()
     with refusals(), initialize_config_dir(str(config_dir), version_base="1.3"):
         return typed(compose("config", overrides=with_model(overrides)))
@@ -35,7 +35,7 @@ gptlite: GPT pretraining, composed by Hydra.
 
 gptlite train                               train the default: GPT-lite on Shakespeare
 gptlite train GROUP=PRESET KEY=VALUE ...    change anything
-gptlite train run.dir=outputs/...           go on with a run
+gptlite train run.dir=outputs/...           resume a run
 gptlite train --cfg job                     print the configuration and stop
 gptlite train --hydra-help                  Hydra's own options
 
@@ -47,7 +47,7 @@ The configuration (KEY=VALUE):
 
 
 def help_text(overrides: list[str]) -> str:
-    """What --help prints. Hydra's own takes three times as long over its list of groups, and shows the schemas too."""
+    """Text of --help. Hydra's own takes three times as long to list the groups, and includes the schemas."""
     folders = sorted(folder for folder in CONF_DIR.iterdir() if any(folder.glob("*.yaml")))
     presets = [f"  {folder.name}: {', '.join(presets_of(folder.name))}" for folder in folders]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
@@ -56,10 +56,10 @@ def help_text(overrides: list[str]) -> str:
 
 
 def typed(config: DictConfig) -> Config:
-    """The typed form of a composed configuration, checked across sections. Raises ConfigError."""
+    """Convert a composed configuration to its typed form and check it. Raises ConfigError."""
 
     with refusals():
-        missing = sorted(OmegaConf.missing_keys(config))
+        missing = sorted(OmegaConf.missing_keys(config))  # sorted: the message must not depend on the order of a set
         if missing:
             raise ConfigError(f"{missing[0]} is not set; give it as {missing[0]}=...")
         result = OmegaConf.to_object(config)
@@ -72,7 +72,8 @@ def typed(config: DictConfig) -> Config:
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:
-    """The configuration with `model.vocab_size` known. Raises ConfigError if the model's is below the tokenizer's."""
+    """Return the configuration with `model.vocab_size` set. Raises ConfigError if the model's is below the
+    tokenizer's."""
     spec = spec_of(config.model)
     config = dataclasses.replace(config, model=spec.with_vocabulary(config.model, vocab_size))
     size = spec.vocab_size(config.model)
@@ -85,11 +86,11 @@ def with_vocabulary(config: Config, vocab_size: int) -> Config:
 
 
 def _refuse_added_keys(node: DictConfig, schema: Any, prefix: str = "") -> None:
-    """A key given with `+` passes Hydra whatever it is, and nothing would read it."""
+    """Raise ConfigError for unknown keys. Hydra accepts any key given with `+`, but nothing would read it."""
 
     known = {item.name for item in dataclasses.fields(schema)}
     for key in set(node) - known:
         raise ConfigError(unknown_key(f"{prefix}{key}"))
-    for key in known & set(node):  # a section that is not there was taken out with ~: it has its class's defaults
+    for key in known & set(node):  # a section removed with ~ is absent here, and has its class's defaults
         if dataclasses.is_dataclass(value := getattr(schema, str(key))):
             _refuse_added_keys(node[key], value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's errors as one line that names the key, the value and the fix."""
+"""Conversion of Hydra's and OmegaConf's errors to one line that names the key, the value and the fix."""
 
 import re
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from gptlite.errors import ConfigError, did_you_mean
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turns what composing can raise into a ConfigError."""
+    """Convert exceptions of composition to ConfigError."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -23,8 +23,8 @@ def refusals() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """One line for an exception that composing a configuration raised."""
-    chain = [error]
+    """Return one line for an exception that was raised while composing a configuration."""
+    chain = [error]  # Hydra wraps OmegaConf's error, which is the one that has the key
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     text = "\n".join(str(item) for item in chain)
@@ -40,16 +40,16 @@ def explain(error: BaseException) -> str:
         if match := re.search(r"full_key: (\S+)", str(item)):
             return f"{match[1]}: {str(item).splitlines()[0]}"
     if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read; quote a value with signs of its own for Hydra too: \"KEY='VALUE'\""
+        return f"{error.override} cannot be read; quote a value with special characters for Hydra too: \"KEY='VALUE'\""
     if "Ambiguous value" in text:
         return f"{str(error).splitlines()[0]}: several values need --multirun (-m), or quotes if they are one"
     return str(error).splitlines()[0]
 
 
 def unknown_key(key: str) -> str:
-    """The line for a key that no section has."""
+    """Return the message for a key that no section has."""
     if key == "sweep":
-        return "sweep is no section of a run; its preset is added: +sweep=parallelism"
+        return "sweep is not a section of a run; add its preset with +sweep=parallelism"
     keys = known_keys()
     leaves = [known for known in keys if known.split(".")[-1] == key.split(".")[-1]]
     if key in keys:
@@ -61,7 +61,7 @@ def unknown_key(key: str) -> str:
 
 def _missing_preset(error: MissingConfigException) -> str:
     group, _, name = (error.missing_cfg_file or "").rpartition("/")
-    options = [option for option in error.options or () if not option.endswith("_schema")]
+    options = [option for option in error.options or () if not option.endswith("_schema")]  # schemas are not presets
     close = get_close_matches(name, options, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     if not options:

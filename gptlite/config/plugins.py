@@ -1,4 +1,4 @@
-"""Modules of a user that register models: `plugins=[my_models]`, imported before a configuration is composed."""
+"""User modules that register models: `plugins=[my_models]`, imported before a configuration is composed."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
 
 
 def named_in(overrides: Iterable[str]) -> list[str]:
-    """The modules that a command line names, by the last `plugins=` of it."""
+    """Return the modules named on a command line, by its last `plugins=`."""
     found = [match[1] for each in overrides if (match := GIVEN.match(each))]
     return [name for each in (found[-1] if found else "").split(",") if (name := each.strip(" '\""))]
 
 
 def import_plugins(names: Iterable[str]) -> None:
-    """Imports modules, from the working directory too. Raises ConfigError for one that cannot be."""
+    """Import modules, also from the working directory. Raises ConfigError if an import fails."""
     for name in names:
         here = os.getcwd()
-        if here not in sys.path:  # a console script's path begins at its own folder
+        if here not in sys.path:  # a console script's path has its own folder instead of the working directory
             sys.path.append(here)
         try:
             import_module(name)
         except ConfigError:
             raise
         except ModuleNotFoundError as error:
+            # Tell a missing plugin, or a missing parent package, from an import that fails inside the plugin.
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 raise ConfigError(f"plugins=[{name}]: no module {error.name} in {here} or installed") from error
             raise ConfigError(f"plugins=[{name}]: {error}") from error

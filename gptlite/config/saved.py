@@ -1,4 +1,4 @@
-"""Configurations as text: what a run folder and a checkpoint keep, and what going on with a run starts from."""
+"""Serialised configurations, as stored in run folders and checkpoints and used to resume a run."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from gptlite.errors import ConfigError
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Plain nested dicts, enums by name: what goes into YAML, manifests and trackers."""
-    # Not resolved again: nothing is left to resolve but what a remembered override says, and that stays as typed.
+    """Convert to plain nested dicts, with enums by name, for YAML, manifests and trackers."""
+    # resolve=False: the values are already resolved, and interpolations in saved overrides must stay as typed.
     container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True, resolve=False)
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()} | {"schemas": schema_names(config)}
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration; `from_yaml` reads it back to an equal object."""
+    """Serialise the resolved configuration; `from_yaml` reads it back to an equal object."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)), sort_keys=False)
 
 
 def from_yaml(text: str) -> Config:
-    """The configuration `to_yaml` wrote. Raises ConfigError for one that is damaged or of another version."""
+    """Parse the result of `to_yaml`. Raises ConfigError if it is damaged or of another version."""
     try:
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         assert isinstance(raw, dict)
+        # Overrides are set at the end, unresolved: they may contain interpolations, which merging would resolve.
         names, overrides = raw.pop("schemas"), raw["run"].pop("overrides")
-        import_plugins(raw.get("plugins", []))
+        import_plugins(raw.get("plugins", []))  # the saved schemas may be theirs
         base = OmegaConf.structured(Config)
         for group, name in names.items():
             base[group] = SCHEMAS[group][name]
@@ -50,7 +51,7 @@ def from_yaml(text: str) -> Config:
 
 
 def read_saved(path: Path) -> Config:
-    """The configuration in a run's config.yaml. Raises ConfigError naming the file where it cannot be read."""
+    """Read a run's config.yaml. Raises ConfigError, naming the file, if it cannot be read."""
     try:
         return from_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ConfigError) as error:
@@ -58,9 +59,9 @@ def read_saved(path: Path) -> Config:
 
 
 def saved_overrides(arguments: list[str]) -> list[str]:
-    """What a run in an existing `run.dir` was composed with, but for the keys that `arguments` give anew.
+    """Return the overrides of the run in an existing `run.dir`, without the keys that `arguments` set.
 
-    So `gptlite train run.dir=outputs/mine` goes on with that run, whatever it was.
+    With these, `gptlite train run.dir=outputs/mine` resumes that run with its own configuration.
     """
     given = {argument.partition("=")[0].lstrip("+~"): argument.partition("=")[2] for argument in arguments}
     saved = Path(given.get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"
@@ -69,23 +70,23 @@ def saved_overrides(arguments: list[str]) -> list[str]:
     run = read_saved(saved).run
     candidates = [*run.overrides, f"run.name={hydra_value(run.name)}"]
     kept = {c.partition("=")[0].lstrip("+~"): c for c in candidates}
-    # A preset given anew takes its group's remembered keys with it: another preset may not have them.
+    # A preset given anew also drops the group's saved keys, as the new preset may not have them.
     kept = {key: c for key, c in kept.items() if key not in given and key.partition(".")[0] not in given}
     if any((saved.parent / "checkpoints").glob("step-*")):
-        # Where the run came from is behind it: it goes on from its own checkpoints.
+        # The run resumes from its own checkpoints, not from the one it started from.
         kept = {key: c for key, c in kept.items() if key not in ("checkpoint.resume", "checkpoint.load")}
     return list(kept.values())
 
 
 def hydra_value(text: str) -> str:
-    """A string as the value of an override, in quotes where Hydra would read signs in it."""
+    """Format a string as the value of an override, with quotes if Hydra would interpret characters in it."""
     if re.fullmatch(r"[\w./:+~@-]+", text):
         return text
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def override_value(value: Any) -> str:
-    """A value of any type as the value of an override."""
+    """Format a value of any type as the value of an override."""
     if isinstance(value, Enum):
         return value.name
     return hydra_value(value) if isinstance(value, str) else json.dumps(value)

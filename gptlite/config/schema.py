@@ -1,6 +1,6 @@
-"""The root configuration: one dataclass a section, each beside its owner, and the presets that Hydra composes it from.
+"""Root configuration: one dataclass per section, defined next to its owner, and the presets that Hydra composes.
 
-No torch in this package: `gptlite train --cfg job` composes and prints in a quarter of a second.
+This package does not import torch, so that `gptlite train --cfg job` composes and prints in a quarter of a second.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from gptlite.plan.config import ClusterConfig
 from gptlite.precision import PrecisionConfig
 from gptlite.trainer.config import TrainerConfig
 
-PREPARED = "data"  # where `data=NAME` looks for NAME, a folder of tokens, if there is no such preset
+PREPARED = "data"  # folder in which `data=NAME` looks for tokens if there is no preset NAME
 
 
 def _presets() -> Path:
-    """conf/: beside this package in a checkout, inside it where a wheel is installed."""
+    """Find conf/: beside this package in a checkout, inside it in an installed wheel."""
     package = Path(gptlite.__file__).resolve().parent
     return next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir())
 
@@ -40,7 +40,7 @@ def _presets() -> Path:
 CONF_DIR = _presets()
 
 
-# Of the class that a spec of gptlite.models names, whose fields the code that reads them knows.
+# At run time an instance of the class that a spec in gptlite.models names. Any, as static types cannot express that.
 if TYPE_CHECKING:
     from typing import Any as AnyModel
 else:
@@ -49,9 +49,9 @@ else:
 
 @dataclass
 class RunConfig:
-    """Where a run lives. Its folder is never overwritten: the same folder again means go on.
+    """Name and folder of a run. An existing folder is never overwritten; giving it again resumes the run.
 
-    `overrides` is the command line the run was composed with; going on starts from it.
+    `overrides` is the command line that the run was composed with, and the base for resuming.
     """
 
     name: str = "???"
@@ -61,10 +61,10 @@ class RunConfig:
 
 @dataclass
 class Config:
-    """Everything a run is made from."""
+    """Complete configuration of a run."""
 
     seed: int = 1234
-    plugins: list[str] = field(default_factory=list)  # modules that register models of one's own
+    plugins: list[str] = field(default_factory=list)  # user modules that register models
     run: RunConfig = field(default_factory=RunConfig)
     model: AnyModel = field(default_factory=ModelConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
@@ -108,7 +108,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
 
 
 def register() -> None:
-    """Puts the schemas where Hydra finds them. Safe to call again."""
+    """Register the schemas with Hydra. Can be called repeatedly."""
     store = ConfigStore.instance()
     store.store(name="config_schema", node=Config)
     for group, schemas in SCHEMAS.items():
@@ -120,31 +120,31 @@ def register() -> None:
 
 
 def prepared_folders() -> list[str]:
-    """Names of the folders ./data/NAME that hold tokens: each is a preset data=NAME, unless that is one already."""
+    """Names of the folders ./data/NAME that hold tokens. Each is a preset data=NAME, unless one of that name exists."""
     names = sorted(index.parent.name for index in Path(PREPARED).glob("*/train.idx"))
     return [name for name in names if not (CONF_DIR / "data" / f"{name}.yaml").exists()]
 
 
 def choices(group: str) -> str:
-    """`choose optimizer=adam, adamw, sgd`."""
+    """Return e.g. `choose optimizer=adam, adamw, sgd`."""
     return f"choose {group}={', '.join(presets_of(group))}"
 
 
 def presets_of(group: str) -> list[str]:
-    """What GROUP=... can be; of data also the prepared folders."""
+    """Values of GROUP=...; for data, including the prepared folders."""
     names = sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
     others = {"data": prepared_folders, "model": lambda: registry.PRESETS, "optimizer": lambda: optimizers.OPTIMIZERS}
     return names + [name for name in others.get(group, list)() if name not in names]
 
 
 def schema_names(config: Config) -> dict[str, str]:
-    """Which schema each section has: its class, by the name presets use."""
+    """Name of each section's schema, as presets use it."""
     sections = {group: type(getattr(config, group)) for group in SCHEMAS}
     return {group: name for group, cls in sections.items() for name, c in SCHEMAS[group].items() if c is cls}
 
 
 def known_keys() -> list[str]:
-    """Every key any preset can have, dotted."""
+    """Every key that any preset can have, dotted."""
     return sorted(set(_keys(Config, "")))
 
 

@@ -1,4 +1,4 @@
-"""A run from a checkpoint's weights: its model is the checkpoint's, but for what is given. No torch here."""
+"""Model configuration of runs that start from a checkpoint's weights. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gptlite.progress import Log
 
 
 def with_model(overrides: list[str], log: Log | None = None) -> list[str]:
-    """The overrides, after those that take the model from the checkpoint whose weights a run starts from."""
+    """Prepend overrides that copy the model from the checkpoint whose weights a run starts from."""
     found = model_overrides(overrides)
     if found and log:
         log("model: the checkpoint's, since checkpoint.load=weights")
@@ -20,16 +20,16 @@ def with_model(overrides: list[str], log: Log | None = None) -> list[str]:
 
 
 def model_overrides(overrides: list[str]) -> list[str]:
-    """`model.KEY=VALUE` of the checkpoint that checkpoint.resume names, for each key that `overrides` leave open.
+    """Return `model.KEY=VALUE` of the checkpoint named by checkpoint.resume, for each key that `overrides` leave open.
 
-    None without checkpoint.load=weights, and where a preset is given with model=: the checkpoint is then compared with
-    that. None either where there is no such checkpoint, which the run itself will refuse.
+    Empty without checkpoint.load=weights, and if a preset is given with model=, which is then compared with the
+    checkpoint. Also empty if the checkpoint does not exist, which the run itself refuses.
     """
     given = {key.lstrip("+~"): value for key, _, value in (each.partition("=") for each in overrides)}
     resume = given.get("checkpoint.resume", "auto").strip("'\"")
     if given.get("checkpoint.load") != "weights" or resume in ("auto", "never") or "model" in given:
         return []
-    from gptlite.checkpoint.find import candidates
+    from gptlite.checkpoint.find import candidates  # only where it is needed, to keep composing fast
 
     try:
         model = from_yaml((candidates(resume, "checkpoint.resume")[0] / "config.yaml").read_text("utf-8")).model
@@ -40,14 +40,14 @@ def model_overrides(overrides: list[str]) -> list[str]:
 
 
 def refuse_larger_vocabulary(config: Config, vocab_size: int) -> None:
-    """Raises ConfigError where a run's data has more token ids than the weights that it starts from."""
+    """Raise ConfigError if a run's data has more token ids than the weights that it starts from."""
     size = spec_of(config.model).vocab_size(config.model)
     if config.checkpoint.load == "weights" and size is not None and size < vocab_size:
         raise ConfigError(too_few_ids(config.checkpoint.resume, size, vocab_size))
 
 
 def too_few_ids(checkpoint: str, size: int, vocab_size: int) -> str:
-    """The line for weights whose embedding has no rows for some of the data's ids: no value of a key mends that."""
+    """Return the message for weights whose embedding has too few rows for the data's ids, which no key can fix."""
     return (
         f"checkpoint.resume={checkpoint} has a vocabulary of {size} ids and the data's tokenizer {vocab_size}: its "
         f"weights cannot read this data; give data of the checkpoint's tokenizer, or leave checkpoint.resume and "

@@ -1,4 +1,4 @@
-"""The launcher of train.py's own ranks, around torch's elastic agent: restarts, signals, and who failed first."""
+"""Launcher for the ranks that train.py starts, on torch's elastic agent: restarts, signals and failure reports."""
 
 import json
 import logging
@@ -28,12 +28,12 @@ from gptlite.launch.rank_stop import EXIT_TERMINATED, SAME_SECONDS, SIGNALS
 
 ABORTS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 SHOWN_LINES = 12  # of a failed rank's traceback or log
-# What the others say once a rank has died: libraries have no type for it.
+# Errors of the surviving ranks after a rank has died. Libraries have no exception type for them, so match the text.
 FOLLOWS = re.compile(
     r"Dist\w*Error|gloo|NCCL|ProcessGroup|Connection (closed|reset|refused)|Broken pipe", re.IGNORECASE
 )
 Failures = dict[int, ProcessFailure]
-# The package that runs here, whichever is installed; not what lies where the command is given, which -m would take.
+# Import the package that runs here, also if another is installed; `python -m` would prefer the working directory.
 HOME = str(Path(__file__).parents[2])
 START = f"""\
 import sys
@@ -46,7 +46,7 @@ main(sys.argv[1:])
 
 @dataclass(frozen=True)
 class Ended:
-    """How ranks ended: the run's exit code and, where they failed, why in a line, and whether memory ran out."""
+    """Result of the ranks: exit code and, after a failure, the reason in one line and whether memory ran out."""
 
     exit_code: int
     reason: str = ""
@@ -54,15 +54,15 @@ class Ended:
 
 
 def run_ranks(config: Config, world: int, started: float, worker: tuple[str, ...] = ("-c", START)) -> int:
-    """Runs a configuration on `world` new processes here; returns the exit code: see `rank_ending`."""
+    """Run a configuration on `world` new local processes and return the exit code, see `rank_ending`."""
     return rank_ending(config, world, started, worker).exit_code
 
 
 def rank_ending(config: Config, world: int, started: float, worker: tuple[str, ...] = ("-c", START)) -> Ended:
-    """Runs a configuration on `world` new processes here, one too. Raises ConfigError if it is refused.
+    """Run a configuration on `world` new local processes, also if it is one. Raises ConfigError if it is refused.
 
-    Rank 0 has the terminal. If a rank fails, the others are ended and, `trainer.max_restarts` times, all start again
-    from the last checkpoint. `worker` are the arguments of Python that make a process a rank.
+    Rank 0 owns the terminal. If a rank fails, the others are stopped, and all restart from the last checkpoint, up to
+    `trainer.max_restarts` times. `worker` has the Python arguments that start a rank.
     """
     restarts = config.trainer.max_restarts
     reason, ran_out = "", False
@@ -71,7 +71,7 @@ def rank_ending(config: Config, world: int, started: float, worker: tuple[str, .
             folder = Path(name) / str(attempt)
             folder.mkdir()
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-            kills = kernel_kills()
+            kills = kernel_kills()  # compared after the run, to attribute a SIGKILL to the OOM killer
             failures = run_once(folder, world, requests, (*worker, str(folder), str(started), str(os.getpid())))
             results = [_result(folder, rank) for rank in range(world)]
             for result in results:
@@ -99,7 +99,7 @@ def rank_ending(config: Config, world: int, started: float, worker: tuple[str, .
 
 
 def run_once(folder: Path, world: int, requests: "Requests", arguments: tuple[str, ...]) -> Failures:
-    """Starts the ranks and waits until all have ended; returns those that failed."""
+    """Start the ranks, wait until all have ended, and return those that failed."""
     options = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -108,15 +108,15 @@ def run_once(folder: Path, world: int, requests: "Requests", arguments: tuple[st
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",  # a free port, so that runs do not meet
         local_addr="localhost",  # the machine's own name may not resolve
-        max_restarts=0,  # run_ranks does it: it knows what failed, and what must not be tried again
-        # SIGINT, SIGTERM and SIGUSR1 are ours; a SIGHUP that nohup has turned off stays off.
+        max_restarts=0,  # rank_ending restarts, as it knows which failures must not be retried
+        # Requests handles SIGINT, SIGTERM and SIGUSR1. A SIGHUP that nohup ignores must stay ignored.
         signals_to_handle="SIGQUIT" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "SIGQUIT,SIGHUP",
         logs_specs=DefaultLogsSpecs(str(folder / "agent")),
     )
     launcher = elastic_launch(options, sys.executable)
     try:
         with _silent(), requests.interrupting():
-            launcher("-P", "-u", *arguments)
+            launcher("-P", "-u", *arguments)  # -P: keep the working directory off sys.path; -u: no output buffering
     except ChildFailedError as error:
         return error.failures
     except SignalException as error:
@@ -126,7 +126,8 @@ def run_once(folder: Path, world: int, requests: "Requests", arguments: tuple[st
 
 
 class Requests:
-    """While entered, the first of SIGNALS asks the ranks to save and stop, by a file; a second one ends them."""
+    """Context manager in which the first of SIGNALS makes the ranks save and stop, by a file, and a second one kills
+    them."""
 
     def __init__(self, file: Path) -> None:
         self.received: int | None = None
@@ -137,7 +138,7 @@ class Requests:
     def __enter__(self) -> "Requests":
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._receive)
-        for number in (signal.SIGQUIT, signal.SIGHUP):  # which the agent takes, and keeps
+        for number in (signal.SIGQUIT, signal.SIGHUP):  # the agent replaces these handlers and does not restore them
             self._previous[number] = signal.getsignal(number)
         return self
 
@@ -147,7 +148,7 @@ class Requests:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """While the agent runs, which answers its SignalException by ending every rank."""
+        """Mark the time in which the agent runs. A SignalException then makes it stop every rank."""
         self._launching = True
         try:
             yield
@@ -157,7 +158,7 @@ class Requests:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received, self._since = number, time.monotonic()
-            # Whole at once, for the ranks look for it all the time.
+            # Renamed into place, as the ranks poll for the file and must not see it empty.
             temporary = self._file.with_suffix(".new")
             temporary.write_text(str(number))
             temporary.rename(self._file)
@@ -168,7 +169,7 @@ class Requests:
 
 
 def going_on(config: Config) -> Config:
-    """The configuration of a run whose ranks start again: where it came from is behind it, if it has checkpoints."""
+    """Return the configuration for restarted ranks: once there are checkpoints, `resume` and `load` no longer apply."""
     if not any((Path(config.run.dir).expanduser() / "checkpoints").glob("step-*")):
         return config
     fresh = CheckpointConfig()
@@ -176,9 +177,9 @@ def going_on(config: Config) -> Config:
 
 
 def blame(failures: Failures, folder: Path, run_dir: Path) -> str:
-    """`rank 3 failed: ValueError: ...`, with its last lines: of the rank that failed by itself, not after another.
+    """Return e.g. `rank 3 failed: ValueError: ...` and its last lines, for the rank that caused the failure.
 
-    Its output is in `folder`, or in `run_dir` if it came so far.
+    Its output is in `folder`, or in `run_dir` once the log has moved there.
     """
     if not failures:
         return "rank 0 ended without a result"
@@ -188,7 +189,7 @@ def blame(failures: Failures, folder: Path, run_dir: Path) -> str:
         failure = failures[rank]
         if error := _exception(failure):
             return (2 if FOLLOWS.search(error[0]) else 0), Path(failure.error_file).stat().st_mtime
-        late = failure.timestamp > first + 1  # the agent has ended it
+        late = failure.timestamp > first + 1  # probably stopped by the agent after the first failure
         return (3 if late or failure.exitcode == -signal.SIGABRT else 1), failure.timestamp
 
     rank = min(failures, key=order)
@@ -198,7 +199,7 @@ def blame(failures: Failures, folder: Path, run_dir: Path) -> str:
         headline, text = f"rank {rank} failed: {error[0].splitlines()[0]}", error[1]
     else:
         headline, text = f"rank {rank} {_ending(failure.exitcode)}", ""
-        if rank and failure.exitcode not in (-signal.SIGKILL, EXIT_TERMINATED):  # which leave no time for words
+        if rank and failure.exitcode not in (-signal.SIGKILL, EXIT_TERMINATED):  # killed ranks print no error
             text = (early if early.exists() else log).read_text(errors="replace")
     lines = [headline, *(f"  {line}" for line in text.strip().splitlines()[-SHOWN_LINES:])]
     return "\n".join([*lines, f"  its output: {log}"] if rank and not early.exists() else lines)
@@ -210,25 +211,28 @@ def _ending(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     name = signal.Signals(-exit_code).name
-    hint = " (out of memory? the kernel's log would say)" if -exit_code == signal.SIGKILL else ""
+    hint = " (out of memory? see the kernel's log)" if -exit_code == signal.SIGKILL else ""
     return f"was killed by {name}{hint}"
 
 
 def _exception(failure: ProcessFailure) -> tuple[str, str] | None:
-    """`ValueError: ...` and the traceback that a rank has left, if any."""
+    """The exception (`ValueError: ...`) and traceback that a rank recorded, if any."""
     message: Any = failure.message  # text where the rank left none
     return (message["message"], message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else None
 
 
 def _memory(results: list[dict], failures: Failures, killed: bool, near: set[int]) -> str:
-    """The line of the rank whose memory ran out, if one's did: by its own word, by the kernel's deed (`killed`), or
-    where a library's thread, which cannot raise, has aborted the process `near` its limit."""
+    """Return a line on the rank that ran out of memory, if there is one.
+
+    It is a rank that reported it, one that the kernel killed (`killed`), or one `near` its limit that was aborted by a
+    library thread, which cannot raise.
+    """
     for rank, result in enumerate(results):
         if "out_of_memory" in result:
             return f"rank {rank}: {result['out_of_memory']}"
     ended = [rank for rank, failure in failures.items() if failure.exitcode == -signal.SIGKILL]
     if ended and killed:
-        return f"rank {ended[0]}: host memory ran out: the kernel ended it"
+        return f"rank {ended[0]}: host memory ran out: killed by the kernel"
     for rank in sorted(near):
         if failures[rank].exitcode in ABORTS:
             name = signal.Signals(-failures[rank].exitcode).name
@@ -237,7 +241,7 @@ def _memory(results: list[dict], failures: Failures, killed: bool, near: set[int
 
 
 def _follows(failure: ProcessFailure) -> bool:
-    """Whether a failure is what a rank says when others have left, or how it ends when told to."""
+    """Return True if a failure is typical of a rank whose peers have left, or of one that was told to stop."""
     if error := _exception(failure):
         return bool(FOLLOWS.search(error[0]))
     return failure.exitcode in (EXIT_TERMINATED, -signal.SIGTERM)
@@ -250,7 +254,7 @@ def _result(folder: Path, rank: int) -> dict:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """The agent logs what it does to the ranks; what matters of it is said here."""
+    """Suppress the agent's log; the launcher prints the relevant messages itself."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

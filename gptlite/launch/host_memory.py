@@ -1,4 +1,4 @@
-"""Memory that runs out: a limit for a rank, and telling that end from every other. No torch here."""
+"""Host memory limit per rank, and detection of out-of-memory failures. Does not import torch."""
 
 import os
 import re
@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 GIB = 2**30
-# What libraries say, which have no type for it. Gloo's and NCCL's words for a lost connection are not among them.
+# Error texts of libraries without an exception type. Gloo's and NCCL's errors for a lost connection do not match.
 HOST = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)|std::bad_alloc|Cannot allocate memory"
 )
-# What may have another cause, and has this one where a limit is near.
+# Errors with several possible causes, attributed to memory only if a limit is near.
 UNCLEAR = re.compile(r"can't start new thread|Resource temporarily unavailable|inline_container|could not create a")
-# Torch's stable ABI, which our kernels are bound by, loses the reason; an empty tensor can fail for this one alone.
+# torch's stable ABI, which our kernels use, drops the reason; allocating an empty tensor fails only for lack of memory.
 KERNEL = re.compile(r"aoti_torch_empty_strided\(.*API call failed")
 NEAR = 64 * 2**20
 NOTE_SECONDS = 0.02
@@ -26,21 +26,21 @@ FREE = re.compile(r"of which ([\d.]+ [KMGT]iB) is free")
 
 
 def limit(gib: float | None) -> None:
-    """Makes allocations of this process fail, catchably, past that many GiB of its own memory; None does nothing.
+    """Make allocations of this process fail with an error beyond that many GiB of private memory; None sets no limit.
 
-    Linux counts the heap and private writable mappings (RLIMIT_DATA): not files, nor memory shared with others.
+    Linux counts the heap and private writable mappings (RLIMIT_DATA), but not files, nor memory shared with others.
     """
     if gib is not None:
         _set_limit(int(gib * GIB))
 
 
 def limit_words(gib: float | None) -> str:
-    """What follows the words of memory that ran out, where there was a limit."""
+    """Suffix of an out-of-memory message that names the limit, if there is one."""
     return f" (trainer.host_memory_limit={gib:g} GiB)" if gib else ""
 
 
 def lift() -> None:
-    """Takes the limit back, so that what has failed can still say why."""
+    """Remove the limit, so that error handling has memory."""
     _set_limit(None)
 
 
@@ -49,12 +49,12 @@ def _set_limit(most: int | None) -> None:
         import resource
 
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        soft = hard if most is None or 0 <= hard < most else most
+        soft = hard if most is None or 0 <= hard < most else most  # an unlimited hard limit is -1
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def out_of_memory(error: BaseException) -> str:
-    """Why, in a line, if an exception or one behind it says that memory ran out; else nothing."""
+    """Return the reason in one line if an exception, or one that it came from, is an out-of-memory failure; else ""."""
     for each in _chain(error):
         text = str(each)
         if type(each).__name__ == "OutOfMemoryError" or DEVICE.search(text):
@@ -70,7 +70,7 @@ def out_of_memory(error: BaseException) -> str:
 
 
 def note_use(file: Path) -> None:
-    """From now on keeps in a file the most bytes that count against the limit: for one who asks after an abort."""
+    """Keep this process's peak memory that counts towards the limit in a file, to be read after an abort."""
 
     def watch() -> None:
         page, most = os.sysconf("SC_PAGE_SIZE"), 0
@@ -80,20 +80,20 @@ def note_use(file: Path) -> None:
                 if used > most:
                     most = used
                     os.pwrite(out.fileno(), b"%020d" % used, 0)
-                time.sleep(NOTE_SECONDS)
+                time.sleep(NOTE_SECONDS)  # short, as an abort leaves no time for a last note
 
     threading.Thread(target=watch, daemon=True, name="memory in use").start()
 
 
 def was_near(file: Path, gib: float | None) -> bool:
-    """Whether what `note_use` has kept comes within NEAR bytes of a limit."""
+    """Return True if the peak kept by `note_use` is within NEAR bytes of a limit."""
     with suppress(OSError, ValueError):
         return gib is not None and int(file.read_bytes()) > gib * GIB - NEAR
     return False
 
 
 def kernel_kills() -> int:
-    """How many processes the kernel has ended so far for want of memory, here and in this control group."""
+    """Number of processes that the kernel's OOM killer has ended so far, on this machine and in this control group."""
     count = 0
     for path in (Path("/proc/vmstat"), *_memory_events()):
         with suppress(OSError, ValueError):
@@ -103,13 +103,13 @@ def kernel_kills() -> int:
 
 
 def prefer_oom_kill() -> None:
-    """Offers this process to the kernel when memory runs out, before the one that started it and tells the story."""
+    """Make the OOM killer prefer this process to its launcher, which reports the failure."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")
 
 
 def _memory_events() -> Iterator[Path]:
-    """Where version 2 of control groups counts for this process's own."""
+    """Yield the memory.events file of this process's control group (version 2)."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::"):
@@ -117,7 +117,7 @@ def _memory_events() -> Iterator[Path]:
 
 
 def _limit_is_near() -> bool:
-    """Whether this process may not take NEAR bytes more. A step's memory stays taken while its error is handled."""
+    """Return True if NEAR more bytes cannot be allocated. A step's memory is still held while its error is handled."""
     try:
         bytearray(NEAR)
     except MemoryError:
@@ -126,9 +126,9 @@ def _limit_is_near() -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those it came from: a pipeline's schedule wraps what its stages raise."""
+    """Yield an exception and its causes, since a pipeline's schedule wraps what its stages raise."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    while error is not None and id(error) not in seen:  # chains may be cyclic
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__

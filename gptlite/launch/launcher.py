@@ -1,4 +1,4 @@
-"""Starting the ranks of a run: in this process where there is one, else as processes of their own."""
+"""Start of a run's ranks: in this process if there is only one, else in processes of their own."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ KEEP_ALL = 2**31 - 1
 
 
 def launch(config: Config, started: float) -> int:
-    """Runs the configuration and returns the exit code. Raises ConfigError before anything is written.
+    """Run the configuration and return the exit code. Raises ConfigError before anything is written.
 
-    `started` is when the command began, in time.monotonic() seconds: `trainer.max_time` counts from there.
-    Under torchrun or srun this process is one rank of theirs; else it starts as many as the layout asks for.
+    `started` is when the command began, in time.monotonic() seconds; `trainer.max_time` counts from there. Under
+    torchrun or srun this process is one of their ranks; otherwise it starts as many ranks as the layout requires.
     """
-    keep_freed_memory()  # before parallelism=auto imports what makes a tensor; ranks that start here inherit the wish
+    keep_freed_memory()  # before parallelism=auto creates tensors; ranks started here inherit the environment variable
     outer = starter()
     config, world = planned(config, outer)
     if world == 1:
@@ -45,7 +45,7 @@ def launch(config: Config, started: float) -> int:
         except Exception as error:
             if not (reason := out_of_memory(error)):
                 raise
-            lift()
+            lift()  # the report needs memory itself
             return ran_out(reason, config, 1)
         finally:
             leave()  # the group of one rank that offloads
@@ -57,7 +57,7 @@ def launch(config: Config, started: float) -> int:
 
 
 def ran_out(reason: str, config: Config, world: int) -> int:
-    """Says that this rank's memory ran out, and what would have taken less; returns the exit code."""
+    """Report that this rank ran out of memory, with settings that need less, and return the exit code."""
     from gptlite.plan.advice import advice_lines
 
     limited = limit_words(config.trainer.host_memory_limit)
@@ -66,11 +66,12 @@ def ran_out(reason: str, config: Config, world: int) -> int:
 
 
 def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
-    """The configuration with its layout chosen, and how many ranks run it. Raises ConfigError where they cannot."""
+    """Return the configuration with its layout resolved, and the number of ranks. Raises ConfigError if they cannot
+    run."""
     import torch
 
     gpus = torch.cuda.device_count()
-    if isinstance(config.data, TokensConfig | SyntheticConfig):  # what other data holds is known once it is prepared
+    if isinstance(config.data, TokensConfig | SyntheticConfig):  # the vocabulary of other data is not known yet
         vocabulary = find_vocabulary(config.data)
         if not vocabulary.assumed:
             refuse_larger_vocabulary(config, vocabulary.size)
@@ -83,7 +84,7 @@ def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
     layout = check_world(config, world)
     check_device(config, "cuda" if gpus else "cpu")
     here = outer.local_world_size if outer else world
-    # srun may show each rank its own GPU alone.
+    # srun may make only its own GPU visible to each rank.
     if gpus and here > gpus and not (outer and outer.name == "srun" and gpus == 1):
         raise ConfigError(
             f"the layout has {here} ranks on this machine, which shows {gpus} GPU{'s' * (gpus > 1)}; lower the degrees "
@@ -94,39 +95,39 @@ def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
 
 
 def start_ranks(config: Config, world: int, started: float) -> Ended:
-    """Runs the configuration on processes of their own, one too. Raises ConfigError where it is refused."""
+    """Run the configuration in new processes, also if it is one. Raises ConfigError if it is refused."""
     import torch
 
     from gptlite.launch.elastic import rank_ending
     from gptlite.ops.select import select_ops
 
-    # Refuses what cannot run before a rank starts, and compiles the kernels once before all ranks want them.
+    # Fails before a rank starts if an op cannot run, and compiles the kernels once instead of in every rank.
     device = torch.device("cuda" if torch.cuda.device_count() else "cpu")
     select_ops(config.ops, device, documents=config.data.documents)
     return rank_ending(config, world, started)
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc's malloc keep freed memory instead of returning it to the kernel.
+    """Make glibc's malloc keep freed memory instead of returning it to the kernel.
 
-    A training step on a CPU frees and allocates the same gigabytes again; by default each large tensor is mapped anew,
-    and the page faults take up to half the step (measured in docs/benchmarks.md). Elsewhere this does nothing.
-    Tensors of 2 MiB and more ask for huge pages, unless the environment says otherwise: torch reads that there, once,
-    and has no other way to be told.
+    A training step on a CPU frees and allocates the same gigabytes again. By default each large tensor is a new
+    mapping, and the page faults take up to half the step (measured in docs/benchmarks.md). On other platforms this does
+    nothing. Tensors of 2 MiB and more use huge pages, unless the environment disables them; torch reads that variable
+    once, and has no other setting for it.
     """
     if sys.platform != "linux":
         return
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # another libc, which has its own ways
+    except (OSError, AttributeError):  # another libc
         return
-    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_MMAP_MAX, 0)  # mapped blocks would be unmapped when freed
     mallopt(M_TRIM_THRESHOLD, KEEP_ALL)
 
 
 def share_cores(ranks: int) -> None:
-    """Leaves the other ranks on this machine their part of the cores, unless someone has dealt them out already."""
+    """Limit torch's threads to this rank's share of the cores, unless the environment or Slurm has already set it."""
     import torch
 
     bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)

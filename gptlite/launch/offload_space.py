@@ -1,4 +1,4 @@
-"""Whether the folder of `parallelism.offload=nvme` can hold the state of this machine's ranks, before they start."""
+"""Check of free disk space for `parallelism.offload=nvme`, before the ranks start."""
 
 import shutil
 from pathlib import Path
@@ -14,13 +14,13 @@ from gptlite.plan.workload import Workload
 
 
 def check_offload_space(config: Config, layout: Layout, here: int) -> None:
-    """Raises ConfigError, one line, where `here` ranks of a layout cannot keep their state in the folder."""
+    """Raise ConfigError, one line, if the folder cannot hold the optimizer state of `here` local ranks."""
     if config.parallelism.offload is not Offload.nvme:
         return
     key, folder = f"parallelism.offload_path={config.parallelism.offload_path}", config.parallelism.offload_path or ""
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise ConfigError(f"{key} is no folder; make it, on a local disk, or give another")
+        raise ConfigError(f"{key} is not a folder; create it on a local disk, or give another")
     if reason := unwritable(path, "parallelism.offload_path"):
         raise ConfigError(f"{key}: {reason}")
     needed, free = needed_bytes(config, layout, here), shutil.disk_usage(path).free
@@ -32,7 +32,7 @@ def check_offload_space(config: Config, layout: Layout, here: int) -> None:
 
 
 def needed_bytes(config: Config, layout: Layout, here: int) -> int:
-    """Bytes of the files of the first `here` ranks; at least, where the vocabulary is not known yet."""
+    """Size of the files of the first `here` ranks; a lower bound while the vocabulary is unknown."""
     work = Workload(
         model=with_vocabulary(config, 1).model,
         parallelism=config.parallelism,

@@ -1,4 +1,4 @@
-"""What the ranks above 0 print: into a file of the run folder, since rank 0 keeps the terminal."""
+"""Log files for the output of ranks above 0, as rank 0 owns the terminal."""
 
 import os
 import sys
@@ -6,25 +6,25 @@ from pathlib import Path
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
-    """Where a run folder has a rank's output."""
+    """Path of a rank's log in a run folder."""
     return run_dir.absolute() / "ranks" / f"rank-{rank}.log"
 
 
 class RankLog:
-    """This process's output, C++'s included, from now on in a file. `path` is where it is.
+    """Redirection of this process's output, including that of C++ code, to a file at `path`.
 
-    A refused run leaves nothing in the run folder, so the file begins elsewhere and `move` follows once the folder
-    stands. `terminal` is where standard error went before.
+    A refused run leaves nothing in the run folder. So the file starts elsewhere, and `move` moves it once the folder
+    exists. `terminal` is the previous standard error.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank = path, rank
         self.terminal = os.dup(2)
-        os.set_inheritable(self.terminal, False)
+        os.set_inheritable(self.terminal, False)  # child processes must not hold the terminal or pipe open
         self._point_to(path)
 
     def move(self, run_dir: Path) -> None:
-        """Goes on in `log_path(run_dir, rank)`, after what is there already; the file it began in is gone."""
+        """Continue in `log_path(run_dir, rank)`, appending the earlier output, and delete the first file."""
         target = log_path(run_dir, self.rank)
         target.parent.mkdir(exist_ok=True)
         sys.stdout.flush()
@@ -36,12 +36,12 @@ class RankLog:
         self.path = target
 
     def tell(self, text: str) -> None:
-        """One line to where the output went before."""
+        """Print a line to the previous standard error."""
         os.write(self.terminal, (text + "\n").encode())
 
     def _point_to(self, path: Path) -> None:
         with path.open("ab") as file:
-            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 1)  # file descriptors, since C++ code does not write to sys.stdout
             os.dup2(file.fileno(), 2)
-        for stream in (sys.stdout, sys.stderr):  # a pipe's would keep lines back
+        for stream in (sys.stdout, sys.stderr):  # streams that began as a pipe are block-buffered
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""How a request to stop reaches a rank that train.py started, whose launcher sends signals of its own."""
+"""Delivery of stop requests to ranks started by train.py. Their launcher also uses signals for other purposes."""
 
 import os
 import signal
@@ -11,18 +11,19 @@ from types import FrameType, TracebackType
 
 from gptlite.trainer.signals import SAME_SECONDS, SIGNALS, StopSignal
 
-UNWIND_SECONDS = 5.0  # that a rank which does not train yet has for tidying up
+UNWIND_SECONDS = 5.0  # time limit for cleanup in a rank that is not training
 LOOK_SECONDS = 0.05
 EXIT_TERMINATED = 143
 
 
 class LauncherStop(StopSignal):
-    """In a rank that train.py started: the request is a file that the launcher writes, the signal's number in it.
+    """Stop request as a file that the launcher writes, containing the signal's number.
 
-    A signal alone has another meaning. The elastic agent sends SIGTERM to the ranks that survive another: they must
-    not save, nor may they wait in a collective for the dead one. So a thread watches, which answers even then.
+    A signal alone is not a request: the elastic agent sends SIGTERM to the ranks that survive another. Those must not
+    save, and must not wait in a collective for the dead rank. Therefore a thread polls for the file, which works even
+    during such a wait.
 
-    `stopped(code)` is called before a rank that does not train yet, or no more, ends by the request.
+    `stopped(code)` is called before a rank ends on request outside training.
     """
 
     def __init__(self, file: Path, launcher: int, stopped: Callable[[int], None]) -> None:
@@ -31,13 +32,14 @@ class LauncherStop(StopSignal):
         self._training = self._unwinding = False
         self._noticed: float | None = None  # when the file was seen
         self._signalled: float | None = None  # when a signal last came
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         self._bytes, wake = socket.socketpair()
         self._bytes.settimeout(LOOK_SECONDS)
-        wake.setblocking(False)
-        self._wake = wake  # kept open
+        wake.setblocking(False)  # required by set_wakeup_fd
+        self._wake = wake  # keeps the socket open
         for number in SIGNALS:
             signal.signal(number, self._receive)
+        # Python handlers run in the main thread only, which may be blocked in C++; the wakeup fd works even then.
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, daemon=True, name="launcher's requests").start()
 
@@ -46,8 +48,8 @@ class LauncherStop(StopSignal):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._turn:
-            self._look()  # the others may have seen it first, and this rank have stopped with them
+        with self._lock:
+            self._check_file()  # this rank may have stopped with the others before its own poll saw the file
             self._training = False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -55,28 +57,29 @@ class LauncherStop(StopSignal):
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        while os.getppid() == self._launcher:
+        while os.getppid() == self._launcher:  # a rank must not outlive its launcher
             now = time.monotonic()
-            if self._heard_signal():
+            if self._received_signal():
                 self._signalled = now
-            with self._turn:
-                self._look()
+            with self._lock:
+                self._check_file()
             if self._unwinding and self._noticed is not None and now - self._noticed > UNWIND_SECONDS:
                 os._exit(0)
-            # The signal of a request comes to all, the launcher too. One without a request ends this rank.
+            # A request's signal may go to the whole process group, so wait for the file; without one, the signal ends
+            # this rank.
             if self._signalled is not None and now - self._signalled > SAME_SECONDS:
                 if self._noticed is None or self._signalled - self._noticed > SAME_SECONDS:
                     os._exit(EXIT_TERMINATED)
                 self._signalled = None
         os._exit(EXIT_TERMINATED)
 
-    def _heard_signal(self) -> bool:
+    def _received_signal(self) -> bool:
         try:
             return any(number in SIGNALS for number in self._bytes.recv(64))
         except TimeoutError:
             return False
 
-    def _look(self) -> None:
+    def _check_file(self) -> None:
         if self._noticed is not None or not self._file.exists():
             return
         self._noticed, number = time.monotonic(), int(self._file.read_text())

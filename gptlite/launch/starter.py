@@ -1,7 +1,7 @@
-"""Whether torchrun or srun started this process as one rank of many, and which. No torch here.
+"""Detection of torchrun and srun from the environment. Does not import torch.
 
-Their variables say where a process is among the others, as a file descriptor or a host name would; what is trained
-comes from the configuration alone.
+Their variables only determine a process's place among the ranks. The training configuration never depends on the
+environment.
 """
 
 import os
@@ -14,12 +14,12 @@ from gptlite.errors import ConfigError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_JOB_ID")
-LAST_WORD_SECONDS = 5  # that rank 0 has for its line on a refusal, before the others end
+LAST_WORD_SECONDS = 5  # time for rank 0 to print why it is refused, before the other ranks end
 
 
 @dataclass(frozen=True)
 class Starter:
-    """What started this rank, its place in the world and on its machine, and where rank 0 listens."""
+    """Launcher of this rank, its place in the world and on its machine, and rank 0's address."""
 
     name: str
     rank: int
@@ -30,12 +30,12 @@ class Starter:
     master_port: int
 
     def environment(self) -> dict[str, str]:
-        """The variables torchrun sets, which torch.distributed reads."""
+        """Return the variables that torchrun sets and torch.distributed reads."""
         return dict(zip(TORCHRUN, map(str, astuple(self)[1:]), strict=True))
 
 
 def starter() -> Starter | None:
-    """None where a person or a script started this process alone. Raises ConfigError for a damaged environment."""
+    """Return the launcher; None if this process was started directly. Raises ConfigError for an invalid environment."""
     env = os.environ
     if env.keys() >= set(TORCHRUN) - {"LOCAL_WORLD_SIZE"}:
         rank, world, local_rank = map(_number, TORCHRUN[:3])
@@ -47,7 +47,7 @@ def starter() -> Starter | None:
 
 
 def is_main() -> bool:
-    """Whether this process speaks for the others: rank 0, or the only one."""
+    """Return True in rank 0, or in a single process."""
     try:
         found = starter()
     except ConfigError:
@@ -56,7 +56,7 @@ def is_main() -> bool:
 
 
 def refuse_sweep() -> None:
-    """Raises ConfigError where torchrun or srun started this process: a sweep starts the ranks of its jobs itself."""
+    """Raise ConfigError under torchrun or srun, as a sweep starts the ranks of its jobs itself."""
     if found := starter():
         raise ConfigError(
             f"--multirun under {found.name}: each of its {found.world_size} ranks would run the whole sweep; "
@@ -65,9 +65,9 @@ def refuse_sweep() -> None:
 
 
 def let_main_speak() -> None:
-    """On a rank above 0 that is refused, as all are: waits until rank 0 has printed its line.
+    """Wait, on a refused rank above 0, until rank 0 has printed the error.
 
-    torchrun and srun end the others once the first has failed. This one then still ends with its own exit code.
+    torchrun and srun end the other ranks once the first has failed. This one then still ends with its own exit code.
     """
     over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -82,7 +82,7 @@ def _of_srun() -> Starter:
     node = _number("SLURM_NODEID", 0)
     world = _number("SLURM_NTASKS")
     alone = node < len(local) and local[node] == world
-    # Below the ports that systems give out by themselves, and another for each step of a job.
+    # Below the ephemeral ports, and different for each step of a job.
     port = 15000 + (_number("SLURM_JOB_ID") * 8 + _number("SLURM_STEP_ID")) % 15000
     return Starter(
         "srun",
@@ -96,13 +96,13 @@ def _of_srun() -> Starter:
 
 
 def first_host(nodes: str) -> str:
-    """`node03` of Slurm's `node[03-06,09],gpu1`."""
+    """Return e.g. `node03` for Slurm's `node[03-06,09],gpu1`."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """[4, 4, 3] of Slurm's `4(x2),3`."""
+    """Return e.g. [4, 4, 3] for Slurm's `4(x2),3`."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 

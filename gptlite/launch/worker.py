@@ -1,4 +1,4 @@
-"""One rank of several: the process that train.py starts for it, or the one that torchrun or srun has started."""
+"""Process of one of several ranks, started by train.py, torchrun or srun."""
 
 import contextlib
 import ctypes
@@ -25,17 +25,17 @@ Pretrain = Callable[..., int]
 
 
 def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
-    """The rank that RANK says, started by elastic.run_ranks; `arguments` are a folder, a time and a process id.
+    """Run the rank given by RANK, started by elastic.run_ranks; `arguments` are a folder, a time and a process id.
 
     The folder holds config.yaml; the time is when the command began, in time.monotonic() seconds; the process is the
-    launcher, which this one does not outlive. Ends with exit code 0 once there is a verdict, which `result-N.json`
-    holds: the exit code of the run, or why it was refused. Anything else is a failure, and the launcher ends the other
-    ranks. `pretrain` is what ranks do, by default gptlite.pretrain's.
+    launcher, and this process ends when it does. Exits with 0 once `result-N.json` has the outcome: the run's exit
+    code, or why it was refused. Any other end is a failure, after which the launcher stops the other ranks. `pretrain`
+    is the function to run, by default gptlite.pretrain's.
     """
     folder, started, launcher = Path(arguments[0]), float(arguments[1]), int(arguments[2])
     die_with(launcher)
-    prefer_oom_kill()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until there is someone to ask what it means
+    prefer_oom_kill()  # the launcher must survive to report the failure
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until LauncherStop installs its handler
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     log = RankLog(folder / f"rank-{rank}.log", rank) if rank else None
     faulthandler.enable()
@@ -47,7 +47,7 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
     try:
         from gptlite.launch.launcher import keep_freed_memory, share_cores
 
-        keep_freed_memory()  # first: torch asks for huge pages as it did at its first tensor, which imports make
+        keep_freed_memory()  # before the imports below create tensors: torch reads its huge page setting only once
         from gptlite.launch.rank_stop import LauncherStop
         from gptlite.parallelism.process_group import leave
 
@@ -65,20 +65,20 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
         end(0)
     except BaseException as error:
         reason = out_of_memory(error)
-        lift()
+        lift()  # writing the report needs memory
         if reason:
             conclude(out_of_memory=reason + limit_words(config.trainer.host_memory_limit if config else None))
         note_failure(error)
-        if log:  # rank 0's terminal gets the launcher's words, and of the rank that failed first
+        if log:  # not on rank 0's terminal, where the launcher reports the rank that failed first
             traceback.print_exception(error)
         end(1)
     sys.exit(0)
 
 
 def under(starter: Starter, config: Config, started: float, pretrain: Pretrain | None = None) -> int:
-    """Runs the rank that torchrun or srun made of this process; returns its exit code. Raises ConfigError on all.
+    """Run this process as a rank of torchrun or srun and return its exit code. Raises ConfigError on all ranks.
 
-    `config` is this rank's own reading; rank 0's is what runs, since folders are named by the time.
+    `config` is composed by each rank itself. Rank 0's is used on all, since folder names contain the time.
     """
     from gptlite.launch.launcher import keep_freed_memory, ran_out, share_cores
 
@@ -96,7 +96,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
         share_cores(starter.local_world_size)
     try:
         code = train_rank(config, started, StopSignal(), log, pretrain, starter)
-        leave()  # not after a failure: the others may be gone, and this would wait for them
+        leave()  # only after success, as it would wait for ranks that are gone
         return code
     except ConfigError:
         if log:
@@ -120,13 +120,16 @@ def train_rank(
     pretrain: Pretrain | None = None,
     node: Starter | None = None,
 ) -> int:
-    """Joins the process group and trains; returns the exit code. `node`: torchrun or srun started this rank, which
-    takes the configuration from rank 0 and, first on a machine without rank 0, prints where output goes."""
+    """Join the process group and train; returns the exit code.
+
+    `node`: torchrun or srun started this rank. It then takes the configuration from rank 0 and, as the first rank of a
+    machine without rank 0, prints where output goes.
+    """
     from gptlite.parallelism.process_group import broadcast_text, join
 
     if pretrain is None:
         from gptlite.pretrain import pretrain
-    if int(os.environ["WORLD_SIZE"]) > 1:  # one rank has nobody to talk to
+    if int(os.environ["WORLD_SIZE"]) > 1:  # a single rank needs no process group
         join(config.parallelism.timeout_seconds)
     limit(config.trainer.host_memory_limit)
     if node:
@@ -145,16 +148,16 @@ def train_rank(
 
 
 def die_with(launcher: int) -> None:
-    """Has this process killed when its launcher ends, however that ends."""
+    """Have the kernel kill this process when its launcher ends, however that ends."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it was quicker
+    if os.getppid() != launcher:  # it ended before prctl took effect
         os._exit(1)
 
 
 def note_failure(error: BaseException) -> None:
-    """Writes an exception with its traceback where the elastic agent looks for it."""
+    """Write an exception with its traceback to the file that the elastic agent reads."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     with contextlib.suppress(OSError):
@@ -162,7 +165,7 @@ def note_failure(error: BaseException) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process at once: its threads and its process group may be waiting for ranks that are gone."""
+    """End the process at once, as its threads and process group may be waiting for ranks that are gone."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

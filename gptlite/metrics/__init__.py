@@ -1,1 +1,1 @@
-"""What a run measures about itself, and where the numbers go."""
+"""Metrics of a run, and the sinks that record them."""

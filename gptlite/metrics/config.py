@@ -1,21 +1,21 @@
-"""Where metrics go, besides the console and metrics.jsonl, which are always written."""
+"""Configuration of loggers other than the console and metrics.jsonl, which are always on."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class LoggerConfig:
-    """No logger but metrics.jsonl."""
+    """No logger except metrics.jsonl."""
 
 
 @dataclass
 class TensorboardConfig(LoggerConfig):
-    """Event files in <run.dir>/tensorboard."""
+    """TensorBoard event files in <run.dir>/tensorboard."""
 
 
 @dataclass
 class WandbConfig(LoggerConfig):
-    """Weights & Biases; offline with one warning when there is no key."""
+    """Weights & Biases; offline, with one warning, if there is no key."""
 
     project: str = "gptlite"
     entity: str | None = None

@@ -1,6 +1,6 @@
-"""What a person reads while a run goes on: one ASCII line a log step, numbers with few digits, an aligned banner.
+"""Console output of a run: one ASCII line per log step, with few digits, and an aligned banner.
 
-Columns keep their place from line to line, nothing is redrawn and no colour is used, so the same text reads well in a
+Columns are aligned across lines, nothing is redrawn and no colour is used, so that the same text is readable in a
 terminal, through `tee` and in a Slurm log.
 """
 
@@ -14,17 +14,18 @@ PART = "val_loss/"  # and the name of a data set, of a blend
 
 
 def format_count(number: float) -> str:
-    """A count in three digits: `87`, `12.3k`, `124M`, `1.50B`, `3.20T`."""
+    """Format a count with three digits: `87`, `12.3k`, `124M`, `1.50B`, `3.20T`."""
     return _scaled(number, 1000, ("", "k", "M", "B", "T"))
 
 
 def format_bytes(number: float) -> str:
-    """A size in binary units: `512 B`, `1.50 KiB`, `0.98 GiB` (a unit is left at 1000 of it, so digits stay three)."""
+    """Format a size in binary units: `512 B`, `1.50 KiB`, `0.98 GiB`. The next unit starts at 1000, to keep three
+    digits."""
     return _scaled(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def format_duration(seconds: float) -> str:
-    """A time span in its two largest units: `8s`, `2m31s`, `1h05m`, `3d04h`; `n/a` if it is not finite."""
+    """Format a time span in its two largest units: `8s`, `2m31s`, `1h05m`, `3d04h`; `n/a` if it is not finite."""
     if not math.isfinite(seconds):
         return "n/a"
     whole = round(seconds)
@@ -35,7 +36,7 @@ def format_duration(seconds: float) -> str:
 
 
 def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None = None) -> str:
-    """The line of a training row.
+    """Format the line of a training row.
 
     For example, on one line:
 
@@ -60,7 +61,7 @@ def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None 
 
 
 def eval_line(row: Mapping[str, Any], max_steps: int) -> str:
-    """The line of an evaluation row: `eval  250/1000 | val loss  3.6120 nats/token | 1.9042 bits/byte`.
+    """Format the line of an evaluation row: `eval  250/1000 | val loss  3.6120 nats/token | 1.9042 bits/byte`.
 
     Bits per byte are left out where the data has no bytes (synthetic tokens).
     """
@@ -74,7 +75,7 @@ def eval_line(row: Mapping[str, Any], max_steps: int) -> str:
 
 
 def banner(lines: list[tuple[str, str]], title: str = "gptlite", width: int = WIDTH) -> str:
-    """Keys and values in two columns between rules, the upper one carrying the title; long values wrap in theirs.
+    """Format keys and values in two columns between rules, with the title in the upper one. Long values wrap.
 
     An empty key continues the entry above it.
     """
@@ -86,14 +87,14 @@ def banner(lines: list[tuple[str, str]], title: str = "gptlite", width: int = WI
             width,
             initial_indent=f"  {key}".ljust(indent),
             subsequent_indent=" " * indent,
-            break_long_words=False,
+            break_long_words=False,  # paths and commands must stay copyable
             break_on_hyphens=False,
         ) or [f"  {key}"]
     return "\n".join([*out, "=" * width])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "", indent: str = "  ") -> Iterator[str]:
-    """Lines of aligned columns under a header; the columns named in `right` are aligned to the right."""
+    """Yield lines of aligned columns under a header. The columns named in `right` are right-aligned."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     aligned_right = [name in right.split() for name in header]

@@ -34,9 +34,10 @@ _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float |
 
 
 def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Dense peak in FLOP/s of the device called `name` (as `torch.cuda.get_device_name` says) for products of `dtype`.
+    """Dense peak in FLOP/s of the device called `name`, for matrix products of `dtype`.
 
-    `tf32` says that float32 products may run in TF32. None where the peak is not known: MFU is then n/a, never a guess.
+    `name` is as returned by `torch.cuda.get_device_name`. `tf32` is True if float32 products may run in TF32. None if
+    the peak is not known; MFU is then n/a instead of a guess.
     """
     columns = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2 if tf32 else 3}
     if dtype not in columns:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, each step once, readable while the run goes on."""
+"""Metrics file metrics.jsonl: one JSON object per line, each step once, readable during the run."""
 
 import json
 import math
@@ -12,9 +12,9 @@ from gptlite.files import write_whole
 
 
 class JsonlSink:
-    """Appends rows to a file, each handed to the system at once, so that a killed run keeps every row.
+    """Sink that appends rows to a file and flushes each to the operating system, so that a killed run keeps every row.
 
-    A row is stamped with `time` (UTC, ISO 8601). JSON has no NaN or infinity: they are written as null.
+    Each row has a `time` stamp (UTC, ISO 8601). NaN and infinity, which JSON lacks, are written as null.
     """
 
     def __init__(self, path: Path):
@@ -22,7 +22,7 @@ class JsonlSink:
         self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one row; it has left this process when the call returns."""
+        """Append one row and flush it to the operating system."""
         stamped: dict[str, Any] = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             **{
@@ -30,32 +30,32 @@ class JsonlSink:
                 for key, value in row.items()
             },
         }
-        self._file.write(json.dumps(stamped, allow_nan=False) + "\n")
+        self._file.write(json.dumps(stamped, allow_nan=False) + "\n")  # NaN would not be valid JSON for other readers
         self._file.flush()
 
     def rewind(self, step: int) -> None:
-        """Moves rows later than `step` aside, see `truncate_after`."""
+        """Move rows later than `step` aside, see `truncate_after`."""
         self.close()
         truncate_after(self._path, step)
         self._file = self._path.open("a", encoding="utf-8")
 
     def close(self, failed: bool = False) -> None:
-        """Waits until the disk has the rows."""
+        """Wait until the rows are on disk."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, in file order; a line cut short by a kill is left out."""
+    """Return the rows of a metrics.jsonl in file order, without a line truncated by a kill."""
     return [row for line in _lines(path) if (row := _parse(line)) is not None]
 
 
 def truncate_after(path: Path, step: int) -> int:
-    """Takes rows later than `step` out of a metrics.jsonl, for a run that resumes there. Returns how many.
+    """Remove rows later than `step` from a metrics.jsonl, for a run that resumes there. Returns their number.
 
-    Such rows describe training that is about to be done again. They are kept in `metrics.replaced.jsonl` beside it,
-    as is a last line that a kill cut short.
+    Such rows describe training that will be repeated. They are kept in `metrics.replaced.jsonl` beside it, as is a last
+    line truncated by a kill.
     """
     if not path.exists() or path.stat().st_size == 0:
         return 0
@@ -65,7 +65,7 @@ def truncate_after(path: Path, step: int) -> int:
         (kept if row is not None and row["step"] <= step else replaced).append(line)
     if not replaced and path.read_bytes().endswith(b"\n"):
         return 0
-    # The copy is on disk before the original goes, so no moment exists at which a row is in neither file.
+    # Sync the copy before replacing the original, so that every row is in one of the files at any time.
     if replaced:
         with path.with_suffix(".replaced.jsonl").open("a", encoding="utf-8") as copy:
             copy.writelines(replaced)
@@ -77,7 +77,7 @@ def truncate_after(path: Path, step: int) -> int:
 
 def _lines(path: Path) -> list[str]:
     # Only "\n" ends a row: str.splitlines would also cut at separators inside a string.
-    text = path.read_bytes().decode("utf-8", errors="replace")
+    text = path.read_bytes().decode("utf-8", errors="replace")  # a kill may have cut a character
     return [line + "\n" for line in text.split("\n") if line.strip()]
 
 

@@ -8,10 +8,10 @@ import torch
 
 
 def memory_bytes(device: torch.device) -> dict[str, int | None]:
-    """The row keys `memory_allocated_bytes` and `memory_peak_bytes` (the highest since the process started).
+    """Return the row keys `memory_allocated_bytes` and `memory_peak_bytes` (the highest since the process started).
 
-    On a GPU: bytes of live tensors, as the caching allocator counts them; the peak begins anew with the step whose
-    memory is measured, a run's second. On a CPU: the process's resident set; None where the system does not say it.
+    On a GPU: bytes of live tensors, from the caching allocator. Its peak is reset at the step whose memory is measured,
+    a run's second. On a CPU: the process's resident set; None if the system does not report it.
     """
     if device.type == "cuda":
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
@@ -21,9 +21,9 @@ def memory_bytes(device: torch.device) -> dict[str, int | None]:
 
 
 def resident_bytes(status: Path = Path("/proc/self/status")) -> tuple[int | None, int]:
-    """Resident set of this process now (None outside Linux) and at its highest, in bytes."""
+    """Return the current (None outside Linux) and peak resident set of this process, in bytes."""
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = usage if sys.platform == "darwin" else usage * 1024
+    peak = usage if sys.platform == "darwin" else usage * 1024  # bytes on macOS, KiB on Linux
     try:
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     except OSError:

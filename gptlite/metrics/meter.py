@@ -1,4 +1,4 @@
-"""How fast a run goes and when it will be over."""
+"""Throughput and remaining time of a run."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ class Throughput:
         self._first_pace: float | None = None
 
     def step(self, samples: int | None = None) -> None:
-        """One optimizer step of so many samples has been issued; by default a full global batch."""
+        """Count an issued optimizer step of `samples` samples; by default a full global batch."""
         batches = 1.0 if samples is None else samples / self.samples_per_step
         self._window_steps += 1
         self._window_batches += batches
@@ -46,7 +46,7 @@ class Throughput:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Time spent in the block does not count as training."""
+        """Exclude the time of the block from training time."""
         start = self.clock()
         try:
             yield
@@ -54,7 +54,7 @@ class Throughput:
             self._excluded += self.clock() - start
 
     def read(self) -> dict[str, float | None]:
-        """The row keys `tokens_per_second`, `samples_per_second`, `step_seconds`, `mfu` (0 to 1), and a new window.
+        """Return `tokens_per_second`, `samples_per_second`, `step_seconds` and `mfu` (0 to 1), and start a new window.
 
         Raises:
             RuntimeError: no step since the last `read`.
@@ -62,14 +62,14 @@ class Throughput:
         if self._window_steps == 0:
             raise RuntimeError("Throughput.read() needs at least one step() since the last read()")
         now = self.clock()
-        window = max(now - self._window_start - self._excluded, 1e-9)
+        window = max(now - self._window_start - self._excluded, 1e-9)  # avoids a division by zero with a coarse clock
         batch_seconds = window / self._window_batches
         tokens_per_second = self.tokens_per_step / batch_seconds
         mfu = None
         if self.peak_flops is not None and self.flops_per_token is not None:
             mfu = tokens_per_second * self.flops_per_token / (self.peak_flops * self.num_devices)
         if self._first_pace is None:
-            # The first window compiles, allocates and fills caches: a pace that includes it promises too long an ETA.
+            # The first window compiles, allocates and fills caches; including it would overestimate the ETA.
             self._first_pace = (now - self._pace_start) / self._pace_batches
             self._pace_start, self._pace_batches = now, 0.0
         steps = self._window_steps
@@ -82,8 +82,7 @@ class Throughput:
         }
 
     def eta_seconds(self, remaining: float) -> float | None:
-        """Wall-clock seconds that steps of `remaining` full batches will take at the run's pace so far, evaluations and
-        saves included.
+        """Estimate the wall-clock seconds for `remaining` full batches at the pace so far, with evaluations and saves.
 
         None before the first step.
         """

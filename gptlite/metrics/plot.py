@@ -1,4 +1,4 @@
-"""A run on one page: loss, learning rate, gradient norm and speed over the steps of a metrics.jsonl."""
+"""Plot of a run: loss, learning rate, gradient norm and throughput over the steps of a metrics.jsonl."""
 
 import math
 from collections.abc import Callable
@@ -34,13 +34,13 @@ STYLE: dict[Any, Any] = {
 }
 
 LEFT = 0.045  # of the figure: where titles and the loss panel begin
-LABEL_HEIGHT = 28  # points: two lines and a little air
+LABEL_HEIGHT = 28  # points: two lines and some space
 
 Series = tuple[list[int], list[float]]
 
 
 def plot_curves(jsonl: Path, out: Path, title: str | None = None) -> Path:
-    """Draws the run in `jsonl` into the PNG `out`, whose folder must exist. Returns `out`.
+    """Plot the run in `jsonl` to the PNG `out`, whose folder must exist. Returns `out`.
 
     Args:
         title: by default the name of the folder that holds `jsonl`.
@@ -59,7 +59,7 @@ def plot_curves(jsonl: Path, out: Path, title: str | None = None) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # A bare figure, not pyplot: nothing global is left behind and no display is looked for.
+    # Figure instead of pyplot, which keeps global state and selects a display backend.
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 6.6), dpi=150, facecolor="white")
         FigureCanvasAgg(figure)
@@ -81,13 +81,14 @@ def plot_curves(jsonl: Path, out: Path, title: str | None = None) -> Path:
             axes.tick_params(labelbottom=False)
         figure.text(LEFT, 0.945, title or jsonl.resolve().parent.name, fontsize=15, weight="bold")
         figure.text(LEFT, 0.91, _summary(rows), color=FAINT)
-        with replacing(out) as file:
+        with replacing(out) as file:  # an interrupted plot leaves the previous one
             figure.savefig(file, format="png")
     return out
 
 
 def smooth(values: list[float], width: float) -> list[float]:
-    """Gaussian mean of standard deviation `width` (in values), renormalised at both ends, so without lag or droop."""
+    """Gaussian mean of standard deviation `width` (in values), renormalised at both ends to avoid lag and boundary
+    bias."""
     if width < 0.5:
         return list(values)
     import numpy as np
@@ -115,7 +116,7 @@ def _draw_loss(axes: "Axes", train: Series, validation: Series) -> None:
         ends.append((validation[0][-1], validation[1][-1], f"val\n{validation[1][-1]:.3f}", VALIDATION))
     _title(axes, "loss", "nats per token")
     _format(axes)
-    # The first steps fall from ln(vocabulary) within a moment; showing all of it would flatten the rest.
+    # The loss falls from ln(vocabulary) within a few steps; showing all of that would flatten the rest.
     shown = smoothed[len(smoothed) // 50 :] + validation[1]
     low, high = min(shown + values[-len(values) // 2 :]), max(shown)
     margin = 0.06 * (high - low) or 0.1
@@ -124,7 +125,7 @@ def _draw_loss(axes: "Axes", train: Series, validation: Series) -> None:
 
 
 def _label_ends(axes: "Axes", ends: list[tuple[int, float, str, str]]) -> None:
-    """Names the curves to the right of their ends instead of in a legend, and keeps the names apart."""
+    """Label the curves at their right ends instead of in a legend, without overlap."""
     points_per_unit = axes.get_window_extent().height * 72 / axes.figure.dpi / (axes.get_ylim()[1] - axes.get_ylim()[0])
     ends = sorted(ends, key=lambda end: -end[1])
     gap = (ends[0][1] - ends[-1][1]) * points_per_unit
@@ -159,7 +160,7 @@ def _draw_noisy(axes: "Axes", name: str, series: Series) -> None:
         return
     axes.plot(steps, values, color=TRAIN, alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth(values, len(values) / 80), color=TRAIN, linewidth=1.5, marker=_marker(values))
-    # From zero, so that noise looks as small as it is; a few spikes may leave the picture.
+    # The axis starts at zero, to show noise to scale. The highest percent of values may be cut off.
     highest = sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
     axes.set_ylim(0, 1.15 * highest or 1)
     _ticks(axes.yaxis, _tick, nbins=3, min_n_ticks=2)

@@ -1,4 +1,4 @@
-"""Where metrics rows go. A row is a flat dict of the names in metrics.jsonl, the same in every sink."""
+"""Sinks for metrics rows. A row is a flat dict with the names of metrics.jsonl, the same in every sink."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -14,41 +14,41 @@ WANDB_MODES = ("online", "offline", "disabled")
 
 
 class Sink(Protocol):
-    """Takes one row after the other. `step` is in every row; values are numbers, or None where nothing is known."""
+    """Protocol of a receiver of rows. `step` is in every row; values are numbers, or None if unknown."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Records one row."""
+        """Record one row."""
         ...
 
     def rewind(self, step: int) -> None:
-        """The run goes back to `step`: rows later than that give way to those to come."""
+        """Return to `step`: discard or mark later rows, which will be written again."""
         ...
 
     def close(self, failed: bool = False) -> None:
-        """Writes out what is buffered; `failed` marks the run as failed where a tracker shows that."""
+        """Flush buffered rows; `failed` marks the run as failed in trackers that show it."""
         ...
 
 
 class TensorboardSink:
-    """Event files in `folder`. Events later than `start_step` from before a resume are marked as replaced."""
+    """TensorBoard event files in `folder`. Earlier events later than `start_step` are marked as replaced."""
 
     def __init__(self, folder: Path, start_step: int = 0):
         self._folder = folder
         self._open(start_step)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """One scalar a value, under its own name."""
+        """Write one scalar per value, under its own name."""
         for key, value in row.items():
             if key != "step" and value is not None:
                 self._writer.add_scalar(key, value, global_step=row["step"])
 
     def rewind(self, step: int) -> None:
-        """Begins a file that marks events later than `step` as replaced."""
+        """Start a file that marks events later than `step` as replaced."""
         self._writer.close()
         self._open(step)
 
     def close(self, failed: bool = False) -> None:
-        """Writes out what is buffered."""
+        """Flush buffered events."""
         self._writer.close()
 
     def _open(self, step: int) -> None:
@@ -58,7 +58,7 @@ class TensorboardSink:
 
 
 def check(config: LoggerConfig) -> None:
-    """Refuses, before anything is written, a logger that could not start.
+    """Raise an error, before anything is written, for a logger that could not start.
 
     Raises:
         ConfigError: its package is not installed, or `logger.mode` is none of W&B's.
@@ -82,7 +82,7 @@ def build_sinks(
     start_step: int = 0,
     log: Callable[[str], None] = print,
 ) -> list[Sink]:
-    """metrics.jsonl, always, and the sink that `config` asks for. To be called by the main rank alone.
+    """Open metrics.jsonl and the sink selected by `config`. Call on the main rank only.
 
     Args:
         resolved_config: plain containers, shown by W&B.
@@ -102,16 +102,16 @@ def build_sinks(
             tracker.append(WandbSink(config, run_dir, run_name, resolved_config, wandb_id, log))
     metrics = run_dir / "metrics.jsonl"
     truncate_after(metrics, start_step)
-    return [JsonlSink(metrics), *tracker]
+    return [JsonlSink(metrics), *tracker]  # metrics.jsonl first, so that a tracker's error does not lose the row
 
 
 def wandb_id(sinks: Sequence[Sink]) -> str | None:
-    """The id of the W&B run among the sinks, which a checkpoint keeps."""
+    """ID of the W&B run among the sinks, which checkpoints store."""
     return next((sink.id for sink in sinks if isinstance(sink, WandbSink)), None)
 
 
 def _require(package: str) -> None:
-    spec = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec(package)  # instead of an import, which may take seconds
     # A folder of that name in the working directory (W&B makes one) is found as a namespace package, without origin.
     if spec is None or spec.origin is None:
         raise ConfigError(f"logger={package} needs the package {package}; pip install {package}")

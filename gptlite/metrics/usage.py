@@ -16,7 +16,7 @@ SAMPLE_SECONDS = 0.1
 
 @dataclass
 class _Mean:
-    """Of the values so far that are known."""
+    """Mean of the known values so far."""
 
     total: float = 0.0
     count: int = 0
@@ -31,11 +31,11 @@ class _Mean:
 
 
 class Usage:
-    """Samples ten times a second, beside the training, until `close`.
+    """Sampler of memory and utilisation, ten times a second in a thread, until `close`.
 
-    Memory: on a GPU bytes of live tensors, by the caching allocator; on a CPU the resident set. Utilisation,
-    0 to 1: on a GPU NVML's share of the time in which a kernel ran; on a CPU the processor time of this process over
-    that of its threads. None where the system, or a missing nvidia-ml-py, does not say it.
+    Memory: on a GPU bytes of live tensors, from the caching allocator; on a CPU the resident set. Utilisation, 0 to 1:
+    on a GPU NVML's share of the time in which a kernel ran; on a CPU the processor time of this process over that of
+    its threads. None if the system, or a missing nvidia-ml-py, does not report it.
     """
 
     def __init__(self, device: torch.device, seconds: float = SAMPLE_SECONDS) -> None:
@@ -47,8 +47,8 @@ class Usage:
         Thread(target=self._watch, daemon=True, name="usage").start()
 
     def read(self) -> dict[str, float | None]:
-        """The row keys `memory_average_bytes` and `utilization`, the means since the `read` before."""
-        (memory, used), self._means = self._means, (_Mean(), _Mean())
+        """Return the row keys `memory_average_bytes` and `utilization`, the means since the previous `read`."""
+        (memory, used), self._means = self._means, (_Mean(), _Mean())  # swapped: the thread adds to the new ones
         if not memory.count and not used.count:
             self._sample(memory, used)
         utilization = used.value
@@ -62,17 +62,17 @@ class Usage:
 
     @property
     def memory(self) -> int | None:
-        """The average of the rows so far, without the first, whose steps connect, compile and allocate."""
+        """Average over the rows so far, except the first, whose steps connect, compile and allocate."""
         found = self._over_rows(1)
         return None if found is None else round(found)
 
     @property
     def utilization(self) -> float | None:
-        """The same of the utilisation."""
+        """Utilisation averaged over the same rows."""
         return self._over_rows(2)
 
     def close(self) -> None:
-        """Ends the sampling; what was read stays."""
+        """Stop sampling; the averages stay available."""
         self._ended.set()
 
     def _over_rows(self, column: int) -> float | None:
@@ -94,7 +94,7 @@ class Usage:
 
 
 def gpu_utilization(device: torch.device) -> float | None:
-    """NVML's, 0 to 1; None without nvidia-ml-py, and where the driver does not say it."""
+    """NVML's utilisation, 0 to 1; None without nvidia-ml-py, or if the driver does not report it."""
     with suppress(Exception):  # ModuleNotFoundError, and NVML's own kinds
         return torch.cuda.utilization(device) / 100
     return None

@@ -1,4 +1,4 @@
-"""Weights & Biases. The package is imported only when a run asks for it."""
+"""Weights & Biases sink. The package is imported only when a run selects it."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +11,11 @@ from gptlite.metrics.config import WandbConfig
 
 
 class WandbSink:
-    """One W&B run, kept in `<run_dir>/wandb`; `id` names it across resumes.
+    """Sink for one W&B run, stored in `<run_dir>/wandb`; `id` identifies it across resumes.
 
     Online when there is a key. Without one (and no terminal to ask on), or when the server can't be reached, the run
-    goes on offline after one warning, unless `mode: online` asked for more. A resumed run gives its id: online the
-    run continues, offline `wandb sync` joins its parts in order of time.
+    goes on offline after one warning, unless `mode: online` asked for more. A resumed run gives its id: online the run
+    continues, offline `wandb sync` joins its parts in order of time.
 
     Raises:
         ConfigError: W&B refuses the run in the mode asked for.
@@ -44,7 +44,7 @@ class WandbSink:
                 config=resolved_config,
                 dir=str(run_dir),
                 mode=mode,
-                reinit="create_new",
+                reinit="create_new",  # a process may train several runs, one after the other
                 settings=wandb.Settings(quiet=True, silent=mode == "offline"),
             )
 
@@ -73,26 +73,27 @@ class WandbSink:
 
     @property
     def id(self) -> str:
-        """What a checkpoint keeps, for `build_sinks(wandb_id=...)` of the run that resumes."""
+        """W&B run ID, stored in checkpoints and passed to `build_sinks(wandb_id=...)` on resume."""
         return self._run.id
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """One history entry; None is left out, as W&B would show it as a number."""
+        """Write one history entry without None values, which W&B would show as numbers."""
         self._run.log({key: value for key, value in row.items() if value is not None})
 
     def rewind(self, step: int) -> None:
-        """W&B keeps what it has: rows to come repeat their steps, as after a resume from an earlier checkpoint."""
+        """Do nothing: W&B keeps its rows, and the following ones repeat their steps, as after a resume."""
 
     def close(self, failed: bool = False) -> None:
-        """Waits until W&B has everything, and marks the run as finished or failed."""
+        """Wait until W&B has received everything, and mark the run as finished or failed."""
         self._run.finish(exit_code=1 if failed else 0)
-        # W&B's helper process holds on to this run's folder; the next job of a sweep starts its own.
+        # W&B's helper process keeps using this run's folder, so the next job of a sweep must start a new one.
         self._teardown()
 
 
 @contextmanager
 def _cache_inside(run_dir: Path) -> Iterator[None]:
-    """W&B's helper process logs to the user's home unless this variable says otherwise; there is no setting for it."""
+    """Set W&B's cache folder, to which its helper process logs; the default is in the home folder, and no setting
+    exists."""
     name = "WANDB_CACHE_DIR"
     if name in os.environ:
         yield

@@ -1,1 +1,1 @@
-"""The mesh of devices, and all that talks across it. Knows nothing of GPT."""
+"""Device mesh, parallelism axes and communication between ranks. Independent of the GPT model."""

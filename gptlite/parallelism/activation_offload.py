@@ -1,8 +1,8 @@
-"""Activations in host memory from a block's forward pass to its backward pass: moved there, not computed again.
+"""Offload of activations to host memory between a block's forward and backward pass, instead of recomputation.
 
-On a GPU a second stream copies beside the computation: to pinned memory while the next block runs, and back while the
-block behind it (the next of the backward pass) does; two blocks' activations are on the device at a time. On a CPU the
-copies are made all the same, which saves nothing and shows that the numbers are those without.
+On a GPU the copies run on a second stream and overlap with computation: to pinned memory while the next block runs, and
+back during the backward pass of the following block. At most two blocks' activations are on the device at a time. On a
+CPU the copies are made too. They save no memory there, but let tests check that the numbers do not change.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gptlite.parallelism.zero import local_tensor
 
-SMALLEST = 2**14  # bytes: statistics of rows are not worth a copy
+SMALLEST = 2**14  # bytes: smaller tensors, such as row statistics, are not worth a copy
 
 
 @dataclass
 class Moved:
-    """A tensor in host memory."""
+    """Tensor offloaded to host memory."""
 
     host: Tensor
     device: torch.device
-    there: Tensor | None = None  # on its way back
-    event: torch.Event | None = None  # the copy that it waits for
+    there: Tensor | None = None  # the copy back on the device
+    event: torch.Event | None = None  # recorded after the last copy
 
     def fetch(self, stream: torch.cuda.Stream) -> None:
-        """Begins to bring it back."""
+        """Start the copy back to the device."""
         if self.there is None:
             with torch.cuda.stream(stream):
                 self.there = self.host.to(self.device, non_blocking=True)
                 self.event = stream.record_event()
 
     def take(self) -> Tensor:
-        """On the device, for the stream that asks. A backward pass in two halves asks twice."""
+        """Return the tensor on the device, ready for the current stream. A split backward pass calls this twice."""
         if self.event is None:
             return self.host
         current, there = torch.cuda.current_stream(self.device), self.there
-        current.wait_event(self.event)
-        if there is None:
+        current.wait_event(self.event)  # orders the streams on the device, without blocking the host
+        if there is None:  # already taken by the first half of a split backward pass
             return self.host.to(self.device, non_blocking=True)
         there.record_stream(current)
         self.there = None
@@ -50,7 +50,7 @@ class Moved:
 
 @dataclass
 class Saved:
-    """What a block's forward pass has saved, and the block before it on this rank."""
+    """Tensors saved by a block's forward pass, and a link to the previous block on this rank."""
 
     before: Saved | None
     tensors: list[Moved] = field(default_factory=list)
@@ -58,19 +58,19 @@ class Saved:
 
 
 class ActivationOffload:
-    """The blocks of a part, in the order that they run: `wrap` each."""
+    """Offload for the blocks of a model part. Call `wrap` on each block, in execution order."""
 
     def __init__(self) -> None:
         self._last: Saved | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def wrap(self, block: nn.Module, first: bool) -> None:
-        """Replaces a block's forward, so that its parameters keep their names."""
+        """Replace a block's forward method, so that parameter names do not change."""
         forward = block.forward
 
         def offloaded(*args: object) -> object:
             saved = self._last = Saved(None if first else self._last)
-            # Parameters stay where they are: they are no activations, and ZeRO frees them itself.
+            # Parameters are not activations, and ZeRO frees gathered ones itself.
             kept = {local_tensor(p).untyped_storage().data_ptr() for p in block.parameters()}
             with saved_tensors_hooks(lambda tensor: self._pack(saved, kept, tensor), self._unpacker(saved)):
                 return forward(*args)
@@ -79,7 +79,7 @@ class ActivationOffload:
 
     def _pack(self, saved: Saved, kept: set[int], tensor: Tensor) -> Tensor | Moved:
         if tensor.nbytes < SMALLEST or tensor.untyped_storage().data_ptr() in kept:
-            return tensor.detach()  # itself, if it is the node's output, would be a cycle of references
+            return tensor.detach()  # saving a node's own output would create a reference cycle
         moved = self._to_host(tensor)
         saved.tensors.append(moved)
         return moved
@@ -88,12 +88,12 @@ class ActivationOffload:
         if tensor.device.type != "cuda":
             return Moved(tensor.detach().clone(), tensor.device)
         stream = self._stream = self._stream or torch.cuda.Stream(tensor.device)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # asynchronous copies need pinned memory
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))  # the values must be computed before the copy
         with torch.cuda.stream(stream):
             host.copy_(tensor.detach(), non_blocking=True)
             event = stream.record_event()
-        tensor.record_stream(stream)
+        tensor.record_stream(stream)  # the allocator must not reuse the memory before the copy has read it
         return Moved(host, tensor.device, event=event)
 
     def _unpacker(self, saved: Saved) -> Callable[[Tensor | Moved], Tensor]:
@@ -101,7 +101,7 @@ class ActivationOffload:
             if isinstance(packed, Tensor):
                 return packed
             if self._stream is not None:
-                for each in (saved, saved.before):
+                for each in (saved, saved.before):  # `before` is the next block of the backward pass: a prefetch
                     self._fetch(each)
             return packed.take()
 

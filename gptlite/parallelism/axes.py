@@ -1,6 +1,7 @@
-"""The axes that ranks are laid out along, a row each; whoever goes through the axes reads them here. No torch here.
+"""Table of parallelism axes, one row per axis, used by all code that iterates over axes. Does not import torch.
 
-Most are dimensions of the device mesh. An axis that is folded has none: its ranks are neighbours on other axes.
+Most axes are dimensions of the device mesh. A folded axis has no dimension of its own: its ranks are neighbours on
+other axes.
 """
 
 from dataclasses import dataclass
@@ -8,19 +9,19 @@ from typing import Literal
 
 CONTEXT = "cp"
 DATA = "dp"  # the kind of both data axes
-WORLD = "world"  # all ranks: no axis, but a kind of collective
+WORLD = "world"  # all ranks: a kind of collective, not an axis
 
 Alike = Literal["", "all", "uncut", "tied"]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: its name in the mesh, in process groups and in messages, the key of its degree, and what it divides.
+    """Parallelism axis: its name in the mesh and in messages, the config key of its degree, and what it divides.
 
-    `label` is for people, in a layout's words; empty where those of another axis speak of it. `kind` is its name in
-    metrics and hang reports. `over`: the axes that it is folded over, neighbours in the mesh, slowest first; a run of
-    their ranks is one of its groups. `factor`: its degree multiplies the world's size, which for a folded axis says
-    that its ranks share samples; else it regroups ranks that are there.
+    `label` is the name shown in layout descriptions; empty if another axis's label covers it. `kind` is its name in
+    metrics and hang reports. `over` lists the axes it is folded over, neighbours in the mesh, slowest first; a run of
+    their consecutive ranks is one group of this axis. `factor` is True if its degree multiplies the world size, which
+    for a folded axis means that its ranks share samples; otherwise it regroups existing ranks.
     """
 
     name: str
@@ -30,14 +31,14 @@ class Axis:
     kind: str
     over: tuple[str, ...] = ()
     factor: bool = True
-    alike: Alike = ""  # parameters that its ranks have copies of: all, those that tensor.py leaves whole, or tied ones
-    files: tuple[str, ...] = ()  # a thread that waits in these, or in these folders, waits for its ranks
-    waits: str = "a collective"  # what for, where the thread's stack does not tell
+    alike: Alike = ""  # parameters replicated over its ranks: all, those that tensor.py leaves whole, or tied ones
+    files: tuple[str, ...] = ()  # files or folders; a thread that waits in one of them waits for ranks of this axis
+    waits: str = "a collective"  # the operation to report if the thread's stack does not name it
 
 
 FSDP = ("torch/distributed/fsdp/",)
 PIPELINING = ("torch/distributed/pipelining/", "gptlite/parallelism/pipeline.py", "gptlite/parallelism/stage_runner.py")
-# Slowest first: the ranks of the last are neighbours.
+# Slowest first: ranks that are neighbours on the last axis have consecutive numbers.
 TABLE: tuple[Axis, ...] = (
     Axis("pp", "pipeline", "pipeline", "the blocks", "pp", alike="tied", files=PIPELINING, waits="send or receive"),
     Axis("dp_replicate", "dp_replicate", "", "the global batch", DATA, factor=False, alike="all", files=FSDP),
@@ -64,11 +65,12 @@ def folded() -> tuple[Axis, ...]:
 
 
 def kinds() -> dict[str, tuple[str, ...]]:
-    """The axes of each kind of collective: the fastest kind first, the data axes' and the world's last."""
+    """The axes of each kind of collective. The fastest kind comes first, the data axes and the world last."""
+    # A stable sort on a boolean: it keeps the order of the other kinds and moves the data axes to the end.
     order = sorted(dict.fromkeys(axis.kind for axis in reversed(TABLE)), key=lambda kind: kind == DATA)
     return {kind: tuple(axis.name for axis in TABLE if axis.kind == kind) for kind in order} | {WORLD: AXES}
 
 
 def alike(parameters: Alike) -> tuple[str, ...]:
-    """The names of the axes whose ranks hold those parameters alike."""
+    """Names of the axes whose ranks hold copies of those parameters."""
     return tuple(axis.name for axis in TABLE if axis.alike == parameters)

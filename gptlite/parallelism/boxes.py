@@ -1,4 +1,4 @@
-"""Which box of a whole tensor a rank holds."""
+"""Shape and offset of the local shard of a sharded tensor."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Cut:
-    """A mesh axis that a dim of a tensor is cut over, as torch.chunk does: its name, ranks and this rank among them."""
+    """Sharding of one tensor dimension over one mesh axis, split as by torch.chunk: axis name, size and this rank's
+    index."""
 
     axis: str
     dim: int
@@ -23,24 +24,24 @@ class Cut:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks of the axis that this one is among."""
+        """Process group of this rank along the axis."""
         return self.mesh.get_group(self.axis)
 
     @property
     def device(self) -> torch.device:
-        """Where its ranks exchange tensors; offloaded ones lie elsewhere."""
+        """Device on which the axis's ranks communicate. Offloaded tensors are on another one."""
         return torch.device(self.mesh.device_type)
 
     def lengths(self, length: int) -> list[int]:
-        """How much of a dim of that length each rank of the axis has."""
-        longest = -(-length // self.size)
+        """Length of each rank's chunk of a dimension of that length."""
+        longest = -(-length // self.size)  # torch.chunk rounds up, so the last ranks may have less, or nothing
         return [min(longest, max(0, length - rank * longest)) for rank in range(self.size)]
 
 
 def cuts(tensor: Tensor) -> list[Cut]:
-    """The cuts of a tensor over more than one rank, each of what the one before has left; none for a plain tensor.
+    """Return the shardings of a tensor over more than one rank, in the order they apply; none for a plain tensor.
 
-    FSDP2 cuts what the tensor axis has cut before it, and says so by a placement with a `split_factor`.
+    FSDP2 shards what the tensor axis has already sharded, and marks this by a placement with a `split_factor`.
     """
     if not isinstance(tensor, DTensor):
         return []
@@ -51,16 +52,17 @@ def cuts(tensor: Tensor) -> list[Cut]:
     axes = [axis for axis, placement in enumerate(tensor.placements) if hasattr(placement, "dim")]
     return [
         Cut(names[axis], tensor.placements[axis].dim, mesh.size(axis), coordinate[axis], mesh)  # type: ignore[attr-defined]
+        # Placements with a split_factor apply last, though their mesh axis comes first.
         for axis in sorted(axes, key=lambda axis: hasattr(tensor.placements[axis], "split_factor"))
         if mesh.size(axis) > 1
     ]
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Shape and global offset of this rank's elements; of a plain tensor, all of them. An empty box starts at the end.
+    """Return shape and global offset of this rank's elements. A plain tensor is one box at offset 0.
 
-    torch's own arithmetic for it is wrong where the tensor axis cuts unevenly (seen in 2.11 and 2.13: 50,257 rows over
-    2 x 8 ranks).
+    An empty box has its offset at the end. torch's own computation is wrong where the tensor axis shards unevenly (seen
+    in 2.11 and 2.13: 50,257 rows over 2 x 8 ranks).
     """
     shape, offset = list(tensor.shape), [0] * tensor.dim()
     for cut in cuts(tensor):
@@ -74,12 +76,12 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's elements, in the tensor's own memory and without its history."""
+    """Return this rank's elements, detached, sharing the tensor's memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def cut_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A rank's part of something cut as a parameter is."""
+    """Wrap a local tensor as a DTensor that is sharded like `parameter`."""
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
@@ -87,5 +89,5 @@ def cut_like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def num_local_elements(tensor: Tensor) -> int:
-    """How many elements this rank holds."""
+    """Number of elements on this rank."""
     return torch.Size(local_box(tensor)[0]).numel()

@@ -1,4 +1,4 @@
-"""Collectives that are no part of a layer."""
+"""Collectives used outside layers."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.
 
 
 def all_reduce(tensor: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op: str = "sum") -> Tensor:
-    """Reduces a tensor in place over some axes, or over the world, and returns it."""
+    """Reduce a tensor in place over some axes, or over the world, and return it."""
     if mesh.world_size == 1:
         return tensor
     if axes is None:
@@ -30,17 +30,17 @@ def all_reduce(tensor: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op
 
 
 def sum_over_cuts(tensors: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) -> list[Tensor]:
-    """Sums each tensor over the cuts given for it; all of an axis go together. Tensors of one dtype.
+    """Sum each tensor over its shardings, in one collective per axis. All tensors must have the same dtype.
 
-    The bits of a sum do not depend on what is summed beside it, so that two ranks that hold copies of a parameter among
-    different ones (the ends of a pipeline, a tied embedding) get the same.
+    The result is bitwise independent of the other tensors in the call. So two ranks that hold copies of a parameter
+    among different neighbours (the ends of a pipeline with a tied embedding) get equal sums.
     """
     found = list(tensors)
     by_axis: dict[str, tuple[Cut, list[int]]] = {}
     for index, each in enumerate(cuts):
         for cut in each:
             by_axis.setdefault(cut.axis, (cut, []))[1].append(index)
-    for _, (cut, places) in sorted(by_axis.items()):  # in the same order on all ranks
+    for _, (cut, places) in sorted(by_axis.items()):  # sorted: all ranks must issue the collectives in the same order
         flat = torch.cat([found[index].flatten() for index in places])
         summed = _ordered_sum(flat.to(cut.device), cut.group).to(flat.device)
         parts = summed.split([found[index].numel() for index in places])
@@ -50,9 +50,9 @@ def sum_over_cuts(tensors: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) -> l
 
 
 def _ordered_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, each element's in the order of ranks: all_reduce's depends on where an element lies."""
+    """Sum over ranks, each element in rank order. With all_reduce the order depends on the element's position."""
     size = group.size()
-    sent = F.pad(flat, (0, -len(flat) % size))
+    sent = F.pad(flat, (0, -len(flat) % size))  # all_to_all_single and the gather need equal parts
     received, out = torch.empty_like(sent), torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     mine, *others = received.view(size, -1).unbind()
@@ -64,7 +64,7 @@ def _ordered_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_objects(mesh: Mesh, value: T) -> list[T]:
-    """Every rank's value, in the order of ranks, on every rank. Values are pickled: small ones only."""
+    """Return every rank's value in rank order, on every rank. Values are pickled and should be small."""
     if mesh.world_size == 1:
         return [value]
     values: list[Any] = [None] * mesh.world_size

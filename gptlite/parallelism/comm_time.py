@@ -1,9 +1,8 @@
-"""The share of a training step that each axis's communication takes, and the rank that the others wait for.
+"""Communication time per axis as a share of the training step, and detection of the slowest rank.
 
-On a CPU a thread waits where it communicates, so looking twenty times a second at where the main thread stands gives
-its share of the time, and the training pays next to nothing for it. On GPUs the process groups time what they do.
-Time in a collective is time spent waiting for its slowest rank, too: a rank that spends less of it than the others is
-the one they wait for.
+On a CPU, communication blocks the thread. Sampling the main thread's position twenty times a second therefore gives its
+share of the time at almost no cost. On GPUs the process groups time their collectives. Time in a collective includes
+waiting for its slowest rank, so the rank that spends the least time in collectives is the slowest.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from gptlite.parallelism.axes import WORLD, kinds
 from gptlite.parallelism.flight_recorder import RecordedTime
 from gptlite.parallelism.mesh import Mesh
 
-WINDOW_SECONDS = 20.0  # of training over which a share is averaged, if rows come more often: 400 looks
-NOTABLE = 0.1  # of a step: a rank that computes longer than the mean by less is not slower
+WINDOW_SECONDS = 20.0  # averaging window of the shares if rows are more frequent: 400 samples
+NOTABLE = 0.1  # share of a step: a rank is slow only if its compute time exceeds the mean by more
 
 
 class CommunicationTime:
-    """Shares of the training time, smoothed over WINDOW_SECONDS. `add` is called from another thread than `row`."""
+    """Shares of the training time, smoothed over WINDOW_SECONDS. `add` and `row` are called from different threads."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        # Seconds by axis, None where the main thread has computed: since the last row, and over the window.
+        # Seconds by axis, with None for computation: since the last row, and over the window.
         self._new: Counter[str | None] = Counter()
         self._seconds: dict[str | None, float] = dict.fromkeys([*kinds(), None], 0.0)
         self._rows = 0
@@ -35,16 +34,16 @@ class CommunicationTime:
         self._recorded = RecordedTime(groups) if mesh.device.type == "cuda" else None
 
     def add(self, axis: str | None, seconds: float) -> None:
-        """So long the main thread has stood in a collective along an axis, or has computed (None)."""
+        """Add time that the main thread spent in a collective along an axis, or in computation (None)."""
         self._new[axis] += seconds  # type: ignore[assignment]
 
     def row(self, step_seconds: float) -> dict[str, Any]:
-        """The keys of a metrics row, the same on all ranks; to be called by all of them, after as many steps.
+        """Return the keys of a metrics row, the same on all ranks. All ranks must call it after the same step.
 
         `comm_seconds_<axis>`: seconds of a step in collectives along each kind of axis, such as tp, cp, pp and dp (both
-        data axes, cp's ranks among them), and of all ranks (world), the mean over the ranks. `slowest_rank`: which rank
-        of the world the others waited for, None if all computed about as long. `slowest_rank_<axis>`: the same along an
-        axis, as an index on it.
+        data axes, including cp's ranks), and of all ranks (world), averaged over the ranks. `slowest_rank`: the world
+        rank that the others waited for, None if all computed for about as long. `slowest_rank_<axis>`: the same along
+        an axis, as an index on it.
         """
         shares = self._shares()
         own = torch.tensor(shares, dtype=torch.float64, device=self._mesh.device)
@@ -56,23 +55,23 @@ class CommunicationTime:
         if self._recorded is not None:
             recorded = self._recorded.shares()
             return [recorded.get(kind, 0.0) for kind in kinds()]
-        new, self._new = self._new, Counter()
-        # The first row is of steps that connect, allocate and compile: their shares say nothing of the later ones'.
+        new, self._new = self._new, Counter()  # replaced, not cleared, as the other thread keeps adding
+        # The first row covers steps that connect, allocate and compile; drop them at the second row.
         keep = 0.5 ** (new.total() / WINDOW_SECONDS) if self._rows != 1 else 0.0
         self._rows += 1
         self._seconds = {axis: keep * seconds + new[axis] for axis, seconds in self._seconds.items()}
-        total = max(sum(self._seconds.values()), 1e-9)
+        total = max(sum(self._seconds.values()), 1e-9)  # avoids a division by zero before the first sample
         return [self._seconds[kind] / total for kind in kinds()]
 
 
 def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, Any]:
-    """A row's keys from every rank's shares [world, kinds()] of a step."""
+    """Compute a row's keys from every rank's shares [world, kinds()] of a step."""
     sizes = {kind: mesh.layout.size(*axes) for kind, axes in kinds().items()}
     seconds = (shares.mean(0) * step_seconds).tolist()
     row: dict[str, Any] = {
         f"comm_seconds_{kind}": value for kind, value in zip(sizes, seconds, strict=True) if sizes[kind] > 1
     }
-    computing = 1 - shares.sum(1)
+    computing = 1 - shares.sum(1)  # the slowest rank computes while the others wait for it
     row["slowest_rank"] = _slowest(computing)
     for kind, axes in kinds().items():
         if kind != WORLD and (size := sizes[kind]) > 1:

@@ -1,10 +1,11 @@
-"""Context parallelism: each sequence is cut over ranks, which gather each other's keys and values (Llama 3,
-arXiv:2407.21783, section 3.3.2).
+"""Context parallelism: sequences are split over ranks, which all-gather keys and values.
 
-A rank holds two chunks of every sequence, see layout.chunk_starts, side by side in its tensors. All layers work on
-positions one by one but for attention: queries stay, and keys and values of all positions are gathered, whose gradients
-are summed and scattered in the backward pass. The gathered ones are given back after the forward pass and gathered once
-more before the backward pass, so that what autograd keeps is cut too.
+The method is that of Llama 3 (arXiv:2407.21783, section 3.3.2).
+
+A rank holds two chunks of every sequence (see layout.chunk_starts), concatenated in its tensors. All layers except
+attention work on each position independently. Attention keeps its queries local and gathers keys and values of all
+positions; the backward pass reduce-scatters their gradients. Gathered keys and values are freed after the forward pass
+and gathered again before the backward pass, so that saved activations are split as well.
 
 Shapes: B sequences of S positions, s = S / C on each of C ranks, H heads of width D.
 """
@@ -31,10 +32,10 @@ KeysAndValues = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass
 class ContextAxis:
-    """The ranks that share each sequence. All of a model's layers hold the same object.
+    """The ranks that share each sequence. All layers of a model hold the same object.
 
-    `refill`: gathered keys and values are given back after the forward pass and gathered again for the backward pass;
-    not for blocks that are computed again, which give back all at once. `whole`: no sequence is cut for now.
+    `refill`: free gathered keys and values after the forward pass and gather them again for the backward pass. It is
+    off for blocks that are recomputed, which free everything at once. `whole`: sequences are temporarily not split.
     """
 
     group: dist.ProcessGroup
@@ -45,7 +46,7 @@ class ContextAxis:
 
     @contextmanager
     def whole_sequence(self) -> Iterator[None]:
-        """While entered, no sequence is cut: every rank has all of it, as in generation."""
+        """Disable splitting while entered: every rank has the whole sequence, as in generation."""
         self.whole = True
         try:
             yield
@@ -53,47 +54,47 @@ class ContextAxis:
             self.whole = False
 
     def starts(self, length: int) -> tuple[int, int]:
-        """Where this rank's two chunks begin in the whole sequence; `length` positions are here."""
+        """Start of each of this rank's two chunks in the whole sequence; `length` is the number of local positions."""
         return chunk_starts(self.size * length, self.size, self.rank)
 
     def positions(self, first: int, count: int, length: int) -> tuple[int, int]:
-        """Where `count` of the `length` positions that are here, from `first` on, are in the whole sequence: the
-        number of the first, and by how much more the second half of them is further on, 0 if they are one run."""
+        """Map `count` local positions from `first` on, of `length`, to the whole sequence. Return the global position
+        of the first one, and the extra offset of the second half of them, 0 if they are contiguous."""
         early, late = self.starts(length)
         gap, chunk = late - early - length // 2, length // 2
         if first >= chunk:
             return early + first + gap, 0
-        # Slices are equally long, so the one in the middle, if there is one, has as many of either chunk.
+        # Slices are equally long, so a slice that spans both chunks has half of its positions in each.
         return early + first, gap if first + count > chunk else 0
 
     def keys_and_values(self, qkv: Tensor) -> tuple[KeysAndValues, list[Tensor]]:
-        """What the queries of each of this rank's chunks may see: keys and values [B, H, end of the chunk, D].
+        """Gather the keys and values visible to each of this rank's chunks: [B, H, end of the chunk, D].
 
-        qkv [B, s, H, 3, D]. The list has the tensor whose memory they lie in, if it is to be given back.
+        qkv is [B, s, H, 3, D]. The returned list holds the tensor that owns their memory, if it is to be freed.
         """
         memory: list[Tensor] = []
         k0, v0, k1, v1 = _Gather.apply(qkv, self, memory)
         return ((k0, v0), (k1, v1)), memory
 
     def give_back(self, out: Tensor, qkv: Tensor, memory: list[Tensor]) -> Tensor:
-        """`out`, what attention gave; gathered keys and values are needed again in its backward pass alone."""
+        """Return attention's output `out`, and free the gathered keys and values until its backward pass."""
         return _GiveBack.apply(out, qkv, memory, self) if memory and out.requires_grad else out
 
 
 def context_axis(mesh: Mesh, refill: bool) -> ContextAxis | None:
-    """The ranks of a mesh that share sequences; None where each has its own."""
+    """The ranks of a mesh that share sequences; None if sequences are not split."""
     size = mesh.size(CONTEXT)
     return ContextAxis(mesh.group(CONTEXT), size, mesh.coordinate(CONTEXT), refill) if size > 1 else None
 
 
 def context_of(part: nn.Module) -> ContextAxis | None:
-    """The axis that a part's sequences are cut over; None where they are whole."""
+    """The axis that a part's sequences are split over; None if they are not split."""
     axes = (getattr(module, "context", None) for module in part.modules())
     return next((axis for axis in axes if isinstance(axis, ContextAxis)), None)
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank's keys and values, in the order of positions; the gradients of each rank's own, summed."""
+    """All-gather of keys and values in position order. The backward pass reduce-scatters their gradients."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, axis: ContextAxis, memory: list[Tensor]) -> tuple[Tensor, ...]:
@@ -110,14 +111,14 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor):
         axis = ctx.axis
-        ctx.memory.clear()  # nodes of the graph outlive the backward pass, and hold what they remember
+        ctx.memory.clear()  # graph nodes outlive the backward pass and would keep this memory alive
         batch, length, heads, _, width = ctx.shape
         chunk = length // 2
         ranks = grads[0].new_zeros(axis.size, 2, batch, heads, 2, chunk, width)
         for index, (rank, half) in enumerate(_owners(axis.size)):
             start, end = index * chunk, (index + 1) * chunk
             for which, grad in enumerate(grads):  # of the early chunk's keys and values, of the late one's
-                if grad.shape[2] >= end:
+                if grad.shape[2] >= end:  # queries of the early chunk see no keys after it
                     ranks[rank, which % 2, :, :, half] += grad[:, :, start:end]
         own = ranks.new_empty(ranks.shape[1:])
         reduce_scatter_single(own.view(1, -1), ranks.view(axis.size, -1), group=axis.group)
@@ -127,14 +128,14 @@ class _Gather(torch.autograd.Function):
 
 
 class _GiveBack(torch.autograd.Function):
-    """`out`; frees the memory of keys and values that its backward pass fills again first."""
+    """Identity on `out` that frees the memory of keys and values; its backward pass gathers them again first."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, qkv: Tensor, memory: list[Tensor], axis: ContextAxis) -> Tensor:
         ctx.save_for_backward(qkv)
         storage = memory[0].untyped_storage()
         ctx.memory, ctx.axis, ctx.bytes = memory, axis, storage.nbytes()
-        storage.resize_(0)
+        storage.resize_(0)  # frees the memory while the graph still refers to the tensor
         return out.view_as(out)
 
     @staticmethod
@@ -143,12 +144,12 @@ class _GiveBack(torch.autograd.Function):
         (qkv,) = ctx.saved_tensors
         for whole in ctx.memory:
             whole.untyped_storage().resize_(ctx.bytes)
-            _fill(whole.data, qkv, ctx.axis)  # `.data`: to autograd nothing is changed
+            _fill(whole.data, qkv, ctx.axis)  # `.data`: do not count as an in-place change for autograd
         return grad, None, None, None
 
 
 def _fill(whole: Tensor, qkv: Tensor, axis: ContextAxis) -> None:
-    """Puts all ranks' keys and values into `whole` [2, B, H, S, D]."""
+    """Gather all ranks' keys and values into `whole` [2, B, H, S, D]."""
     batch, length, heads, _, width = qkv.shape
     own = qkv[:, :, :, 1:].permute(3, 0, 2, 1, 4).contiguous()
     ranks = own.new_empty(axis.size, own.numel())
@@ -160,5 +161,5 @@ def _fill(whole: Tensor, qkv: Tensor, axis: ContextAxis) -> None:
 
 
 def _owners(size: int) -> list[tuple[int, int]]:
-    """Which rank has each chunk of a sequence, and whether it is the first or the second there."""
+    """Rank that holds each chunk of a sequence, and the chunk's index there (0 or 1)."""
     return [(rank, 0) for rank in range(size)] + [(rank, 1) for rank in reversed(range(size))]

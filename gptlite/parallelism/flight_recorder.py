@@ -1,4 +1,4 @@
-"""The process groups' own records of their collectives. None of it has a public name in torch."""
+"""Records of collectives kept by the process groups (flight recorder). torch has no public API for them."""
 
 import json
 import time
@@ -13,14 +13,15 @@ READ_SECONDS = 30.0
 
 
 def counts(groups: Sequence[Any]) -> tuple[int, ...]:
-    """How many collectives each group has started on this rank: a number that stands is a rank that stands."""
+    """Number of collectives each group has started on this rank. A rank whose counts do not change makes no
+    progress."""
     return tuple(group._get_sequence_number_for_group() for group in groups)
 
 
 class RecordedTime:
-    """The share of the time that GPUs spend in collectives, by mesh axis, overlapped or not.
+    """Share of time that GPUs spend in collectives, by mesh axis, whether or not overlapped with computation.
 
-    From the recorder's buffer, which holds the last 2,000 collectives: a sample, where there were more.
+    Read from the recorder's buffer of the last 2,000 collectives. If there were more, this is a sample.
     """
 
     def __init__(self, groups: Iterable[Any]) -> None:
@@ -30,7 +31,7 @@ class RecordedTime:
         self._shares: dict[str, float] = {}
 
     def shares(self) -> dict[str, float]:
-        """Of the time since it was last read, which costs up to 0.1 s and so is done every READ_SECONDS."""
+        """Shares since the last read. A read costs up to 0.1 s, so it happens at most every READ_SECONDS."""
         now = time.time()
         if not self._shares or now - self._since >= READ_SECONDS:
             self._shares, self._since = shares_of(_entries(active=False), self._since, now), now
@@ -38,11 +39,11 @@ class RecordedTime:
 
 
 def shares_of(entries: Sequence[dict[str, Any]], since: float, now: float) -> dict[str, float]:
-    """By axis, the share of the time between two moments (seconds of the epoch) that recorded collectives took."""
+    """Share of the time between two moments (seconds of the epoch) that recorded collectives took, by axis."""
     done = [entry for entry in entries if entry.get("duration_ms") and entry["time_created_ns"] / 1e9 >= since]
     if not done:
         return {}
-    # The buffer may have lost the first of them.
+    # The ring buffer may have dropped the oldest entries; measure from the first that is left.
     since = max(since, min(entry["time_created_ns"] for entry in done) / 1e9)
     shares: dict[str, float] = {}
     for entry in done:
@@ -52,10 +53,9 @@ def shares_of(entries: Sequence[dict[str, Any]], since: float, now: float) -> di
 
 
 def oldest_under_way() -> tuple[str, str] | None:
-    """Name and mesh axis of the collective that has been under way for longest on this rank, or None.
+    """Name and mesh axis of the longest-running collective on this rank, e.g. `("all_reduce", "tp")`, or None.
 
-    `("all_reduce", "tp")`; the axis is "world" for a group of all ranks. Point-to-point messages over gloo are not
-    recorded.
+    The axis is "world" for a group of all ranks. Point-to-point messages over gloo are not recorded.
     """
     entries = [entry for entry in _entries(active=True) if not entry.get("retired")]
     if not entries:
@@ -65,15 +65,15 @@ def oldest_under_way() -> tuple[str, str] | None:
 
 
 def axis_of(entry: dict[str, Any]) -> str:
-    """The mesh axis of a recorded collective: DeviceMesh describes its groups as `mesh_tp`."""
+    """The mesh axis of a recorded collective, from DeviceMesh's group description, such as `mesh_tp`."""
     _, _, axis = entry["process_group"][1].partition("mesh_")
     return next((each.kind for each in every_axis() if each.name == axis), axis) or WORLD
 
 
 def _entries(active: bool) -> list[dict[str, Any]]:
-    """Collectives in the order they were started: those under way, or all that fit the recorder's buffer."""
+    """Return recorded collectives in start order: those in progress, or all that are in the recorder's buffer."""
     found: list[dict[str, Any]] = []
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # GPUs' and CPUs'; the first only in a CUDA build
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # GPU (only in CUDA builds) and CPU
         if dump := getattr(c10d, name, None):
             found += json.loads(dump(True, active)).get("entries", [])
     return found

@@ -1,11 +1,11 @@
-"""Copies between host and device that neither waits for."""
+"""Asynchronous copies between host and device."""
 
 import torch
 from torch import Tensor
 
 
 class HostCopy:
-    """A tensor's values on their way to the host, as they are when this is made."""
+    """Asynchronous copy of a tensor's current values to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -19,16 +19,16 @@ class HostCopy:
 
     @property
     def arrived(self) -> bool:
-        """Whether `tolist` would not wait."""
+        """True if `tolist` would not block."""
         return self._event is None or self._event.query()
 
     def tolist(self) -> list:
-        """The values, once they are there."""
+        """Wait for the copy and return the values."""
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on `device`. A GPU fetches it from page-locked memory, in the order of its stream."""
+    """Copy a host tensor to `device`. For a GPU, copy asynchronously from pinned memory, in stream order."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

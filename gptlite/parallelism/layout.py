@@ -1,4 +1,4 @@
-"""The arithmetic of a layout: its axes, the stages of a pipeline and what each schedule can run. No torch here."""
+"""Layout arithmetic: axis degrees, pipeline stages and schedule constraints. Does not import torch."""
 
 import itertools
 import math
@@ -11,15 +11,15 @@ from gptlite.parallelism.axes import AXES, CONTEXT, DATA_AXES, every_axis, folde
 from gptlite.parallelism.config import ParallelismConfig
 
 ONE_RANK = "one rank"  # the description of its layout
-MAX_MICRO_BATCH = 16  # sequences; the most that a micro-batch left open becomes
+MAX_MICRO_BATCH = 16  # sequences; upper limit for a micro-batch size that is chosen automatically
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of the mesh's dimensions, slowest first, in the order of AXES, and the degrees of the folded axes.
+    """Sizes of the mesh dimensions, slowest first, in the order of AXES, and the degrees of the folded axes.
 
-    To parameters, ranks that share sequences are data-parallel ranks like others: they hold copies or shards, and
-    their gradients are summed. So they are part of the data axes, neighbours on them.
+    With respect to parameters, ranks that share sequences act as data-parallel ranks: they hold copies or shards, and
+    their gradients are summed. They are therefore part of the data axes, as neighbours on them.
     """
 
     sizes: tuple[int, ...] = (1,) * len(AXES)
@@ -31,7 +31,7 @@ class Layout:
 
     @cached_property
     def degrees(self) -> dict[str, int]:
-        """The degree of each axis, by its name."""
+        """Degree of each axis, by its name."""
         return dict(zip((*AXES, *(axis.name for axis in folded())), (*self.sizes, *self.folded), strict=True))
 
     @cached_property
@@ -41,7 +41,7 @@ class Layout:
 
     @cached_property
     def fsdp_size(self) -> int:
-        """Ranks whose gradients are summed, each of other tokens: dp_replicate * dp_shard."""
+        """Number of ranks whose gradients are summed, each over other tokens: dp_replicate * dp_shard."""
         return self.size(*DATA_AXES)
 
     @cached_property
@@ -60,11 +60,11 @@ class Layout:
         return self.degrees[CONTEXT]
 
     def size(self, *axes: str) -> int:
-        """Degree of an axis, by its name, or the product of several. Raises KeyError for one there is not."""
+        """Degree of an axis, by its name, or the product of several. Raises KeyError for an unknown axis."""
         return self.degrees[axes[0]] if len(axes) == 1 else math.prod([self.degrees[axis] for axis in axes])
 
     def stride(self, axis: str) -> int:
-        """How far apart neighbours along an axis are, in ranks."""
+        """Difference between the rank numbers of neighbours along an axis."""
         last = next((each.over[-1] for each in folded() if each.name == axis), axis)
         return math.prod(self.sizes[AXES.index(last) + 1 :])
 
@@ -73,11 +73,12 @@ class Layout:
         return rank // self.stride(axes[-1]) % self.size(*axes)
 
     def data_rank(self, rank: int) -> int:
-        """Which part of the global batch a rank reads."""
+        """Index of the part of the global batch that a rank reads."""
         return self.coordinate(rank, *DATA_AXES) // self.sharing
 
     def describe(self, config: ParallelismConfig) -> str:
-        """`pipeline 2 x data 2 (zero 1) x tensor 2, 1f1b`: all of a layout that decides how numbers are rounded."""
+        """Return e.g. `pipeline 2 x data 2 (zero 1) x tensor 2, 1f1b`: all of a layout that affects numerical
+        rounding."""
         if self.world_size == 1:
             return ONE_RANK
         parts, data = [], f" ({', '.join(self._data_words(config))})"
@@ -87,7 +88,7 @@ class Layout:
                 continue
             words = " (sequence)" if axis.key == "tensor" and config.sequence else ""
             if axis.key == "data" or axis.over:
-                words, data = data, ""  # with the first that is of data ranks
+                words, data = data, ""  # shown with the first axis of data ranks only
             parts.append(f"{axis.label} {size}{words}")
         words = " x ".join(parts)
         if self.size("pp") > 1:
@@ -106,17 +107,17 @@ class Layout:
 
 @dataclass(frozen=True)
 class ScheduleRule:
-    """What a schedule of torch.distributed.pipelining asks for."""
+    """Constraints of a torch.distributed.pipelining schedule."""
 
-    virtual: int  # stages a rank holds unless told otherwise
-    fixed: bool = False  # and it cannot be told otherwise
+    virtual: int  # default number of stages per rank
+    fixed: bool = False  # the number of stages cannot be changed
     fill: bool = False  # needs at least as many micro-batches as the pipeline has ranks
     even_rounds: bool = False  # runs in as many rounds as whole pipelines fit in the micro-batches, all equally long
-    splits_backward: bool = False  # the gradients of weights are computed apart from those of activations, later
+    splits_backward: bool = False  # computes weight gradients separately from, and later than, those of activations
     v_shape: bool = False  # a rank's second stage mirrors its first, so that rank 0 holds the first and the last
 
     def runs(self, pipeline: int, micro_batches: int) -> bool:
-        """Whether a pipeline of that many ranks can run that many micro-batches a step."""
+        """Return True if a pipeline of that many ranks can run that many micro-batches per step."""
         rounds = max(1, micro_batches // pipeline)
         return not (self.fill and micro_batches < pipeline) and not (self.even_rounds and micro_batches % rounds)
 
@@ -131,7 +132,7 @@ SCHEDULES: dict[str, ScheduleRule] = {
 
 
 def rule(config: ParallelismConfig) -> ScheduleRule:
-    """The rule of the configured schedule. Raises ConfigError for one there is not."""
+    """Return the rule of the configured schedule. Raises ConfigError for an unknown schedule."""
     if config.schedule not in SCHEDULES:
         hint = did_you_mean(config.schedule, SCHEDULES)
         raise ConfigError(f"parallelism.schedule={config.schedule} is none of {', '.join(SCHEDULES)}{hint}")
@@ -139,7 +140,7 @@ def rule(config: ParallelismConfig) -> ScheduleRule:
 
 
 def splits_backward(config: ParallelismConfig) -> bool:
-    """Whether backward passes are in two halves: only those of a pipeline are."""
+    """Return True if backward passes are split in two halves; only pipelines do this."""
     return config.pipeline > 1 and rule(config).splits_backward
 
 
@@ -180,17 +181,17 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
 
 
 def _degrees(config: ParallelismConfig) -> dict[str, int | None]:
-    """The degrees that multiply to the world's size, by key."""
+    """Degrees whose product is the world size, by key."""
     return {axis.key: getattr(config, axis.key) for axis in every_axis() if axis.factor}
 
 
 def _inner(config: ParallelismConfig) -> int:
-    """Ranks that together do a data-parallel part."""
+    """Number of ranks per data-parallel part."""
     return math.prod(degree or 1 for key, degree in _degrees(config).items() if key != "data")
 
 
 def _unequal(config: ParallelismConfig, world: int) -> str:
-    """`world size 8 = parallelism.pipeline=2 x data x ... has no whole number for data; try ...`."""
+    """Return the message `world size 8 = parallelism.pipeline=2 x data x ... has no whole number for data; try ...`."""
     degrees = _degrees(config)
     equation = " x ".join("data" if value is None else f"parallelism.{key}={value}" for key, value in degrees.items())
     product = math.prod(value or 1 for value in degrees.values())
@@ -210,9 +211,10 @@ def _unequal(config: ParallelismConfig, world: int) -> str:
 
 
 def wanted_world(config: ParallelismConfig, gpus: int) -> int:
-    """How many ranks train.py starts by itself on a machine with that many GPUs, 0 for a CPU.
+    """Number of ranks that train.py starts by itself on a machine with that many GPUs; 0 GPUs means the CPU.
 
-    Where `data` is null and the layout spreads, that is every GPU that completes a copy, or a data degree of 2.
+    If `data` is null and the layout shards (zero > 0) or has `spread` set, use every GPU that completes a replica, or a
+    data degree of 2 on a CPU.
     """
     inner, replicate = _inner(config), config.dp_replicate
     if config.data is not None:
@@ -224,22 +226,22 @@ def wanted_world(config: ParallelismConfig, gpus: int) -> int:
 
 
 def chunk_starts(length: int, size: int, rank: int) -> tuple[int, int]:
-    """Where the two chunks begin that a rank has of a sequence cut over `size` ranks, of length / (2 size) each.
+    """Start of each of the two chunks that a rank holds of a sequence split over `size` ranks.
 
-    Chunks r and 2 size - 1 - r: an early one, whose queries see few keys, and a late one, so that all ranks have as
-    much to do (Llama 3, arXiv:2407.21783, section 3.3.2).
+    A chunk has length / (2 size) positions. Rank r holds chunks r and 2 size - 1 - r: an early one, whose queries see
+    few keys, and a late one, so that all ranks have equal work (Llama 3, arXiv:2407.21783, section 3.3.2).
     """
     chunk = length // (2 * size)
     return rank * chunk, (2 * size - 1 - rank) * chunk
 
 
 def stages_per_rank(config: ParallelismConfig) -> int:
-    """Parts of the model that each pipeline rank holds. Without a pipeline there is one, the whole."""
+    """Number of model parts on each pipeline rank. Without a pipeline it is one, the whole model."""
     return 1 if config.pipeline == 1 else config.virtual_stages or rule(config).virtual
 
 
 def num_stages(config: ParallelismConfig) -> int:
-    """Parts that the model is cut into."""
+    """Total number of model parts."""
     return config.pipeline * stages_per_rank(config)
 
 
@@ -251,7 +253,7 @@ def stages_of_rank(config: ParallelismConfig, pp_rank: int) -> list[int]:
 
 
 def split_layers(num_layers: int, num_stages: int, layer_cost: float, head_cost: float) -> list[range]:
-    """The layers of each stage, contiguous and at least one each, so that the most expensive stage costs least.
+    """Assign layers to stages, contiguous and at least one each, minimising the cost of the most expensive stage.
 
     Costs are in any unit. The last stage also has the head; the embedding on the first is a lookup and costs nothing.
     """
@@ -262,7 +264,7 @@ def split_layers(num_layers: int, num_stages: int, layer_cost: float, head_cost:
     def most(last: int) -> float:
         return max(-(-(num_layers - last) // others) * layer_cost, last * layer_cost + head_cost)
 
-    # Among equals the longest last stage, which leaves the others the least.
+    # Ties go to the longest last stage, which leaves the fewest layers to the others.
     last = min(range(1, num_layers - others + 1), key=lambda count: (most(count), -count))
     each, longer = divmod(num_layers - last, others)
     # The later stages are the longer ones: the earlier ones hold more micro-batches at a time.
@@ -272,18 +274,18 @@ def split_layers(num_layers: int, num_stages: int, layer_cost: float, head_cost:
 
 
 def accumulation(global_batch: int, micro_batch: int, data_size: int) -> int:
-    """Micro-batches that each data-parallel rank runs in a step."""
+    """Number of micro-batches that each data-parallel rank runs per step."""
     return global_batch // (micro_batch * data_size)
 
 
 def check_micro_batches(config: ParallelismConfig, accumulation: int) -> None:
-    """Raises ConfigError if the schedule cannot run that many micro-batches a step."""
+    """Raise ConfigError if the schedule cannot run that many micro-batches per step."""
     if reason := schedule_refuses(config, accumulation):
         raise ConfigError(reason)
 
 
 def schedule_refuses(config: ParallelismConfig, accumulation: int) -> str:
-    """Why the schedule cannot run that many micro-batches a step; empty where it can."""
+    """Return the reason why the schedule cannot run that many micro-batches per step; empty if it can."""
     its, ranks = rule(config), config.pipeline
     if ranks == 1 or its.runs(ranks, accumulation):
         return ""
@@ -298,14 +300,14 @@ def schedule_refuses(config: ParallelismConfig, accumulation: int) -> str:
 
 
 def runs_batch(config: ParallelismConfig, global_batch: int, micro_batch: int, data_size: int) -> bool:
-    """Whether the layout can run a global batch in micro-batches of that size."""
+    """Return True if the layout can run a global batch in micro-batches of that size."""
     whole = global_batch % (micro_batch * data_size) == 0
     return whole and not schedule_refuses(config, accumulation(global_batch, micro_batch, data_size))
 
 
 def largest_micro_batch(config: ParallelismConfig, global_batches: Sequence[int], data_size: int) -> int | None:
-    """The largest micro-batch up to MAX_MICRO_BATCH that the layout can run for each of these global batches; None
-    where there is none."""
+    """Return the largest micro-batch up to MAX_MICRO_BATCH that the layout can run for each of these global batches;
+    None if there is none."""
     for size in range(MAX_MICRO_BATCH, 0, -1):
         if all(runs_batch(config, batch, size, data_size) for batch in global_batches):
             return size
@@ -313,12 +315,13 @@ def largest_micro_batch(config: ParallelismConfig, global_batches: Sequence[int]
 
 
 def divisors(number: int) -> list[int]:
-    """The degrees that divide a number, smallest first."""
+    """Divisors of a number, smallest first."""
+    # Divisors come in pairs around the square root, so only the smaller ones are searched.
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def listed(values: list[int], word: str = "") -> str:
-    """`1, 2, 4`, or with a word `1, 2 or 4`."""
+    """Format as `1, 2, 4`, or with a word as `1, 2 or 4`."""
     *most, last = map(str, values)
     return f"{', '.join(most)} {word} {last}" if word and most else ", ".join([*most, last])

@@ -1,7 +1,7 @@
-"""Whole tensors from ranks that hold pieces of them: each is handed to one rank, which gives the pieces back changed.
+"""Gather of whole tensors from shards: each tensor goes to one rank, which changes it and scatters the shards back.
 
-For what needs the whole of a matrix. With N ranks along the cuts, N tensors are handed out at a time, one to each, so
-that every rank does its share of the work, and holds one whole tensor at a time beside its pieces.
+Used by code that needs whole matrices. With N ranks along the sharded axes, N tensors are processed at a time, one per
+rank. So every rank does an equal share of the work, and holds one whole tensor at a time besides its shards.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ Level = tuple[Cut, tuple[int, ...]]  # a cut, and the shape of what it has cut
 
 
 def change_whole(tensors: Sequence[Tensor], change: Change) -> None:
-    """Replaces each tensor by what `change` makes of its whole, in place. Collective over the ranks of their cuts.
+    """Replace each tensor by the result of `change` on the whole tensor, in place. Collective over the sharding ranks.
 
-    The whole is the same bits however it was cut, and one rank alone computes its change for all that hold pieces.
+    The whole tensor has the same bits however it was sharded. Only one rank computes the change.
     """
     alike: dict[tuple[str, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
         alike.setdefault(tuple(cut.axis for cut in cuts(tensor)), []).append(index)
-    for _, places in sorted(alike.items()):  # in the same order on all ranks
-        places.sort(key=lambda index: -tensors[index].numel())  # a round takes as long as its largest
+    for _, places in sorted(alike.items()):  # sorted: all ranks must run the rounds in the same order
+        places.sort(key=lambda index: -tensors[index].numel())  # equal sizes per round: the largest sets its duration
         ranks = prod(cut.size for cut in cuts(tensors[places[0]]))
         for start in range(0, len(places), ranks):
             _round({index: tensors[index] for index in places[start : start + ranks]}, change)
 
 
 def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
-    """For at most one tensor a rank: along one cut after the other, pieces go to their owners; then all the way back.
+    """Process at most one tensor per rank: gather along one axis after the other, then scatter back in reverse order.
 
-    An owner has a coordinate on each axis. Those with the same ones on the axes before meet on the next.
+    An owner has a coordinate on each axis. Ranks with equal coordinates on the earlier axes exchange on the next.
     """
     levels = {index: _levels(tensor) for index, tensor in tensors.items()}
     held = {index: local_part(tensor) for index, tensor in tensors.items()}
@@ -61,7 +61,7 @@ def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
 
 
 def _levels(tensor: Tensor) -> list[Level]:
-    """The cuts of a tensor, from the last that was made to the first."""
+    """Shardings of a tensor, from the last applied to the first."""
     shape, found = list(tensor.shape), []
     for cut in cuts(tensor):
         found.append((cut, tuple(shape)))
@@ -72,7 +72,7 @@ def _levels(tensor: Tensor) -> list[Level]:
 def _collect(
     held: Mapping[int, Tensor], owners: dict[int, int], at: dict[int, Level], like: Tensor
 ) -> dict[int, Tensor]:
-    """What this rank owns, joined along a cut from every rank's pieces."""
+    """Exchange shards along an axis and concatenate those of the tensors that this rank owns."""
     ((cut, _), *_) = at.values()
     sent = [[held[index] for index in owners if owners[index] == rank] for rank in range(cut.size)]
     mine = [index for index in owners if owners[index] == cut.rank]
@@ -84,7 +84,7 @@ def _collect(
 def _give_back(
     held: Mapping[int, Tensor], owners: dict[int, int], at: dict[int, Level], like: Tensor
 ) -> dict[int, Tensor]:
-    """This rank's pieces along a cut, from the owners of the joined ones."""
+    """Return this rank's shards along an axis, received from the owners of the concatenated tensors."""
     ((cut, _), *_) = at.values()
     theirs = [[index for index in owners if owners[index] == rank] for rank in range(cut.size)]
     cut_up = [_pieces(held[index], at[index]) for index in theirs[cut.rank]]
@@ -104,7 +104,7 @@ def _pieces(whole: Tensor, level: Level) -> Sequence[Tensor]:
 
 
 def _piece(level: Level, rank: int) -> tuple[int, ...]:
-    """The shape of what a rank has."""
+    """Shape of a rank's shard."""
     cut, shape = level
     return (*shape[: cut.dim], cut.lengths(shape[cut.dim])[rank], *shape[cut.dim + 1 :])
 
@@ -115,7 +115,7 @@ def _exchange(
     like: Tensor,
     group: dist.ProcessGroup,
 ) -> list[list[Tensor]]:
-    """Gives each rank of a group the tensors for it, and returns what each has sent here, of known shapes."""
+    """Send each rank of a group its tensors, and return the tensors received from each, of known shapes."""
     flat = torch.cat([like.new_empty(0), *(tensor.flatten() for tensors in sent for tensor in tensors)])
     into = [sum(map(prod, each)) for each in shapes]
     received = like.new_empty(sum(into))

@@ -1,8 +1,8 @@
-"""Bytes that a rank's part of the model takes while training, as the layout promises them.
+"""Predicted memory of a rank's part of the model during training.
 
-Model state is parameters (a rank's shards, and what FSDP2 has gathered of them), gradients (accumulating in full, or
-reduced to shards) and optimizer state. FSDP2 keeps the shards beside what it gathers, even where a shard is the whole.
-So with N data ranks, Adam, and more than one micro-batch a step the bytes a parameter are
+Model state is parameters (a rank's shards, and what FSDP2 has gathered of them), gradients (accumulated in full, or
+reduced to shards) and optimizer state. FSDP2 keeps the shards in addition to gathered parameters, even where a shard is
+the whole. So with N data ranks, Adam, and more than one micro-batch a step, the bytes per parameter are
 
 | stage | bf16     | the paper's | fp32     | the paper's |
 |-------|----------|-------------|----------|-------------|
@@ -11,11 +11,11 @@ So with N data ranks, Adam, and more than one micro-batch a step the bytes a par
 | 2     | 2 + 16/N | 2 + 14/N    | 4 + 16/N | 4 + 12/N    |
 | 3     | 16/N     | 16/N        | 16/N     | 16/N        |
 
-at the instant when they are most, which is inside the step's last backward pass (the paper: ZeRO, arXiv:1910.02054,
-section 3; its fp32 column is ours, counted its way). Parameters without an fp32 copy take 2/N less. Without data
-parallelism there is no FSDP2: 16 in both, 14 in bf16 without masters. All else is activations here: what autograd
-keeps (on one data rank bf16 copies of the weights among it), what an op or a collective needs for a moment, the block
-that stage 3 has gathered, the gradients of a block on their way.
+at their peak, which is inside the step's last backward pass (the paper: ZeRO, arXiv:1910.02054, section 3; its fp32
+column is ours, counted its way). Parameters without an fp32 copy take 2/N less. Without data parallelism there is no
+FSDP2: 16 in both, 14 in bf16 without master weights. Everything else counts as activations here: tensors saved by
+autograd (on one data rank including bf16 copies of the weights), temporary buffers of ops and collectives, the block
+that stage 3 has gathered, and the gradients of a block before they are reduced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.state_file import InFiles
 from gptlite.parallelism.zero import local_tensor, sharded_modules
 
-MASTER = 4  # bytes of a gradient that accumulates: fp32
+MASTER = 4  # bytes of a master weight or an accumulated gradient: fp32
 
 
 @dataclass(frozen=True)
@@ -45,41 +45,43 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all categories."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def predicted_state(
     parts: Sequence[nn.Module], optimizer: Optimizer, mesh: Mesh, zero: int, itemsize: int, micro_batches: int
 ) -> StateBytes:
-    """Model state when it will be most. `itemsize` is of the compute dtype; the optimizer's state must exist."""
+    """Return the model state at its peak. `itemsize` is that of the compute dtype; the optimizer's state must exist."""
     modules: list[nn.Module] = [m for part in parts for m in sharded_modules(part) if m is not part]  # type: ignore[misc]
     blocks = {id(p) for module in modules for p in module.parameters()}
     engine = any(sharded_modules(part) for part in parts)
+    # ZeRO 3 frees the gathered parameters of blocks; all others stay gathered through the step.
     copied = [p for p in shards_of(optimizer) if engine and (zero < 3 or id(p) not in blocks)]
     shards, whole = MASTER * _elements(shards_of(optimizer)), MASTER * whole_elements(optimizer, mesh)
     mine = sum(storage_sizes(map(local_tensor, shards_of(optimizer))).values())
     gathered = itemsize * _elements(copied) * mesh.size("dp_shard")
-    accumulated = 0 if micro_batches == 1 else whole if zero < 2 else shards
+    accumulated = 0 if micro_batches == 1 else whole if zero < 2 else shards  # one micro-batch has none to accumulate
     moments = sum(storage_sizes(state_of(optimizer)).values())
     in_backward = StateBytes(mine + gathered, accumulated, moments)
     return max(in_backward, StateBytes(mine, shards, moments), key=lambda state: state.total)
 
 
 def whole_elements(optimizer: Optimizer, mesh: Mesh) -> int:
-    """Parameters of this rank's parts before ZeRO cuts them, with the padding that equal shards need."""
+    """Number of parameters in this rank's parts before ZeRO shards them, including the padding to equal shards."""
     return _elements(shards_of(optimizer)) * mesh.size("dp_shard")
 
 
 def paper_bytes_a_parameter(zero: int, shards: int, itemsize: int) -> float:
-    """The paper's column of the table: gradients and parameters in the compute dtype, 16-bit ones with an fp32 copy."""
+    """Return the table's value by the paper: gradients and parameters in the compute dtype, 16-bit ones with an fp32
+    copy."""
     moments = 8 + (MASTER if itemsize < MASTER else 0)
     divided = {0: 0, 1: moments, 2: moments + itemsize, 3: moments + 2 * itemsize}[zero]
     return moments + 2 * itemsize - divided + divided / shards
 
 
 def micro_batches_in_flight(config: ParallelismConfig, pp_rank: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a rank holds at once, in all of its stages."""
+    """Number of micro-batches whose activations a rank holds at once, averaged over its stages."""
     ranks = config.pipeline
     if ranks == 1:
         return 1
@@ -95,12 +97,12 @@ def micro_batches_in_flight(config: ParallelismConfig, pp_rank: int, micro_batch
 
 
 def shards_of(optimizer: Optimizer) -> Iterable[Tensor]:
-    """Its parameters: the shards, whatever is gathered."""
+    """Parameters of an optimizer: the shards, whether or not they are gathered."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:
-    """Its tensors, local; of state in files, what is in memory."""
+    """Local tensors of the optimizer's state. For state in files, only those in memory."""
     if isinstance(optimizer, InFiles):
         return optimizer.resident()
     values = (value for state in optimizer.state.values() for value in state.values())
@@ -108,13 +110,13 @@ def state_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _plain(tensor: Tensor) -> list[Tensor]:
-    """The tensors that one of another kind (8-bit state) is made of."""
+    """Return the plain tensors inside a tensor subclass, such as 8-bit state."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
 
 
 def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each distinct storage under some local tensors, by its address; freed ones left out."""
+    """Bytes of each distinct storage under some local tensors, by address. Freed storages are left out."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 

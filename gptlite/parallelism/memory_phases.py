@@ -1,4 +1,4 @@
-"""The most memory that each phase of a training step takes: model state, activations and all else together."""
+"""Peak memory of each phase of a training step, over model state, activations and everything else."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from collections.abc import Iterable
 import torch
 
 PHASES: tuple[str, ...] = ("forward", "backward", "update")
-AFTER: str = ""  # the step is over
+AFTER: str = ""  # pseudo-phase after the step
 
 
 class Phases:
-    """When a step's phases begin; several micro-batches' take turns. On a GPU each begins the allocator's peak anew."""
+    """Start times of a step's phases, which alternate between micro-batches. On a GPU, each start resets the peak
+    statistics."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[int, str]] = []  # nanoseconds since 1970, the phase that begins
-        self._peaks = dict.fromkeys((*PHASES, AFTER), 0)  # a GPU's
+        self._peaks = dict.fromkeys((*PHASES, AFTER), 0)  # on a GPU
 
     def begin(self, phase: str) -> None:
-        """From now on it is this phase."""
+        """Mark the start of a phase."""
         if self._device.type == "cuda":
             self._settle()
             torch.cuda.reset_peak_memory_stats(self._device)
         self._marks.append((time.time_ns(), phase))
 
     def highest(self) -> int:
-        """The most that a GPU has held since the first phase began."""
+        """Peak bytes allocated on a GPU since the first phase began."""
         self._settle()
         return max(self._peaks.values())
 
     def peaks(self, allocations: Iterable[tuple[int, int, int]], base: int) -> dict[str, int]:
-        """The most bytes in each phase. On a CPU of `allocations`, as recorded_allocations has them, beside `base`."""
+        """Peak bytes in each phase. On a CPU, computed from `allocations` (see recorded_allocations) on top of
+        `base`."""
         if self._device.type == "cuda":
             self._settle()
             return {phase: self._peaks[phase] for phase in PHASES}
@@ -45,7 +47,7 @@ class Phases:
 
 
 def phase_peaks(allocations: Iterable[tuple[int, int, int]], marks: list[tuple[int, str]], base: int) -> dict[str, int]:
-    """The most bytes at once in each phase: what lives when it begins, and every allocation in it."""
+    """Peak bytes in each phase, from what is allocated at its start and every allocation during it."""
     live: dict[int, int] = {}
     peaks = dict.fromkeys((*PHASES, AFTER), 0)
     now, at, phase = base, 0, AFTER
@@ -53,7 +55,7 @@ def phase_peaks(allocations: Iterable[tuple[int, int, int]], marks: list[tuple[i
         while at < len(marks) and marks[at][0] <= when:
             phase, at = marks[at][1], at + 1
             peaks[phase] = max(peaks[phase], now)
-        now -= live.pop(address, 0)  # given back, or so without having been seen: the address is given out again
+        now -= live.pop(address, 0)  # freed, now or earlier without a record: the address has been reused
         if size > 0:
             live[address] = size
             now += size

@@ -1,4 +1,4 @@
-"""Bytes that a rank's part of the model takes in a training step, as found: see `memory.py` for what counts as what."""
+"""Measured memory of a rank's part of the model during a training step. See `memory.py` for the categories."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gptlite.parallelism.memory_phases import AFTER, Phases
 from gptlite.parallelism.torch_private import fsdp_buffers, recorded_allocations
 from gptlite.parallelism.zero import local_tensor
 
-Allocation = tuple[int, int, int]  # nanoseconds since 1970, address, bytes (negative: given back)
+Allocation = tuple[int, int, int]  # nanoseconds since 1970, address, bytes (negative: freed)
 
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Model state at the instant of a step when it was most, and the most that all else took at one instant.
+    """Model state of a step at its peak, and the peak of everything else.
 
-    `phases`: the most of everything together in each of memory_phases.PHASES.
+    `phases` has the peak of the total in each of memory_phases.PHASES.
     """
 
     state: StateBytes
@@ -33,9 +33,9 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class Sample:
-    """Model state at an instant: bytes of each storage of a category of StateBytes, by address.
+    """Snapshot of the model state: bytes of each storage, by category of StateBytes and address.
 
-    `allocated` is all that a GPU holds.
+    `allocated` is the total allocated on a GPU.
     """
 
     time: int  # nanoseconds since 1970
@@ -44,19 +44,19 @@ class Sample:
 
     @property
     def state(self) -> StateBytes:
-        """The sum of each category."""
+        """Sum of each category."""
         return StateBytes(**{category: sum(sizes.values()) for category, sizes in self.held.items()})
 
     def has(self, address: int, start: float, end: float) -> bool:
-        """Whether memory allocated from `start` to `end` was model state at that instant."""
+        """Return True if memory allocated from `start` to `end` was model state at the time of this sample."""
         return start <= self.time < end and any(address in sizes for sizes in self.held.values())
 
 
 class MemoryWatch:
-    """While entered, watches one step of `micro_batches`; `found` then has what it took.
+    """Context manager that measures one step of `micro_batches`; `found` then returns the result.
 
-    On a CPU the allocations of tensors' memory are recorded, for about 10 us each, so torch.profiler must not run; on a
-    GPU the allocator counts, and its peak begins anew.
+    On a CPU it records tensor allocations, at about 10 us each, so torch.profiler must not run. On a GPU it reads the
+    allocator's statistics and resets its peak.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class MemoryWatch:
 
     def __enter__(self) -> MemoryWatch:
         for part in self.parts:
-            # Inside the backward pass of the last micro-batch the gradients of all others are there, and a part's
-            # output is where that pass begins.
+            # Model state peaks in the last micro-batch's backward pass, when the gradients of all others exist. That
+            # pass begins at a part's output.
             self._open.callback(part.register_forward_pre_hook(lambda *_: self.phases.begin("forward")).remove)
             self._open.callback(part.register_forward_hook(_LastBackward(self)).remove)
         self._open.callback(self.optimizer.register_step_pre_hook(lambda *_: self._updates()).remove)
@@ -90,15 +90,15 @@ class MemoryWatch:
         self._open.close()
 
     def sample(self) -> None:
-        """Notes the model state of this instant."""
+        """Take a snapshot of the model state."""
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         self.samples.append(Sample(time.time_ns(), held(self.parts, self.optimizer), allocated))
 
     def found(self) -> StepBytes:
-        """What the step took. Raises ValueError if there was none."""
+        """Return the memory of the step. Raises ValueError if there was none."""
         state = max((sample.state for sample in self.samples), key=lambda state: state.total)
         if self.device.type == "cuda":
-            # At least: the instants of the two peaks may differ.
+            # A lower bound: the two peaks may be at different times.
             peak = self.phases.highest()
             beside = max(peak - state.total, *(sample.allocated - sample.state.total for sample in self.samples))
         else:
@@ -107,7 +107,8 @@ class MemoryWatch:
 
 
 def where_backward_begins(out: Tensor, call: Callable[[], None]) -> None:
-    """Calls once, when the backward pass from a part's output begins; of a pass in halves, not again in the second."""
+    """Call `call` once, when the backward pass from a part's output begins. In a split pass the second half does not
+    call it again."""
 
     def begins(gradient: Tensor) -> None:
         hook.remove()
@@ -118,7 +119,7 @@ def where_backward_begins(out: Tensor, call: Callable[[], None]) -> None:
 
 
 class _LastBackward:
-    """A forward hook that has the watch sample where the backward pass of a part's last micro-batch begins."""
+    """Forward hook that samples memory at the start of the backward pass of a part's last micro-batch."""
 
     def __init__(self, watch: MemoryWatch) -> None:
         self.watch, self.left = watch, watch.micro_batches
@@ -139,7 +140,7 @@ def held(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, dict[int
 
 
 def state_tensors(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """The local tensors of the model state, for the categories of StateBytes; some may share a storage."""
+    """Local tensors of the model state, by category of StateBytes. Some may share a storage."""
     parameters = [local_tensor(shard) for shard in shards_of(optimizer)]
     gradients = [local_tensor(shard.grad) for shard in shards_of(optimizer) if shard.grad is not None]
     for part in parts:
@@ -150,10 +151,10 @@ def state_tensors(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str,
 
 
 def most_beside(allocations: Iterable[Allocation], samples: Sequence[Sample]) -> int:
-    """The most bytes at once, among these allocations, of what no sample says is model state.
+    """Peak bytes of the allocations that are not model state in any sample.
 
-    What is never given back is left out: no activation outlives its step. A collective's thread may be the last to hold
-    a buffer, and what that gives back is not seen, at the latest until its address is given out again.
+    Allocations that are never freed are left out, as no activation outlives its step. The free of a buffer that a
+    collective's thread releases last is not recorded. It is detected at the latest when the address is reused.
     """
     live: dict[int, tuple[int, int]] = {}
     changes: list[tuple[int, int]] = []
@@ -165,7 +166,7 @@ def most_beside(allocations: Iterable[Allocation], samples: Sequence[Sample]) ->
         if size > 0:
             live[address] = (when, size)
     now = most = 0
-    for _, change in sorted(changes):  # of one instant, what is given back first
+    for _, change in sorted(changes):  # at equal times, frees come first
         now += change
         most = max(most, now)
     return most

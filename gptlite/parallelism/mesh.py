@@ -1,4 +1,4 @@
-"""The mesh of devices a run is cut over. Everything that talks to other ranks is handed this object."""
+"""Device mesh of a run. All code that communicates with other ranks receives this object."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gptlite.parallelism.torch_private import forget_meshes, set_timeout
 
 @dataclass(frozen=True)
 class Mesh:
-    """The degrees of the axes, slowest first, this rank's place on them, and the process groups along them.
+    """Axis degrees, this rank's coordinates, and the process groups along the axes.
 
     With one rank there is nothing to communicate, so no process group exists and `device_mesh` is None, unless FSDP2
-    offloads. `folded_groups` are those of the folded axes, by name, that have more than one rank.
+    offloads. `folded_groups` has those folded axes, by name, that have more than one rank.
     """
 
     device: torch.device
@@ -43,14 +43,14 @@ class Mesh:
         return self.layout.coordinate(self.rank, axis)
 
     def is_first(self, parameters: Alike) -> bool:
-        """Whether this rank is the first along every axis whose ranks hold those parameters alike.
+        """Return True if this rank is the first along every axis over which those parameters are replicated.
 
-        What such ranks all compute, a loss or a gradient, counts once: on this rank.
+        A value that such ranks all compute, a loss or a gradient, is counted only on this rank.
         """
         return all(self.coordinate(axis) == 0 for axis in alike(parameters))
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of this rank's line along an axis. Raises ValueError on one device, which has none."""
+        """Process group of this rank along an axis. Raises ValueError on one device, which has none."""
         return self.folded_groups[axis] if axis in self.folded_groups else self.along(axis).get_group()
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
@@ -77,36 +77,37 @@ class Mesh:
 
     @property
     def fsdp_size(self) -> int:
-        """Ranks whose gradients are summed: data_size times those that share each sequence."""
+        """Number of ranks whose gradients are summed: data_size times the ranks that share each sequence."""
         return self.layout.fsdp_size
 
     @property
     def data_rank(self) -> int:
-        """Which part of the global batch this rank reads."""
+        """Index of the part of the global batch that this rank reads."""
         return self.layout.data_rank(self.rank)
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and keeps the terminal."""
+        """True if this rank writes files and owns the terminal."""
         return self.rank == 0
 
     def close(self) -> None:
-        """Destroys the mesh's process groups, though not the world's of several: each holds file descriptors."""
+        """Destroy the mesh's process groups, which hold file descriptors, but not the world group if there are several
+        ranks."""
         if self.device_mesh is None:
             return
         groups = {id(group): group for group in self.all_groups()}
         for group in groups.values():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
-        forget_meshes()
+        forget_meshes()  # DTensor's cache would return meshes whose groups are destroyed
         if self.world_size == 1:
             leave()
 
 
 def build_mesh(config: ParallelismConfig) -> Mesh:
-    """One device if no process group has been joined, else the axes over the world. Raises ConfigError.
+    """Build the mesh: one device if no process group has been joined, else the axes over the world. Raises ConfigError.
 
-    Where one device offloads, this joins a group of its own, which `close` leaves.
+    If a single device offloads, this joins a process group of one rank, which `close` leaves.
     """
     cuda = torch.cuda.is_available()
     if not dist.is_initialized() and config.offload is not Offload.none:
@@ -117,18 +118,18 @@ def build_mesh(config: ParallelismConfig) -> Mesh:
     rank, layout = dist.get_rank(), resolve(config, dist.get_world_size())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     mesh = mesh_over_world(device, layout, rank)
-    for group in mesh.all_groups():  # torch gives each half an hour
+    for group in mesh.all_groups():  # torch's default is half an hour
         set_timeout(group, config.timeout_seconds)
     return mesh
 
 
 def mesh_over_world(device: torch.device, layout: Layout, rank: int) -> Mesh:
-    """A mesh of all ranks, whose groups are made. Collective."""
+    """Create a mesh of all ranks and its process groups. Collective."""
     ranks = torch.arange(layout.world_size)
     device_mesh = DeviceMesh(device.type, ranks.view(layout.sizes), mesh_dim_names=AXES)
     groups = {}
     for axis in (axis.name for axis in folded() if layout.size(axis.name) > 1):
         lines = ranks.view(-1, layout.size(axis), layout.stride(axis)).transpose(1, 2).flatten(0, 1).tolist()
-        # Described as DeviceMesh describes its own.
+        # The same description as DeviceMesh uses; flight_recorder.axis_of parses it.
         groups[axis], _ = dist.new_subgroups_by_enumeration(lines, group_desc=f"mesh_{axis}")
     return Mesh(device, layout, rank, device_mesh, groups)

@@ -1,11 +1,11 @@
-"""Forward and backward over the micro-batches of a step: through one part, or a pipeline of them.
+"""Forward and backward passes over a step's micro-batches, with or without a pipeline.
 
 The schedules are torch.distributed.pipelining's: GPipe (Huang et al. 2019, arXiv:1811.06965), 1F1B (Narayanan et al.
 2019, arXiv:1806.03377), interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), and the zero-bubble schedules,
 which compute input gradients first and weight gradients later (Qi et al. 2023, arXiv:2401.10241).
 
-A `Forward` runs a part on tokens or activations. It returns activations; of the last part it returns the sum of the
-token losses.
+A `Forward` runs a part on tokens or activations. It returns activations, or, for the last part, the sum of the token
+losses.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ SCHEDULES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches of a step on this rank: int64 tokens and targets [B, S] and sample_ids [B] of each.
+    """Micro-batches of a step on this rank: int64 tokens and targets [B, S] and sample_ids [B] of each.
 
-    `documents`, of whole sequences, for a model whose attention keeps to them.
+    `documents`, covering whole sequences, is for models that restrict attention to documents.
     """
 
     tokens: Sequence[Tensor]
@@ -61,13 +61,14 @@ class MicroBatches:
 
 
 class OnePart:
-    """A model that is not cut into a pipeline: one micro-batch after the other."""
+    """Model without a pipeline: runs one micro-batch after the other."""
 
     def __init__(self, forward: Forward, part: nn.Module, zero: int) -> None:
         self.forward, self.part, self.zero = forward, part, zero
 
     def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
-        """Adds gradients of the loss, the sum over tokens divided by `valid`, and returns this rank's share of it."""
+        """Accumulate gradients of the loss, the sum over tokens divided by `valid`, and return this rank's share of the
+        loss."""
         total, upstream = torch.zeros((), device=valid.device), known_upstream(valid)
         count = len(batches.tokens)
         for index in range(count):
@@ -82,16 +83,16 @@ class OnePart:
 
 
 def known_upstream(valid: Tensor) -> float | None:
-    """What autograd will make the gradient of a loss that is divided by `valid`; None where to look would be to wait
-    for a device."""
+    """Return the upstream gradient that autograd will pass for a loss divided by `valid`; None if reading it would
+    synchronise with a GPU."""
     return (torch.ones(()) / valid).item() if valid.device.type == "cpu" else None
 
 
 class Pipeline:
     """This rank's parts of a pipeline.
 
-    `tokens` and `activations` are the shapes of what the first part and the others are given of one micro-batch,
-    `dtype` that of activations. A step of another number of micro-batches than the one before takes a new schedule.
+    `tokens` and `activations` are the input shapes, per micro-batch, of the first part and of the other parts; `dtype`
+    is that of activations. A step with another number of micro-batches than the previous one builds a new schedule.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class Pipeline:
         self._build(micro_batches)
 
     def _build(self, micro_batches: int) -> None:
-        """Sets the schedule of so many micro-batches. Stages are its own: they hold buffers for each."""
+        """Build the schedule for that many micro-batches. Its stages are new too, as they hold buffers for each
+        micro-batch."""
         config, mesh, total = self.config, self.mesh, num_stages(self.config)
         self._plain = [_Plain(self.forward, part) for part in self.parts]
         stages = [
@@ -136,7 +138,8 @@ class Pipeline:
         )
 
     def run(self, batches: MicroBatches, valid: Tensor) -> Tensor:
-        """Adds gradients of the loss, the sum over tokens divided by `valid`, and returns this rank's share of it."""
+        """Accumulate gradients of the loss, the sum over tokens divided by `valid`, and return this rank's share of the
+        loss."""
         self.valid = valid
         if len(batches.tokens) != self._micro_batches:
             self._build(len(batches.tokens))
@@ -164,10 +167,10 @@ class Pipeline:
 
 
 class _Plain(nn.Module):
-    """A part that torch's stage does not know to be FSDP2's.
+    """Wrapper that hides from torch's pipeline stage that a part is an FSDP2 module.
 
-    It would hold back every reduction, and the freeing of gathered parameters, until the last micro-batch (so that
-    ZeRO 2 and 3 cost what ZeRO 1 does), and gather a whole part where ZeRO 3 gathers block by block.
+    The stage would otherwise defer every reduction, and the freeing of gathered parameters, to the last micro-batch (so
+    that ZeRO 2 and 3 cost as much memory as ZeRO 1), and gather a whole part where ZeRO 3 gathers block by block.
     """
 
     def __init__(self, forward: Forward, part: nn.Module) -> None:
@@ -184,26 +187,26 @@ class _Plain(nn.Module):
         starts: Tensor | None = None,
         ends: Tensor | None = None,
     ) -> Tensor:
-        """The schedule cuts tensors by their rows, so the documents' come apart."""
+        """Run the part. The document tensors are separate arguments because the schedule splits tensors along dim 0."""
         documents = None if starts is None else Documents(starts, ends, self.longest)
-        # Sent as it is in memory: of a view, torch would refuse to.
+        # torch's point-to-point operations refuse non-contiguous views.
         return self.run(self.part, x, Inputs(targets, sample_ids, documents, self.upstream)).contiguous()
 
 
 class _Stage(PipelineStage):
-    """A stage whose backward passes follow the ZeRO stage, see `zero.py`.
+    """Pipeline stage whose backward passes follow the ZeRO stage, see `zero.py`.
 
-    Where the backward pass is split, a part's gradients are reduced after its weight half; with ZeRO 3 the part is
+    If the backward pass is split, a part's gradients are reduced after its weight half. With ZeRO 3 the part is
     gathered for each half and freed after it.
     """
 
     def over(self, part: nn.Module, micro_batches: int, zero: int) -> _Stage:
-        """Sets what it runs. The constructor's signature is torch's."""
+        """Set the part to run. The constructor's signature is given by torch."""
         self._part, self._count, self._zero, self._done = part, micro_batches, zero, 0
         return self
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # torch 2.11 has the last rank of a V greet itself, for which gloo has no connection.
+        # In a V schedule torch 2.11 lets the last rank send to itself at the start, which gloo does not support.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def backward_one_chunk(
@@ -212,7 +215,7 @@ class _Stage(PipelineStage):
         if full_backward:
             before_backward(self._part, self._zero, self._is_last_pass())
             super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
-        elif self.is_first:  # nothing to compute: nobody wants the gradient of tokens
+        elif self.is_first:  # tokens have no gradient, so there is no input half to compute
             super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
         else:
             with self._held():
@@ -235,7 +238,8 @@ class _Stage(PipelineStage):
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Half a backward pass: nothing is reduced or freed in it, and with ZeRO 3 the part is gathered around it."""
+        """Context of half a backward pass: disables reduction and freeing. With ZeRO 3 it gathers the part and frees it
+        after."""
         if not isinstance(self._part, FSDPModule):
             yield
             return
@@ -248,9 +252,9 @@ class _Stage(PipelineStage):
 
 
 def add_across_ends(first: nn.Parameter | None, last: nn.Parameter | None, mesh: Mesh) -> None:
-    """Makes the gradients of a parameter's two copies, on the first and the last part, both their sum.
+    """Sum the gradients of a tied parameter's copies on the first and last part, and store the sum in both.
 
-    Each rank passes the copies it holds. The two ends hold the same shard of it.
+    Each rank passes the copies it holds. Both ends hold the same shard of it.
     """
     held = [local_tensor(p.grad) for p in (first, last) if p is not None and p.grad is not None]
     if len(held) == 2:

@@ -1,7 +1,7 @@
-"""FSDP2's two collectives by messages between pairs of ranks, for gloo.
+"""FSDP2's all-gather and reduce-scatter by pairwise messages, for gloo.
 
-gloo reduces and scatters by reducing everything everywhere, and copies what it gathers once more: over two ranks
-messages took 40% and 55% of its time (docs/benchmarks.md). Sums are taken in the order of ranks.
+gloo implements reduce-scatter as a full all-reduce, and copies all-gathered data once more. Over two ranks, messages
+took 40% and 55% of its time (docs/benchmarks.md). Sums are taken in rank order.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from torch import Tensor
 
 class _Allocate:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a message."""
+        """Allocate a message buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class PairwiseAllGather(_Allocate):
-    """input_tensor [n] of each rank -> output_tensor [ranks * n]; the input may be its place in the output."""
+    """All-gather of input_tensor [n] into output_tensor [ranks * n]. The input may be a view of the output."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -31,7 +31,7 @@ class PairwiseAllGather(_Allocate):
 
 
 class PairwiseReduceScatter(_Allocate):
-    """The sum over ranks of input_tensor [ranks * n] -> output_tensor [n], this rank's part of it."""
+    """Reduce-scatter of input_tensor [ranks * n] into output_tensor [n], this rank's part of the sum."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
@@ -40,18 +40,19 @@ class PairwiseReduceScatter(_Allocate):
         received = {peer: torch.empty_like(output_tensor) for peer in _peers(group)}
         _exchange([(peer, parts[peer], received[peer]) for peer in received], group)
         received[group.rank()] = parts[group.rank()]
+        # Summed in rank order, so that the result does not depend on the order of arrival.
         torch.add(received[0], received[1], out=output_tensor)
         for rank in range(2, group.size()):
             output_tensor.add_(received[rank])
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks, nearest above first, so that not all send to the same one at once."""
+    """The other ranks, starting with the next higher one, so that they do not all send to the same rank at once."""
     return [(group.rank() + step) % group.size() for step in range(1, group.size())]
 
 
 def _exchange(messages: Sequence[tuple[int, Tensor, Tensor]], group: dist.ProcessGroup) -> None:
-    """Sends to each peer and receives from it, all at once."""
+    """Send to and receive from all peers concurrently."""
     works = [dist.isend(out, group=group, group_dst=peer) for peer, out, _ in messages]
     works += [dist.irecv(into, group=group, group_src=peer) for peer, _, into in messages]
     for work in works:

@@ -1,4 +1,4 @@
-"""Joining and leaving the process group of all ranks, under torchrun's variables."""
+"""Setup and teardown of the default process group, from torchrun's environment variables."""
 
 import os
 import socket
@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 SIOCGIFADDR = 0x8915  # Linux: an interface's address
-NOWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): the way to it is the way out of this machine
+NOWHERE = "192.0.2.1"  # documentation address (RFC 5737), which takes the default route
 
 
 def join(timeout_seconds: float) -> None:
-    """Joins the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe: NCCL with GPUs, else gloo.
+    """Join the group described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: NCCL with GPUs, else gloo.
 
-    With GPUs, LOCAL_RANK's becomes the current device, or the only one there is. A collective that takes longer than
-    `timeout_seconds` fails. Raises torch.distributed.DistError where the others cannot be reached.
+    With GPUs, the current device becomes that of LOCAL_RANK, or the only visible one. A collective that takes longer
+    than `timeout_seconds` fails. Raises torch.distributed.DistError if the other ranks cannot be reached.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if torch.cuda.is_available():
@@ -31,7 +31,7 @@ def join(timeout_seconds: float) -> None:
 
 
 def join_alone(timeout_seconds: float) -> None:
-    """Makes this process a group of one rank, for what FSDP2 does on one device."""
+    """Initialise a process group of one rank, which FSDP2 needs on a single device."""
     timeout, store = timedelta(seconds=timeout_seconds), HashStore()
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -43,26 +43,27 @@ def join_alone(timeout_seconds: float) -> None:
 
 
 def leave() -> None:
-    """Leaves the group, if one was joined."""
+    """Destroy the process group if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def broadcast_text(text: str) -> str:
-    """Rank 0's text, on every rank."""
+    """Return rank 0's text on every rank."""
     box = [text]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def _interface() -> str | None:
-    """The network interface for gloo, which else takes the one its host name resolves to, if it resolves.
+    """Return the network interface for gloo, whose default is the one that its host name resolves to.
 
-    Loopback where all ranks are on this machine; else the one that reaches rank 0. None leaves it to gloo.
+    This is loopback if all ranks are on this machine, else the interface that reaches rank 0. None leaves the choice to
+    gloo.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         return _loopback()
-    # Where rank 0's name is this machine's own, it may resolve to loopback, which the others do not reach.
+    # On rank 0's machine MASTER_ADDR may resolve to loopback, which the others do not reach.
     for host in (os.environ["MASTER_ADDR"], NOWHERE):
         if (address := _address_towards(host)) and not address.startswith("127."):
             return _interface_of(address)
@@ -74,7 +75,7 @@ def _loopback() -> str | None:
 
 
 def _address_towards(host: str) -> str | None:
-    """This machine's IPv4 address that packets to a host leave from. Nothing is sent."""
+    """Return this machine's source IPv4 address for packets to a host. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))

@@ -1,11 +1,11 @@
-"""What one rank does for all, or each for itself, and all learn how it went.
+"""Run an action on one rank or on all, and share its results or exceptions with all ranks.
 
-For work whose length nobody knows beforehand: reading a corpus, hashing a checkpoint. Those who wait look into the
-store that the process group was made with, so no collective is under way and no time limit ends the run. A rank that
-died is noticed by the launcher, which ends the others.
+For work of unknown length, such as reading a corpus or hashing a checkpoint. Waiting ranks poll the process group's
+store, so no collective is in progress and no timeout ends the run. If a rank dies, the launcher notices and ends the
+others.
 
-Beside the training, in a thread of its own, the ranks agree by collectives of a group of its own instead (`group`): the
-store's connection and the world's group are the training's. There a rank that died or hangs is an error.
+Threads that run in parallel with training pass a `group` of their own and use its collectives instead, as the store
+connection and the world group belong to the training thread. There a dead or hanging rank raises an error.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import torch.distributed as dist
 from gptlite.parallelism.mesh import Mesh
 
 T = TypeVar("T")
-ALONE = Mesh(torch.device("cpu"))  # a process by itself
-# Waiting is cut into pieces, so that a signal's handler gets its turn.
+ALONE = Mesh(torch.device("cpu"))  # a single process
+# Waits are split into short ones, since Python runs signal handlers only between calls.
 PIECE = timedelta(seconds=1)
 
 
 def from_main(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """The result of an action that rank 0 alone takes, on every rank; what it raises is raised on every rank.
+    """Run an action on rank 0 only and return its result on every rank. An exception is raised on every rank.
 
-    Results and exceptions are pickled. To be called by all ranks, which must arrive within the collectives' time limit;
-    the action itself may take any time, without a `group`.
+    Results and exceptions are pickled. All ranks must call this within the collective timeout of each other. Without a
+    `group`, the action itself may take any time.
     """
     if mesh.world_size == 1:
         return action()
@@ -41,9 +41,9 @@ def from_main(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | No
 
 
 def from_all(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's result of an action that all take, in the order of ranks, on every rank.
+    """Run an action on every rank and return all results in rank order, on every rank.
 
-    If any raised, all raise what the lowest of those ranks did. For the rest as `from_main`.
+    If any rank raised, all raise the exception of the lowest such rank. Otherwise as `from_main`.
     """
     if mesh.world_size == 1:
         return [action()]
@@ -51,58 +51,58 @@ def from_all(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | Non
 
 
 def together(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """This rank's own result of an action that all take, whatever it is; what any of them raises, all raise."""
+    """Run an action on every rank and return this rank's own result, of any type. If any rank raises, all raise."""
     own: list[T] = []
     from_all(mesh, lambda: own.append(action()), group)
     return own[0]
 
 
-def _exchange(mesh: Mesh, action: Callable[[], T], speakers: Sequence[int], group: dist.ProcessGroup | None) -> list[T]:
+def _exchange(mesh: Mesh, action: Callable[[], T], sources: Sequence[int], group: dist.ProcessGroup | None) -> list[T]:
     answer, own_error = None, None
     if group is not None:
-        if mesh.rank in speakers:
-            answer, own_error = _packed(mesh.rank, action)
-        heard: list[Any] = [None] * mesh.world_size
-        dist.all_gather_object(heard, answer, group=group)
-        return _unpack([pickle.loads(heard[rank]) for rank in speakers], speakers, mesh.rank, own_error)
+        if mesh.rank in sources:
+            answer, own_error = _run_packed(mesh.rank, action)
+        gathered: list[Any] = [None] * mesh.world_size
+        dist.all_gather_object(gathered, answer, group=group)
+        return _unpack([pickle.loads(gathered[rank]) for rank in sources], sources, mesh.rank, own_error)
     store: Any = dist.distributed_c10d._get_default_store()
-    # A name that no other call has, nor a run before this one: a restarted run may find the store of the last.
+    # Unique across calls and runs, as a restarted run may find the store of the previous one.
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0, device=mesh.device)
-    keys = [f"{name[0]}/{rank}" for rank in speakers]
-    if mesh.rank in speakers:
-        answer, own_error = _packed(mesh.rank, action)
+    keys = [f"{name[0]}/{rank}" for rank in sources]
+    if mesh.rank in sources:
+        answer, own_error = _run_packed(mesh.rank, action)
         store.set(f"{name[0]}/{mesh.rank}", answer)
-    while not _there(store, keys):
+    while not _keys_exist(store, keys):
         pass
     answers = [pickle.loads(answer) for answer in store.multi_get(keys)]
-    if store.add(f"{name[0]}/read", 1) == mesh.world_size:
+    if store.add(f"{name[0]}/read", 1) == mesh.world_size:  # the last reader deletes the keys
         for key in (*keys, f"{name[0]}/read"):
             store.delete_key(key)
-    return _unpack(answers, speakers, mesh.rank, own_error)
+    return _unpack(answers, sources, mesh.rank, own_error)
 
 
-def _unpack(answers: list[Any], speakers: Sequence[int], own_rank: int, own_error: BaseException | None) -> list[Any]:
-    """What the speakers' actions gave; raises what the first of them raised, this rank's own error as it is."""
-    for rank, (raised, content, words) in zip(speakers, answers, strict=True):
+def _unpack(answers: list[Any], sources: Sequence[int], own_rank: int, own_error: BaseException | None) -> list[Any]:
+    """Return the results of the ranks that ran the action, or raise the exception of the first that failed."""
+    for rank, (raised, content, words) in zip(sources, answers, strict=True):
         if raised:
-            raise own_error if own_error is not None and rank == own_rank else _unpacked(content, words)
+            raise own_error if own_error is not None and rank == own_rank else _unpack_error(content, words)
     return [pickle.loads(content) for _, content, _ in answers]
 
 
-def _there(store: Any, keys: list[str]) -> bool:
-    """Whether all keys are there within PIECE. Raises DistNetworkError where the store itself has gone."""
-    with suppress(dist.DistStoreError):  # the time is over
+def _keys_exist(store: Any, keys: list[str]) -> bool:
+    """Wait up to PIECE and return True if all keys exist. Raises DistNetworkError if the store itself is gone."""
+    with suppress(dist.DistStoreError):  # timed out
         store.wait(keys, PIECE)
         return True
     return False
 
 
-def _packed(rank: int, action: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
-    """What came of an action: whether it raised; the result or exception, pickled; words on the exception."""
+def _run_packed(rank: int, action: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
+    """Run an action; return pickled (raised, pickled result or exception, traceback text), and the exception itself."""
     try:
         return pickle.dumps((False, pickle.dumps(action()), "")), None
-    except BaseException as error:  # Ctrl-C too: nobody may wait for an answer that never comes
+    except BaseException as error:  # KeyboardInterrupt too, as the other ranks wait for an answer
         words = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"
         try:
             content = pickle.dumps(error)
@@ -111,10 +111,10 @@ def _packed(rank: int, action: Callable[[], Any]) -> tuple[bytes, BaseException 
         return pickle.dumps((True, content, words)), error
 
 
-def _unpacked(content: bytes, words: str) -> BaseException:
+def _unpack_error(content: bytes, words: str) -> BaseException:
     try:
         error = pickle.loads(content)
         error.add_note(words)
-    except Exception:  # a class that does not pickle, or that is not known here
+    except Exception:  # the class does not pickle, or is unknown on this rank
         error = RuntimeError(words)
     return error

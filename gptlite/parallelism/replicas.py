@@ -1,4 +1,5 @@
-"""Whether what several ranks hold alike is still alike, bit by bit: a fault of memory or of our own ends the run."""
+"""Bitwise comparison of parameters that are replicated over ranks. A mismatch, by a memory fault or a bug, ends the
+run."""
 
 from __future__ import annotations
 
@@ -13,19 +14,20 @@ from gptlite.parallelism.collectives import all_reduce, gather_objects
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.tensor import is_cut
 
-ROW = 256  # 64-bit words that are added up before they are weighted
-MORE = 3  # names of differing parameters that are said, the first included
+ROW = 256  # 64-bit words that are summed before weighting
+MORE = 3  # maximum number of differing parameters to name, including the first
 
 
 class ReplicasDiffer(RuntimeError):
-    """A parameter is not the same on ranks that hold copies of it."""
+    """Raised when copies of a parameter differ between ranks."""
 
 
 def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str], mesh: Mesh, step: int) -> None:
-    """Compares this rank's parameters with their copies. To be called by all ranks; raises ReplicasDiffer on all.
+    """Compare this rank's parameters with their copies on other ranks. Collective; raises ReplicasDiffer on all ranks.
 
-    All have copies over dp_replicate, those that are not cut over tp, and those named in `tied` (the same names on all
-    ranks) on the first and the last part of a pipeline. The message names the first that differs, on which ranks.
+    All parameters have copies over dp_replicate, those not sharded over tp have copies over tp, and those named in
+    `tied` (the same names on all ranks) have copies on the first and the last pipeline part. The message names the
+    first one that differs, and the ranks.
     """
     named = list(parameters)
     hashes = torch.stack([fingerprint(local_part(tensor)) for _, tensor in named]).to(mesh.device)
@@ -45,9 +47,9 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number of a tensor's bits, int64 [], computed on its device in one pass. Any one bit that flips changes it.
+    """Hash of a tensor's bits, int64 [], computed on its device in one pass. Flipping any single bit changes it.
 
-    Sums of rows of 64-bit words, each times an odd number of its own, modulo 2^64.
+    Sum of rows of 64-bit words, each row multiplied by a different odd number, modulo 2^64.
     """
     bits = tensor.contiguous().flatten()
     if tensor.numel() * tensor.element_size() % (8 * ROW) or bits.storage_offset() * bits.element_size() % 8:
@@ -58,13 +60,13 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _differing(held: dict[str, list[int]], hashes: Tensor, mesh: Mesh, axis: str) -> list[str]:
-    """The names whose copies along an axis are not all alike; `held` says which of the hashes are of which name."""
+    """Return the names whose copies differ along an axis. `held` maps each name to indices into `hashes`."""
     least = torch.iinfo(torch.int64).min
     table = torch.full((2, len(held)), least, dtype=torch.int64, device=hashes.device)
     for column, places in enumerate(held.values()):
         if places:
             mine = hashes[places]
-            # The bitwise complement turns the order around, so that one reduction gives the largest and the smallest.
+            # The bitwise complement reverses the order, so that one max reduction gives both maximum and minimum.
             table[:, column] = torch.stack([mine.max(), (~mine).max()])
     all_reduce(table, mesh, [axis], "max")
     same = table[0] == ~table[1]
@@ -72,7 +74,7 @@ def _differing(held: dict[str, list[int]], hashes: Tensor, mesh: Mesh, axis: str
 
 
 def _message(found: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: int) -> str:
-    """`parameter x differs between dp_replicate ranks 0 and 1 (world ranks 0 and 4) after step 200`."""
+    """Return e.g. `parameter x differs between dp_replicate ranks 0 and 1 (world ranks 0 and 4) after step 200`."""
     first = next(rank for rank, differing in enumerate(found) if differing)
     axis, name = next(iter(found[first]))
     line = [r for r in range(mesh.world_size) if _same_line(mesh, r, first, axis) and (axis, name) in found[r]]
@@ -89,6 +91,6 @@ def _message(found: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: in
 
 
 def _same_line(mesh: Mesh, rank: int, other: int, axis: str) -> bool:
-    """Whether two ranks differ in their place along one axis alone."""
+    """Return True if two ranks have equal coordinates on all axes but one."""
     place = mesh.layout.coordinate
     return all(place(rank, each) == place(other, each) for each in AXES if each != axis)

@@ -1,7 +1,7 @@
-"""The place of another thread of this process, read from its Python stack: what it runs is not touched or slowed.
+"""Sampling of another thread's Python stack, without interrupting or slowing it.
 
-A thread that waits for other ranks does so in a few known ways: in a function of torch.distributed, on a line that
-calls `.wait()`, or in the store. The files on its stack say along which axis.
+A thread waits for other ranks in one of a few known places: a function of torch.distributed, a line that calls
+`.wait()`, or the store. The files on its stack identify the axis.
 """
 
 import linecache
@@ -16,11 +16,11 @@ import torch
 
 from gptlite.parallelism.axes import WORLD, every_axis
 
-# Files are told by where the packages are: a checkout or a user's own folder may have the same names in its path.
+# Absolute prefixes, since a checkout or a user's folder may have the same names in its path.
 PACKAGE, TORCH = f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/distributed/"
 COLLECTIVES = (f"{TORCH}distributed_c10d.py", f"{TORCH}_functional_collectives.py")
-STORE = f"{PACKAGE}parallelism/rank_sync.py"  # waits there may take any time
-# What a function on the stack says of the phase, from the outside in; after "backward" nothing more is said.
+STORE = f"{PACKAGE}parallelism/rank_sync.py"  # waits there have no time limit
+# Phase by name of a function on the stack, read from the outermost frame; "backward" ends the search.
 PHASES = {
     "prepare": "preparing data",
     "restore": "loading a checkpoint",
@@ -35,10 +35,10 @@ PHASES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a thread stands. `waits`: "collective", "store", or "" where it does not wait for other ranks.
+    """Position of a thread. `waits` is "collective", "store", or "" if it does not wait for other ranks.
 
-    `collective` is its name, "" where the stack does not tell; `axis` a kind of axis, or world; `words` the phase and
-    the line.
+    `collective` is the collective's name, "" if the stack does not show it; `axis` is a kind of axis, or world; `words`
+    are the phase and the line.
     """
 
     waits: str = ""
@@ -48,19 +48,20 @@ class Place:
 
     @property
     def waiting_for(self) -> str:
-        """`all_reduce over tp`."""
+        """Return e.g. `all_reduce over tp`."""
         nameless = next((axis.waits for axis in every_axis() if axis.kind == self.axis), "a collective")
         return f"{self.collective or nameless} over {self.axis}"
 
 
 def waits_along(thread: int) -> str | None:
-    """The axis whose ranks a thread waits for in a collective, by the thread's identifier; None where it does not."""
+    """Return the axis of the collective in which a thread waits, by the thread's identifier; None if it does not
+    wait."""
     frame = sys._current_frames().get(thread)
     return None if frame is None or not _waits(frame.f_code.co_filename, frame.f_lineno or 0) else _axis(frame)
 
 
 def place_of(thread: int) -> Place:
-    """Where a thread stands, by its identifier."""
+    """Return a thread's position, by the thread's identifier."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return Place(words="ended")
@@ -72,19 +73,19 @@ def place_of(thread: int) -> Place:
 
 @cache
 def _waits(file: str, line: int) -> bool:
-    """Whether a thread on that line waits in a collective."""
+    """Return True if a thread on that line waits in a collective."""
     return file in COLLECTIVES or (file.startswith((TORCH, PACKAGE)) and ".wait()" in linecache.getline(file, line))
 
 
 def _axis(frame: FrameType) -> str:
-    # The first file on the stack, from the inside, that is an axis's; of none: all ranks.
+    # The innermost file on the stack that belongs to an axis; without one, all ranks.
     found = (_axis_of_file(outer.f_code.co_filename) for outer, _ in walk_stack(frame))
     return next(filter(None, found), WORLD)
 
 
 @cache
 def _axis_of_file(file: str) -> str | None:
-    """The axis that a file's collectives are along, by the axes' table of files and folders."""
+    """Axis of the collectives in a file, by the files and folders in the axis table."""
     roots = {"gptlite": Path(PACKAGE), "torch": Path(TORCH).parent}
     for axis in every_axis():
         for name in axis.files:
@@ -95,7 +96,8 @@ def _axis_of_file(file: str) -> str | None:
 
 
 def _words(frames: list[FrameType]) -> str:
-    """`backward, in Trunk.fold (gptlite/model/trunk.py:9)`: the phase, and the innermost line of ours."""
+    """Return e.g. `backward, in Trunk.fold (gptlite/model/trunk.py:9)`: the phase, and the innermost line of this
+    package."""
     phases: list[str] = []
     for frame in reversed(frames):
         phase = PHASES.get(frame.f_code.co_name)

@@ -1,6 +1,6 @@
-"""Forward passes outside training through the parts of a pipeline, for evaluation and generation.
+"""Forward passes through the parts of a pipeline, for evaluation and generation.
 
-torch's schedules run a fixed number of micro-batches of a fixed shape; these are any number, of any length.
+torch's schedules run a fixed number of micro-batches of fixed shape. These passes allow any number and length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gptlite.parallelism.zero import reshard
 
 
 class StageRunner:
-    """All parts of a model, of which this rank holds `parts`. By default a whole model on one device."""
+    """Runner for all parts of a model, of which this rank holds `parts`. By default a whole model on one device."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class StageRunner:
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank holds the last part."""
+        """True if this rank holds the last part."""
         return self._last in self._mine
 
     def slice_length(self, length: int) -> int:
-        """Positions that the activations between parts have here, of those that tokens have on this rank."""
+        """Sequence length of the activations between parts on this rank, for tokens of that local length."""
         return length // self.axis.size if self.axis is not None and self.axis.sequence else length
 
     def run(
@@ -52,9 +52,10 @@ class StageRunner:
         activations: Sequence[int],
         dtype: torch.dtype,
     ) -> Tensor | None:
-        """The last part's result where this rank holds it, else None. To be called by all ranks.
+        """Return the last part's result on the ranks that hold it, None on the others. All ranks must call this.
 
-        `call` applies the i-th of this rank's parts to tokens, or to the `activations` of the part before.
+        `call` applies the i-th of this rank's parts to tokens, or to the previous part's output, of shape
+        `activations`.
         """
         out = tokens
         for index, (stage, part) in enumerate(zip(self._mine, self.parts, strict=True)):
@@ -67,7 +68,7 @@ class StageRunner:
         return out if self.has_last else None
 
     def from_last(self, number: Callable[[], int]) -> int:
-        """A number that one rank with the last part computes, on every rank."""
+        """Compute a number on one rank with the last part, and return it on every rank."""
         if self.mesh.world_size == 1:
             return number()
         rank = self._owner[self._last] * self.mesh.layout.stride("pp")
@@ -79,9 +80,9 @@ class StageRunner:
 
     @contextmanager
     def reading(self, whole_sequence: bool = False) -> Iterator[None]:
-        """No gradients and no dropout while entered; afterwards what ZeRO has gathered is freed.
+        """Disable gradients and dropout while entered; afterwards free what ZeRO has gathered.
 
-        `whole_sequence` turns sequence and context parallelism off: a single token has no sequence to cut.
+        `whole_sequence` disables sequence and context parallelism, as a single token cannot be split.
         """
         training = [part.training for part in self.parts]
         for part in self.parts:

@@ -1,8 +1,8 @@
-"""A file for a rank's optimizer state: past the page cache where the file system can, and gone with the process.
+"""Unnamed file for a rank's optimizer state, with direct I/O where the file system supports it.
 
-The file has no name (O_TMPFILE, or unlinked at once where there is none), so two runs never meet, nothing of anyone
-else's is ever removed, and the kernel frees the space however the process ends. Its blocks are reserved when it is
-made: a disk that others fill later does not touch it.
+The file has no name (O_TMPFILE, or unlinked at once where that is missing). So concurrent runs do not collide, no other
+file is ever removed, and the kernel frees the space however the process ends. Its blocks are allocated at creation, so
+that a disk filled later by others does not affect the run.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ALIGN = 4096  # bytes: what O_DIRECT wants of addresses, offsets and lengths on every disk made so far
-PIECE = 2**20  # bytes of one request; several are under way at once
+ALIGN = 4096  # bytes: alignment of addresses, offsets and lengths that satisfies O_DIRECT on common disks
+PIECE = 2**20  # bytes per request; up to THREADS requests run concurrently
 THREADS = 8
 
 
 class InFiles:
-    """What an optimizer is besides, whose state is in files."""
+    """Mixin of optimizers whose state is in files."""
 
     def settle(self) -> None:
-        """Brings the files up to date, for someone who reads or writes the mapped tensors before the next step."""
+        """Synchronise the files before code other than the step reads or writes the mapped tensors."""
         raise NotImplementedError
 
     def resident(self) -> list[Tensor]:
-        """All of its state, or room for it, that takes memory."""
+        """All tensors of its state, and buffers for it, that take memory."""
         raise NotImplementedError
 
 
 class StateFile:
-    """A file of `size` bytes in a folder, all 0. `direct`: whether reads and writes pass the page cache by.
+    """File of `size` zero bytes in a folder. `direct` is True if reads and writes bypass the page cache.
 
-    Raises OSError where the folder cannot be written or the disk has no such room.
+    Raises OSError if the folder is not writable or the disk lacks the space.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -51,33 +51,33 @@ class StateFile:
         self.direct = self._make_direct()
 
     def mapped(self) -> Tensor:
-        """The whole file as live fp32 elements: memory that the kernel fills from it and may take back at any time.
+        """Return the whole file as memory-mapped fp32 elements.
 
-        Reading and writing it is seen by `read` and `write` once `flush` was called, and sees what those have done.
+        Changes through the mapping are visible to `read` and `write` after `flush`, and it sees theirs.
         """
         self._map = mmap.mmap(self._file.fileno(), max(self.size, ALIGN))
         return torch.frombuffer(self._map, dtype=torch.float32)
 
     def flush(self) -> None:
-        """Writes what was changed through the mapped tensor, and lets its pages go."""
+        """Write changes made through the mapped tensor, and drop its pages."""
         self._map.flush()
         self._map.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, parts: Sequence[tuple[int, memoryview]]) -> None:
-        """Fills memory from the file: pairs of a place in bytes and what goes there, all aligned. Raises OSError."""
+        """Fill memory from the file. `parts` are pairs of byte offset and buffer, all aligned. Raises OSError."""
         list(self._pool.map(self._read, _pieces(parts)))
         self.bytes_read += sum(len(memory) for _, memory in parts)
 
     def write(self, parts: Sequence[tuple[int, memoryview]]) -> None:
-        """The reverse. Raises OSError."""
+        """Write memory to the file, the reverse of `read`. Raises OSError."""
         list(self._pool.map(self._write, _pieces(parts)))
         self.bytes_written += sum(len(memory) for _, memory in parts)
 
     def exchange(self, out: Sequence[tuple[int, memoryview]], into: Sequence[tuple[int, memoryview]]) -> None:
-        """Writes memory out, and fills each piece of it with something else as soon as it is written. Raises OSError.
+        """Write buffers out, and refill each piece from elsewhere in the file as soon as it is written. Raises OSError.
 
-        Both name the same memory, in as many parts, which may differ in length.
+        `out` and `into` name the same memory, in equally many parts, which may differ in length.
         """
         rows = zip(out, into, strict=True)
         pairs = [pair for ours, theirs in rows for pair in zip_longest(_pieces([ours]), _pieces([theirs]))]
@@ -109,7 +109,7 @@ class StateFile:
         before = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         try:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, before | flag)
-            os.preadv(descriptor, [aligned(ALIGN)], 0)
+            os.preadv(descriptor, [aligned(ALIGN)], 0)  # only a read shows whether the file system supports it
             return bool(flag)
         except OSError:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, before)
@@ -117,7 +117,7 @@ class StateFile:
 
 
 def aligned(size: int) -> memoryview:
-    """Memory of this process's own, beginning with a page."""
+    """Allocate page-aligned anonymous memory."""
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 

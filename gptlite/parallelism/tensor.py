@@ -1,12 +1,13 @@
-"""Megatron's tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) with sequence parallelism (Korthikanti et al.
-2022, arXiv:2205.05198).
+"""Tensor parallelism (Megatron-LM) with sequence parallelism.
 
-A column-parallel layer holds some of the output features, a row-parallel one some of the input features; a pair of them
-needs one sum over the ranks. With sequence parallelism the sum leaves each rank a slice of the sequence (a
-reduce-scatter), and the next column-parallel layer gathers it: the same traffic, and between the layers
-activations are cut too. Parameters are DTensors, so that ZeRO and checkpoints know the whole; compute is on the local
-tensors, with the collectives below. What is not cut stays a plain parameter; with sequence parallelism its gradient is
-of a slice of the sequence, and `sum_sliced_gradients` makes it whole.
+Sources: Shoeybi et al. 2019, arXiv:1909.08053, and for sequence parallelism Korthikanti et al. 2022, arXiv:2205.05198.
+
+A column-parallel layer holds a slice of the output features, a row-parallel one a slice of the input features; a pair
+of them needs one all-reduce. With sequence parallelism a reduce-scatter leaves each rank a slice of the sequence, and
+the next column-parallel layer all-gathers it: the same traffic, and the activations between the layers are sharded too.
+Parameters are DTensors, so that ZeRO and checkpoints know their global shape; compute uses local tensors, with the
+collectives below. Unsharded parameters stay plain. With sequence parallelism their gradient covers a slice of the
+sequence, and `sum_sliced_gradients` sums it over the ranks.
 
 Shapes: B sequences, S positions, s = S / tp, d and f features, T = tensor-parallel ranks.
 """
@@ -31,10 +32,10 @@ from gptlite.parallelism.torch_private import all_gather_single, reduce_scatter_
 
 @dataclass
 class TensorAxis:
-    """The ranks that share each layer. All of a model's layers hold the same object.
+    """The ranks that share each layer. All layers of a model hold the same object.
 
-    `sequence`: activations between layers are cut along the sequence. `overlap`: the backward pass of a column-parallel
-    layer computes its weight's gradient while the input's is being summed.
+    `sequence`: activations between layers are sharded along the sequence. `overlap`: the backward pass of a
+    column-parallel layer computes its weight's gradient while the input's is being summed.
     """
 
     mesh: DeviceMesh
@@ -47,7 +48,7 @@ class TensorAxis:
 
     @contextmanager
     def whole_sequence(self) -> Iterator[None]:
-        """While entered, no sequence is cut: a single token, in generation, cannot be."""
+        """Disable sequence parallelism while entered, as a single token, in generation, cannot be split."""
         sequence, self.sequence = self.sequence, False
         try:
             yield
@@ -55,45 +56,50 @@ class TensorAxis:
             self.sequence = sequence
 
     def gather_columns(self, x: Tensor, longest: int) -> Tensor:
-        """x [B, at most `longest`], cut in order over the ranks -> all columns on each rank, then padding."""
+        """Gather x [B, at most `longest`], split over the ranks in order. Returns all columns on each rank, then
+        padding."""
         return self.gather(F.pad(x, (0, longest - x.shape[1]))).transpose(0, 1).reshape(len(x), -1)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Every rank's x [...], as [T, ...]."""
+        """Gather every rank's x [...] into [T, ...]."""
         out, _ = _gather(x, self, wait=True)
         return out
 
 
 def tensor_axis(mesh: Mesh, sequence: bool, overlap: bool) -> TensorAxis | None:
-    """The tensor axis of a mesh; None where its degree is 1."""
+    """The tensor axis of a mesh; None if its degree is 1."""
     return TensorAxis(mesh.along("tp"), sequence, overlap) if mesh.size("tp") > 1 else None
 
 
 def axis_of(part: nn.Module) -> TensorAxis | None:
-    """The axis that a part's layers are cut over; None where they are whole."""
+    """The axis that a part's layers are sharded over; None if they are not."""
     axes = (getattr(module, "axis", None) for module in part.modules())
     return next((axis for axis in axes if isinstance(axis, TensorAxis)), None)
 
 
 def cut(parameter: Tensor, axis: TensorAxis, dim: int) -> nn.Parameter:
-    """A parameter as a DTensor, cut along `dim` over the axis as torch.chunk does."""
+    """Shard a parameter along `dim` over the axis, as torch.chunk does, and return it as a DTensor parameter."""
+    # src_data_rank=None: every rank has the whole parameter, so nothing is communicated.
     return nn.Parameter(distribute_tensor(parameter.detach(), axis.mesh, [Shard(dim)], src_data_rank=None))
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Whether a parameter is cut over the tensor axis; the others are whole on each of its ranks."""
+    """Return True if a parameter is sharded over the tensor axis. Other parameters are replicated over it."""
     return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A parameter's part on this rank, in a compute dtype. Its gradient flows back to the parameter."""
+    """Return a parameter's local shard, in a compute dtype. Gradients flow back to the parameter."""
     if isinstance(parameter, DTensor):
         parameter = parameter.to_local()
     return parameter if dtype is None else parameter.to(dtype)
 
 
 class ColumnParallelLinear(nn.Module):
-    """x [B, S or s, d] -> [B, S, f / T]: this rank's output features. x is gathered in the dtype of the product."""
+    """Column-parallel linear layer: x [B, S or s, d] -> [B, S, f / T], this rank's output features.
+
+    x is gathered in the dtype of the product.
+    """
 
     matmul_dtype: torch.dtype | None = None
     multiply = staticmethod(F.linear)  # or in fp8
@@ -109,7 +115,7 @@ class ColumnParallelLinear(nn.Module):
         return out if self.bias is None else out + local(self.bias, out.dtype)
 
     def project(self, x: Tensor) -> Tensor:
-        """Without the bias, for an op that adds it."""
+        """Apply the layer without its bias, for an op that adds the bias itself."""
         x = x.to(self.matmul_dtype or x.dtype)
         weight = local(self.weight, x.dtype)
         if self.axis.overlap and self.multiply is F.linear:
@@ -117,12 +123,15 @@ class ColumnParallelLinear(nn.Module):
         return self.multiply(enter(x, self.axis), weight)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """This rank's part of the bias."""
+        """This rank's shard of the bias."""
         return None if self.bias is None else local(self.bias, dtype)
 
 
 class RowParallelLinear(nn.Module):
-    """x [B, S, f / T], this rank's input features -> [B, S or s, d]. Summed in the dtype of the product."""
+    """Row-parallel linear layer: x [B, S, f / T], this rank's input features, -> [B, S or s, d].
+
+    The result is summed in the dtype of the product.
+    """
 
     matmul_dtype: torch.dtype | None = None
     multiply = staticmethod(F.linear)  # or in fp8
@@ -138,17 +147,18 @@ class RowParallelLinear(nn.Module):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def project(self, x: Tensor) -> Tensor:
-        """Without the bias, for an op that adds it."""
+        """Apply the layer without its bias, for an op that adds the bias itself."""
         x = x.to(self.matmul_dtype or x.dtype)
         return leave(self.multiply(x, local(self.weight, x.dtype)), self.axis)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """The bias, whole on every rank; with sequence parallelism its gradient is of a slice of the sequence."""
+        """The bias, replicated on every rank. With sequence parallelism its gradient covers a slice of the sequence."""
         return None if self.bias is None else self.bias.to(dtype)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens [B, S] -> [B, S or s, d], each rank holding some rows of the table; any number of rows will do."""
+    """Vocabulary-parallel embedding: tokens [B, S] -> [B, S or s, d]. Each rank holds some rows; any number of rows is
+    allowed."""
 
     def __init__(self, whole: nn.Embedding, axis: TensorAxis) -> None:
         super().__init__()
@@ -159,39 +169,40 @@ class VocabParallelEmbedding(nn.Module):
         weight = local(self.weight)
         row = tokens - first_row(self.weight, self.axis)
         mine = (row >= 0) & (row < len(weight))
-        # A rank without rows, where the vocabulary is smaller than the axis is long, has nothing to look up.
+        # With fewer rows than ranks, some ranks have an empty table, which F.embedding rejects.
         table = weight if len(weight) else weight.new_zeros(1, weight.shape[1])
         out = F.embedding(row.masked_fill(~mine, 0), table) * mine.unsqueeze(-1)
         return leave(out, self.axis)
 
 
 def sum_sliced_gradients(parameters: Iterable[Tensor], axis: TensorAxis) -> None:
-    """Sums over the axis the gradients of whole parameters, each of which has seen a slice of the sequence."""
+    """Sum over the axis the gradients of unsharded parameters, each computed from a slice of the sequence."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None and not is_cut(p)]
     if gradients:
-        whole = torch.cat([gradient.flatten() for gradient in gradients])
+        whole = torch.cat([gradient.flatten() for gradient in gradients])  # one collective for all of them
         flat = _sum(whole.to(axis.mesh.device_type), axis)  # an offloaded gradient is on the host
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
 
 def first_row(weight: Tensor, axis: TensorAxis) -> int:
-    """Which row of the whole table this rank's part starts at."""
+    """Index of the first row of this rank's shard in the whole table."""
     return min(axis.rank * rows_per_rank(weight, axis), weight.shape[0])
 
 
 def rows_per_rank(weight: Tensor, axis: TensorAxis) -> int:
-    """Rows of the longest part; the last may be shorter, or empty."""
+    """Number of rows of the longest shard. The last one may be shorter, or empty."""
     return -(-weight.shape[0] // axis.size)
 
 
 def enter(x: Tensor, axis: TensorAxis) -> Tensor:
-    """The input of layers that each compute a part: x itself, or gathered along the sequence; gradients are summed."""
+    """Return the input of column-parallel layers: x itself, or gathered along the sequence. Its gradients are
+    summed."""
     return (_Gather if axis.sequence else _Copy).apply(x, axis)
 
 
 def leave(x: Tensor, axis: TensorAxis) -> Tensor:
-    """The sum of the ranks' x [B, S, d]: whole, or a slice of the sequence on each."""
+    """Sum the ranks' x [B, S, d]; returns the whole sum, or a slice of the sequence on each rank."""
     return (_Scatter if axis.sequence else _Sum).apply(x, axis)
 
 
@@ -243,8 +254,11 @@ class _Scatter(torch.autograd.Function):
 
 
 class _OverlappedColumn(torch.autograd.Function):
-    """x weightᵀ, whose backward pass hides its communication: the input is gathered again while its gradient is
-    computed (so only a slice is kept), and the gradient is summed while the weight's is computed."""
+    """Product x weightᵀ with communication hidden in the backward pass.
+
+    The input is gathered again while its gradient is computed (so that only a slice is saved), and the gradient is
+    summed while that of the weight is computed.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, axis: TensorAxis) -> Tensor:
@@ -273,7 +287,7 @@ def _sum(x: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def _gather(x: Tensor, axis: TensorAxis, wait: bool = False) -> tuple[Tensor, dist.Work | None]:
-    """Starts gathering the ranks' x [B, ...] into [T, B, ...]."""
+    """Start gathering the ranks' x [B, ...] into [T, B, ...]."""
     x = x.contiguous()
     out = x.new_empty(axis.size * len(x), *x.shape[1:])
     work = all_gather_single(out, x, group=axis.group, async_op=not wait)
@@ -281,7 +295,7 @@ def _gather(x: Tensor, axis: TensorAxis, wait: bool = False) -> tuple[Tensor, di
 
 
 def _joined(parts: Tensor, work: dist.Work | None) -> Tensor:
-    """[T, B, s, d] -> [B, S, d], once it is there."""
+    """Wait for the gather and reshape [T, B, s, d] -> [B, S, d]."""
     if work is not None:
         work.wait()
     size, batch, length, width = parts.shape
@@ -289,7 +303,7 @@ def _joined(parts: Tensor, work: dist.Work | None) -> Tensor:
 
 
 def _scatter(x: Tensor, axis: TensorAxis) -> tuple[Tensor, dist.Work | None]:
-    """Starts summing the ranks' x [B, S, d] into a slice [B, s, d] for each."""
+    """Start a reduce-scatter of the ranks' x [B, S, d] into slices [B, s, d]."""
     batch, length, width = x.shape
     slices = x.view(batch, axis.size, length // axis.size, width).transpose(0, 1).flatten(0, 1).contiguous()
     out = x.new_empty(batch, length // axis.size, width)

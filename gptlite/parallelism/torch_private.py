@@ -1,4 +1,4 @@
-"""What the design needs of torch that has no public name. All of it is here; tests run it on each torch supported."""
+"""Private torch APIs that the design depends on. Tests run each of them on every supported torch version."""
 
 import os
 import sys
@@ -21,31 +21,33 @@ from torch.distributed.pipelining._backward import stage_backward_weight as stag
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
-autograd: Any = _autograd  # not all of it is in its type stub
+autograd: Any = _autograd  # its type stub is incomplete
 
-# Named so since torch 2.13, where the older name warns.
+# Renamed in torch 2.13, where the old names warn.
 all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Sets a group's time limit for a collective."""
+    """Set a group's time limit for a collective."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def forget_meshes() -> None:
-    """Empties DTensor's cache of what ops give: a tensor made with a new mesh gets an equal older one from it, whose
-    process groups may be gone."""
+    """Clear DTensor's sharding propagation cache.
+
+    A tensor on a new mesh would otherwise get an equal older mesh from the cache, whose process groups may be gone.
+    """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
 
 
 def reduce_gradients_now(part: nn.Module) -> None:
-    """Reduces what gradients there are, as the end of a backward pass would.
+    """Reduce the available gradients, as at the end of a backward pass.
 
-    A backward pass in two halves computes weight gradients where FSDP2 has no hook. The same calls as torch's own
-    PipelineStage.perform_reduce_grad makes.
+    A split backward pass computes weight gradients where FSDP2 has no hook. Makes the same calls as torch's
+    PipelineStage.perform_reduce_grad.
     """
     for group in _groups(part):
         group.post_backward()
@@ -54,19 +56,20 @@ def reduce_gradients_now(part: nn.Module) -> None:
 
 
 def accumulate_gradients_now(part: nn.Module) -> None:
-    """Adds what gradients there are to those of earlier micro-batches, in the reduction's dtype.
+    """Add the available gradients to those of earlier micro-batches, in the reduction's dtype.
 
-    FSDP2's hooks would, but miss the weight half of a backward pass, whose gradients would add up in 16 bits.
+    FSDP2's hooks do this, but not in the weight half of a backward pass, whose gradients would be accumulated in 16
+    bits.
     """
     for group in _groups(part):
         for param in group.fsdp_params:
-            if hasattr(param, "_unsharded_param"):  # made by the first gathering
+            if hasattr(param, "_unsharded_param"):  # exists after the first gather
                 param.accumulate_unsharded_grad_if_needed()
                 param.to_accumulated_grad_if_needed()
 
 
 def keep_fp32_gradients(part: nn.Module) -> None:
-    """Has FSDP2 leave reduced gradients in fp32, where it would round them to the dtype of their bf16 parameters."""
+    """Make FSDP2 keep reduced gradients in fp32. By default it rounds them to the dtype of their bf16 parameters."""
     for module in part.modules():
         if isinstance(module, FSDPModule):
             for group in _groups_of(fully_shard.state(module)):  # type: ignore[attr-defined]
@@ -85,7 +88,7 @@ def _reduce_into_fp32(group: Any) -> None:
 
 
 def _groups(part: nn.Module) -> list[Any]:
-    """FSDP2's groups of parameters in a part, whatever it is a part of."""
+    """FSDP2's parameter groups in a part, including those of nested modules."""
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
     return [group for state in root._state_ctx.all_states for group in _groups_of(state) if group is not None]
 
@@ -95,9 +98,10 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """What FSDP2 holds of a part besides its shards and their gradients: parameters gathered, gradients not reduced.
+    """Return FSDP2's buffers of a part besides shards and their gradients: gathered parameters, unreduced gradients.
 
-    Parameters that are freed between the forward and the backward pass are left out: they come and go with each block.
+    Parameters that are freed between the forward and the backward pass are left out, as they exist for one block at a
+    time.
     """
     gathered: list[Tensor] = []
     gradients: list[Tensor | None] = []
@@ -109,7 +113,7 @@ def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
             gradients.append(group._partial_reduce_output)
             for param in group.fsdp_params:
                 gathered += [] if group._reshard_after_forward else param.all_gather_outputs
-                whole = getattr(param, "_unsharded_param", None)  # made by the first gathering
+                whole = getattr(param, "_unsharded_param", None)  # exists after the first gather
                 gradients += [param.unsharded_accumulated_grad, None if whole is None else whole.grad]
     return gathered, [gradient for gradient in gradients if gradient is not None]
 
@@ -118,8 +122,11 @@ def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 def watched_shards(
     parts: Iterable[nn.Module], gathered: Callable[[int], None], reduced: Callable[[int], None]
 ) -> Iterator[None]:
-    """While entered, is told the bytes of this rank's shards whenever FSDP2 gathers a group of parameters, and those of
-    its gradients, fp32, whenever a group's have been reduced over all ranks: what it moves where it offloads."""
+    """Report the transfers of an offloaded model, while entered.
+
+    `gathered` receives the bytes of this rank's shards whenever FSDP2 gathers a parameter group, and `reduced` those of
+    its fp32 gradients whenever a group's have been reduced over all ranks.
+    """
 
     def watch(group: Any) -> None:
         wait, post_backward = group.wait_for_unshard, group.post_backward
@@ -157,17 +164,17 @@ def watched_shards(
 
 
 def _has_gradient(param: Any) -> bool:
-    whole = getattr(param, "_unsharded_param", None)  # made by the first gathering
+    whole = getattr(param, "_unsharded_param", None)  # exists after the first gather
     return param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 
 
 @contextmanager
 def recorded_allocations() -> Iterator[list[tuple[int, int, int]]]:
-    """This thread's allocations of tensors' memory on a CPU while entered, in order; the list is filled at the end.
+    """Record this thread's CPU tensor allocations while entered, in order. The yielded list is filled on exit.
 
-    Each is (nanoseconds since 1970, address, bytes), the bytes negative where memory is given back: only what
-    was allocated while entered. torch.profiler's recorder, told to leave out the operators: about 10 us an
-    allocation. It must not run already, see `profiler_runs`.
+    Entries are (nanoseconds since 1970, address, bytes), with negative bytes for frees, of memory allocated while
+    entered. It uses torch.profiler's recorder without operators, at about 10 us per allocation, which must not be
+    running already, see `profiler_runs`.
     """
     allocations: list[tuple[int, int, int]] = []
     settings: Any = torch.autograd.profiler.profile(use_cpu=True, use_kineto=True, profile_memory=True)
@@ -176,7 +183,7 @@ def recorded_allocations() -> Iterator[list[tuple[int, int, int]]]:
     with _silent_stderr():
         autograd._prepare_profiler(settings.config(), settings.kineto_activities)
         autograd._enable_profiler(settings.config(), settings.kineto_activities, no_operators)
-        del older  # the first memory given back that was not seen allocated brings a warning, the next 999 do not
+        del older  # the first free of unrecorded memory logs a warning, the next 999 do not
     try:
         yield allocations
     finally:
@@ -187,20 +194,20 @@ def recorded_allocations() -> Iterator[list[tuple[int, int, int]]]:
             if event.tag != _EventType.Allocation:
                 continue
             address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
-            # The recorder may tell the end of an allocation from before, as that of `older`.
+            # Skip frees of memory that was allocated before recording began, such as `older`.
             if size > 0 or address in begun:
                 (begun.add if size > 0 else begun.remove)(address)
                 allocations.append((event.start_time_ns, address, size))
 
 
 def profiler_runs() -> bool:
-    """Whether torch.profiler is recording."""
+    """Return True if torch.profiler is recording."""
     return autograd._profiler_enabled()
 
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """The recorder writes to the process's stderr that it starts and stops (torch 2.13)."""
+    """Redirect the process's stderr. torch 2.13's recorder logs its start and stop there."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -213,9 +220,9 @@ def _silent_stderr() -> Iterator[None]:
 
 
 class KeptForAll:
-    """Selective checkpointing's context for the backward pass, which may be entered for each half of a split one.
+    """Backward context of selective checkpointing that can be entered twice, once per half of a split backward pass.
 
-    torch's own forgets what it kept as it is used, and raises "Trying to backward an extra time" the second time.
+    torch's own context consumes its cache, and raises "Trying to backward an extra time" the second time.
     """
 
     def __init__(self, context: Any) -> None:
@@ -231,9 +238,9 @@ class KeptForAll:
 
 @contextmanager
 def imagined_world(rank: int, world: int) -> Iterator[None]:
-    """A process group of `world` ranks of which only this one is real: what is sent goes nowhere.
+    """Create a fake process group of `world` ranks, of which only this one exists. Messages are discarded.
 
-    Raises RuntimeError where this process has joined another.
+    Raises RuntimeError if this process has already joined a group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -248,7 +255,8 @@ def imagined_world(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def flash_attention_only() -> Iterator[None]:
-    """While entered, SDPA is the op of a CPU's flash kernel: on the meta device torch would write out its scores."""
+    """Make SDPA use the CPU's flash attention op while entered. On the meta device torch would materialise the
+    scores."""
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -269,7 +277,7 @@ def flash_attention_only() -> Iterator[None]:
 
 @contextmanager
 def watched_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """While entered, `seen` is told every storage whose size has been set, as FSDP2 frees and takes memory again."""
+    """Call `seen` for every storage that is resized while entered, which is how FSDP2 frees and reallocates memory."""
     resize: Any = torch.UntypedStorage.resize_
 
     def watched(storage: torch.UntypedStorage, size: int) -> Any:
@@ -286,7 +294,7 @@ def watched_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[No
 
 @contextmanager
 def shapes_unseen() -> Iterator[None]:
-    """While entered, no dispatch mode sees how DTensor finds a result's shape: by the op on fake, whole tensors."""
+    """Hide DTensor's shape propagation, which runs ops on fake whole tensors, from dispatch modes while entered."""
     cls, name = ShardingPropagator, "_propagate_tensor_meta_non_cached"
     find = getattr(cls, name)
 
@@ -303,8 +311,10 @@ def shapes_unseen() -> Iterator[None]:
 
 @contextmanager
 def held_messages() -> Iterator[None]:
-    """While entered, what a pipeline's schedule sends and receives is kept for as long as it keeps the handles of it,
-    as the handles of gloo and NCCL do and those of imagined ranks do not."""
+    """Keep the tensors of a pipeline schedule's messages alive for as long as it keeps their handles, while entered.
+
+    Handles of gloo and NCCL do this; those of the fake process group do not.
+    """
     start: Any = schedules._batch_p2p
 
     def started(ops: list[dist.P2POp], *args: Any, **options: Any) -> list[Any]:
@@ -318,27 +328,27 @@ def held_messages() -> Iterator[None]:
 
 
 class _Held:
-    """A handle of nothing but tensors."""
+    """Work handle that only keeps tensors alive."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing, as there is no communication."""
 
 
 def is_last_sum(tensor: Tensor) -> bool:
-    """Whether a dispatched sum is autograd's of two gradients, of which it holds the only reference to this first one.
+    """Return True if a dispatched sum is autograd's sum of two gradients with the only reference to this first one.
 
-    It adds in place then, but for tensors of other classes than torch's own, such as those without data. Counted are
-    the references of autograd, of the call (two) and of Python; a sum that Python code asks for has one fewer.
+    Autograd then adds in place, except for tensor subclasses, such as those without data. The expected count has the
+    references of autograd, of the call (two) and of Python; a sum issued by Python code has one fewer.
     """
     if torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
         return False
-    counted: Any = tensor  # its type stub does not know
+    counted: Any = tensor  # _use_count is missing in the type stub
     return counted._use_count() == 4 and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
 
 
 def schedule_stages(schedule: Any) -> list[Any]:
-    """The stages of this rank that a pipeline's schedule runs."""
+    """The stages of this rank in a pipeline schedule."""
     return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]

@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting, in one line, from the heartbeats of all."""
+"""Identify stalled ranks from heartbeats."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from gptlite.parallelism.stack_sampling import Place
 
-SHOWN = 4  # ranks described one by one
+SHOWN = 4  # maximum number of ranks described individually
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's own account: the training step it takes (0: none), its place, and for how many seconds it stands there.
+    """Status of a rank: its training step (0: none), its main thread's position, and the seconds spent there.
 
-    `beat` counts its heartbeats, and `time` is when this one was made, in seconds of the epoch.
+    `beat` counts the rank's heartbeats, and `time` is the time of this one in seconds of the epoch.
     """
 
     rank: int
@@ -28,54 +28,54 @@ class Heartbeat:
 
     @property
     def who(self) -> str:
-        """`rank 3 (node7, pid 4711)`."""
+        """Return e.g. `rank 3 (node7, pid 4711)`."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     @property
     def where(self) -> str:
-        """`step 12, backward, in ...`."""
+        """Return e.g. `step 12, backward, in ...`."""
         return f"step {self.step}, {self.place.words}" if self.step else self.place.words
 
 
 def judge(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None], now: float) -> str:
-    """Which ranks are to blame, from the last heartbeats and from earlier ones, since which each should have beaten.
+    """Name the stalled ranks, by comparing the latest heartbeats with earlier ones that every rank should have renewed.
 
-    A rank that has not is the one; else those that do not wait for others. `now` is in seconds of the epoch. None
-    stands for a rank without a heartbeat so far.
+    Ranks without a new heartbeat are stalled; if there are none, those that do not wait for others are. `now` is in
+    seconds of the epoch. None stands for a rank without any heartbeat.
     """
     known = [beat for beat in beats if beat is not None]
     silent = silent_ranks(before, beats)
-    guilty = silent or [beat for beat in known if not beat.place.waits]
+    stalled = silent or [beat for beat in known if not beat.place.waits]
     missing = [rank for rank, beat in enumerate(beats) if beat is None]
     parts = [
-        f"{beat.who} has said nothing for {max(now - beat.time, 0):.0f} s; its last word: {beat.where}"
+        f"{beat.who} has sent no heartbeat for {max(now - beat.time, 0):.0f} s; last position: {beat.where}"
         if silent
-        else f"{beat.who} keeps the others waiting: for {beat.stood:.0f} s {beat.where}"
-        for beat in guilty[:SHOWN]
+        else f"{beat.who} stalls the others, for {beat.stood:.0f} s now: {beat.where}"
+        for beat in stalled[:SHOWN]
     ]
-    if len(guilty) > SHOWN:
-        parts.append(f"and so {rank_words(beat.rank for beat in guilty[SHOWN:])}")
+    if len(stalled) > SHOWN:
+        parts.append(f"also {rank_words(beat.rank for beat in stalled[SHOWN:])}")
     if missing and not silent:
-        parts.append(f"nothing yet from {rank_words(missing)}")
+        parts.append(f"no heartbeat yet from {rank_words(missing)}")
     places: dict[str, list[int]] = {}
     for beat in known:
-        if beat.place.waits == "collective" and beat not in guilty:
+        if beat.place.waits == "collective" and beat not in stalled:
             places.setdefault(beat.place.waiting_for, []).append(beat.rank)
     if places:
         waiting = (f"{rank_words(ranks)} wait{'s' * (len(ranks) == 1)} in {place}" for place, ranks in places.items())
         parts.append(", ".join(waiting))
-    if not guilty and not missing:
-        parts.append("none is behind: they wait for each other, or the network between them fails")
+    if not stalled and not missing:
+        parts.append("no rank is behind: they wait for each other, or the network between them fails")
     return "; ".join(parts)
 
 
 def silent_ranks(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None]) -> list[Heartbeat]:
-    """The last heartbeats of ranks that have not beaten since: stopped, or on a machine that has gone."""
+    """Last heartbeats of ranks that sent no new one: the process is stopped, or its machine is gone."""
     return [beat for old, beat in zip(before, beats, strict=True) if old and beat and old.beat == beat.beat]
 
 
 def rank_words(ranks: Iterable[int]) -> str:
-    """`rank 4`, `ranks 0-2, 5`."""
+    """Format as `rank 4` or `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

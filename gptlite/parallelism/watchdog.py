@@ -1,9 +1,9 @@
-"""Hang detection: a rank that keeps the others waiting is named before their collectives run out of time.
+"""Hang detection: names the stalled rank before the collectives of the others time out.
 
-Two threads of each rank do it, and nothing in what it trains. One looks at where the main thread stands, the other
-leaves heartbeats in the process group's store. Once a rank has stood in one collective for most of the time limit it
-reads the heartbeats of all, says who has fallen silent (a process that is stopped takes its threads along) or does
-something else, and ends: nothing is saved, and the launcher ends the rest.
+Two threads per rank do this, without touching the training code. One samples the position of the main thread, the other
+writes heartbeats to the process group's store. When a rank has been in one collective for most of the time limit, it
+reads all heartbeats, reports the ranks that sent none (a stopped process stops its threads too) or that do something
+else, and exits. Nothing is saved, and the launcher ends the other ranks.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from gptlite.parallelism.stack_sampling import Place, place_of, waits_along
 from gptlite.parallelism.verdict import Heartbeat, judge, silent_ranks
 
 LOOK_SECONDS = 0.05
-ANSWER_SECONDS = 2.0  # for a store that answers, thousands of times enough
-# Between naming the rank and the time limit, so that it is named before a collective fails: seconds, part of the limit.
+ANSWER_SECONDS = 2.0  # a working store answers thousands of times faster
+# Time between the verdict and the limit, so that the verdict comes before a collective fails: seconds, part of limit.
 MARGIN, PART = 10.0, 0.25
 
 
 class RankStuck(RuntimeError):
-    """A rank has kept others waiting for nearly as long as a collective may take."""
+    """Raised when a rank has stalled the others for nearly the time limit of a collective."""
 
 
 class Watch:
-    """Watches the thread that makes it, until it is closed. To be made by all ranks; with one rank it does nothing.
+    """Watchdog of the thread that creates it, until closed. All ranks must create one; a single rank has none to watch.
 
-    `limit` is the time limit of a collective in seconds. `ending` is called, from another thread, with the RankStuck
+    `limit` is the time limit of a collective in seconds. `ending` is called from another thread, with the RankStuck
     that is about to end this process.
     """
 
@@ -58,41 +58,41 @@ class Watch:
         if mesh.world_size == 1:
             return
         self._period = max(1.0, min(10.0, limit / 10))
-        self._ends = limit - min(MARGIN, PART * limit)
-        self._asks = self._ends - 3 * self._period  # time for two heartbeats of each
+        self._end_after = limit - min(MARGIN, PART * limit)
+        self._suspect_after = self._end_after - 3 * self._period  # time for two heartbeats of each
         self.communication_time = CommunicationTime(mesh)
         self._groups = [dist.group.WORLD, *mesh.groups().values()]
         self._mark: tuple | None = None
-        self._since = self._answered = time.monotonic()
+        self._since = self._last_answer = time.monotonic()
         place = Place()
         self._own = Heartbeat(mesh.rank, socket.gethostname(), os.getpid(), 0, time.time(), 0, place, 0.0)
-        # The name is new: a run that was started again may find the store of the one before.
+        # A unique name, as a restarted run may find the store of the previous one.
         name, self._store_host = from_main(mesh, lambda: (uuid.uuid4().hex, self._own.who))
         self._keys = [f"{name}/{rank}" for rank in range(mesh.world_size)]
         self._verdict_key = f"{name}/verdict"
         store: Any = dist.distributed_c10d._get_default_store()
-        self._store = store.clone()
-        self._heard: list[tuple[float, list[Heartbeat | None]]] = []  # heartbeats of all, once this rank suspects one
-        self._suspects, self._spoken = False, threading.Event()
+        self._store = store.clone()  # its own connection, as the threads must not share the main thread's
+        self._readings: list[tuple[float, list[Heartbeat | None]]] = []  # of all ranks, since a hang is suspected
+        self._suspecting, self._beat_ready = False, threading.Event()
         main = threading.get_ident()
         self._threads = [
-            threading.Thread(target=self._look, args=(main,), daemon=True, name="watch over the ranks"),
-            threading.Thread(target=self._talk, daemon=True, name="heartbeats"),
+            threading.Thread(target=self._sample_loop, args=(main,), daemon=True, name="watch over the ranks"),
+            threading.Thread(target=self._publish_loop, daemon=True, name="heartbeats"),
         ]
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Ends the threads. A call to the store that is under way is waited for a moment."""
+        """Stop the threads. Waits up to a second for a store call in progress."""
         self._closed.set()
         if self._mesh.world_size > 1:
-            self._spoken.set()
+            self._beat_ready.set()
             for thread in self._threads:
                 thread.join(1.0)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """While entered, this training step is taken, and its time in collectives counts."""
+        """Mark a training step while entered, and count its time in collectives."""
         self._step, self._in_step = number, True
         try:
             yield
@@ -100,58 +100,59 @@ class Watch:
             self._in_step = False
 
     def verdict(self) -> str | None:
-        """Why some rank has ended all, if one has: the cause of what fails on this one afterwards."""
+        """Return the verdict that ended the ranks, if there is one: the cause of later failures on this rank."""
         if self._mesh.world_size == 1:
             return None
         key = self._verdict_key
         return self._within_time(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
     def leave_verdict(self, text: str) -> None:
-        """Leaves for all ranks why this one ends, unless another has."""
+        """Publish the reason why this rank exits, unless another rank has already published one."""
         self._within_time(lambda: self._store.compare_set(self._verdict_key, "", text))
 
     def communication(self, step_seconds: float) -> dict[str, Any]:
-        """A metrics row's keys, see CommunicationTime.row; none with one rank. To be called by all ranks."""
+        """Return the keys of a metrics row, see CommunicationTime.row; none with one rank. All ranks must call it."""
         return self.communication_time.row(step_seconds) if self._mesh.world_size > 1 else {}
 
-    def _look(self, main: int) -> None:
-        looked, spoken = time.monotonic(), 0.0
+    def _sample_loop(self, main: int) -> None:
+        sampled, published = time.monotonic(), 0.0
         while not self._closed.wait(LOOK_SECONDS):
             now = time.monotonic()
             if self._in_step:
-                self.communication_time.add(waits_along(main), now - looked)
-            looked = now
-            mark = (self._step, self._in_step, counts(self._groups))
+                self.communication_time.add(waits_along(main), now - sampled)
+            sampled = now
+            mark = (self._step, self._in_step, counts(self._groups))  # a change of any of these is progress
             if mark != self._mark:
                 self._mark, self._since = mark, now
             stood = now - self._since
-            if now - spoken >= (self._period if stood < self._asks else self._period / 4):
-                spoken = now
+            if now - published >= (self._period if stood < self._suspect_after else self._period / 4):
+                published = now  # heartbeats are four times as frequent once a hang is suspected
                 self._beat(place_of(main), stood)
 
     def _beat(self, place: Place, stood: float) -> None:
-        """Leaves a heartbeat; ends this process if it has waited in its place for too long."""
-        if stood > self._period and (self._mesh.device.type == "cuda" or stood > self._asks):
+        """Publish a heartbeat, and end this process if its main thread has been in one place for too long."""
+        if stood > self._period and (self._mesh.device.type == "cuda" or stood > self._suspect_after):
             place = recorded(place)
         step, beat = self._step if self._in_step else 0, self._own.beat + 1
         self._own = replace(self._own, beat=beat, time=time.time(), step=step, place=place, stood=stood)
-        self._suspects = place.waits == "collective" and stood > self._asks
-        self._spoken.set()
-        if self._suspects and stood > self._ends:
-            text, silent = self._judged()
-            # First: once this process ends, the others' collectives fail, and they should know what for.
+        self._suspecting = place.waits == "collective" and stood > self._suspect_after
+        self._beat_ready.set()
+        if self._suspecting and stood > self._end_after:
+            text, silent = self._verdict_now()
+            # Before exiting: the others' collectives fail as soon as this process ends, and they report the verdict.
             self.leave_verdict(text)
             self._end(text, silent)
 
-    def _talk(self) -> None:
-        """Hands heartbeats on. By itself: where the store's host has stopped, a call never returns."""
-        while self._spoken.wait() and not self._closed.is_set():
-            self._spoken.clear()
-            with suppress(dist.DistError):  # the store has gone, and the launcher with it
+    def _publish_loop(self) -> None:
+        """Write heartbeats to the store. A separate thread, as a store call never returns if the store's host is
+        stopped."""
+        while self._beat_ready.wait() and not self._closed.is_set():
+            self._beat_ready.clear()
+            with suppress(dist.DistError):  # the store is gone, together with the launcher
                 self._store.set(self._keys[self._mesh.rank], pickle.dumps(self._own))
-                # The first and the last are compared.
-                self._heard = [*self._heard[:1], (time.monotonic(), self._read())] if self._suspects else []
-                self._answered = time.monotonic()
+                # Keep the first and the last reading; _verdict_now compares them.
+                self._readings = [*self._readings[:1], (time.monotonic(), self._read())] if self._suspecting else []
+                self._last_answer = time.monotonic()
 
     def _read(self) -> list[Heartbeat | None]:
         if self._store.check(self._keys):
@@ -159,7 +160,7 @@ class Watch:
         return [pickle.loads(self._store.get(key)) if self._store.check([key]) else None for key in self._keys]
 
     def _within_time(self, call: Callable[[], Any]) -> Any:
-        """What a call to the store gives; None where the store does not answer."""
+        """Call the store and return the result, or None if it does not answer in time."""
         answers: list[Any] = []
 
         def ask() -> None:
@@ -171,23 +172,23 @@ class Watch:
         thread.join(ANSWER_SECONDS)
         return answers[0] if answers else None
 
-    def _judged(self) -> tuple[str, Sequence[Heartbeat]]:
-        """The verdict, and the ranks that have fallen silent."""
-        silence = time.monotonic() - self._answered
-        if silence > 2.5 * self._period or not self._heard:
-            # As torch.distributed decides it.
+    def _verdict_now(self) -> tuple[str, Sequence[Heartbeat]]:
+        """Return the verdict, and the heartbeats of ranks that stopped sending them."""
+        silence = time.monotonic() - self._last_answer
+        if silence > 2.5 * self._period or not self._readings:
+            # The same test as torch.distributed uses: the launcher's agent or rank 0 hosts the store.
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             return (
-                f"{'the launcher' if agent else self._store_host} has said nothing for {silence:.0f} s, and the store "
-                f"of the ranks' words is there; rank {self._mesh.rank} waits in {self._own.place.waiting_for}"
+                f"{'the launcher' if agent else self._store_host} has not answered for {silence:.0f} s; it "
+                f"hosts the store with the heartbeats; rank {self._mesh.rank} waits in {self._own.place.waiting_for}"
             ), ()
-        (asked, before), (_, beats) = self._heard[0], self._heard[-1]
-        if time.monotonic() - asked <= 2 * self._period:  # nobody need have spoken since
+        (read_at, before), (_, beats) = self._readings[0], self._readings[-1]
+        if time.monotonic() - read_at <= 2 * self._period:  # too early to expect a new heartbeat from every rank
             before = [None] * len(beats)
         return judge(before, beats, time.time()), silent_ranks(before, beats)
 
     def _end(self, text: str, silent: Sequence[Heartbeat]) -> None:
-        """Ends this process with exit code 1, the error on standard error and where the launcher looks for it."""
+        """End this process with exit code 1, after reporting the error on standard error and to the launcher."""
         print(f"error: {text}", file=sys.stderr, flush=True)
         try:
             raise RankStuck(text)
@@ -198,11 +199,11 @@ class Watch:
                 get_error_handler().record_exception(error)
         for beat in silent:
             kill(beat)
-        os._exit(1)
+        os._exit(1)  # sys.exit would only end this thread
 
 
 def kill(beat: Heartbeat) -> None:
-    """Kills a silent rank that the same launcher has started here, which would wait half a minute for it to end."""
+    """Kill a stopped rank that this launcher started on this machine. The launcher would wait half a minute for it."""
     mine = Path("/proc/self/environ"), Path(f"/proc/{beat.pid}/environ")
     with suppress(OSError):
         own, other = (dict(e.split(b"=", 1) for e in path.read_bytes().split(b"\0") if b"=" in e) for path in mine)
@@ -212,10 +213,10 @@ def kill(beat: Heartbeat) -> None:
 
 
 def recorded(place: Place) -> Place:
-    """A place with what the process groups know: the name of the collective, which may run while no thread waits."""
+    """Add to a place the collective known to the process groups, which may run while no thread waits."""
     if place.waits == "store" or (found := oldest_under_way()) is None:
         return place
     name, axis = found
-    if axis == WORLD and place.axis:  # an axis as long as the world has no group of its own
+    if axis == WORLD and place.axis:  # an axis that spans the world shares the world's group
         axis = place.axis
     return replace(place, waits="collective", collective=place.collective or name, axis=axis)

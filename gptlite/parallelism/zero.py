@@ -1,4 +1,4 @@
-"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) by FSDP2: one engine, and flags that give the stages.
+"""ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) on FSDP2: one engine, with flags that select the stage.
 
 | stage | parameters                        | gradients while accumulating              | optimizer state |
 |-------|-----------------------------------|-------------------------------------------|-----------------|
@@ -35,13 +35,13 @@ def shard(
     dtype: torch.dtype,
     reduce_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Shards a part of the model over the data axes, in place.
+    """Shard a model part over the data axes, in place.
 
-    Where they have one rank it is left as it is, unless something is offloaded: then a rank has all of the only shard,
-    which FSDP2 keeps in host memory, with its gradient, as it does the shards of several.
+    With one data rank the part is left unchanged, unless something is offloaded: then the rank holds the only shard,
+    which FSDP2 keeps in host memory with its gradient, as it does with several shards.
 
-    `blocks` are gathered and reduced `bucket_layers` at a time, the rest of the part together. Parameters are gathered
-    in `dtype`, gradients reduced in `reduce_dtype`.
+    `blocks` are gathered and reduced `bucket_layers` at a time, and the rest of the part together. Parameters are
+    gathered in `dtype`, gradients reduced in `reduce_dtype`.
     """
     offloads = config.offload is not Offload.none
     if mesh.fsdp_size == 1 and not offloads:
@@ -61,7 +61,7 @@ def shard(
     for module in sharded_modules(part):
         # Gradients are sums over the tokens of the global batch: nothing is averaged.
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # else gloo is asked for PREMUL_SUM, which it does not have
+        module.set_force_sum_reduction_for_comms(True)  # the default, PREMUL_SUM, is not supported by gloo
         if mesh.device.type == "cpu" and mesh.size("dp_shard") > 1:
             module.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(PairwiseReduceScatter())  # type: ignore[arg-type]
@@ -70,19 +70,19 @@ def shard(
 
 
 def sharded_modules(part: nn.Module) -> list[FSDPModule]:
-    """The modules that FSDP2 gathers; none without data parallelism."""
+    """Modules that FSDP2 gathers; none without data parallelism."""
     return [module for module in part.modules() if isinstance(module, FSDPModule)]
 
 
 def storage_device(mesh: Mesh, config: ParallelismConfig) -> torch.device:
-    """Where parameters, gradients and optimizer state are between their uses."""
+    """Device that stores parameters, gradients and optimizer state between uses."""
     return mesh.device if config.offload is Offload.none else torch.device("cpu")
 
 
 def before_backward(part: nn.Module, zero: int, last: bool) -> None:
-    """Says what the coming backward pass does with gradients and parameters: see the table above.
+    """Configure the next backward pass's handling of gradients and parameters, according to the table above.
 
-    `last` says that it is the step's last one for this part.
+    `last` marks the step's last backward pass of this part.
     """
     if not isinstance(part, FSDPModule):
         return
@@ -93,25 +93,25 @@ def before_backward(part: nn.Module, zero: int, last: bool) -> None:
 
 
 def gather(part: nn.Module) -> None:
-    """Gathers all parameters of a part."""
+    """Gather all parameters of a part."""
     for module in sharded_modules(part):
         module.unshard()
 
 
 def reshard(parts: Iterable[nn.Module]) -> None:
-    """Frees gathered parameters: after an evaluation, say, which ends with them gathered."""
+    """Free gathered parameters, for example after an evaluation, which leaves them gathered."""
     for part in parts:
         for module in sharded_modules(part):
             module.reshard()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's elements of a tensor, sharing its memory."""
+    """Return this rank's elements of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _prefetch(modules: list[nn.Module], ahead: int) -> None:
-    """Gathers buckets ahead of their use; one ahead is what FSDP2 does by itself in the backward pass."""
+    """Prefetch buckets ahead of their use. FSDP2 itself prefetches one in the backward pass."""
     for index, module in enumerate(modules):
         assert isinstance(module, FSDPModule)
         module.set_modules_to_forward_prefetch(modules[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]

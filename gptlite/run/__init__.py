@@ -1,1 +1,1 @@
-"""A run: built from its configuration, restored, kept in its folder, announced and summed up."""
+"""Runs: construction from a configuration, restoring, run folder, banner and summary."""

@@ -27,7 +27,7 @@ from gptlite.trainer.state import TrainState
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that takes a step. `config` has the vocabulary's size."""
+    """Objects needed to take steps. `config` has the vocabulary size filled in."""
 
     config: Config
     mesh: Mesh
@@ -39,9 +39,9 @@ class Run:
 
 
 def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
-    """The run of a configuration, before its first step, with initial weights.
+    """Build the run of a configuration, with initial weights, before its first step.
 
-    Collective. Raises ConfigError, on all ranks, for what cannot run here.
+    Collective. Raises ConfigError, on all ranks, for a configuration that cannot run here.
     """
     policy = resolve_precision(config.precision, mesh.device)
     ops = agreed_ops(config.ops, mesh, documents=config.data.documents)

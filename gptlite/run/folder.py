@@ -1,4 +1,4 @@
-"""A run's folder: whether a new command may go on in it, its log, its checkpoints."""
+"""Run folder: check that a new command may use it, its log and its checkpoints."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ APPEARS_SECONDS = 30.0
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint could not be written. Earlier ones are as they were."""
+    """Raised when a checkpoint could not be written. Earlier ones are unchanged."""
 
 
 class RunFolder:
-    """`<run.dir>`: config.yaml, data_order.jsonl, metrics.jsonl, train.log, checkpoints/, result.json.
+    """Folder `<run.dir>`: config.yaml, data_order.jsonl, metrics.jsonl, train.log, checkpoints/, result.json.
 
-    Making one leaves nothing behind, and raises ConfigError where training here would mix two runs; nothing is
+    The constructor leaves nothing behind, and raises ConfigError if training here would mix two runs; nothing is
     written before `opened`. `resume_from` is the checkpoint that training starts from, or None.
 
-    All ranks make it and call `restore`, `opened`, `write_config` and `save` together. Rank 0 decides and writes; what
-    it refuses, all refuse. The others print what they log, and leave the folder alone but for their tensors.
+    All ranks create it, and call `restore`, `opened`, `write_config` and `save` together. Rank 0 decides and writes;
+    its errors are raised on all ranks. The others print their log lines, and write nothing in the folder but their
+    tensors.
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
@@ -65,7 +66,7 @@ class RunFolder:
             from_main(mesh, lambda: self._refuse(from_yaml(read_config(found)), f"checkpoint {found}"))
 
     def restore(self, state: TrainState) -> None:
-        """Loads the checkpoint there is into a state. Raises ConfigError if it read other data or is past the end."""
+        """Load the checkpoint, if any, into a state. Raises ConfigError if it read other data or is past the end."""
         if self.resume_from is None:
             return
         meta, changes = from_main(self.mesh, lambda: self._accepted(state))
@@ -96,7 +97,7 @@ class RunFolder:
 
     @contextmanager
     def opened(self, config: Config, tokenizer: Tokenizer) -> Iterator[None]:
-        """The folder, made, logging, and locked against another process that trains in it."""
+        """Create the folder, open the log, and lock it against other processes that train in it, while entered."""
         with ExitStack() as held:
             held.callback(self.checkpointer.close, self.log)
             from_main(self.mesh, lambda: self._open_log(config, held))
@@ -105,11 +106,11 @@ class RunFolder:
             yield
 
     def write_config(self) -> None:
-        """config.yaml: what runs, resolved. An older one stays beside it, under a number."""
+        """Write the resolved configuration to config.yaml. An older one is kept beside it with a number."""
         from_main(self.mesh, self._write_config)
 
     def write_order(self, state: TrainState) -> None:
-        """data_order.jsonl: by which rules this run reads its samples from here on."""
+        """Record in data_order.jsonl the rules by which this run reads its samples from here on."""
         loader, schedule = state.loader, state.loader.schedule
         row = OrderRow(
             step=state.step,
@@ -122,7 +123,7 @@ class RunFolder:
         from_main(self.mesh, lambda: note_order(self.path, row))
 
     def log(self, text: str) -> None:
-        """Lines for train.log, where there is none yet once there is, and for the terminal."""
+        """Write lines to the terminal and to train.log, to the latter once it is open."""
         self.record(text)
         try:
             print(text, flush=True)
@@ -135,7 +136,7 @@ class RunFolder:
         print(text, file=sys.stderr, flush=True)
 
     def record(self, text: str) -> None:
-        """Lines for train.log alone."""
+        """Write lines to train.log only."""
         if not self.mesh.is_main:
             return
         if self._log_file is None:
@@ -146,7 +147,7 @@ class RunFolder:
                 self._log_file.flush()
 
     def check_space(self, state: TrainState) -> None:
-        """Raises ConfigError where there is no room for one checkpoint, and says so where there is not for all."""
+        """Raise ConfigError if there is no space for one checkpoint; log a warning if there is not enough for all."""
         size, keep = self.checkpointer.size(state.tensors()), self.config.checkpoint.keep
         free = from_main(self.mesh, lambda: shutil.disk_usage(existing(self.path)).free)
         words = (
@@ -159,15 +160,15 @@ class RunFolder:
             self.log(f"warning: {words}: too little for the {needed} that checkpoint.keep={keep} needs")
 
     def save(self, state: TrainState) -> Path:
-        """Commits a checkpoint of the state, or begins to, and returns its folder. Raises SaveFailed."""
+        """Commit a checkpoint of the state, or start to, and return its folder. Raises SaveFailed."""
         with self._failing_in_words(f"the checkpoint of step {state.step}"):
             return self.checkpointer.save(state.tensors(), state.meta(), to_yaml(self.config), self.tokenizer, self.log)
 
     def rewind(self, state: TrainState, spike: Spike) -> Path | None:
-        """Loads the last good checkpoint that has read no sample from the spike's first on, and has the state skip the
-        spike's from now on. Returns the checkpoint; None if there is none. Later ones are renamed.
+        """Load the last good checkpoint before the spike's samples, and make the state skip those from now on.
 
-        Raises SaveFailed for a save in flight.
+        Returns the checkpoint; None if there is none. Later checkpoints are renamed. Raises SaveFailed for a save in
+        progress.
         """
         self.finish_saves()
         start = self.resume_from if self.config.checkpoint.load == "all" else None
@@ -187,23 +188,23 @@ class RunFolder:
         return found
 
     def finish_saves(self) -> None:
-        """Waits for the save in flight. Raises SaveFailed."""
+        """Wait for the save in progress. Raises SaveFailed."""
         with self._failing_in_words("a checkpoint"):
             self.checkpointer.finish()
 
     @property
     def save_failed(self) -> bool:
-        """Whether the save in flight has failed on this rank."""
+        """True if the save in progress has failed on this rank."""
         return self.checkpointer.failed
 
     @property
     def save_seconds(self) -> float:
-        """How long the longest save took, from its beginning to its commit."""
+        """Duration of the longest save, from its start to its commit."""
         return self.checkpointer.save_seconds
 
     @contextmanager
     def _failing_in_words(self, what: str) -> Iterator[None]:
-        """What the file system refuses is for the user to mend: in one line, with what is left."""
+        """Convert an OSError to SaveFailed, with one line on the error and the remaining checkpoints."""
         try:
             yield
         except OSError as error:
@@ -214,12 +215,12 @@ class RunFolder:
             ) from error
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """result.json: how the run ended, for scripts and sweeps. Rank 0 waits for nobody: the others may be gone."""
+        """Write result.json, for scripts and sweeps. Rank 0 does not wait for other ranks, which may be gone."""
         if self.mesh.is_main:
             write_whole(self.path / "result.json", json.dumps(result, indent=2) + "\n")
 
     def _refuse_folder(self) -> None:
-        """Refuses a folder that cannot be written, or holds another run."""
+        """Raise ConfigError for a folder that cannot be written, or holds another run."""
         self._refuse_unwritable()
         self._refuse_busy()
         saved = self.path / "config.yaml"
@@ -227,7 +228,8 @@ class RunFolder:
             self._refuse(read_saved(saved), f"run.dir={self.config.run.dir}")
 
     def _accepted(self, state: TrainState) -> tuple[dict[str, Any], list[str]]:
-        """The checkpoint's `meta`, if it may be loaded into this state, and what differs from where it was written."""
+        """Return the `meta` of a checkpoint that fits this state, and the changes of environment since it was
+        written."""
         assert self.resume_from is not None
         manifest, load = read_manifest(self.resume_from), self.config.checkpoint.load
         old, new = ({"data_identity": each} for each in (manifest.meta["data_identity"], state.data_identity))
@@ -263,9 +265,9 @@ class RunFolder:
             self._log_file.close()
 
     def _lock(self, held: ExitStack) -> None:
-        """Holds the log until this process ends, and says who that is. A file system without locks holds nothing.
+        """Lock the log until this process ends, and write a note of the owner. File systems without locks are ignored.
 
-        The kernel drops a lock with its process, however that dies; the note may be of a dead one.
+        The kernel drops the lock when the process dies, however it does. The note may then be stale.
         """
         assert self._log_file is not None
         note = self.path / OWNER
@@ -275,7 +277,8 @@ class RunFolder:
         held.callback(note.unlink, missing_ok=True)
 
     def _try_lock(self, file: TextIO) -> bool:
-        """Whether it is locked now; not where there are no locks. Raises ConfigError if another process has it."""
+        """Return True if the lock was taken, False without lock support. Raises ConfigError if another process has
+        it."""
         try:
             import fcntl
 
@@ -291,7 +294,8 @@ class RunFolder:
             return False
 
     def _refuse_busy(self) -> None:
-        """Refuses a folder that a process trains in, before its checkpoints are read: they may go meanwhile."""
+        """Raise ConfigError if a process trains in the folder, before reading its checkpoints, which may be deleted
+        meanwhile."""
         with suppress(OSError), open(self.path / LOG, "r+", encoding="utf-8") as log:
             self._try_lock(log)
 
@@ -305,7 +309,7 @@ class RunFolder:
         write_whole(target, text)
 
     def _refuse_unseen(self) -> None:
-        """Raises ConfigError where this rank does not see what rank 0 has made."""
+        """Raise ConfigError if this rank does not see the files that rank 0 has created."""
         until = time.monotonic() + APPEARS_SECONDS
         while not (self.path / LOG).exists():
             if time.monotonic() > until:
@@ -320,7 +324,7 @@ class RunFolder:
             raise ConfigError(f"run.dir={self.config.run.dir}: {reason}")
 
     def _refuse(self, old: Config, where: str) -> None:
-        """Refuses to go on from another model, data or seed; notes what else differs."""
+        """Raise ConfigError to prevent resuming with another model, data or seed; log other differences."""
         new = self.config
         spec, known = spec_of(new.model), spec_of(old.model).vocab_size(old.model)
         if known is not None:  # the tokenizer's, where it is left open; that it is the same is seen once there is one

@@ -1,4 +1,4 @@
-"""A trained model for reading: from a checkpoint, without what trained it. For the tools."""
+"""Trained models for evaluation and generation, restored from a checkpoint without optimizer state."""
 
 from gptlite.checkpoint.find import find_checkpoint
 from gptlite.checkpoint.load import load_tensors, read_config
@@ -17,9 +17,9 @@ from gptlite.trainer.state import model_tensors
 
 
 def restore(checkpoint: str, precision: str = "auto") -> tuple[Model, StageRunner, Tokenizer, Config]:
-    """The model in evaluation mode, its one part on a device, its tokenizer and its run's configuration.
+    """Return the model in evaluation mode, its single part on a device, its tokenizer and its run's configuration.
 
-    `checkpoint` is a step folder, or a run folder for its newest. Raises ConfigError for what is not there.
+    `checkpoint` is a step folder, or a run folder for its newest one. Raises ConfigError if it does not exist.
     """
     path = find_checkpoint(checkpoint, "checkpoint")
     config = from_yaml(read_config(path))

@@ -1,4 +1,4 @@
-"""What a run says at its two ends: the banner, and the results with what to do next."""
+"""Summary of a run: the banner at its start, and the results and next commands at its end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ADVICE: dict[type[Exception], str] = {
 
 
 def announce(run: Run, folder: RunFolder) -> Reporter:
-    """Prints the banner and opens the trackers: on rank 0, with what all ranks know."""
+    """Print the banner and open the trackers on rank 0. Collective, as it gathers values of all ranks."""
     config, mesh, state, policy, ops = run.config, run.mesh, run.state, run.policy, run.ops
     batch, model, length = config.data, config.model, config.data.sequence_length
     spec, accumulation = state.model.spec, state.loader.num_micro_batches
@@ -125,8 +125,10 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
 
 
 def _flops(model: Model, length: int, peak: float | None) -> tuple[int | None, list[tuple[str, str]]]:
-    """FLOPs of a token, counted for a model that gives none where there is a peak to compare them with; else None, with
-    the banner's line on the reason where one was sought."""
+    """Return the FLOPs per token, and the banner's line on the reason if they are unknown.
+
+    If the model gives none, they are counted, but only if there is a peak to compare them with.
+    """
     found = model.flops_per_token(length)
     if found is not None or peak is None:
         return found, []
@@ -137,7 +139,7 @@ def _flops(model: Model, length: int, peak: float | None) -> tuple[int | None, l
 
 
 def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tuple[str, str]]:
-    """The banner's line on the kernel that SDPA takes, where attention is SDPA."""
+    """Return the banner's line on the kernel that SDPA uses, if attention is SDPA."""
     found = spec_of(config.model).attention(config.model)
     if found is None or ops.attention is not Attention.sdpa:
         return []
@@ -148,7 +150,7 @@ def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tup
 
 
 def _ops(config: Config, ops: Ops) -> Iterator[str]:
-    """The path of each op that the run takes: AdamW's kernel only where the optimizer is AdamW."""
+    """Yield the path of each op, with AdamW's kernel only if the optimizer is AdamW."""
     for reason in ops.reasons:
         if not isinstance(config.optimizer, AdamWConfig):
             reason = re.sub(r"^adamw (?!, ).*|, adamw\b|^adamw, ", "", reason)
@@ -169,7 +171,7 @@ def _optimizer(config: Config) -> str:
 
 
 def _ramp(config: Config) -> str:
-    """The end of the banner's line on the batch, where that grows on the way."""
+    """Return the suffix of the banner's line on the batch, if its size grows."""
     if config.data.batch_ramp is None:
         return ""
     start, increment, samples = config.data.batch_ramp
@@ -177,7 +179,7 @@ def _ramp(config: Config) -> str:
 
 
 def _share(state: TrainState) -> tuple[dict[str, int], int, list[list[int]]]:
-    """Of this rank: the whole sizes of its parameters by name, its elements of them, the layers of each part."""
+    """Return this rank's global parameter sizes by name, its number of local elements, and the layers of each part."""
     sizes = {name: parameter.numel() for name, parameter in state.named_parameters()}
     elements = sum(num_local_elements(p) for part in state.parts for p in part.parameters())
     return sizes, elements, [list(state.model.blocks(part)) for part in state.parts]
@@ -186,7 +188,7 @@ def _share(state: TrainState) -> tuple[dict[str, int], int, list[list[int]]]:
 def _layout(
     config: ParallelismConfig, words: str, mesh: Mesh, micro_batches: int, elements: list[int], layers: list
 ) -> list[tuple[str, str]]:
-    """The banner's line on several ranks: `8 ranks on CPU (gloo): pipeline 2 x ... ; layers 0-1 | 2-3; ...`."""
+    """Return the banner's line on several ranks: `8 ranks on CPU (gloo): pipeline 2 x ... ; layers 0-1 | 2-3; ...`."""
     if mesh.world_size == 1:
         return []
     text = f"{mesh.world_size} ranks on {mesh.device.type.upper()} ({dist.get_backend()}): {words}"
@@ -209,12 +211,12 @@ def _bubble(config: ParallelismConfig, micro_batches: int) -> str:
 
 
 def _span(layers: list[int]) -> str:
-    """`0-3`, or `2` for one layer."""
+    """Format as `0-3`, or `2` for one layer."""
     return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
 def device_words(device: torch.device) -> str:
-    """`NVIDIA H200` or `AMD EPYC, 2 threads`."""
+    """Return e.g. `NVIDIA H200` or `AMD EPYC, 2 threads`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name() or platform.machine()}, {_counted(torch.get_num_threads(), 'thread')}"
@@ -227,7 +229,7 @@ def _counted(number: int, word: str) -> str:
 
 @dataclass
 class Conclusion:
-    """What `conclude` is told, and the exit code it decides."""
+    """Outcome reported to `conclude`, and the exit code that it determines."""
 
     outcome: Outcome | None = None
     exit_code: int = 0
@@ -237,9 +239,9 @@ class Conclusion:
 def conclude(
     config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float, watch: Watch
 ) -> Iterator[Conclusion]:
-    """Whatever ends the block: closed trackers and result.json, and for a run that trained, its results.
+    """Close the trackers and write result.json however the block ends, and report the results of a completed run.
 
-    Rank 0 writes. Where the block fails nobody waits for another rank, which may be gone.
+    Rank 0 writes. If the block fails, no rank waits for another, which may be gone.
     """
     conclusion = Conclusion()
     status = "failed"
@@ -290,7 +292,8 @@ def _result(
     status: str,
     outcome: Outcome | None = None,
 ) -> dict[str, Any]:
-    """result.json: how the run ended, and the figures that a sweep compares (docs/sweeps.md says what each means)."""
+    """Return the content of result.json: how the run ended, and the figures that sweeps compare (see
+    docs/sweeps.md)."""
     evaluation = outcome.evaluation if outcome else None
     return {
         "status": status,
@@ -310,8 +313,10 @@ def _result(
 
 
 def _pipeline(config: Config, state: TrainState) -> dict[str, Any] | None:
-    """What a timeline of the pipeline is drawn from; None without one. `stage_flops`: a token's, forward and backward,
-    of each stage's layers and of the head in the last."""
+    """Return the data for a timeline of the pipeline; None without one.
+
+    `stage_flops` has the FLOPs per token, forward and backward, of each stage's layers, and of the head in the last.
+    """
     parallelism, model = config.parallelism, state.model
     if parallelism.pipeline == 1:
         return None
@@ -332,7 +337,7 @@ def _pipeline(config: Config, state: TrainState) -> dict[str, Any] | None:
 def _close(
     config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float, outcome: Outcome
 ) -> None:
-    """The sample, which all ranks make together, the curves and the next commands."""
+    """Generate the sample, on all ranks, plot the curves and print the next commands."""
     if outcome.ending is Ending.done:
         _sample(config, run, state)
     if not run.mesh.is_main:

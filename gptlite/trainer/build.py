@@ -1,6 +1,6 @@
-"""What a run trains, built from the sections of its configuration: parts of the model, optimizer, passes.
+"""Construction of the trained objects from configuration sections: model parts and optimizer.
 
-Training, parity and the planner's simulation all build with these.
+Used by training, parity and the planner's simulation.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def build_updates(
     ops: Ops,
     seed: int = 0,
 ) -> Optimizer:
-    """The optimizer of parts that have their memory, with what rounds, offloads or copies what it updates."""
+    """Build the optimizer for parts that have memory, wrapped for stochastic rounding and offload if configured."""
     weights = [named for part in parts for named in model.named_weights(part)]
     matrices = model.spec.matrices(model.config)
     optimizer = build_optimizer(config, weights, ops.adamw, matrices.edges, matrices.fused)

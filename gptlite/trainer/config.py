@@ -1,27 +1,27 @@
-"""Length of a run and what happens during it."""
+"""Trainer configuration: length of a run, intervals, profiling and loss spikes."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class SpikeConfig:
-    """What a run does about spikes of its loss, see trainer/spike.py. Lengths are in steps.
+    """Handling of loss spikes, see trainer/spike.py. Lengths are in steps.
 
-    `policy`: none, or skip: back to the last checkpoint from before the spike, and on without the samples that made it.
+    `policy`: none, or skip, which returns to the last checkpoint before the spike and continues without its samples.
     """
 
     policy: str = "none"
-    window: int = 128  # whose losses make the band; none is judged before there are as many
-    threshold: float = 8.0  # standard deviations above the band's middle
-    rise: float = 0.3  # nats above it, at least
-    patience: int = 3  # above the band in a row; a loss that is not finite counts at once
-    margin: int = 1  # before these, whose samples are skipped too
-    max_rewinds: int = 5  # of the run, which then ends
+    window: int = 128  # losses that define the band; there are no spikes before that many steps
+    threshold: float = 8.0  # standard deviations from the band's middle to its upper limit
+    rise: float = 0.3  # minimum distance in nats from the middle to the limit
+    patience: int = 3  # consecutive losses above the band that make a spike; a non-finite loss is one at once
+    margin: int = 1  # steps before the spike whose samples are skipped too
+    max_rewinds: int = 5  # maximum per run, which then fails
 
 
 @dataclass
 class TrainerConfig:
-    """Steps are optimizer steps. `max_time` is in minutes: the run saves and ends before it is over."""
+    """Steps are optimizer steps. `max_time` is in minutes; the run saves and ends before it is over."""
 
     max_steps: int = 1000  # of the run and of its schedule
     stop_step: int | None = None  # ends the run after this step of the same schedule; null: max_steps
@@ -30,8 +30,8 @@ class TrainerConfig:
     eval_samples: int | None = None  # sequences an evaluation reads of each data set; null: all there are
     log_interval: int = 10
     compile: bool = False
-    host_memory_limit: float | None = None  # GiB that a rank may take of the host; past it an allocation fails
-    max_restarts: int = 0  # times a run whose rank died goes on from its last checkpoint
+    host_memory_limit: float | None = None  # GiB of host memory per rank; allocations beyond it fail
+    max_restarts: int = 0  # restarts from the last checkpoint after a rank has failed
     replica_check_interval: int = 0  # steps between comparisons of parameters that should be equal; 0: never
     profile_steps: list[int] = field(default_factory=list)  # [first, last]: writes a Chrome trace of these steps
     spike: SpikeConfig = field(default_factory=SpikeConfig)

@@ -1,4 +1,4 @@
-"""What is decided about a step on the device, so that the host need not wait for its loss and gradient norm."""
+"""On-device decisions about a step, so that the host need not wait for its loss and gradient norm."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from gptlite.trainer.loss_scale import LossScaler
 
 
 class Decisions:
-    """Whether the optimizer takes a step, and the loss scale of the next one: tensors on a device, from the host's.
+    """Device tensors that decide whether to apply an optimizer step, and the loss scale of the next one.
 
-    A step whose loss or gradient norm is not finite is not taken. Where no smaller loss scale is left to try, or there
-    is none, no later one is either: the host, which hears of it late, has enqueued some already.
+    A step with a non-finite loss or gradient norm is not applied. If no smaller loss scale is left, or there is no loss
+    scale, later steps are not applied either: the host learns of it late, and has already enqueued some.
     """
 
     def __init__(self, scaler: LossScaler | None, device: torch.device) -> None:
@@ -19,12 +19,13 @@ class Decisions:
 
     @property
     def scale(self) -> Tensor | float:
-        """The loss scale of the next step: fp32, 0-dim; 1.0 without one."""
+        """Loss scale of the next step: fp32, 0-dim; 1.0 without loss scaling."""
         return 1.0 if self._values is None else self._values[0].float()
 
     def decide(self, sums: Tensor) -> Tensor:
-        """Whether the step is to change nothing, fp32: 1 or 0. `sums` begin with its loss and norm."""
+        """Return fp32 1 to skip the step, 0 to apply it. `sums` begin with its loss and norm."""
         overflow = sums[:2].isfinite().all().logical_not()
+        # Tensor operations instead of branches, as reading a value on the host would synchronise with the device.
         skips, ends = overflow | self._halted, overflow
         if self._scaler is not None and self._values is not None:
             self._values, exhausted = self._scaler.advanced(self._values, overflow)
@@ -33,5 +34,5 @@ class Decisions:
         return skips.float()
 
     def with_scales(self, sums: Tensor) -> Tensor:
-        """What the host is to know of a step: `sums`, and the loss scale's SCALE_VALUES after it."""
+        """Return the values the host needs after a step: `sums`, and the loss scale's updated SCALE_VALUES."""
         return sums if self._values is None else torch.cat([sums.double(), self._values])

@@ -1,4 +1,4 @@
-"""The loss on held-out text."""
+"""Evaluation on held-out text."""
 
 import math
 import time
@@ -20,9 +20,9 @@ PROGRESS_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over what was read. `text_bytes` are the UTF-8 bytes the predicted tokens stand for; None for no text.
+    """Sums over the evaluated text. `text_bytes` is the UTF-8 size of the predicted tokens; None if they are not text.
 
-    Of a blend, `parts` has the evaluation of each data set by name, which add up to this one.
+    For a blend, `parts` has the evaluation of each data set by name; they add up to this one.
     """
 
     nats: float
@@ -73,7 +73,7 @@ def evaluate_sets(
     interrupted: Callable[[], bool] = lambda: False,
     log: Callable[[str], None] = lambda _: None,
 ) -> Evaluation | None:
-    """The loss on the held-out text of all data sets, `limit` sequences of each; None if `interrupted` came true.
+    """Evaluate all data sets, up to `limit` sequences of each. Returns None if `interrupted` becomes true.
 
     An evaluation that takes longer than a few seconds logs its progress.
     """
@@ -98,9 +98,10 @@ def evaluate(
     text_bytes: int | None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """The loss over all batches of all ranks, dropout off; None if `interrupted` came true meanwhile."""
+    """Evaluate all batches of all ranks, with dropout off. Returns None if `interrupted` becomes true."""
     mesh = runner.mesh
-    counts = mesh.is_first("uncut")  # the others have computed the same loss
+    counts = mesh.is_first("uncut")  # other tensor-parallel ranks have computed the same loss
+    # Accumulated on the device in fp64: no synchronisation per batch, and no rounding over many of them.
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with runner.reading():
         for batch in batches:

@@ -1,4 +1,4 @@
-"""The training loop: steps, with evaluation, checkpoints and stopping between them."""
+"""Training loop: steps, with evaluation, checkpoints and stopping between them."""
 
 import math
 import time
@@ -25,11 +25,11 @@ from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged, Step, StepResult
 from gptlite.trainer.steps import Steps, lag_of
 
-SLOW_DISK = 200e6  # bytes a second: what the first save is taken to need, before one has been timed
+SLOW_DISK = 200e6  # bytes per second, to estimate the duration of a save before one has been timed
 
 
 class Ending(Enum):
-    """Why a run ended. The values go into result.json."""
+    """Reason why a run ended. The values are written to result.json."""
 
     done = "done"
     stop_step = "stopped: trainer.stop_step"
@@ -39,7 +39,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """The sections of the configuration that the loop reads."""
+    """Configuration sections used by the loop."""
 
     trainer: TrainerConfig
     optimizer: OptimizerConfig
@@ -48,7 +48,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended, and its last evaluation and checkpoint. `exit_code` is 128 + the signal, if one came."""
+    """Reason why training ended, and its last evaluation and checkpoint. `exit_code` is 128 + signal after a signal."""
 
     ending: Ending
     evaluation: Evaluation | None
@@ -57,36 +57,36 @@ class Outcome:
 
 
 class Saves(Protocol):
-    """What keeps the state."""
+    """Protocol of the object that saves and restores the state."""
 
     @property
     def save_seconds(self) -> float:
-        """How long the longest save took so far."""
+        """Duration of the longest save so far."""
         ...
 
     @property
     def save_failed(self) -> bool:
-        """Whether a save beside the training has failed; `finish_saves` then raises."""
+        """True if a background save has failed; `finish_saves` then raises."""
         ...
 
     def save(self, state: TrainState) -> Path:
-        """Commits a checkpoint, or begins to, and returns its folder."""
+        """Commit a checkpoint, or start to, and return its folder."""
         ...
 
     def finish_saves(self) -> None:
-        """Waits until what was begun is committed."""
+        """Wait until all started saves are committed."""
         ...
 
     def rewind(self, state: TrainState, spike: Spike) -> Path | None:
-        """Takes the state back to the last checkpoint that has read none of a spike's samples or later ones, has it
-        skip them from now on, and returns the checkpoint; None if there is none."""
+        """Restore the last checkpoint that precedes a spike's samples, and skip those from now on. Returns the
+        checkpoint, or None if there is none."""
         ...
 
 
 class Clock:
-    """Whether there is time for another step before `trainer.max_time`, a save at the end of it included.
+    """Time budget of `trainer.max_time`, with time for a save at the end.
 
-    With a `lag` all ranks hear the answer a step late, and when it is given up to two more are under way.
+    With a `lag`, all ranks learn of the end one step late, and up to two more steps are then in progress.
     """
 
     def __init__(self, minutes: float | None, started: float, save_seconds: float, lag: int = 0) -> None:
@@ -96,16 +96,17 @@ class Clock:
         self._mark = time.monotonic()
 
     def step(self) -> None:
-        """A step has ended. Slower ones than the last count at once, faster ones little by little."""
+        """Record the end of a step. A slower step raises the estimate at once, faster ones lower it gradually."""
         now = time.monotonic()
+        # A decaying maximum: underestimating a step could miss the deadline.
         self._step_seconds, self._mark = max(0.9 * self._step_seconds, now - self._mark), now
 
     def mark(self) -> None:
-        """What took time since the step is no part of the next one."""
+        """Exclude the time since the last step from the next one."""
         self._mark = time.monotonic()
 
     def over(self) -> bool:
-        """Whether one more step and a save could pass the deadline."""
+        """Return True if one more step and a save could exceed the deadline."""
         return time.monotonic() + self._steps * self._step_seconds + 2 * self.save_seconds > self.deadline
 
 
@@ -122,14 +123,15 @@ def train(
     run_dir: Path,
     lag: int | None = None,
 ) -> Outcome:
-    """Trains until `trainer.max_steps`, `trainer.stop_step`, a signal or `trainer.max_time`; ends with a checkpoint.
+    """Train until `trainer.max_steps`, `trainer.stop_step`, a signal or `trainer.max_time`; ends with a checkpoint.
 
-    `run` keeps the state; `started` is when the process began, in time.monotonic() seconds. With a `lag` of 1, as on a
-    GPU by default, a step's result is acted on when the next one has been enqueued, but before anything else is done
-    with the state.
-    Raises Diverged where the loss or gradient is not finite, Spiked where `trainer.spike` gives up, ReplicasDiffer
-    where copies of a parameter are not alike, and what a save raises, one beside the training at the next step; the
-    checkpoints before it stay as they are.
+    `run` saves the state; `started` is the start of the process, in time.monotonic() seconds. With a `lag` of 1, the
+    default on a GPU, a step's result is processed after the next step has been enqueued, but before any other use of
+    the state.
+
+    Raises Diverged if the loss or gradient is not finite, Spiked if `trainer.spike` gives up, ReplicasDiffer if copies
+    of a parameter differ, and the exception of a failed save, which for a background save is raised at the next step.
+    Earlier checkpoints are kept.
     """
     config = settings.trainer
     lag = lag_of(state.optimizer, mesh.device, lag)
@@ -140,13 +142,13 @@ def train(
     evaluation, checkpoint, saved, to_save = None, None, -1, False
 
     def pauses() -> bool:
-        """Whether something is done with the state before its next step."""
+        """Return True if the state is used between this step and the next."""
         step, last = state.step, state.step + 1 == config.last_step
         intervals = (config.replica_check_interval, config.eval_interval, settings.checkpoint.interval)
         due = to_save or step == config.last_step or any(_due(step, interval) for interval in intervals)
         return due or step == profiler.last or reporter.memory.due(last)
 
-    # Due when the run stopped, and put off: a resumed run has the evaluations of an uninterrupted one.
+    # An evaluation that was due when the run stopped is made now, so that a resumed run makes the same ones.
     if _due(state.step, config.eval_interval) and state.step < config.last_step:
         evaluation = _evaluate(state, config, reporter, stopping.poll)
     with closing(profiler):
@@ -168,7 +170,7 @@ def train(
                 if result.step % config.log_interval == 0 or result.step in (1, config.last_step):
                     reporter.step(state, result, watch.communication)
             if spike is not None:
-                steps.forget()
+                steps.forget()  # steps enqueued after the spike have no meaning for the restored state
                 checkpoint = _rewind(run, state, spike, reporter)
                 saved, to_save = state.step, False
                 continue
@@ -177,10 +179,11 @@ def train(
             if _due(state.step, config.replica_check_interval):
                 check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
             if state.step == config.last_step:
-                break  # the end has its own evaluation and save
+                break  # evaluation and save follow below
             if _due(state.step, config.eval_interval) and not stopping.now:
                 evaluation = _evaluate(state, config, reporter, stopping.poll) or evaluation
             to_save = to_save or _due(state.step, settings.checkpoint.interval)
+            # A save is postponed while losses are high, as it may be within a spike.
             if to_save and not stopping.now and not (state.spikes and state.spikes.suspects):
                 checkpoint, saved, to_save = _save(run, state, reporter, clock), state.step, False
         if trace := profiler.after(state.step, ending=True):
@@ -208,8 +211,10 @@ def _due(step: int, interval: int) -> bool:
 def _results(
     steps: Steps, begins: bool, pauses: Callable[[], bool], state: TrainState, reporter: Reporter, watch: Watch
 ) -> Iterator[StepResult | Spike]:
-    """The results that are to be acted on, after a step was begun, if one `begins`: all where the run then `pauses`, or
-    ends. A spike, where `trainer.spike` does something about it, is the last. Raises Diverged."""
+    """Begin a step if `begins`, and yield the results to process: all of them if the run then `pauses` or ends.
+
+    If `trainer.spike` is active, a Spike is the last item. Raises Diverged.
+    """
     spikes = state.spikes
     try:
         if begins:
@@ -220,7 +225,7 @@ def _results(
             with watch.step(state.step):
                 result = steps.take()
             spike = None
-            if spikes is not None and not result.skipped:  # an overflow is the loss scale's business
+            if spikes is not None and not result.skipped:  # overflows are handled by the loss scale
                 spike = spikes.taken(result.step, result.begin, result.stop, result.loss)
             yield spike or result
     except Diverged as error:
@@ -232,12 +237,12 @@ def _results(
 
 
 def _rewind(run: Saves, state: TrainState, spike: Spike, reporter: Reporter) -> Path:
-    """Back to before a spike, and on without its samples. Raises Spiked."""
+    """Return to a checkpoint before the spike, and continue without its samples. Raises Spiked."""
     spikes = state.spikes
     assert spikes is not None
     rewinds, words = spikes.rewinds + 1, f"spike at step {spike.step}: {spike.why}"
     if rewinds > spikes.config.max_rewinds:
-        raise Spiked(f"{words}; the run was taken back trainer.spike.max_rewinds={rewinds - 1} times already")
+        raise Spiked(f"{words}; the run has already been rewound trainer.spike.max_rewinds={rewinds - 1} times")
     with reporter.throughput.excluded():
         checkpoint = run.rewind(state, spike)
     if checkpoint is None:
@@ -245,7 +250,7 @@ def _rewind(run: Saves, state: TrainState, spike: Spike, reporter: Reporter) -> 
             f"{words}; there is no checkpoint from before its samples, {spike.first:,} to {spike.stop - 1:,}: "
             "give a smaller checkpoint.interval, and checkpoint.keep=2 or more"
         )
-    spikes.rewinds = rewinds  # the checkpoint does not know yet
+    spikes.rewinds = rewinds  # restoring the checkpoint has reset the count
     reporter.rewound(state, spike, checkpoint)
     return checkpoint
 
@@ -261,7 +266,7 @@ def _save(run: Saves, state: TrainState, reporter: Reporter, clock: Clock) -> Pa
 def _evaluate(
     state: TrainState, config: TrainerConfig, reporter: Reporter, interrupted: Callable[[], bool]
 ) -> Evaluation | None:
-    """The held-out loss; None where it was interrupted, or is known already from before the run was resumed."""
+    """Return the held-out loss; None if interrupted, or if it is known from before the run was resumed."""
     if state.evaluated_step == state.step:
         return None
     with reporter.throughput.excluded():

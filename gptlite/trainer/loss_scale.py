@@ -1,8 +1,8 @@
-"""The loss scale of fp16 training (Micikevicius et al. 2018, arXiv:1710.03740): what keeps small gradients above 6e-8.
+"""Loss scaling for fp16 training (Micikevicius et al. 2018, arXiv:1710.03740), which keeps gradients above fp16's 6e-8.
 
-Every rank decides by the same numbers, the loss and the gradient norm of the whole step, so that all skip the same
-steps. Where the host runs ahead of the device (trainer/steps.py) the rule is computed there, by `advanced`, and the
-host follows.
+Every rank decides from the same numbers, the loss and the gradient norm of the whole step, so that all skip the same
+steps. If the host runs ahead of the device (trainer/steps.py), `advanced` computes the update on the device, and the
+host takes its result.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import Tensor
 
 from gptlite.precision import Policy, PrecisionConfig
 
-SCALE_VALUES = ("scale", "good_steps", "overflows", "skipped")  # what changes
+SCALE_VALUES = ("scale", "good_steps", "overflows", "skipped")  # the mutable fields
 
 
 @dataclass
 class LossScaler:
-    """Megatron-LM's rule (its DynamicGradScaler). DeepSpeed's differs in one thing: it grows one step later.
+    """Dynamic loss scaling by Megatron-LM's rule (DynamicGradScaler). DeepSpeed's differs only in growing a step later.
 
-    `window` steps in a row without overflow multiply the scale by `factor`. The first `hysteresis` - 1 overflows after
-    that change nothing, later ones divide it by `factor`, down to `minimum`. The step of an overflow is skipped.
+    `window` consecutive steps without overflow multiply the scale by `factor`. After that, the first `hysteresis` - 1
+    overflows do not change the scale, and later ones divide it by `factor`, down to `minimum`. A step that overflows is
+    skipped.
     """
 
     scale: float
@@ -38,11 +39,11 @@ class LossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether an overflow now could not be answered by a smaller scale."""
+        """True if an overflow now could not reduce the scale."""
         return self.scale <= self.minimum and self.overflows + 1 >= self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """A step has been taken, or skipped for its overflow."""
+        """Update the scale after a step that was applied, or skipped for its overflow."""
         if overflow:
             self.good_steps, self.overflows, self.skipped = 0, self.overflows + 1, self.skipped + 1
             if self.overflows >= self.hysteresis:
@@ -54,16 +55,16 @@ class LossScaler:
             self.scale *= self.factor
 
     def on_device(self, device: torch.device) -> Tensor:
-        """SCALE_VALUES, fp64. They are filled in: a copy would wait for the device."""
+        """Return SCALE_VALUES as an fp64 device tensor. Uses fill_, as a copy from the host would synchronise."""
         values = torch.empty(len(SCALE_VALUES), dtype=torch.float64, device=device)
         for index, name in enumerate(SCALE_VALUES):
             values[index].fill_(getattr(self, name))
         return values
 
     def advanced(self, values: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
-        """SCALE_VALUES after a step, as `update` has them; and whether before it they were `exhausted`.
+        """Return SCALE_VALUES after a step, by the rule of `update`, and whether they were `exhausted` before it.
 
-        `overflow`, bool, and all that is computed are on the device.
+        `overflow`, bool, and all results are on the device.
         """
         scale, good, overflows, skipped = values.unbind()
         none, shrinks, grows = torch.zeros_like(scale), overflows + 1 >= self.hysteresis, good + 1 == self.window
@@ -75,23 +76,23 @@ class LossScaler:
         return after, (scale <= self.minimum) & shrinks
 
     def take(self, values: Sequence[float]) -> None:
-        """Takes what `advanced` gave, on the host."""
+        """Set the host's values from the result of `advanced`."""
         self.scale = values[0]
         self.good_steps, self.overflows, self.skipped = map(int, values[1:])
 
     def meta(self) -> dict[str, Any]:
-        """What changes, as JSON."""
+        """Mutable state as JSON."""
         return {name: getattr(self, name) for name in SCALE_VALUES}
 
     def load_meta(self, meta: dict[str, Any]) -> None:
-        """Takes back what `meta` gave; a static scale stays as it is configured."""
+        """Restore the state returned by `meta`; a static scale keeps its configured value."""
         self.good_steps, self.overflows, self.skipped = meta["good_steps"], meta["overflows"], meta["skipped"]
         if self.factor > 1.0:
             self.scale = max(meta["scale"], self.minimum)
 
 
 def build_scaler(config: PrecisionConfig, policy: Policy) -> LossScaler | None:
-    """The scaler of a run that computes in fp16; None for others. A static scale is one that grows and shrinks by 1."""
+    """Build the scaler of a run that computes in fp16; None for others. A static scale has a factor of 1."""
     if not policy.scales_loss:
         return None
     if config.loss_scale:

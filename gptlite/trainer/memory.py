@@ -1,4 +1,4 @@
-"""What a run says of its memory, per rank: the banner's prediction, and what one step took, measured."""
+"""Memory report per rank: the prediction in the banner, and the measured memory of one step."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -38,7 +38,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """A rank's bytes, as predicted; and its bytes of model state a parameter, with the ZeRO paper's beside them."""
+    """Predicted bytes of a rank, and its model state in bytes per parameter, next to the ZeRO paper's value."""
 
     state: StateBytes
     activations: int
@@ -47,15 +47,15 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all categories."""
         return self.state.total + self.activations
 
     @classmethod
     def of(
         cls, state: TrainState, mesh: Mesh, config: ParallelismConfig, policy: Policy, ops: Ops, length: int
     ) -> "RankMemory":
-        """This rank's, with sequences of `length` tokens."""
-        optimizer_state(state.optimizer)  # made now, as it would be at the first step
+        """Predict this rank's memory, with sequences of `length` tokens."""
+        optimizer_state(state.optimizer)  # create it now; otherwise the first step would
         itemsize, micro_batches = policy.compute_dtype.itemsize, state.loader.num_micro_batches
         gathered = policy.gather_dtype.itemsize
         model_state = predicted_state(state.parts, state.optimizer, mesh, config.zero, gathered, micro_batches)
@@ -85,7 +85,7 @@ class RankMemory:
 def predicted(
     state: TrainState, mesh: Mesh, config: ParallelismConfig, policy: Policy, ops: Ops, length: int
 ) -> list[tuple[str, str]]:
-    """The banner's line on memory: rank 0's, and the most of any rank. Collective."""
+    """Return the banner's line on memory: rank 0's, and the maximum over ranks. Collective."""
     ranks = gather_objects(mesh, RankMemory.of(state, mesh, config, policy, ops, length))
     mine, most = ranks[0], max(range(len(ranks)), key=lambda rank: ranks[rank].total)
     kept = f"activations about {format_bytes(mine.activations)}" if mine.activations else "activations n/a"
@@ -98,7 +98,7 @@ def predicted(
 
 
 def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[str, str]]:
-    """The banner's line on what this rank, the first, keeps off its device; none if nothing."""
+    """Return the banner's line on offloaded state of this rank, the first; none if nothing is offloaded."""
     if config.offload is Offload.none:
         return []
     shards = [local_tensor(p) for part in state.parts for p in part.parameters()]
@@ -117,24 +117,24 @@ def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[st
 
 
 class MemoryReport:
-    """Measures one step of a run: by the second, all that lives through a run exists.
+    """Measurement of one step's memory: the second step, when all persistent state exists.
 
-    `row` is for metrics rows: nothing until then, afterwards the most bytes of any rank in each category.
+    `row` is for metrics rows: empty before the measurement, then the maximum over ranks of each category, in bytes.
     """
 
     def __init__(self) -> None:
         self.row: dict[str, int] = {}
         self._found: list[list[int]] = []  # bytes of each category, rank by rank
-        self._phases: list[int] = []  # the most of any rank in each of PHASES
-        # Of each rank: its peak, its average, millionths of its device's time.
+        self._phases: list[int] = []  # maximum over ranks in each of PHASES
+        # Per rank: peak bytes, average bytes, device utilisation in millionths.
         self._usage: list[list[int]] = []
-        self._coming: HostCopy | None = None  # newer ones
+        self._coming: HostCopy | None = None  # newer values, still being copied
         self._steps = 0
         self._to_device: list[int] = []  # bytes of this rank's shards in the measured step, where it offloads
         self._to_host: list[int] = []
 
     def due(self, last: bool) -> bool:
-        """Whether the coming step is to be measured; `last`: there will be no other. All ranks say the same."""
+        """Return True if the next step is to be measured, the same on all ranks. `last` marks the run's last step."""
         return not self.row and (self._steps > 0 or last) and not profiler_runs()
 
     def take(
@@ -144,7 +144,8 @@ class MemoryReport:
         last: bool,
         excluded: Callable[[], AbstractContextManager[None]],
     ) -> Taken:
-        """Takes a step; under `excluded()`, what measuring does before and after it. Raises what the step raises."""
+        """Run a step, and measure it if due. Set-up and evaluation of the measurement run under `excluded()`. Raises
+        what the step raises."""
         due, self._steps = self.due(last), self._steps + 1
         if not due:
             return step(state)
@@ -167,19 +168,20 @@ class MemoryReport:
         return result
 
     def gather(self, peak: int | None, average: int | None, utilization: float | None, mesh: Mesh) -> None:
-        """Tells all ranks each one's highest and average memory so far, as metrics/ has them, and its device's
-        utilisation. Collective; waits for no GPU."""
+        """Share each rank's peak and average memory so far, as metrics/ computes them, and its device utilisation.
+        Collective; does not wait for a GPU."""
         self._take_usage()
         millionths = -1 if utilization is None else round(1e6 * utilization)
         self._coming = HostCopy(_table([peak or 0, average or 0, millionths], mesh))
 
     def _take_usage(self) -> None:
-        """The newest figures that are there: a run that ends because ranks hang must not wait for them."""
+        """Take the newest values that have arrived, without waiting: a run that ends because of a hang must not block
+        here."""
         if self._coming is not None and self._coming.arrived:
             self._usage, self._coming = self._coming.tolist(), None
 
     def ranks(self) -> list[dict[str, float | None]]:
-        """What is known of each rank: bytes of the categories in the measured step, `peak`, `average` and
+        """Return the known values of each rank: bytes of the categories in the measured step, `peak`, `average` and
         `utilization`; None where unknown."""
         self._take_usage()
         count = max(len(self._found), len(self._usage))
@@ -197,7 +199,7 @@ class MemoryReport:
         return rows
 
     def lines(self) -> list[tuple[str, str]]:
-        """The closing table's line on memory; none if nothing was measured."""
+        """Return the closing table's lines on memory; none if nothing was measured."""
         if not self.row:
             return []
         sizes = [f"{name} {format_bytes(self.row[f'memory_{name}_bytes'])}" for name in CATEGORIES]
@@ -205,20 +207,20 @@ class MemoryReport:
         return [("memory, at most", ", ".join(sizes)), ("peak, by phase", ", ".join(phases))]
 
     def offloaded(self) -> list[tuple[str, str]]:
-        """The closing table's line on what offload has moved on this rank in the measured step."""
+        """Return the closing table's line on this rank's offload traffic in the measured step."""
         there, back = map(format_bytes, (sum(self._to_device), sum(self._to_host)))
         return [("offload, a step", f"{there} of weights to the device, {back} of gradients to the host")]
 
 
 def _everyone(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    """Each rank's values, in the order of ranks, on all of them. Collective."""
+    """Return each rank's values in rank order, on all ranks. Collective."""
     return _table(values, mesh).tolist()
 
 
 def _table(values: Sequence[int], mesh: Mesh) -> torch.Tensor:
     table = torch.zeros(mesh.world_size, len(values), dtype=torch.int64, device=mesh.device)
     for index, value in enumerate(values):
-        table[mesh.rank, index].fill_(value)  # a copy would wait for the device
+        table[mesh.rank, index].fill_(value)  # a copy from the host would synchronise
     return all_reduce(table, mesh)
 
 

@@ -1,4 +1,4 @@
-"""The ops that all ranks take."""
+"""Agreement of all ranks on the same ops."""
 
 from dataclasses import replace
 
@@ -10,14 +10,13 @@ from gptlite.parallelism.rank_sync import together
 
 
 def agreed_ops(config: OpsConfig, mesh: Mesh, documents: bool = False) -> Ops:
-    """The ops of a run, the same on all ranks: copies of a parameter must not drift apart by rounding. `documents`:
-    attention is to keep to documents.
+    """Select the ops of a run, equal on all ranks, as rounding differences would make copies of a parameter diverge.
 
-    Where some rank's machine cannot run what another's can, all take the reference. Raises ConfigError on all ranks
-    where one cannot run what is asked for by name.
+    If some rank's machine cannot run another's ops, all ranks use the reference. `documents` is True if attention is
+    restricted to documents. Raises ConfigError on all ranks if one cannot run an op that is requested by name.
     """
     ops = together(mesh, lambda: select_ops(config, mesh.device, documents=documents))
-    paths = gather_objects(mesh, replace(ops, reasons=()))
+    paths = gather_objects(mesh, replace(ops, reasons=()))  # reasons name the machine's hardware and may differ
     if len(set(paths)) == 1:
         return ops
     others = next(rank for rank, path in enumerate(paths) if path != paths[0])

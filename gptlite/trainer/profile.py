@@ -1,13 +1,13 @@
-"""A Chrome trace of a few steps."""
+"""Chrome traces of selected training steps."""
 
 from pathlib import Path
 from typing import Any
 
 
 class StepProfiler:
-    """Records steps first..last (from 1) into `<folder>/trace-steps-<first>-<last>.json`; none for an empty list.
+    """Profiler of steps first..last (from 1), inactive for an empty list.
 
-    Ranks above 0 write beside it, their number in the name.
+    It writes `<folder>/trace-steps-<first>-<last>.json`. Ranks above 0 add their number to the name.
     """
 
     def __init__(self, steps: list[int], folder: Path, rank: int = 0) -> None:
@@ -16,7 +16,7 @@ class StepProfiler:
         self._profiler: Any = None
 
     def before(self, step: int) -> None:
-        """To be called before step number `step`."""
+        """Start the profiler if step number `step` is the first. Call before each step."""
         if self._profiler is None and self.first <= step <= self.last:
             from torch.profiler import profile
 
@@ -25,19 +25,19 @@ class StepProfiler:
             self._profiler.start()
 
     def after(self, step: int, ending: bool = False) -> Path | None:
-        """To be called after it, and at the run's end. Returns the trace's path once it is written."""
+        """Return the trace's path once it is written. Call after each step, and at the run's end with `ending`."""
         if self._profiler is None or (step < self.last and not ending):
             return None
         self._profiler.stop()
         path = self._folder / f"trace-steps-{self.first}-{step}{self._rank}.json"
-        partial = path.with_suffix(".tmp")
+        partial = path.with_suffix(".tmp")  # renamed when complete, so that a kill leaves no truncated trace
         self._profiler.export_chrome_trace(str(partial))
         partial.rename(path)
         self._profiler, self.last = None, 0
         return path
 
     def close(self) -> None:
-        """Stops recording where a step has failed: left on, it would take the process down at its exit."""
+        """Stop recording after a failed step. A profiler left running would crash the process at exit."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None

@@ -1,4 +1,4 @@
-"""What the loop says: a row for every sink and a line for the person, at each log interval and evaluation."""
+"""Output of the training loop: a row for every sink and a console line at each log interval and evaluation."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ COMM = "comm_seconds_"  # and the axis, in a row
 
 
 class Reporter:
-    """Turns results into rows. Only the main rank has sinks; the others measure and stay silent."""
+    """Conversion of results to rows and lines. Only the main rank has sinks and output; the others only measure."""
 
     def __init__(
         self,
@@ -40,15 +40,15 @@ class Reporter:
         self._last: dict[str, Any] = {}  # the last training row
 
     def take(self, step: Callable[[TrainState], Taken], state: TrainState) -> Taken:
-        """Takes a step; memory is measured in one of them."""
+        """Run a step, and measure memory in one of them."""
         return self.memory.take(step, state, state.step + 1 == self.max_steps, self.throughput.excluded)
 
     def step(
         self, state: TrainState, result: StepResult, communication: Callable[[float], dict[str, Any]] = lambda _: {}
     ) -> None:
-        """A training row: this result, the speed since the last row, the communication of a step so long.
+        """Write a training row: this result, throughput since the last row, and communication time per step.
 
-        The state may be a step further already.
+        The state may already be one step further.
         """
         row: dict[str, Any] = {"step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
         if result.loss_scale is not None and state.scaler is not None:
@@ -64,14 +64,14 @@ class Reporter:
         self.log(step_line(row, self.max_steps, self.throughput.eta_seconds(state.remaining_batches(self.max_steps))))
 
     def skipped(self, state: TrainState, result: StepResult) -> None:
-        """The line on a step that was skipped."""
+        """Log a step that was skipped for an overflow."""
         assert state.scaler is not None
         after = state.scaler.scale
         change = f"is now {after:g}" if after != result.loss_scale else "stays"
         self.log(f"step {result.step} overflowed at a loss scale of {result.loss_scale:g} and is skipped; it {change}")
 
     def rewound(self, state: TrainState, spike: Spike, checkpoint: Path) -> None:
-        """A row and a line on a spike that the run was taken back from; later rows give way."""
+        """Write a row and a line about a rewind after a spike. Sinks discard rows after the state's step."""
         for sink in self.sinks:
             sink.rewind(state.step)
         skipped = {"skipped_from": spike.first, "skipped_to": spike.stop}
@@ -83,7 +83,7 @@ class Reporter:
         )
 
     def evaluation(self, state: TrainState, result: Evaluation) -> None:
-        """An evaluation row; of a blend also each data set's loss."""
+        """Write an evaluation row, which for a blend includes each data set's loss."""
         row = {
             "step": state.step,
             "tokens": state.tokens,
@@ -96,10 +96,10 @@ class Reporter:
         self.log(eval_line(row, self.max_steps))
 
     def figures(self) -> dict[str, Any]:
-        """What result.json says of the training rows; None for what no row has told.
+        """Return result.json's figures from the training rows; None for those that no row had.
 
-        `tokens_per_second`, `step_seconds` and `mfu` are at the median speed. `comm_seconds`, by axis, are the last
-        row's share of the time (see parallelism/comm_time.py) of such a step. `loss` is the last row's.
+        `tokens_per_second`, `step_seconds` and `mfu` are at the median speed. `comm_seconds`, by axis, is the last
+        row's share of time (see parallelism/comm_time.py) of a step at that speed. `loss` is the last row's.
         """
         speeds, last = sorted(self.speeds), self._last
         speed = speeds[len(speeds) // 2] if speeds else None

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and the end of the time allowed: requests that the loop answers between two steps."""
+"""Stop requests by SIGINT, SIGTERM, SIGUSR1 or a time limit, which the loop handles between two steps."""
 
 import contextlib
 import os
@@ -13,17 +13,18 @@ from torch import Tensor
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.mesh import Mesh
 
-POLL_EVERY = 8  # batches of an evaluation between two questions to all ranks
+POLL_EVERY = 8  # evaluation batches between two exchanges with all ranks
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is what `sbatch --signal=USR1@120` sends
 SAME_SECONDS = 2.0  # signals closer to each other than this are one request
 
 
 class StopSignal:
-    """While entered, the first of SIGNALS sets `received`; one that comes later than SAME_SECONDS ends the process.
+    """Context manager in which the first of SIGNALS sets `received`, and one after SAME_SECONDS ends the process.
 
-    Not an earlier one: `timeout` signals its command and then its group, and under torchrun and srun a signal to the
-    whole job comes once more through the launcher. The second would end the process without its checkpoint, or with
-    another exit code: after a request the handlers stay, for it may come when all is saved.
+    Earlier repeats are ignored: `timeout` signals its command and then its group, and under torchrun and srun a signal
+    to the whole job arrives again through the launcher. The repeat would end the process without its checkpoint, or
+    with another exit code. For the same reason the handlers stay installed after a request, as the repeat may arrive
+    when everything is saved.
     """
 
     def __init__(self) -> None:
@@ -44,22 +45,22 @@ class StopSignal:
         if self.received is None:
             self._request(number)
         elif time.monotonic() - self._since > SAME_SECONDS:
+            # Die by the signal itself, so that the parent sees the right exit status.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def _request(self, number: int) -> None:
         self.received, self._since = number, time.monotonic()
-        # Not print: the signal may have interrupted one, and the terminal or pipe may be gone with the same Ctrl-C.
+        # Not print: the signal may have interrupted one, and the same Ctrl-C may have closed the terminal or pipe.
         with contextlib.suppress(OSError):
             os.write(2, f"\n{signal.Signals(number).name}: saving after this step (again: stop at once)\n".encode())
 
 
 class Stopping:
-    """What all ranks know about stopping: a signal that reached any of them, whether rank 0's time is over, and whether
-    a save beside the training has failed on any.
+    """Agreement of all ranks on stopping: a signal to any rank, rank 0's time limit, or a failed background save.
 
-    Ranks must act alike, or one would wait for another that has left. Each step carries the words in its own sum
-    (`words`, `heard`); outside a step, `poll` asks.
+    Ranks must stop at the same step, or one would wait for another that has left. Each step includes the flags in its
+    own all-reduce (`words`, `heard`); outside a step, `poll` reduces them.
     """
 
     def __init__(
@@ -76,55 +77,55 @@ class Stopping:
 
     @property
     def signal(self) -> int | None:
-        """The signal that was sent, if any."""
+        """The signal that was received by any rank, if any."""
         return self._known()._signal
 
     @property
     def now(self) -> bool:
-        """Whether to stop before the next step."""
+        """True if the run is to stop before the next step."""
         return self.signal is not None or self._time_over or self._save_failed
 
     @property
     def save_failed(self) -> bool:
-        """Whether a save beside the training has failed, as all ranks know it."""
+        """True if a background save has failed, the same on all ranks."""
         return self._known()._save_failed
 
     def poll(self) -> bool:
-        """`now`, after asking all ranks, at every few calls: to be called by all of them."""
+        """Return `now`, after exchanging flags at every few calls. Collective."""
         self._polls += 1
-        if self._mesh.world_size > 1 and self._polls % POLL_EVERY == 1:
+        if self._mesh.world_size > 1 and self._polls % POLL_EVERY == 1:  # all ranks count alike, so all take part
             self.heard(all_reduce(self.words().to(self._mesh.device), self._mesh).tolist())
         return self.now
 
     def poll_signal(self) -> bool:
-        """Whether a signal was sent, after asking all ranks."""
+        """Return True if a signal was received, after exchanging flags. Collective."""
         self.poll()
         return self._signal is not None
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal, as a shell counts it; 0 where none came."""
+        """128 + signal, as in a shell; 0 without a signal."""
         return 0 if self.signal is None else 128 + self.signal
 
     def words(self) -> Tensor:
-        """What this rank has to say, float64[3], to be summed over the ranks."""
+        """Return this rank's flags, float64[5], to be summed over the ranks."""
         return torch.tensor(
             [
                 *(self._stop.received == number for number in SIGNALS),
-                self._mesh.is_main and self._over(),
+                self._mesh.is_main and self._over(),  # only rank 0's clock counts, as clocks differ between ranks
                 self._failed(),
             ],
             dtype=torch.float64,
         )
 
     def heard(self, sums: Sequence[float]) -> None:
-        """Takes the sums of all ranks' words."""
+        """Update from the sums of all ranks' flags."""
         for number, count in zip(SIGNALS, sums, strict=False):
             if count and self._signal is None:
                 self._signal = number
         self._time_over, self._save_failed = sums[-2] > 0, sums[-1] > 0
 
     def _known(self) -> "Stopping":
-        if self._mesh.world_size == 1:  # there is nobody to hear it from
+        if self._mesh.world_size == 1:  # no other rank, so no exchange
             self.heard(self.words().tolist())
         return self

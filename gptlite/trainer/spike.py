@@ -1,10 +1,10 @@
-"""Spikes of the loss: when there is one, and which samples a run then goes on without.
+"""Detection of loss spikes, and the samples to skip after one.
 
-PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1) was taken back to a checkpoint from before each spike and
-on without the batches around it, by hand; the same batches on other weights made no spike. This does it by rule.
+PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1) was manually restarted from a checkpoint before each spike,
+skipping the batches around it; the same batches with other weights did not cause a spike. This module automates that.
 
-Every rank decides by the same numbers, the loss of the whole step and what a checkpoint remembers of those before, so
-all decide alike, and a run that is repeated or resumed decides as it did.
+Every rank decides from the same numbers, the loss of the whole step and the history stored in checkpoints, so all
+decide alike, and a repeated or resumed run makes the same decisions.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ DEVIATION = 1.4826  # a normal distribution's standard deviation, in median abso
 
 
 class Spiked(RuntimeError):
-    """A spike that the run is not taken back from. The last good checkpoints are as they were."""
+    """Raised for a spike without a rewind. The last good checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A step that was taken: the position where its samples begin, and its loss."""
+    """Completed step: the position where its samples begin, and its loss."""
 
     begin: int
     loss: float
@@ -33,7 +33,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Spike:
-    """What is to be skipped for what was seen at a step: the samples from `first` up to `stop`. `why`, in words."""
+    """Spike at a step: skip the samples from `first` up to `stop`. `why` is the reason in words."""
 
     step: int
     first: int
@@ -42,27 +42,28 @@ class Spike:
 
 
 class SpikeWatch:
-    """Looks at the loss of every step.
+    """Spike detector, updated with the loss of every step.
 
     The band ends `threshold` standard deviations above the middle of the last `window` losses, but at least `rise` nats
-    above it. Middle and deviation are the median and the median absolute deviation, which a spike hardly moves.
-    `patience` losses in a row above the band are a spike, and so is at once one that is not finite. The samples of
-    these steps and of the `margin` steps before them are skipped: the last good step may be what broke the weights.
+    above it. Middle and deviation are the median and the scaled median absolute deviation, which a spike hardly
+    affects. `patience` consecutive losses above the band are a spike, and so is a single non-finite loss. The samples
+    of these steps and of the `margin` steps before them are skipped, as the last good step may have damaged the
+    weights.
     """
 
     def __init__(self, config: SpikeConfig) -> None:
         self.config = config
         self.steps: list[Seen] = []  # the last ones inside the band, at most `window`
-        self.high: list[Seen] = []  # those above it since, in a row
+        self.high: list[Seen] = []  # later consecutive ones above it
         self.rewinds = 0
 
     @property
     def suspects(self) -> bool:
-        """Whether the last loss was above the band: what is saved now may have to be left again."""
+        """True if the last loss was above the band, so that a checkpoint made now may have to be discarded."""
         return bool(self.high)
 
     def limit(self) -> float:
-        """Where the band ends, in nats; infinity until `window` steps are known."""
+        """Return the upper limit of the band in nats; infinity until `window` steps are known."""
         if len(self.steps) < self.config.window:
             return math.inf
         losses = [step.loss for step in self.steps]
@@ -71,10 +72,10 @@ class SpikeWatch:
         return middle + max(self.config.threshold * deviation, self.config.rise)
 
     def taken(self, number: int, begin: int, stop: int, loss: float) -> Spike | None:
-        """Step `number`, over the samples from `begin` up to `stop`, has been taken. Its spike, if it is one."""
+        """Record step `number`, over the samples from `begin` up to `stop`. Returns a spike if there is one."""
         step, limit = Seen(begin, loss), self.limit()
         if loss <= limit:
-            # What was high and is over was no spike, but part of what losses do.
+            # Fewer than `patience` high losses are not a spike; they join the band's history.
             self.steps = [*self.steps, *self.high, step][-self.config.window :]
             self.high = []
             return None
@@ -85,8 +86,8 @@ class SpikeWatch:
         return self._spike(number, stop, f"loss {loss:.4f} is above the band, which ends at {limit:.4f}{often}")
 
     def failed(self, number: int, begin: int, stop: int, why: str) -> Spike:
-        """Step `number` has a loss or gradient that is not finite, and was not taken."""
-        self.high.append(Seen(begin, math.inf))
+        """Record step `number`, which has a non-finite loss or gradient and was not applied, and return its spike."""
+        self.high.append(Seen(begin, math.inf))  # infinite: no band includes it
         return self._spike(number, stop, why)
 
     def _spike(self, number: int, stop: int, why: str) -> Spike:
@@ -94,7 +95,7 @@ class SpikeWatch:
         return Spike(number, first.begin, stop, why)
 
     def meta(self) -> dict[str, Any]:
-        """What it remembers, as JSON."""
+        """State as JSON."""
         return {
             "steps": [[step.begin, step.loss] for step in self.steps],
             "high": [[step.begin, step.loss] for step in self.high],
@@ -102,12 +103,12 @@ class SpikeWatch:
         }
 
     def load_meta(self, meta: dict[str, Any] | None) -> None:
-        """Takes back what `meta` gave; None, of a run that had no watch: it begins anew."""
+        """Restore the state returned by `meta`; None, from a run without a detector, resets it."""
         meta = meta or {"steps": [], "high": [], "rewinds": 0}
         self.steps, self.high = ([Seen(*pair) for pair in meta[key]] for key in ("steps", "high"))
         self.rewinds = meta["rewinds"]
 
 
 def build_spike_watch(config: SpikeConfig) -> SpikeWatch | None:
-    """The watch of a run; None where spikes are left alone."""
+    """Build the spike detector of a run; None if spikes are not handled."""
     return SpikeWatch(config) if config.policy == "skip" else None

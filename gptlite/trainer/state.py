@@ -1,4 +1,4 @@
-"""Everything a checkpoint holds."""
+"""Training state that a checkpoint stores."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ from gptlite.trainer.spike import SpikeWatch
 
 
 def model_tensors(model: Model, parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and buffers by their global names, as a checkpoint has them: bf16 parameters are copied to fp32.
+    """Return parameters and buffers by their global names in checkpoint form: bf16 parameters are copied to fp32.
 
-    A tied parameter is one key, whichever of its copies a rank holds.
+    A tied parameter has one key, whichever of its copies a rank holds.
     """
     tensors: dict[str, Tensor] = {}
     for part in parts:
         for name, parameter in model.named_weights(part):
-            if f"model.{name}" not in tensors:
+            if f"model.{name}" not in tensors:  # the first copy of a tied parameter wins
                 tensors[f"model.{name}"] = parameter.detach().float()
         tensors |= {f"model.{name}": buffer for name, buffer in model.named_buffers(part)}
     return tensors
@@ -36,9 +36,9 @@ def model_tensors(model: Model, parts: Sequence[nn.Module]) -> dict[str, Tensor]
 
 @torch.no_grad()
 def take_model_tensors(model: Model, parts: Sequence[nn.Module], tensors: dict[str, Tensor]) -> int:
-    """To be called after writing into what `model_tensors` gave: brings into the model what was a copy.
+    """Write values loaded into the result of `model_tensors` back to the model, where they are copies.
 
-    Returns how many of this rank's elements bf16 rounds.
+    Returns the number of this rank's elements that bf16 rounds.
     """
     count = 0
     for part in parts:
@@ -52,7 +52,7 @@ def take_model_tensors(model: Model, parts: Sequence[nn.Module], tensors: dict[s
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training is: optimizer steps, and the samples and tokens they have read."""
+    """Training progress: optimizer steps, and the samples and tokens they have read."""
 
     step: int
     consumed: int
@@ -61,9 +61,9 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """The model in its parts, what trains it, and how far training is.
+    """Model parts, optimizer, schedule, data loader and training progress.
 
-    Dropout and the data's order are functions of (seed, consumed_samples), so there is no RNG state.
+    Dropout and the data order are functions of (seed, consumed_samples), so there is no RNG state.
     """
 
     model: Model
@@ -71,7 +71,7 @@ class TrainState:
     optimizer: Optimizer
     schedule: Schedule
     loader: Loader
-    data_identity: dict[str, Any]  # what makes it the same data at resume
+    data_identity: dict[str, Any]  # compared at resume, to detect other data
     step: int = 0  # optimizer steps done
     consumed_samples: int = 0
     tokens: int = 0
@@ -79,18 +79,18 @@ class TrainState:
     evaluated_step: int = 0  # the step of the last evaluation
     wandb_id: str | None = None
     scaler: LossScaler | None = None  # where fp16 computes
-    spikes: SpikeWatch | None = None  # where trainer.spike does something about them
+    spikes: SpikeWatch | None = None  # if trainer.spike.policy is skip
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor as a checkpoint has it, fp32: live, or, where the run keeps another form, a copy.
+        """Return every tensor in checkpoint form, fp32: live, or a copy if the run keeps another form.
 
         After writing into them, call `take`.
         """
         return model_tensors(self.model, self.parts) | optimizer_state(self.optimizer)
 
     def take(self, tensors: dict[str, Tensor]) -> list[str]:
-        """To be called after writing into what `tensors`, or `model_tensors`, gave: what was a copy, and second copies
-        on this rank, are written, too. Returns what is to be said of it."""
+        """Write values loaded into the result of `tensors` or `model_tensors` back to the run, where they are copies,
+        and to second copies on this rank. Returns notes to print."""
         count = take_model_tensors(self.model, self.parts, tensors)
         if any(key.startswith("optim.") for key in tensors):
             take_optimizer_state(self.optimizer, tensors)
@@ -99,7 +99,7 @@ class TrainState:
 
     @property
     def progress(self) -> Progress:
-        """`step`, `consumed_samples` and `tokens`."""
+        """Values of `step`, `consumed_samples` and `tokens`."""
         return Progress(self.step, self.consumed_samples, self.tokens)
 
     @progress.setter
@@ -108,23 +108,23 @@ class TrainState:
 
     @property
     def parts(self) -> list[nn.Module]:
-        """The parts of the model on this rank; one, unless there is a pipeline."""
+        """Model parts on this rank; one without a pipeline."""
         return self.runner.parts
 
     def weights(self) -> Iterator[nn.Parameter]:
-        """Every parameter of this rank's parts but for copies of tied ones."""
+        """Yield every parameter of this rank's parts, except second copies of tied ones."""
         copies = {id(copy) for _, copy in self.model.tied_copies(self.parts)}
         for part in self.parts:
             yield from (parameter for parameter in part.parameters() if id(parameter) not in copies)
 
     def remaining_batches(self, max_steps: int) -> float:
-        """The samples of the steps up to `max_steps`, in global batches of full size."""
+        """Return the samples of the steps up to `max_steps`, in units of the full global batch size."""
         schedule = self.loader.schedule
         end = schedule.after(self.consumed_samples, max_steps - self.step)
         return (schedule.trained(end) - schedule.trained(self.consumed_samples)) / schedule.global_batch_size
 
     def refresh_copies(self) -> None:
-        """Where this rank holds both copies of a tied parameter, the first's values become the second's."""
+        """Copy a tied parameter's values and optimizer state to its second copy, if this rank holds both."""
         for owner, copy in self.model.tied_copies(self.parts):
             if owner is None or copy is None:
                 continue
@@ -133,25 +133,25 @@ class TrainState:
             theirs = self.optimizer.state[copy]
             for key, value in self.optimizer.state[owner].items():
                 if key in theirs and isinstance(value, Tensor):
-                    theirs[key].copy_(value)  # in place: it may be in a file
+                    theirs[key].copy_(value)  # in place, as the tensor may be mapped from a file
                 else:
                     theirs[key] = value.clone() if isinstance(value, Tensor) else value
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter of this rank's parts by its global name, which copies of tied ones share."""
+        """Yield every parameter of this rank's parts with its global name, which copies of tied ones share."""
         for part in self.parts:
             yield from self.model.named_weights(part)
 
     def tied_names(self) -> list[str]:
-        """Names of parameters that a pipeline's first and last part both hold."""
+        """Names of parameters that both the first and the last part of a pipeline hold."""
         return sorted(set(self.model.spec.tied(self.model.config).values()))
 
     def num_bytes(self) -> int:
-        """Size of this rank's part of a checkpoint's tensors."""
+        """Size of this rank's part of a checkpoint's tensors, in bytes."""
         return sum(num_local_elements(tensor) * tensor.element_size() for tensor in self.tensors().values())
 
     def meta(self) -> dict[str, Any]:
-        """What is not a tensor, as JSON."""
+        """State other than tensors, as JSON."""
         best = self.best_val_loss if math.isfinite(self.best_val_loss) else None
         return {
             "step": self.step,
@@ -168,12 +168,12 @@ class TrainState:
         }
 
     def load_meta(self, meta: dict[str, Any]) -> list[str]:
-        """Takes back what `meta` gave. Returns what is to be said of what it could not."""
+        """Restore the state returned by `meta`. Returns notes on what could not be restored."""
         self.step, self.consumed_samples = meta["step"], meta["consumed_samples"]
         self.tokens, self.wandb_id = meta["tokens"], meta["wandb_id"]
         self.evaluated_step = meta["evaluated_step"]
         self.best_val_loss = math.inf if meta["best_val_loss"] is None else meta["best_val_loss"]
-        # Older checkpoints have none of what follows.
+        # Older checkpoints lack the following keys.
         self.loader.schedule = replace(self.loader.schedule, skipped=()).skipping(meta.get("skipped_samples", ()))
         if self.spikes is not None:
             self.spikes.load_meta(meta.get("spikes"))
@@ -193,7 +193,7 @@ class TrainState:
 
     def _load_scale(self, scale: dict[str, Any] | None) -> list[str]:
         if self.scaler is None:
-            return [f"the checkpoint's loss scale, {scale['scale']:g}, is left: only fp16 has one"] if scale else []
+            return [f"the checkpoint's loss scale, {scale['scale']:g}, is ignored: only fp16 has one"] if scale else []
         if scale is None:
             return [f"the checkpoint has no loss scale: it starts at {self.scaler.scale:g}"]
         self.scaler.load_meta(scale)

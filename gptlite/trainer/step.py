@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over the micro-batches, clip, update."""
+"""Optimizer step: forward and backward over the micro-batches, gradient clipping, update."""
 
 import math
 from collections.abc import Callable
@@ -26,9 +26,9 @@ from gptlite.trainer.state import Progress, TrainState
 
 
 class Diverged(RuntimeError):
-    """The loss or the gradient is not finite, and no smaller loss scale is left to try.
+    """Raised for a non-finite loss or gradient without a smaller loss scale left to try.
 
-    The parameters are those of the step before. `what` says which, without the step.
+    The parameters are those of the step before. `what` has the values, without the step.
     """
 
     def __init__(self, step: int, what: str) -> None:
@@ -38,11 +38,11 @@ class Diverged(RuntimeError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Mean loss in nats per token, gradient norm before clipping, and the rate the step was taken at.
+    """Result of a step: mean loss in nats per token, gradient norm before clipping, and learning rate.
 
-    With a loss scale also that, which the other two are without; a step that overflowed was `skipped`. `step` is its
-    number, from 1; its global batch has `samples` samples, from position `begin` up to `stop`; `tokens` are the run's,
-    this step's included.
+    Loss and norm are unscaled; `loss_scale` is set with loss scaling, and a step that overflowed was `skipped`. `step`
+    is its number, from 1; its global batch has `samples` samples, from position `begin` up to `stop`; `tokens` is the
+    run's total, including this step.
     """
 
     loss: float
@@ -59,7 +59,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Step:
-    """How a step is taken: over which ranks, at which peak rate, clipped to which norm."""
+    """Parameters of a step: mesh, passes, peak learning rate and gradient clipping norm."""
 
     mesh: Mesh
     passes: OnePart | Pipeline
@@ -68,7 +68,7 @@ class Step:
     stopping: Stopping
 
     def __call__(self, state: TrainState, inspect: Callable[[TrainState], None] | None = None) -> StepResult:
-        """`begin`, and its result at once."""
+        """Run `begin` and wait for its result."""
         return self.begin(state, inspect)()
 
     def begin(
@@ -77,16 +77,17 @@ class Step:
         inspect: Callable[[TrainState], None] | None = None,
         decisions: Decisions | None = None,
     ) -> Callable[[], StepResult]:
-        """Takes the optimizer step `state.step`, advances the state, and gives what waits for the result.
+        """Run the optimizer step `state.step`, advance the state, and return a function that waits for the result.
 
         The loss is a sum over tokens divided once by the number of valid tokens of the global batch, so it does not
-        depend on how the batch is cut into micro-batches and over ranks. A loss scale multiplies it; where it makes
-        something overflow, the step counts, but the optimizer does not take it. `inspect` is called with the gradients
-        complete, before they are clipped and the loss scale is divided out.
+        depend on the split into micro-batches and ranks. A loss scale multiplies it; if that causes an overflow, the
+        step counts, but is not applied. `inspect` is called with complete gradients, before clipping and before the
+        loss scale is divided out.
 
         Without `decisions` the host waits for loss and norm before the update, and Diverged is raised here, before the
-        parameters change. With them nothing is waited for: the device leaves the parameters as they are from the step
-        on that diverged, and Diverged is raised by that step's result, which also takes the state's counts back.
+        parameters change. With `decisions` the host does not wait: from the step that diverged on, the device leaves
+        the parameters unchanged, and Diverged is raised when that step's result is read, which also restores the
+        state's counts.
         """
         loader, before = state.loader, state.progress
         batches = [loader.batch(before.consumed, index) for index in range(loader.micro_batches(before.consumed))]
@@ -110,6 +111,7 @@ class Step:
         after = Progress(
             before.step + 1,
             loader.schedule.after(before.consumed),
+            # Ranks that share sequences hold only a slice each, so the local length is multiplied by their number.
             before.tokens + size * batches[0].tokens.shape[1] * self.mesh.size(CONTEXT),
         )
         about = _About(before, after, size, lr)
@@ -136,7 +138,7 @@ class Step:
         clip_and_step(state.optimizer, parameters, self.clip_norm, norm, scale, found_inf)
 
     def _arrived(self, state: TrainState, about: "_About", copy: HostCopy) -> StepResult:
-        """The result of a step that was decided on the device. Raises Diverged."""
+        """Return the result of a step that was decided on the device. Raises Diverged."""
         values = copy.tolist()
         count = len(SCALE_VALUES) if state.scaler else 0
         scales, values = values[len(values) - count :], values[: len(values) - count]
@@ -150,7 +152,7 @@ class Step:
         return result
 
     def _result(self, state: TrainState, about: "_About", values: list[float]) -> StepResult:
-        """The result by the sums of all ranks. Raises Diverged."""
+        """Return the result from the sums over all ranks. Raises Diverged."""
         scaler, (loss, norm, *words) = state.scaler, values
         if words:
             self.stopping.heard(words)
@@ -171,15 +173,15 @@ class Step:
         )
 
     def _settle(self, state: TrainState, total: Tensor) -> tuple[Tensor, Tensor]:
-        """On the device: the gradient norm; loss and norm, or over several ranks the loss, the square of the norm and
-        their words about stopping."""
+        """Compute on the device the gradient norm, and the sums for the host: loss and norm, or over several ranks the
+        loss, the square of the norm and the stop flags."""
         fused = isinstance(state.optimizer, FusedStep)
         if self.mesh.world_size == 1:
             norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
             return norm, torch.stack([total, norm.to(total.device)])
         mesh = self.mesh
         computes = mesh.is_first("uncut")
-        # Each element of the gradient on one of the ranks that hold it.
+        # Count each gradient element on only one of the ranks that hold it.
         counted = state.weights() if mesh.is_first("all") else ()
         square = local_grad_norm((p for p in counted if computes or is_cut(p)), fused).double() ** 2
         loss = total.double() if computes else torch.zeros_like(total, dtype=torch.float64)
@@ -190,7 +192,7 @@ class Step:
 
 @dataclass(frozen=True)
 class _About:
-    """What the host knows of a step when it begins it."""
+    """Values of a step known to the host when it begins."""
 
     before: Progress
     after: Progress

@@ -1,4 +1,4 @@
-"""Steps in order, each result handed out when the next step has been enqueued: a GPU never waits for the host."""
+"""Pipelined steps: a result is read after the next step has been enqueued, so that a GPU never waits for the host."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from gptlite.trainer.step import Step, StepResult
 
 
 def lag_of(optimizer: Optimizer, device: torch.device, wanted: int | None = None) -> int:
-    """How many steps the host is ahead of the results, by default one on a GPU, which computes while the host acts.
+    """Return the number of steps by which the host runs ahead of the results, by default one on a GPU.
 
-    None where the optimizer cannot be told on the device to leave a step out: the host waits before each update.
+    It is 0 if the optimizer cannot skip a step by an on-device decision; the host then waits before each update.
     """
     lag = int(device.type == "cuda") if wanted is None else wanted
     return lag if decides_on_device(optimizer, device) else 0
 
 
 class Steps:
-    """The steps that were begun, and whose results were not taken: at most `lag`, while `ready` is asked after each."""
+    """Queue of steps that have begun and whose results are unread: at most `lag`, if `ready` is checked after each."""
 
     def __init__(self, step: Step, lag: int) -> None:
         self._step, self.lag = step, lag
@@ -31,21 +31,21 @@ class Steps:
 
     @property
     def waiting(self) -> bool:
-        """Whether the state is ahead of the results."""
+        """True if there are unread results."""
         return bool(self._begun)
 
     def begin(self, state: TrainState) -> None:
-        """Begins a step, see Step.begin."""
-        if self.lag and not self._begun:  # the host knows all: the device takes over from there
+        """Begin a step, see Step.begin."""
+        if self.lag and not self._begun:  # the host's loss scale is current, so the device continues from it
             self._decisions = Decisions(state.scaler, self._step.mesh.device)
         self._begun.append(self._step.begin(state, decisions=self._decisions))
 
     def ready(self, everything: bool) -> bool:
-        """Whether a result is to be taken: where `everything` is to be known, until none is left."""
+        """Return True if a result is to be read. With `everything`, until none is left."""
         return len(self._begun) > (0 if everything else self.lag)
 
     def take(self) -> StepResult:
-        """The next result, in the order of steps. Raises Diverged, and leaves out what was begun later."""
+        """Return the next result in step order. Raises Diverged, and drops the later steps."""
         try:
             return self._begun.popleft()()
         except BaseException:
@@ -53,5 +53,5 @@ class Steps:
             raise
 
     def forget(self) -> None:
-        """Leaves out what was begun: the state is taken back to before it."""
+        """Drop the begun steps, as the state is restored to before them."""
         self._begun.clear()

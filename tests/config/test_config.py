@@ -59,7 +59,7 @@ def test_an_experiment_overrides_the_defaults_and_is_overridden_by_the_command_l
 
 
 REFUSED = {
-    "sweep=zero": "sweep is no section of a run; its preset is added: +sweep=parallelism",
+    "sweep=zero": "sweep is not a section of a run; add its preset with +sweep=parallelism",
     "trainer.max_stepz=3": "trainer.max_stepz is not a key; did you mean trainer.max_steps?",
     "+trainer.max_stepz=3": "trainer.max_stepz is not a key; did you mean trainer.max_steps?",
     "modle=gpt2": "modle is not a key; did you mean model?",

@@ -33,7 +33,7 @@ THIS = "distributed.test_watch"
 LIMIT = 6.0  # seconds
 
 
-# A rank that keeps the others waiting.
+# A rank that stalls the others.
 
 
 def wait_for_rank_1(how: str, axis: str) -> None:
@@ -62,8 +62,8 @@ def loiter(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "axis", "words"),
     [
-        ("stop", "tp", "has said nothing for "),
-        pytest.param("sleep", "world", "keeps the others waiting: for ", marks=pytest.mark.slow),
+        ("stop", "tp", "has sent no heartbeat for "),
+        pytest.param("sleep", "world", "stalls the others, for ", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_stops_or_hangs_is_named(how: str, axis: str, words: str) -> None:
@@ -82,7 +82,7 @@ def test_rank_0_is_named_though_it_holds_the_store() -> None:
     port = str(free_port())
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
     with pytest.raises(
-        RankFailed, match=r"error: rank 0 \(.* has said nothing for .* rank 1 waits in all_reduce over world"
+        RankFailed, match=r"error: rank 0 \(.* has not answered for .* rank 1 waits in all_reduce over world"
     ):
         run_ranks(2, f"{THIS}:wait_for_rank_0", env=env, timeout=150)
 
@@ -128,8 +128,8 @@ def test_a_stopped_rank_of_a_run_is_named_and_nothing_is_left(tiny: list[str], t
                 os.kill(pid, signal.SIGKILL)
         run.wait()
     text = (tmp_path / "said").read_text()
-    assert "has said nothing for" in text
-    assert "wait" in text.partition("has said nothing for")[2]
+    assert "has sent no heartbeat for" in text
+    assert "wait" in text.partition("has sent no heartbeat for")[2]
     assert sorted(run_dir.glob("checkpoints/*")) == before
     if victim:
         assert json.loads((run_dir / "result.json").read_text())["status"].startswith(f"failed: rank {victim} (")
@@ -176,7 +176,7 @@ def old(beats: list[Heartbeat]) -> list[Heartbeat]:
 def test_the_silent_rank_is_to_blame_and_the_others_places_are_said():
     now = [beat(0), beat(1), beat(2, place=IN_PP), beat(3, time=79.0)]
     assert judge([*old(now[:3]), now[3]], now, now=110.0) == (
-        "rank 3 (a, pid 13) has said nothing for 31 s; its last word: step 12, forward, in f (m.py:1); "
+        "rank 3 (a, pid 13) has sent no heartbeat for 31 s; last position: step 12, forward, in f (m.py:1); "
         "ranks 0-1 wait in all_reduce over tp, rank 2 waits in send or receive over pp"
     )
 
@@ -184,21 +184,23 @@ def test_the_silent_rank_is_to_blame_and_the_others_places_are_said():
 def test_without_silence_it_is_the_rank_that_waits_for_none():
     now = [beat(0), beat(1, like=WORKING)]
     assert judge(old(now), now, 110.0) == (
-        "rank 1 (a, pid 11) keeps the others waiting: for 21 s step 12, in load (d.py:2); "
+        "rank 1 (a, pid 11) stalls the others, for 21 s now: step 12, in load (d.py:2); "
         "rank 0 waits in all_reduce over tp"
     )
     # One that waits for rank 0's word in the store is none of those.
     now = [beat(0, like=WORKING), beat(1), beat(2, place=Place("store"))]
-    assert judge(old(now), now, 110.0).startswith("rank 0 (a, pid 10) keeps the others waiting")
+    assert judge(old(now), now, 110.0).startswith("rank 0 (a, pid 10) stalls the others")
 
 
 def test_a_deadlock_and_a_rank_that_never_spoke():
     now = [beat(0), beat(1, place=replace(IN_PP, collective="recv"))]
     assert judge(old(now), now, 110.0) == (
         "rank 0 waits in all_reduce over tp, rank 1 waits in recv over pp; "
-        "none is behind: they wait for each other, or the network between them fails"
+        "no rank is behind: they wait for each other, or the network between them fails"
     )
-    assert judge([None, None], [now[0], None], 110.0) == "nothing yet from rank 1; rank 0 waits in all_reduce over tp"
+    assert (
+        judge([None, None], [now[0], None], 110.0) == "no heartbeat yet from rank 1; rank 0 waits in all_reduce over tp"
+    )
     assert rank_words([5, 0, 1, 2]) == "ranks 0-2, 5"
 
 

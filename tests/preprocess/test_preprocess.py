@@ -57,7 +57,7 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, target: str, given: 
     ("number", "code", "words"),
     [
         (errno.EROFS, 2, "out cannot be written ({path}: read-only file system); give another output="),
-        (errno.ENOSPC, 1, "{path}: no space left on device; the same command goes on from here once that is mended"),
+        (errno.ENOSPC, 1, "{path}: no space left on device; fix that, and run the same command to continue"),
     ],
     ids=["read-only", "full"],
 )

@@ -240,7 +240,7 @@ def test_whose_memory_ran_out() -> None:
         _memory([{}, {"out_of_memory": "host memory ran out"}], killed, False, set()) == "rank 1: host memory ran out"
     )
     assert _memory([{}, {}], killed, False, {1}) == ""
-    assert _memory([{}, {}], killed, True, set()) == "rank 1: host memory ran out: the kernel ended it"
+    assert _memory([{}, {}], killed, True, set()) == "rank 1: host memory ran out: killed by the kernel"
     assert _memory([{}, {}], failures(r0=1, r1=-signal.SIGTERM), True, set()) == ""
     assert _memory([{}, {}], aborted, False, {0, 1}).startswith("rank 0: host memory ran out: SIGABRT near trainer.")
     assert _memory([{}, {}], aborted, True, {1}) == ""

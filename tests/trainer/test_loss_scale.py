@@ -248,7 +248,7 @@ def test_to_and_from_a_precision_without_a_scale(run, tmp_path):
     run("a", "trainer.max_steps=6", "precision=fp32")
     log = (tmp_path / "a" / "train.log").read_text()
     assert "the checkpoint has no loss scale: it starts at 1024" in log
-    assert "the checkpoint's loss scale, 1024, is left: only fp16 has one" in log
+    assert "the checkpoint's loss scale, 1024, is ignored: only fp16 has one" in log
     rows = [row for row in read_metrics(tmp_path / "a") if "loss" in row]
     assert [row.get("loss_scale") for row in rows] == [None, None, 1024, 1024, None, None]
 

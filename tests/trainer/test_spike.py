@@ -148,7 +148,7 @@ def test_a_run_that_does_not_stop_spiking_ends_in_words(run: Callable, tmp_path:
     poisoned[:] = [(64, 10**9)]
     assert run("a", *SPIKE, "trainer.spike.max_rewinds=2")[0] == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error: ")]
-    assert "the run was taken back trainer.spike.max_rewinds=2 times already" in line
+    assert "the run has already been rewound trainer.spike.max_rewinds=2 times" in line
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     assert result["status"].startswith("spiked: spike at step ")
     (left,) = (tmp_path / "a" / "checkpoints").glob("step-*")  # the margin of the second spike is in step 15
