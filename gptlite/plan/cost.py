@@ -1,5 +1,7 @@
-"""The time of a run's step, before it runs: each op of the model's profile by a roofline, collectives by ring over the
-links they cross, the pipeline's bubble in closed form, and what of it hides behind what.
+"""Analytical cost model of a training step.
+
+Ops of the model's profile are timed by a roofline, collectives by a ring over the links they cross, the pipeline's
+bubble in closed form; communication is overlapped with the passes it can run beside.
 """
 
 from __future__ import annotations
@@ -21,37 +23,39 @@ from gptlite.plan.traffic import message_bytes, outside_layers, reductions
 from gptlite.plan.workload import Prediction, RankBytes, Transfer, Workload
 
 DATA = ("dp_replicate", "dp_shard")
-COPIES = 2  # times that FSDP2 reads and writes what it gathers or reduces
-COPY_OPS = 12  # kernels of one of its collectives
+COPIES = 2  # FSDP2 reads and writes each gathered or reduced tensor once more, to copy it into or out of its buffer
+COPY_OPS = 12  # kernels that one FSDP2 collective launches
 
 
 def predict(work: Workload, cluster: ClusterConfig, memory: tuple[int, RankBytes] | None = None) -> Prediction:
-    """The step of a run on that cluster. Raises ConfigError for a dtype that the cluster has no peak of.
+    """Predict the step of a run on a cluster. Raises ConfigError for a dtype that the cluster has no peak of.
 
-    `memory`: what `memory.most` says of it, for who has asked already.
+    `memory`: the result of `memory.most`, if the caller has it already.
     """
     return Costs(cluster).predict(work, memory or most(work))
 
 
 def stage_seconds(work: Workload, cluster: ClusterConfig) -> tuple[list[float], list[float], float]:
-    """Seconds of a micro-batch's forward and backward pass in each stage, and of a message: what a timeline takes."""
+    """Return the seconds of a micro-batch's forward and backward pass in each stage, and of a message, for a
+    timeline."""
     there, back = _stages(Costs(cluster).ranks(work, cut(work)), cut(work))
     return there, back, _message(work, cluster)
 
 
 def peak_flops(cluster: ClusterConfig, dtype: str, world: int) -> float:
-    """FLOP/s by data sheet of the devices that so many ranks use: of whole nodes, on a CPU."""
+    """Return the data-sheet FLOP/s of the devices that `world` ranks use; on a CPU, of whole nodes."""
     devices = cluster.nodes or 1 if cluster.device == "cpu" else world
     return cluster.peak_tflops[dtype] * 1e12 * devices
 
 
 def days_to_train(tokens: float, prediction: Prediction) -> float:
-    """Days that so many tokens take."""
+    """Return the days that training on `tokens` tokens takes."""
     return tokens / prediction.tokens_per_second / 86400
 
 
 def cost_per_billion_tokens(prediction: Prediction, cluster: ClusterConfig, world: int) -> float | None:
-    """Dollars for a billion tokens on `world` ranks; None where the cluster has no price. A CPU's is the node's."""
+    """Return the dollars for a billion tokens on `world` ranks, None if the cluster has no price. A CPU's price is per
+    node."""
     if cluster.dollars_per_device_hour is None:
         return None
     devices = world if cluster.device == "cuda" else -(-world // ranks_on_node(cluster, world))
@@ -59,7 +63,8 @@ def cost_per_billion_tokens(prediction: Prediction, cluster: ClusterConfig, worl
 
 
 def flops_per_token(work: Workload) -> float:
-    """FLOPs of a token, forward and backward, recomputation left out: by the model's own count, else by its ops."""
+    """Return the FLOPs of a token, forward and backward, without recomputation: by the model's formula, else by its
+    profile."""
     blocks = num_blocks(work.model)
     if (found := spec_of(work.model).flops(work.model, work.sequence_length)) is not None:
         return blocks * found[0] + found[1]
@@ -72,31 +77,31 @@ def flops_per_token(work: Workload) -> float:
 
 
 class Passes(NamedTuple):
-    """Seconds of a micro-batch's forward and backward pass; recomputation is part of the backward one."""
+    """Seconds of a micro-batch's forward and backward pass; recomputation counts as backward."""
 
     forward: float = 0.0
     backward: float = 0.0
 
     def plus(self, other: Passes, times: float = 1) -> Passes:
-        """These, and `times` the others."""
+        """Return the sum of these and `times` the others."""
         return Passes(self.forward + times * other.forward, self.backward + times * other.backward)
 
 
 class Part(NamedTuple):
-    """A part of a model: seconds of its ops, and of what is sent along the tensor and the context axis."""
+    """A part of a model: seconds of its ops, and of its communication along the tensor and the context axis."""
 
     ops: Passes = Passes()
     tensor: Passes = Passes()
     context: Passes = Passes()
 
     def plus(self, other: Part, times: int = 1) -> Part:
-        """This one, and `times` the other."""
+        """Return the sum of this part and `times` the other."""
         return Part(*(mine.plus(its, times) for mine, its in zip(self, other, strict=True)))
 
 
 class _Inside(NamedTuple):
-    """What a rank does in its layers, a micro-batch: `tensor` is exposed communication along the tensor axis, which
-    `passes` is without. `parameters`: those it holds."""
+    """Work of a rank inside its layers, per micro-batch. `tensor` is exposed communication along the tensor axis and is
+    not part of `passes`; `parameters` is the number that the rank holds."""
 
     layers: int
     passes: Passes
@@ -105,8 +110,9 @@ class _Inside(NamedTuple):
 
 
 class _Outside(NamedTuple):
-    """Seconds of a step's collectives beside layers, all of them, by what they can hide behind; and the bytes that
-    FSDP2 copies for them, in how many collectives. `again`: seconds, bytes and collectives of reducing once more."""
+    """Seconds of a step's collectives outside the layers, grouped by the pass they can overlap with, and the bytes and
+    number of collectives that FSDP2 copies for. `again`: seconds, bytes and collectives of one more gradient
+    reduction."""
 
     step: float
     forward: float
@@ -117,8 +123,8 @@ class _Outside(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """One pipeline rank: seconds of a micro-batch in all its stages, `tensor` of them exposed communication along the
-    tensor axis; `data` exposed communication of a step, `update` the optimizer's."""
+    """One pipeline rank: seconds of a micro-batch in all its stages, of which `tensor` is exposed communication along
+    the tensor axis. `data` is a step's exposed data-parallel communication, `update` the optimizer's time."""
 
     layers: int
     passes: Passes
@@ -128,7 +134,7 @@ class _Rank(NamedTuple):
 
 
 class Costs:
-    """Prices of layouts on a cluster. What those of one model, batch, optimizer and world have in common is kept."""
+    """Prices of layouts on a cluster, with caches for one model, batch, optimizer and world."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
@@ -138,14 +144,14 @@ class Costs:
         self._outsides: dict[object, _Outside] = {}
 
     def predict(self, work: Workload, memory: tuple[int, RankBytes]) -> Prediction:
-        """The step of a layout, whose fullest rank and what it takes is `memory`."""
+        """Predict the step of a layout; `memory` is its fullest rank and the bytes of that rank."""
         world, count, pipeline = work.layout.world_size, work.micro_batches, cut(work)
         ranks = self.ranks(work, pipeline)
         slowest = max(ranks.values(), key=lambda its: its.passes.forward + its.passes.backward)
         there, back = _stages(ranks, pipeline)
         busy = [sum([there[stage] + back[stage] for stage in held]) for held in pipeline.stages]
         whole = pipeline_seconds(work.parallelism, count, there, back, busy, _message(work, self.cluster))
-        # Ranks that take turns on a core compute in each other's bubbles; a sum over some waits until all had theirs.
+        # Ranks that share a core compute in each other's bubbles; a tensor-axis collective waits until all have run.
         waiting = waiting_for_cores(self.cluster, world)
         if waiting > 1:
             kinds = [ranks[kind] for kind in pipeline.kinds]
@@ -171,7 +177,7 @@ class Costs:
         )
 
     def ranks(self, work: Workload, pipeline: Cut) -> dict[Alike, _Rank]:
-        """A pipeline rank of each kind."""
+        """Return the cost of one pipeline rank of each kind."""
         config, layout = work.parallelism, work.layout
         links, hardware = Links(self.cluster, layout), (work.dtype, layout.world_size)
         if hardware not in self._devices:
@@ -186,7 +192,7 @@ class Costs:
             inside = *model, work.micro_batches, split, sum(kind[0]), *kind[1:]
             if inside not in self._insides:
                 self._insides[inside] = self._inside(work, device, rank, self._models[model])
-            # A schedule matters only where parameters are gathered for each pass.
+            # The schedule matters only with ZeRO 3, which gathers parameters for each pass.
             order = (config.schedule, rank, work.micro_batches) if config.zero == 3 else ()
             outside = layout, config.sequence, kind, order
             if outside not in self._outsides:
@@ -201,10 +207,10 @@ class Costs:
         for stage in held:
             whole = whole.plus(begin, stage.first).plus(end, stage.last)
         parameters = sum(stage.sharded(1) for stage in held)
-        # The sum over micro-batches is read and written, and a gradient read; the first is only written.
+        # Gradient accumulation reads and writes the sum and reads the gradient; the first micro-batch only writes.
         summed = (2 * work.reduce_item + work.gather_item) * (work.micro_batches - 1) / work.micro_batches
         passes = whole.ops.plus(Passes(0.0, device.move(summed * parameters, 8 * layers)))
-        # Communication that shows: along the tensor axis, and of keys and values, for which attention waits. The
+        # Exposed communication: along the tensor axis, and of keys and values, for which attention waits. The
         # backward pass of a column-parallel layer sums its input's gradient, and gathers its input once more, while it
         # computes: all of the backward traffic without sequence parallelism, two thirds of it with.
         sent = whole.tensor
@@ -234,10 +240,11 @@ class Costs:
     def _offloaded(
         self, work: Workload, device: Device, rank: int, passes: Passes, update: float
     ) -> tuple[float, float]:
-        """Seconds that copies of offload take and nothing hides, and those of the update, `update` without offload.
+        """Return the exposed seconds of offload's copies, and the seconds of the update; `update` is that without
+        offload.
 
-        Copies hide behind the step's passes as data-parallel communication does. The ranks of a node share its memory
-        and its disk; of the disk's time only what is longer than the update shows, for both go on at once.
+        Copies overlap with the step's passes as data-parallel communication does. The ranks of a node share its memory
+        and its disk. Disk traffic and the update run concurrently, so only the longer of the two counts.
         """
         if work.parallelism.offload is Offload.none:
             return 0.0, update
@@ -267,10 +274,11 @@ def _outside(work: Workload, links: Links, rank: int) -> _Outside:
 
 
 def model_seconds(work: Workload, device: Device, links: Links) -> tuple[Part, Part, Part]:
-    """Seconds of a micro-batch on a rank that has the model alone: the beginning of the model, one block and the end.
+    """Return the seconds of a micro-batch on a rank that holds the whole model: of its beginning, one block and its
+    end.
 
-    Of a block that is computed again in the backward pass, full recomputation repeats all ops, selective recomputation
-    those whose results it has not kept; both send again what the forward pass did.
+    In a recomputed block, full recomputation repeats all ops, selective recomputation those whose results were not
+    kept; both repeat the forward pass's communication.
     """
     its, mode = plain_profile(work), work.parallelism.activation_checkpointing
     segments = (its.begin, its.begin_back), (its.block, its.block_back), (its.end, its.end_back)
@@ -299,7 +307,8 @@ def _sent(segment: Segment, axis: str, links: Links) -> float:
 
 
 def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list[float]]:
-    """Seconds of a micro-batch's forward and backward pass in each stage: its share of its rank's, by layers."""
+    """Return the seconds of a micro-batch's forward and backward pass in each stage: the rank's seconds shared by
+    layers."""
     there, back = [0.0] * len(pipeline.layers), [0.0] * len(pipeline.layers)
     for kind, held in zip(pipeline.kinds, pipeline.stages, strict=True):
         its = ranks[kind]
@@ -310,7 +319,7 @@ def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list
 
 
 def _message(work: Workload, cluster: ClusterConfig) -> float:
-    """One activation from a pipeline rank to the next."""
+    """Return the seconds of sending one activation to the next pipeline rank."""
     links = Links(cluster, work.layout)
     payload = message_bytes(work)
     return links.once("send", payload, links.group("pp")) if payload else 0.0

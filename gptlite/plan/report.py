@@ -1,4 +1,4 @@
-"""The tables, the pictures and the command lines that `gptlite plan` answers with."""
+"""Output of `gptlite plan`: tables, pictures and command lines."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ WIDTH = 80
 EQUAL = "="  # marks a layout within the planner's error of the fastest
 HEADINGS = ("#", "", "s/step", "tok/s", "MFU", "comm", "bubble", "GiB/rank", "micro", "recompute")
 RIGHT = "# s/step tok/s MFU comm bubble GiB/rank micro"
-INDENT = "    "  # of a layout below its figures
+INDENT = "    "  # of the layout's description below its figures
 
 
 def report(plan: Plan, top: int, tokens: float | None = None) -> str:
-    """The banner, the table of the `top` layouts and the command that trains the best."""
+    """Return the banner, the table of the `top` layouts and the command that trains the best."""
     found, work = plan.found, plan.best.work
     guessed = f" (assumed: {plan.assumed})" * bool(plan.assumed)
     lines = [
@@ -59,7 +59,7 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
 
 
 def report_largest(config: Config, cluster: ClusterConfig, found: Sequence[Largest], top: int) -> str:
-    """The banner, the table of the `top` largest models and the command that trains the largest."""
+    """Return the banner, the table of the `top` largest models and the command that trains the largest."""
     work, limit = found[0].work, config.trainer.host_memory_limit
     held = f"{limit:g} GiB a rank (trainer.host_memory_limit)" if limit else f"{cluster.memory_gib:.3g} GiB"
     lines = [
@@ -79,7 +79,7 @@ def report_largest(config: Config, cluster: ClusterConfig, found: Sequence[Large
 
 
 def train_command(config: Config, cluster: ClusterConfig, work: Workload, *more: str) -> str:
-    """The command line that trains a layout, with the overrides `more`."""
+    """Return the command line that trains a layout, with the overrides `more`."""
     nodes, start = cluster.nodes or 1, command("train")
     if nodes > 1:
         each = f"--nnodes={nodes} --nproc-per-node={cluster.devices_per_node or 1} [--rdzv-...]"
@@ -88,7 +88,7 @@ def train_command(config: Config, cluster: ClusterConfig, work: Workload, *more:
 
 
 def simulated(plan: Plan) -> str:
-    """The best layout's fullest rank, run with fake tensors: its memory and what it sends, exactly."""
+    """Return the exact memory and communication of the best layout's fullest rank, simulated with fake tensors."""
     from gptlite.plan.simulate import simulate
 
     work, pp_rank = plan.best.work, plan.best.prediction.memory_rank
@@ -107,7 +107,8 @@ def simulated(plan: Plan) -> str:
 
 
 def write(plan: Plan, folder: Path, top: int) -> list[Path]:
-    """plan.png, timeline.png where the best has a pipeline, and plan.json. Raises ConfigError for a bad folder."""
+    """Write plan.png, timeline.png if the best has a pipeline, and plan.json. Raises ConfigError for an unusable
+    folder."""
     make_folder(folder)
     ranked, equal, work = distinct(plan.found, top), equal_seconds(plan.found), plan.best.work
     title = f"{_label(work)} on {_cluster_words(plan.cluster)}"
@@ -156,7 +157,7 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
 
 
 def write_largest(cluster: ClusterConfig, found: Sequence[Largest], folder: Path, top: int) -> Path:
-    """The table's rows as a picture, largest.png. Raises ConfigError for a bad folder."""
+    """Draw the table's rows as largest.png. Raises ConfigError for an unusable folder."""
     make_folder(folder)
     shown, nodes = found[:top], cluster.nodes or 1
     draw_layouts(
@@ -173,7 +174,7 @@ def write_largest(cluster: ClusterConfig, found: Sequence[Largest], folder: Path
 
 
 def _table(plan: Plan, top: int) -> Iterator[str]:
-    """Two lines or more a layout: its figures, then the layout in words."""
+    """Yield two or more lines per layout: its figures, then its description."""
     ranked, equal = distinct(plan.found, top), equal_seconds(plan.found)
     rows = [_row(number, each, each.prediction.step_seconds <= equal) for number, each in enumerate(ranked, 1)]
     header, *figures = table(HEADINGS, rows, right=RIGHT, indent="")
@@ -201,7 +202,7 @@ def _row(number: int, each: Candidate, equal: bool) -> tuple[str, ...]:
 
 
 def _equal_words(plan: Plan) -> str:
-    """How many layouts the planner cannot tell from the fastest."""
+    """Return the number of layouts that are equal to the fastest within the planner's error, as text."""
     alike = equals(plan.found)
     kinds = len(distinct(replace(plan.found, ranked=alike), len(alike)))
     if len(alike) == 1:
@@ -214,7 +215,7 @@ def _equal_words(plan: Plan) -> str:
 
 
 def _memory_words(plan: Plan) -> str:
-    """The pick's memory beside what there is."""
+    """Return the best layout's memory and its limit, as text."""
     total, limit = plan.best.prediction.memory.total, rank_limit(plan.config, plan.cluster, plan.best.work)
     spare = 1 - total / limit
     words = f"{total / GIB:.1f} GiB predicted of {limit / GIB:.1f} on the fullest rank, {spare:.1%} to spare"
@@ -241,7 +242,7 @@ def _cluster_words(cluster: ClusterConfig, memory: str = "") -> str:
 
 
 def _offload_words(plan: Plan) -> str:
-    """What all layouts of the plan keep elsewhere, and how much."""
+    """Return the kind, size and place of the best layout's offload, as text."""
     its, best = plan.best.work.parallelism, plan.best.prediction
     state = file_bytes(plan.best.work, best.memory_rank)
     kept = [f"{format_bytes(best.memory.host)} of its host's memory for a rank of the best"] * bool(best.memory.host)
