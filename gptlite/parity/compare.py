@@ -155,7 +155,8 @@ def _judged(step: StepRecord, reference: StepRecord, found: Distances, limits: L
 
 
 def _copies(step: StepRecord) -> Iterator[Difference]:
-    """What several ranks hold must be the same bits on all, or they drift apart."""
+    """Yield differences between the copies of a tensor on several ranks, which must have the same bits, or they drift
+    apart."""
     for what, wholes in (("copies of the gradient", step.gradients), ("copies of the value", step.values)):
         for name, whole in wholes.items():
             for each in whole.disagreements:
@@ -168,7 +169,8 @@ def _copies(step: StepRecord) -> Iterator[Difference]:
 
 
 def _where(whole: Whole | None, reference: Whole | None) -> str:
-    """Which rows are off, and which ranks hold them, if the tensor is cut and not all of it is off."""
+    """Describe the differing rows and the ranks that hold them, if the tensor is sharded and only some of its shards
+    differ."""
     if whole is None or reference is None:
         return "only one of the two runs has it"
     if whole.value.shape != reference.value.shape:
