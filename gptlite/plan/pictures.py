@@ -29,7 +29,7 @@ PASSES = {
     "I": ("backward: inputs", GREEN),
     "W": ("backward: weights", YELLOW),
 }
-EQUAL = "#f1ead6"  # the span of the planner's error
+EQUAL = "#f1ead6"  # shade of the planner's error
 NAME_WIDTH, TITLE_WIDTH = 44, 110  # characters
 SHOWN_RANKS = 32  # of a pipeline; bars of more ranks are too thin to see
 NUMBERED = 1 / 110  # of a step: the shortest pass that carries its micro-batch's number
