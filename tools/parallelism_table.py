@@ -1,10 +1,10 @@
-"""Rebuild the tables of docs/parallelism.md: what runs, with how large an error, and what is refused, with its reason.
+"""Rebuild the tables of docs/parallelism.md: layouts with their errors, and refused ones with the reasons.
 
 python tools/parallelism_table.py [results=FILE] [output=docs/parallelism.md] [only_missing=false]
 
 It runs every cell of the parity matrix (tests/distributed/matrix.py) on gloo processes: about forty minutes on two idle
-cores. results is a JSON file that keeps what has been measured, cell by cell; with only_missing=true the cells it has
-are not run again. Exit codes: 0, or 1 if a cell differs from one process.
+cores. results is a JSON file that stores the measurements cell by cell; with only_missing=true the cells it has are not
+run again. Exit codes: 0, or 1 if a cell differs from a single process.
 """
 
 import json
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if TYPE_CHECKING:
     from distributed.cell import Cell  # pyright: ignore[reportMissingImports]
 
-Result = dict[str, Any]  # a cell's verdict, largest errors and where they were, as JSON
+Result = dict[str, Any]  # a cell's verdict, largest errors and their tensors, as JSON
 HEADS = {
     "cells": "| layout | loss | gradient norm | worst gradient | worst updated value | |\n|---|--:|--:|---|---|---|",
     "bounds": "| precision | layouts | loss | gradient norm | gradients | values |\n|---|--:|--:|--:|--:|--:|",
@@ -33,7 +33,7 @@ HEADS = {
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command-line arguments."""
 
     results: str | None = None
     output: str = "docs/parallelism.md"
@@ -41,7 +41,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> int:
-    """Runs the cells, writes the tables, and returns the exit code."""
+    """Run the cells, write the tables, and return the exit code."""
     if not (ROOT / "tests" / "distributed").is_dir():
         raise ConfigError("the matrix is in tests/distributed, not in an installed package: use a checkout")
     sys.path.insert(0, str(ROOT / "tests"))
@@ -76,7 +76,7 @@ def main(arguments: Arguments) -> int:
 
 
 def run(cells: "list[Cell]", known: dict[str, Result], file: Path | None) -> None:
-    """Adds the cells' results to `known` and, one by one, to the file."""
+    """Add the cells' results to `known` and, one by one, to the file."""
     from distributed.parity_cells import Pool, References, judge  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory(prefix="gptlite-parity-") as folder:
@@ -97,7 +97,7 @@ def run(cells: "list[Cell]", known: dict[str, Result], file: Path | None) -> Non
 
 
 def summary(result: Any, same: bool, words: str) -> Result:
-    """The largest error of each kind over all steps, tensors with their names."""
+    """Return the largest error of each kind over all steps, tensors with their names."""
     found = [each.distances for each in result.comparisons]
     return {
         "same": same,
@@ -111,20 +111,20 @@ def summary(result: Any, same: bool, words: str) -> Result:
 
 
 def largest(steps: list[dict[str, float]]) -> tuple[float, str]:
-    """The largest error of any step, and whose."""
+    """Return the largest error of any step, and its tensor."""
     pairs = [(error, name) for errors in steps for name, error in errors.items()]
     return max(pairs, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
 
 
 def worst(results: list[Result]) -> list[float]:
-    """The largest errors of losses, gradient norms, gradients and values, of those that ran."""
+    """Return the largest errors of losses, gradient norms, gradients and values over the cells that ran."""
     ran = [each for each in results if "loss" in each]
     numbers = [[each["loss"], each["grad_norm"], each["gradient"][0], each["value"][0]] for each in ran]
     return [max(column) for column in zip(*numbers, strict=True)]
 
 
 def table_row(name: str, result: Result) -> str:
-    """`| layout | 1.3e-07 | 1.8e-07 | 3.0e-06 layers.6.mlp.up.bias | ... | ok |`."""
+    """Return a row such as `| layout | 1.3e-07 | 1.8e-07 | 3.0e-06 layers.6.mlp.up.bias | ... | ok |`."""
     verdict = "ok" if result["same"] else result["words"].replace("|", "/")
     if "loss" not in result:
         return f"| {name} | | | | | {verdict} |"
@@ -133,19 +133,20 @@ def table_row(name: str, result: Result) -> str:
 
 
 def bounds_row(name: str, results: list[Result], stated: Any) -> str:
-    """`| bf16 | 30 | 1e-05 (3e-05) | ... |`: the largest error of a precision's layouts, and what it may be."""
+    """Return a row such as `| bf16 | 30 | 1e-05 (3e-05) | ... |`: the largest errors of a precision's layouts, and
+    their limits."""
     bounds = (stated.loss, stated.grad_norm, stated.gradient, stated.value)
     errors = " | ".join(f"{error:.0e} ({bound:.0e})" for error, bound in zip(worst(results), bounds, strict=True))
     return f"| {name} | {len(results)} | {errors} |"
 
 
 def world(size: int | None) -> str:
-    """` on 6 ranks`, where that is what is wrong."""
+    """Return ` on 6 ranks` if the number of ranks is the reason of a refusal."""
     return "" if size is None else f" on {size} ranks"
 
 
 def replaced(text: str, name: str, table: str) -> str:
-    """The text with what stands between `<!-- NAME -->` and `<!-- end of NAME -->` replaced."""
+    """Return the text with the content between `<!-- NAME -->` and `<!-- end of NAME -->` replaced."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ConfigError(f"output: the file needs one line {begin} and one {end}")
