@@ -80,16 +80,16 @@ def main(arguments: Arguments) -> None:
 def elsewhere(build: Callable[..., Callable[[], None]], *given: Any) -> Any:
     """Yield a step that is built and run in another process; a call returns its seconds."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, build, given), daemon=True)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, build, given), daemon=True)
     process.start()
-    there.close()
+    theirs.close()
 
     def step() -> float:
-        here.send(True)
-        if not here.poll(STEP_SECONDS):
+        ours.send(True)
+        if not ours.poll(STEP_SECONDS):
             raise TimeoutError(f"no step in {STEP_SECONDS} s")
-        answer = here.recv()
+        answer = ours.recv()
         if isinstance(answer, str):
             raise ConfigError(answer)
         return answer
@@ -97,7 +97,7 @@ def elsewhere(build: Callable[..., Callable[[], None]], *given: Any) -> Any:
     try:
         yield step
     finally:
-        here.close()
+        ours.close()
         process.join(10)
         process.kill()
 

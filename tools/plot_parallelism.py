@@ -183,8 +183,8 @@ def pipeline() -> Figure:
         draw_timeline(axes, name, line)
         axes.set_xlim(-0.1, end + 0.1)
     handles = [Rectangle((0, 0), 1, 1, facecolor=color) for color in (BLUE, ORANGE, GREEN)]
-    words = ["forward", "backward, or its half for the inputs", "half for the weights  (light: a rank's second part)"]
-    figure.legend(handles, words, loc="outside upper right", ncols=3, frameon=False, fontsize=10)
+    labels = ["forward", "backward, or its half for the inputs", "half for the weights  (light: a rank's second part)"]
+    figure.legend(handles, labels, loc="outside upper right", ncols=3, frameon=False, fontsize=10)
     figure.supxlabel("time, if a backward pass takes twice as long as a forward pass", fontsize=10, color=MUTED)
     return figure
 

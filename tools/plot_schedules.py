@@ -82,9 +82,11 @@ def plot(max_steps: int) -> Figure:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(GRID)
         draw(axes, panel, max_steps)
-    words = "optimizer step s   (W: end of the warmup, D: end of the decay, m: min_ratio, p: part of the decay done)"
+    axis_label = (
+        "optimizer step s   (W: end of the warmup, D: end of the decay, m: min_ratio, p: part of the decay done)"
+    )
     figure.supylabel("rate / peak rate", fontsize=10, color=MUTED)
-    figure.supxlabel(words, fontsize=10, color=MUTED)
+    figure.supxlabel(axis_label, fontsize=10, color=MUTED)
     return figure
 
 

@@ -78,8 +78,8 @@ def _normal(start: int, count: int, key: tuple[int, int], device: torch.device) 
     """
     counter = torch.arange(start // 4, (start + count + 3) // 4, device=device)
     zero = torch.zeros_like(counter)
-    words = philox((counter & WORD, counter >> 32, zero, zero), key)
-    u0, u1, u2, u3 = ((word.double() + 0.5) / 2**32 for word in words)
+    bits = philox((counter & WORD, counter >> 32, zero, zero), key)
+    u0, u1, u2, u3 = ((word.double() + 0.5) / 2**32 for word in bits)
     pairs = []
     for radius, angle in ((u0, u1), (u2, u3)):
         r, a = (-2 * radius.log()).sqrt(), 2 * math.pi * angle

@@ -191,7 +191,9 @@ def layers_to_cut(model: Model, part: nn.Module) -> list[tuple[str, Cut]]:
     plan = [(pattern.split("."), cut) for pattern, cut in model.spec.cuts(model.config).items()]
 
     def matches(pattern: list[str], name: list[str]) -> bool:
-        return len(name) == len(pattern) and all(each in ("*", its) for each, its in zip(pattern, name, strict=True))
+        return len(name) == len(pattern) and all(
+            each in ("*", component) for each, component in zip(pattern, name, strict=True)
+        )
 
     return [
         (name, cut) for name, _ in part.named_modules() for pattern, cut in plan if matches(pattern, name.split("."))

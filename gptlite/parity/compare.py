@@ -66,8 +66,8 @@ class Difference:
     where: str = ""
 
     def __str__(self) -> str:
-        words = f"step {self.step}: {self.what}{' of ' + self.name if self.name else ''} is off by {self.error:.1e}"
-        return f"{words} (limit {self.limit:.1e}){', ' + self.where if self.where else ''}"
+        text = f"step {self.step}: {self.what}{' of ' + self.name if self.name else ''} is off by {self.error:.1e}"
+        return f"{text} (limit {self.limit:.1e}){', ' + self.where if self.where else ''}"
 
 
 @dataclass(frozen=True)

@@ -87,12 +87,12 @@ def assemble(shares: list[list[Part]]) -> dict[str, Whole]:
 
 def _place(whole: Whole, box: Box, rank: int, part: Tensor) -> None:
     """Store the first copy of a part as the value; compare later copies with it."""
-    there = whole.value[tuple(slice(*bounds) for bounds in box)]
+    target = whole.value[tuple(slice(*bounds) for bounds in box)]
     holders = whole.holders.setdefault(box, [])
     if not holders:
-        there.copy_(part)
-    elif not torch.equal(there, part):
-        error = (there - part).abs().max().item()
+        target.copy_(part)
+    elif not torch.equal(target, part):
+        error = (target - part).abs().max().item()
         whole.disagreements.append(Disagreement(box, (holders[0], rank), error))
     if rank not in holders:
         holders.append(rank)

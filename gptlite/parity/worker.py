@@ -56,8 +56,8 @@ def compare_run(reference: Path, config: Config, *_: Any) -> int:
     mesh.close()
     if not mesh.is_main:
         return 0
-    same, words = verdict(comparisons, limits)
-    print(words)
+    same, message = verdict(comparisons, limits)
+    print(message)
     return 0 if same else 1
 
 

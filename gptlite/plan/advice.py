@@ -70,15 +70,15 @@ def _taken(config: Config, world: int, cluster: ClusterConfig) -> tuple[int, Ran
 def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[Change, int]]:
     """Return each legal change of one key, then of two and of three keys together, with the bytes of the fullest rank
     after it. The values of a key are ordered from the mildest to the strongest."""
-    layout, its = check_world(config, world), config.parallelism
+    layout, parallelism = check_world(config, world), config.parallelism
     micro = workload_of(config, layout, cluster).micro_batch_size
-    keeps = its.activation_checkpointing is ActivationCheckpointing.none
+    keeps = parallelism.activation_checkpointing is ActivationCheckpointing.none
     recomputed = [ActivationCheckpointing.selective, ActivationCheckpointing.full]
-    offloads = cluster.device != "cpu" and its.offload is Offload.none
+    offloads = cluster.device != "cpu" and parallelism.offload is Offload.none
     values: dict[str, list[Any]] = {
         "data.micro_batch_size": divisors(micro)[-2::-1],
         "parallelism.activation_checkpointing": recomputed * keeps,
-        "parallelism.zero": list(range(its.zero + 1, 4)) * (layout.data_size > 1),
+        "parallelism.zero": list(range(parallelism.zero + 1, 4)) * (layout.data_size > 1),
         "parallelism.offload": [Offload.cpu] * offloads,
     }
     changes: list[Change] = [
@@ -104,8 +104,8 @@ def _mildest(fitting: list[tuple[Change, int]]) -> list[tuple[Change, int]]:
     that fit."""
     found: dict[frozenset[str], tuple[Change, int]] = {}
     for change in fitting:
-        keys, its = frozenset(change[0]), change[0].items()
-        if keys not in found and not any(each.items() < its for each, _ in fitting):
+        keys, items = frozenset(change[0]), change[0].items()
+        if keys not in found and not any(each.items() < items for each, _ in fitting):
             found[keys] = change
     others = (change for change in fitting if change not in found.values())
     return [*found.values(), *others][:SHOWN]

@@ -36,13 +36,13 @@ def cached(key: Callable[..., object], most: int = MOST) -> Callable[[Callable[P
 
         @wraps(function)
         def answer(*args: P.args, **options: P.kwargs) -> R:
-            its = key(*args, **options)
-            if its not in known:
+            entry = key(*args, **options)
+            if entry not in known:
                 found = function(*args, **options)
                 if len(known) >= most:
                     known.clear()
-                known[its] = found
-            return known[its]
+                known[entry] = found
+            return known[entry]
 
         answer.__dict__["cache_clear"] = known.clear
         return answer

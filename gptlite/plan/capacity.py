@@ -55,13 +55,13 @@ def least_activations(work: Workload) -> float:
 def least_in_flight(config: ParallelismConfig, micro_batches: int) -> int:
     """Return the number of single-stage forward passes that the first pipeline rank runs before its first backward
     pass."""
-    ranks, stages, its = config.pipeline, stages_per_rank(config), rule(config)
+    ranks, stages, schedule = config.pipeline, stages_per_rank(config), rule(config)
     if ranks == 1 or config.schedule == "gpipe":
         return micro_batches if ranks > 1 else 1
-    if its.v_shape:
+    if schedule.v_shape:
         return min(2 * ranks - 1, micro_batches)
     # As `timeline` orders them: one step further from the end costs a pass more, two where backward passes are whole.
-    distance = 1 if its.splits_backward or config.schedule == "1f1b" else 2
+    distance = 1 if schedule.splits_backward or config.schedule == "1f1b" else 2
     return min(distance * (ranks - 1) + (stages - 1) * ranks + 1, stages * micro_batches)
 
 

@@ -38,8 +38,8 @@ def predict(work: Workload, cluster: ClusterConfig, memory: tuple[int, RankBytes
 def stage_seconds(work: Workload, cluster: ClusterConfig) -> tuple[list[float], list[float], float]:
     """Return the seconds of a micro-batch's forward and backward pass in each stage, and of a message, for a
     timeline."""
-    there, back = _stages(Costs(cluster).ranks(work, cut(work)), cut(work))
-    return there, back, _message(work, cluster)
+    forward, backward = _stages(Costs(cluster).ranks(work, cut(work)), cut(work))
+    return forward, backward, _message(work, cluster)
 
 
 def peak_flops(cluster: ClusterConfig, dtype: str, world: int) -> float:
@@ -68,10 +68,13 @@ def flops_per_token(work: Workload) -> float:
     blocks = num_blocks(work.model)
     if (found := spec_of(work.model).flops(work.model, work.sequence_length)) is not None:
         return blocks * found[0] + found[1]
-    its = plain_profile(work)
+    profile = plain_profile(work)
     ends, block = (
         sum(op.flops for segment in segments for op in segment.ops)
-        for segments in ((its.begin, its.begin_back, its.end, its.end_back), (its.block, its.block_back))
+        for segments in (
+            (profile.begin, profile.begin_back, profile.end, profile.end_back),
+            (profile.block, profile.block_back),
+        )
     )
     return (ends + blocks * block) * work.layout.size("tp") / work.rank_tokens
 
@@ -96,7 +99,7 @@ class Part(NamedTuple):
 
     def plus(self, other: Part, times: int = 1) -> Part:
         """Return the sum of this part and `times` the other."""
-        return Part(*(mine.plus(its, times) for mine, its in zip(self, other, strict=True)))
+        return Part(*(mine.plus(theirs, times) for mine, theirs in zip(self, other, strict=True)))
 
 
 class _Inside(NamedTuple):
@@ -147,19 +150,19 @@ class Costs:
         """Predict the step of a layout; `memory` is its fullest rank and the bytes of that rank."""
         world, count, pipeline = work.layout.world_size, work.micro_batches, cut(work)
         ranks = self.ranks(work, pipeline)
-        slowest = max(ranks.values(), key=lambda its: its.passes.forward + its.passes.backward)
-        there, back = _stages(ranks, pipeline)
-        busy = [sum([there[stage] + back[stage] for stage in held]) for held in pipeline.stages]
-        whole = pipeline_seconds(work.parallelism, count, there, back, busy, _message(work, self.cluster))
+        slowest = max(ranks.values(), key=lambda cost: cost.passes.forward + cost.passes.backward)
+        forward, backward = _stages(ranks, pipeline)
+        busy = [sum([forward[stage] + backward[stage] for stage in held]) for held in pipeline.stages]
+        whole = pipeline_seconds(work.parallelism, count, forward, backward, busy, _message(work, self.cluster))
         # Ranks that share a core compute in each other's bubbles; a tensor-axis collective waits until all have run.
         waiting = waiting_for_cores(self.cluster, world)
         if waiting > 1:
             kinds = [ranks[kind] for kind in pipeline.kinds]
-            computing = sum(seconds - its.tensor for seconds, its in zip(busy, kinds, strict=True)) / len(kinds)
+            computing = sum(seconds - cost.tensor for seconds, cost in zip(busy, kinds, strict=True)) / len(kinds)
             whole = max(whole, count * (waiting * computing + slowest.tensor))
         own = min(whole, waiting * count * max(busy))
-        data = max([its.data for its in ranks.values()])
-        update = waiting * max([its.update for its in ranks.values()])
+        data = max([cost.data for cost in ranks.values()])
+        update = waiting * max([cost.update for cost in ranks.values()])
         tensor = min(own, count * slowest.tensor)
         step = whole + data + update
         tokens = work.tokens / step
@@ -226,11 +229,11 @@ class Costs:
         shown = outside.step
         # What is gathered before a pass, and reduced after it, can hide behind as many passes as it is done in: with
         # ZeRO 3 all of them, with ZeRO 2 all backward ones, else the first forward and the last backward one.
-        for its, each, often in (
+        for total, each, often in (
             (outside.forward, passes.forward, zero == 3),
             (outside.backward + seconds, passes.backward, zero >= 2),
         ):
-            shown += its - min(self.cluster.overlap * its, each * (work.micro_batches if often else 1))
+            shown += total - min(self.cluster.overlap * total, each * (work.micro_batches if often else 1))
         shard = inside.parameters / (work.layout.size("dp_shard") if zero else 1)
         update = device.move(work.optimizer.update_bytes * shard, 12 * (inside.layers + 1))
         offload, update = self._offloaded(work, device, rank, passes, update)
@@ -248,8 +251,8 @@ class Costs:
         """
         if work.parallelism.offload is Offload.none:
             return 0.0, update
-        cluster, its = self.cluster, moved(work, rank)
-        copied, ranks = its.to_device + its.to_host, ranks_on_node(cluster, work.layout.world_size)
+        cluster, traffic = self.cluster, moved(work, rank)
+        copied, ranks = traffic.to_device + traffic.to_host, ranks_on_node(cluster, work.layout.world_size)
         if cluster.device == "cpu":  # from memory to memory
             copies = device.move(2 * copied)
         else:
@@ -257,7 +260,7 @@ class Costs:
             computing = work.micro_batches * (passes.forward + passes.backward)
             copies = seconds - min(cluster.overlap * seconds, computing)
             update *= device.bandwidth / (cluster.host_memory_gb_per_second * 1e9 / ranks)
-        disk = (its.read + its.written) / (cluster.disk_gb_per_second * 1e9 / ranks)
+        disk = (traffic.read + traffic.written) / (cluster.disk_gb_per_second * 1e9 / ranks)
         return copies, max(update, disk)
 
 
@@ -280,12 +283,12 @@ def model_seconds(work: Workload, device: Device, links: Links) -> tuple[Part, P
     In a recomputed block, full recomputation repeats all ops, selective recomputation those whose results were not
     kept; both repeat the forward pass's communication.
     """
-    its, mode = plain_profile(work), work.parallelism.activation_checkpointing
-    segments = (its.begin, its.begin_back), (its.block, its.block_back), (its.end, its.end_back)
+    profile, mode = plain_profile(work), work.parallelism.activation_checkpointing
+    segments = (profile.begin, profile.begin_back), (profile.block, profile.block_back), (profile.end, profile.end_back)
     begin, block, end = (_part(*both, device, links) for both in segments)
     if mode.recomputes:
         selective = mode is ActivationCheckpointing.selective
-        again = _seconds((op for op in its.block.ops if not (selective and op.kept)), device)
+        again = _seconds((op for op in profile.block.ops if not (selective and op.kept)), device)
         repeated = Part(Passes(0.0, again), *(Passes(0.0, each.forward) for each in (block.tensor, block.context)))
         block = block.plus(repeated)
     return begin, block, end
@@ -309,13 +312,13 @@ def _sent(segment: Segment, axis: str, links: Links) -> float:
 def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list[float]]:
     """Return the seconds of a micro-batch's forward and backward pass in each stage: the rank's seconds shared by
     layers."""
-    there, back = [0.0] * len(pipeline.layers), [0.0] * len(pipeline.layers)
+    forward, backward = [0.0] * len(pipeline.layers), [0.0] * len(pipeline.layers)
     for kind, held in zip(pipeline.kinds, pipeline.stages, strict=True):
-        its = ranks[kind]
+        cost = ranks[kind]
         for stage in held:
-            share = len(pipeline.layers[stage]) / its.layers
-            there[stage], back[stage] = its.passes.forward * share, its.passes.backward * share
-    return there, back
+            share = len(pipeline.layers[stage]) / cost.layers
+            forward[stage], backward[stage] = cost.passes.forward * share, cost.passes.backward * share
+    return forward, backward
 
 
 def _message(work: Workload, cluster: ClusterConfig) -> float:

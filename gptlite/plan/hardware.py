@@ -135,8 +135,8 @@ class Links:
         return self.groups[axis]
 
     def _group(self, axis: str) -> Group:
-        its, node = self.layout, ranks_on_node(self.cluster, self.layout.world_size)
-        ranks, stride = (its.world_size, 1) if axis == WORLD else (its.size(axis), its.stride(axis))
+        layout, node = self.layout, ranks_on_node(self.cluster, self.layout.world_size)
+        ranks, stride = (layout.world_size, 1) if axis == WORLD else (layout.size(axis), layout.stride(axis))
         inside = min(ranks, max(1, node // stride))
         return Group(ranks, inside, -(-ranks // inside))
 

@@ -82,9 +82,11 @@ def deepest(work: Workload, cluster: ClusterConfig) -> Largest | None:
 
     @cache
     def at(layers: int) -> Largest | None:
-        its = replace(work, model=with_blocks(work.model, layers))
-        memory = most(its)[1]
-        return None if too_large(its, memory, cluster, world) else Largest(its, memory, rank_memory(cluster, world))
+        deeper = replace(work, model=with_blocks(work.model, layers))
+        memory = most(deeper)[1]
+        return (
+            None if too_large(deeper, memory, cluster, world) else Largest(deeper, memory, rank_memory(cluster, world))
+        )
 
     too_many = bisect_left(depths, True, key=lambda layers: at(layers) is None)
     return at(depths[too_many - 1]) if too_many else None

@@ -70,9 +70,9 @@ def _parameters(work: Workload, held: list[Stage], pp_rank: int) -> tuple[int, i
     else:
         reduced = done
     found: tuple[int, int] = (0, 0)
-    for there, some, whole in states(work.parallelism, pp_rank, count, zero == 3):
-        parameters = sum(gathered[place] for place in there) if work.sharded else 0
-        gradients = sum(reduced[place] for place in some) + sum(done[place] for place in whole)
+    for unsharded, partial, complete in states(work.parallelism, pp_rank, count, zero == 3):
+        parameters = sum(gathered[place] for place in unsharded) if work.sharded else 0
+        gradients = sum(reduced[place] for place in partial) + sum(done[place] for place in complete)
         found = max(found, (mine + parameters, gradients), key=sum)
     return max(found, (mine, updating), key=sum)
 

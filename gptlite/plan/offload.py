@@ -36,14 +36,14 @@ def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> Moved:
     if work.parallelism.offload is Offload.none:
         return Moved()
     shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
-    there = back = 0
+    to_device = to_host = 0
     for stage in stages(work, pp_rank, tp_rank):
         for elements, number, block in stage.groups(work.parallelism.bucket_layers, shards):
             times = sum(gathered(work, pp_rank, stage.number, block).values())
-            there += work.stored * elements * number * times
-            back += MASTER * elements * number * (reductions(work) if copies == 1 else 1)
+            to_device += work.stored * elements * number * times
+            to_host += MASTER * elements * number * (reductions(work) if copies == 1 else 1)
     file = file_bytes(work, pp_rank, tp_rank)
-    return Moved(there, back, file, file)
+    return Moved(to_device, to_host, file, file)
 
 
 def file_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> int:

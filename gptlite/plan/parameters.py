@@ -91,12 +91,12 @@ class Stage:
 def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
     """Return the stages of a pipeline rank, first to last."""
     config, total = work.parallelism, num_stages(work.parallelism)
-    layers, its = cut(work).layers, inventory(work.model, work.layout.size("tp"), tp_rank)
+    layers, held = cut(work).layers, inventory(work.model, work.layout.size("tp"), tp_rank)
     found = []
     for number in stages_of_rank(config, pp_rank):
         first, last = number == 0, number == total - 1
-        others = its.others.get((first, last), ())
-        found.append(Stage(number, len(layers[number]), its.block, others, first, last))
+        others = held.others.get((first, last), ())
+        found.append(Stage(number, len(layers[number]), held.block, others, first, last))
     return found
 
 
@@ -151,9 +151,9 @@ def with_blocks(model: Any, blocks: int) -> Any:
 @cached(Same)
 def num_parameters(model: ModelConfig) -> int:
     """Return the number of parameters of the whole model."""
-    its = inventory(model, 1)
-    return sum(each.elements for each in its.others[True, True]) + num_blocks(model) * sum(
-        each.elements for each in its.block
+    whole = inventory(model, 1)
+    return sum(each.elements for each in whole.others[True, True]) + num_blocks(model) * sum(
+        each.elements for each in whole.block
     )
 
 
@@ -181,7 +181,7 @@ def cut(work: Workload) -> Cut:
     costs = spec.flops(work.model, spec.max_length(work.model) or 1) or (1, 0)  # as Model.stage_blocks has it
     layers = tuple(split_layers(num_blocks(work.model), num_stages(config), *costs))
     held = tuple(tuple(stages_of_rank(config, rank)) for rank in range(config.pipeline))
-    kinds = tuple((tuple(len(layers[stage]) for stage in its), 0 in its, len(layers) - 1 in its) for its in held)
+    kinds = tuple((tuple(len(layers[stage]) for stage in mine), 0 in mine, len(layers) - 1 in mine) for mine in held)
     return Cut(layers, held, kinds, {kind: kinds.index(kind) for kind in kinds})
 
 

@@ -54,17 +54,17 @@ def _key(work: Workload, stage: Stage, tp_rank: int) -> tuple[object, ...]:
 def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
     """Return the peak of each pass of a stage above the level before it, and the change it leaves, keyed as
     `walk.Turn`."""
-    its, split = _Stage(work, stage, tp_rank), splits_backward(work.parallelism)
-    first, later, kept = its.forward_passes()
+    memory, split = _Stage(work, stage, tp_rank), splits_backward(work.parallelism)
+    first, later, kept = memory.forward_passes()
     found = {("F", True, False): (first, kept), ("F", False, False): (later, kept)}
-    each, final = (work.sharded and (last or its.often) for last in (False, True))
+    each, final = (work.sharded and (last or memory.often) for last in (False, True))
     # The buffer of a reduction is held until the stage's next one begins.
-    carried = (its.bucket if split or not its.others else its.others) * each
+    carried = (memory.bucket if split or not memory.others else memory.others) * each
     for is_last, reduces in ((False, each), (True, final)):
         if split and not stage.first:
-            inputs, weights = its.halves(reduces, kept)
+            inputs, weights = memory.halves(reduces, kept)
         else:  # the first stage needs no gradient of its input, so its second half does the whole backward pass
-            inputs, weights = Taken(0, 0), its.backward(reduces, kept)
+            inputs, weights = Taken(0, 0), memory.backward(reduces, kept)
         found["I", False, False] = inputs.most, inputs.left
         for is_first in (False, True):
             peak, change = weights.most, weights.left

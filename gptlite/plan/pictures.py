@@ -73,8 +73,8 @@ def draw_timeline(timeline: Timeline, title: str, out: Path) -> None:
     with _picture(out, title, 11, 1.5 + 0.3 * shown) as figure:
         axes = figure.subplots()
         used = {event.kind for event in timeline.events}
-        for kind, (words, color) in PASSES.items():
-            label = words if kind in used else None
+        for kind, (name, color) in PASSES.items():
+            label = name if kind in used else None
             for rank in range(shown):
                 spans = [(each.start, each.end - each.start) for each in timeline.of_rank(rank) if each.kind == kind]
                 axes.broken_barh(spans, (rank - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.3, label=label)

@@ -91,9 +91,9 @@ def chosen(config: Config, world: int | None = None, log: Log = print) -> Config
 
 def apply(config: Config, candidate: Candidate) -> Config:
     """Return the configuration with a candidate's layout and micro-batch."""
-    its = candidate.work
-    layout = replace(its.parallelism, auto=False)
-    return replace(config, parallelism=layout, data=replace(config.data, micro_batch_size=its.micro_batch_size))
+    work = candidate.work
+    layout = replace(work.parallelism, auto=False)
+    return replace(config, parallelism=layout, data=replace(config.data, micro_batch_size=work.micro_batch_size))
 
 
 def overrides(work: Workload) -> list[str]:
@@ -189,8 +189,8 @@ def fixed_keys(config: Config) -> frozenset[str]:
     keys = given_keys(config, "parallelism") & own
     if config.data.micro_batch_size is not None:
         keys.add("micro_batch_size")
-    said = any(each.lstrip("+").startswith("parallelism") for each in config.run.overrides)
-    if said and not config.parallelism.auto:  # a preset fixes all fields
+    mentioned = any(each.lstrip("+").startswith("parallelism") for each in config.run.overrides)
+    if mentioned and not config.parallelism.auto:  # a preset fixes all fields
         keys |= own - {"data"}
     return frozenset(keys)
 

@@ -171,8 +171,8 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
     with mesh_of(layout, tp_rank) as mesh:
         model = Model.of(with_blocks(work.model, blocks), policy)
         # Without data ranks, so that FSDP2 does not wrap the model.
-        there = replace(mesh, layout=replace(layout, sizes=(1, 1, 1, tensor)), device=torch.device(work.device))
-        (module,) = build_parts(model, _alone(work.parallelism), there, policy, ops_of(work))
+        part_mesh = replace(mesh, layout=replace(layout, sizes=(1, 1, 1, tensor)), device=torch.device(work.device))
+        (module,) = build_parts(model, _alone(work.parallelism), part_mesh, policy, ops_of(work))
         _own_parameters(model, module, policy if work.sharded else None)
         if work.layout.size("pp") == 1:  # in a pipeline both ends have a copy instead
             model.tie(module)

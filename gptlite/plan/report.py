@@ -69,9 +69,9 @@ def report_largest(config: Config, cluster: ClusterConfig, found: Sequence[Large
     ]
     headings = ("#", "layout", "layers", "parameters", "memory/rank", "of")
     rows = [
-        (str(number), its.work.layout.describe(its.work.parallelism), str(its.layers),
-         format_count(num_parameters(its.work.model)), format_bytes(its.memory.total), format_bytes(its.room))
-        for number, its in enumerate(found[:top], 1)
+        (str(number), model.work.layout.describe(model.work.parallelism), str(model.layers),
+         format_count(num_parameters(model.work.model)), format_bytes(model.memory.total), format_bytes(model.room))
+        for number, model in enumerate(found[:top], 1)
     ]  # fmt: skip
     text = table(headings, rows, right="# layers parameters memory/rank of", indent="")
     last = train_command(config, cluster, work, found[0].override)
@@ -186,16 +186,16 @@ def _table(plan: Plan, top: int) -> Iterator[str]:
 
 
 def _row(number: int, each: Candidate, equal: bool) -> tuple[str, ...]:
-    its = each.prediction
+    prediction = each.prediction
     return (
         str(number),
         EQUAL * equal,
-        f"{its.step_seconds:.3g}",
-        format_count(its.tokens_per_second),
-        "n/a" if its.mfu is None else f"{its.mfu:.1%}",
-        f"{its.communication_seconds / its.step_seconds:.0%}",
-        f"{its.bubble_seconds / its.step_seconds:.0%}",
-        f"{its.memory.total / GIB:.1f}",
+        f"{prediction.step_seconds:.3g}",
+        format_count(prediction.tokens_per_second),
+        "n/a" if prediction.mfu is None else f"{prediction.mfu:.1%}",
+        f"{prediction.communication_seconds / prediction.step_seconds:.0%}",
+        f"{prediction.bubble_seconds / prediction.step_seconds:.0%}",
+        f"{prediction.memory.total / GIB:.1f}",
         str(each.work.micro_batch_size),
         each.work.parallelism.activation_checkpointing.value,
     )
@@ -243,12 +243,12 @@ def _cluster_words(cluster: ClusterConfig, memory: str = "") -> str:
 
 def _offload_words(plan: Plan) -> str:
     """Return the kind, size and place of the best layout's offload, as text."""
-    its, best = plan.best.work.parallelism, plan.best.prediction
+    parallelism, best = plan.best.work.parallelism, plan.best.prediction
     state = file_bytes(plan.best.work, best.memory_rank)
     kept = [f"{format_bytes(best.memory.host)} of its host's memory for a rank of the best"] * bool(best.memory.host)
-    kept += [f"{format_bytes(state)} in {its.offload_path}"] * bool(state)
+    kept += [f"{format_bytes(state)} in {parallelism.offload_path}"] * bool(state)
     given = "" if "offload" in fixed_keys(plan.config) else ", for nothing fits without"
-    return f"{its.offload.value}{given}: {', '.join(kept) or 'in the memory of this machine'}"
+    return f"{parallelism.offload.value}{given}: {', '.join(kept) or 'in the memory of this machine'}"
 
 
 def _training_words(plan: Plan, tokens: float) -> str:

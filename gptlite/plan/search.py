@@ -124,8 +124,8 @@ def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress 
     if "offload" in space.fixed or base.offload is not Offload.none:
         return found
     disk = {"offload": Offload.nvme, "offload_path": cluster.disk_path}
-    for there, keys in ((cluster.host_memory_gib, {"offload": Offload.cpu}), (cluster.disk_path, disk)):
-        if there is None or found.ranked:
+    for available, keys in ((cluster.host_memory_gib, {"offload": Offload.cpu}), (cluster.disk_path, disk)):
+        if available is None or found.ranked:
             continue
         offloading = replace(space, work=replace(space.work, parallelism=replace(base, **keys)))
         try:
@@ -185,9 +185,9 @@ def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, 
         if family not in refused:  # try the thriftiest first: if it does not fit, none of the family does
             refused[family] = []
             asked(thriftiest[family])
-        for its, why in refused[family]:
-            if all(map(operator.le, its, mine)):
-                return *UNKNOWN, why
+        for least, reason in refused[family]:
+            if all(map(operator.le, least, mine)):
+                return *UNKNOWN, reason
         rank, memory = most(work)
         if found.smallest is None or memory.total < found.smallest[0].total:
             found.smallest = memory, work
@@ -243,8 +243,8 @@ def distinct(found: Found, count: int) -> list[Candidate]:
 
 
 def _kind(each: Candidate) -> tuple[int, ...]:
-    its = each.work.parallelism
-    return its.tensor, its.pipeline, its.context, each.work.layout.data_size, its.zero
+    config = each.work.parallelism
+    return config.tensor, config.pipeline, config.context, each.work.layout.data_size, config.zero
 
 
 def workloads(
@@ -324,16 +324,16 @@ def _schedules(degrees: ParallelismConfig, space: Space) -> list[tuple[str, int 
     return found
 
 
-def _virtual_stages(its: ScheduleRule, layers: int, ranks: int) -> list[int]:
+def _virtual_stages(schedule: ScheduleRule, layers: int, ranks: int) -> list[int]:
     """Return the numbers of stages per rank to try: those that divide its layers evenly, and small ones that do not.
 
     A single stage per rank is 1F1B again, unless the schedule splits backward passes.
     """
     most = layers // ranks
     even = divisors(most) if layers % ranks == 0 else []
-    counts = {*even, *(count for count in UNEVEN_STAGES if count <= most), *([1] if its.splits_backward else [])}
+    counts = {*even, *(count for count in UNEVEN_STAGES if count <= most), *([1] if schedule.splits_backward else [])}
     # With too few layers for two stages, the check of the configuration gives the reason.
-    return sorted(count for count in counts if count > 1 or its.splits_backward) or [its.virtual]
+    return sorted(count for count in counts if count > 1 or schedule.splits_backward) or [schedule.virtual]
 
 
 def _zeros(degrees: ParallelismConfig, space: Space, node: int) -> list[tuple[int, int]]:

@@ -151,8 +151,8 @@ def watched_step(work: Workload, rank: int, micro_batches: int) -> StepWatch:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # the engine compares pointers
         policy = policy_of(work)
         model = Model.of(work.model, policy)
-        there = replace(mesh, device=torch.device(work.device))  # the device selects ZeRO's collectives
-        parts = build_parts(model, work.parallelism, there, policy, ops_of(work))
+        device_mesh = replace(mesh, device=torch.device(work.device))  # the device selects ZeRO's collectives
+        parts = build_parts(model, work.parallelism, device_mesh, policy, ops_of(work))
         watch = StepWatch(mesh, work.device)
         for module in (module for part in parts for module in sharded_modules(part)):
             if work.device == "cpu" and mesh.size("dp_shard") > 1:

@@ -74,13 +74,13 @@ def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
     """Yield the transfers of a stage's passes along the tensor and the context axis, for each micro-batch."""
     if work.layout.size("tp") * work.layout.context == 1:
         return
-    its, found = profile_of(work, tp_rank), Counter[Sent]()
+    profile, found = profile_of(work, tp_rank), Counter[Sent]()
     split = splits_backward(work.parallelism) and not stage.first
     if split:
         found = halves_of(work).sent(stage.layers, stage.last)
-    parts = (its.begin, its.begin_back, stage.first), (its.block, its.block_back, stage.layers)
-    for there, back, times in (*parts, (its.end, its.end_back, stage.last)):
-        for sent in (*there.sent, *(() if split else back.sent)):
+    parts = (profile.begin, profile.begin_back, stage.first), (profile.block, profile.block_back, stage.layers)
+    for forward, backward, times in (*parts, (profile.end, profile.end_back, stage.last)):
+        for sent in (*forward.sent, *(() if split else backward.sent)):
             found[sent] += times
     for sent, count in found.items():
         yield Transfer(sent.axis, sent.kind, sent.ranks, round(sent.payload), count * work.micro_batches, sent.phase)

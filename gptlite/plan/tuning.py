@@ -56,11 +56,11 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
     best = max(trials, key=lambda trial: trial.tokens_per_second)
     ran = best.tokens_per_second > 0
     candidate = best.candidate if ran else plan.best
-    its = f"{format_count(best.tokens_per_second)} tokens/s over {steps} steps" if ran else "predicted, never run"
+    result = f"{format_count(best.tokens_per_second)} tokens/s over {steps} steps" if ran else "predicted, never run"
     micro = f"data.micro_batch_size={candidate.work.micro_batch_size}"
     keys = [each for each in train_overrides(given, candidate.work) if each.startswith("parallelism.")]
     lines = [
-        f"# {candidate.words}: {its}, {time.strftime('%Y-%m-%d')}.",
+        f"# {candidate.words}: {result}, {time.strftime('%Y-%m-%d')}.",
         f"# With {micro}, on the command line.",
         "defaults: [parallelism_schema, _self_]",
         *(each.removeprefix("parallelism.").replace("=", ": ", 1) for each in keys),
@@ -98,8 +98,8 @@ def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: in
     )
     speed = 0.0
     try:
-        _, said = run.communicate(timeout=limit)
-        reason = _reason(said, run.returncode) if run.returncode else ""
+        _, errors = run.communicate(timeout=limit)
+        reason = _reason(errors, run.returncode) if run.returncode else ""
         with suppress(OSError, ValueError, KeyError):
             speed = json.loads((folder / "result.json").read_text(encoding="utf-8"))["tokens_per_second"] or 0.0
     except subprocess.TimeoutExpired:
@@ -123,8 +123,8 @@ def _line(number: int, trial: Trial) -> str:
     return f"{number}: {trial.candidate.words}: {result}, {trial.seconds:.0f} s"
 
 
-def _reason(said: str, code: int) -> str:
-    lines = [line for line in said.strip().splitlines() if line.strip()]
+def _reason(errors: str, code: int) -> str:
+    lines = [line for line in errors.strip().splitlines() if line.strip()]
     first = next((line for line in lines if line.startswith(("error:", "rank "))), lines[-1] if lines else "")
     return (first or f"ended with exit code {code}").removeprefix("error: ")
 

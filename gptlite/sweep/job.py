@@ -99,15 +99,15 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
         cell.result = json.loads(result.read_text(encoding="utf-8"))
     if not result.parent.exists():  # the run failed before it created its folder
         cell.run_dir = ""
-    said = cell.result.get("status", "")
+    status = cell.result.get("status", "")
     if ended.exit_code == 0:
-        return told(cell, OK, said.removeprefix("done"))
+        return told(cell, OK, status.removeprefix("done"))
     if ended.exit_code > 128:
         return told(cell, INTERRUPTED, "stopped by a signal; goes on from its checkpoint")
     if ended.out_of_memory:
         return told(cell, OUT_OF_MEMORY, ended.reason)
     # A run that ends regularly writes the reason to its result; after a crash the launcher knows the first failed rank.
-    return told(cell, FAILED, ended.reason or said.removeprefix("failed: ") or f"exit code {ended.exit_code}")
+    return told(cell, FAILED, ended.reason or status.removeprefix("failed: ") or f"exit code {ended.exit_code}")
 
 
 def told(record: Record, status: str, reason: str) -> Record:

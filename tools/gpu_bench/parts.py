@@ -131,7 +131,7 @@ def words(options: Arguments) -> str:
     """Return a line with the device, the versions and the time of the measurement."""
     device = "the CPU alone"
     if options.device == "cuda" and torch.cuda.is_available():
-        its = torch.cuda.get_device_properties(0)
-        device = f"{its.name}, {its.total_memory / 2**30:.0f} GiB, {its.multi_processor_count} multiprocessors"
+        gpu = torch.cuda.get_device_properties(0)
+        device = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} multiprocessors"
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return f"{when}, {device}, torch {torch.__version__}, Python {sys.version.split()[0]}."

@@ -56,11 +56,11 @@ def beside_floor(file: Path, title: str, measured: Mapping[str, float], floor: M
     drawn = axes.barh([row - 0.2 for row in range(len(measured))], list(measured.values()), 0.38, color="#4477aa")
     axes.barh([row + 0.2 for row in range(len(floor))], list(floor.values()), 0.38, color="#ccbb44", label="floor")
     drawn.set_label("measured")
-    words = [
-        f"{its:.0f}   {its / floor[name]:.1f}x the floor" if floor[name] > 0.5 else f"{its:.0f}"
-        for name, its in measured.items()
+    labels = [
+        f"{ns:.0f}   {ns / floor[name]:.1f}x the floor" if floor[name] > 0.5 else f"{ns:.0f}"
+        for name, ns in measured.items()
     ]
-    axes.bar_label(drawn, words, padding=4, fontsize=8)
+    axes.bar_label(drawn, labels, padding=4, fontsize=8)
     axes.set_yticks(range(len(measured)), list(measured))
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max([*measured.values(), *floor.values(), 1e-9]))

@@ -137,8 +137,8 @@ def _classes(part: Part, slices: list[Slice], model: Model, tokens: int) -> None
     part.table(
         ("class", "ns a token", "floor", "times the floor"),
         [
-            (name, f"{its:.1f}", f"{least:.1f}", f"{its / least:.2f}" if least > 0 else "")
-            for name, (its, least) in pairs.items()
+            (name, f"{ns:.1f}", f"{least:.1f}", f"{ns / least:.2f}" if least > 0 else "")
+            for name, (ns, least) in pairs.items()
         ],
     )
     part.put("classes", {name: {"ns_a_token": measured[name], "floor": floor[name]} for name in CLASSES})

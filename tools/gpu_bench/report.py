@@ -99,12 +99,12 @@ def add_failure(folder: Path, name: str, failure: str) -> None:
     print(f"{name}: FAILED: {failure}", flush=True)
 
 
-def assemble(folder: Path, words: str) -> Path:
+def assemble(folder: Path, lead: str) -> Path:
     """Join the files of all parts into report.md and report.json. Returns the first."""
     files = {name: folder / f"{name}.json" for name in TITLES}
     data = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    failures = [f"- {name}: {each}" for name, its in data.items() for each in its["failures"]]
-    head = ["# GPU report", words, "Failures:\n" + "\n".join(failures) if failures else "No failures."]
+    failures = [f"- {name}: {each}" for name, section in data.items() for each in section["failures"]]
+    head = ["# GPU report", lead, "Failures:\n" + "\n".join(failures) if failures else "No failures."]
     sections = [(folder / f"{name}.md").read_text().rstrip() for name in data]
     report = folder / "report.md"
     write_whole(report, "\n\n".join([*head, *sections]) + "\n")

@@ -73,8 +73,13 @@ def run(part: Part, options: Arguments) -> None:
     part.table(
         ("cell", "predicted ms", "predicted tokens/s", "predicted GiB"),
         [
-            (cell, f"{its['seconds'] * 1e3:.1f}", f"{tokens_of(cell) / its['seconds']:,.0f}", gib(its["memory"]))
-            for cell, its in expected.items()
+            (
+                cell,
+                f"{prediction['seconds'] * 1e3:.1f}",
+                f"{tokens_of(cell) / prediction['seconds']:,.0f}",
+                gib(prediction["memory"]),
+            )
+            for cell, prediction in expected.items()
         ],
     )
     rows: list[tuple[str, ...]] = []
@@ -132,8 +137,8 @@ def predicted(cell: Cell) -> dict[str, float]:
         dtype="bf16",
         attention=Attention.sdpa,
     )
-    its = predict(work, load(["cluster=h200"]).cluster)
-    return {"seconds": its.step_seconds, "memory": its.memory.total}
+    prediction = predict(work, load(["cluster=h200"]).cluster)
+    return {"seconds": prediction.step_seconds, "memory": prediction.memory.total}
 
 
 def measured(cell: Cell, device: torch.device, ops: Ops) -> dict[str, Any]:

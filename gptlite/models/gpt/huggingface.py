@@ -57,7 +57,7 @@ class GPT2(Adapter[GPTConfig]):
         yield Weight(f"{PREFIX}wte.weight", table[0], "token_embedding.weight", table[1], unpadded)
         yield Weight(f"{PREFIX}wpe.weight", positions, "position_embedding.weight", positions)
         for layer in range(config.num_layers):
-            there, here = f"{PREFIX}h.{layer}.", f"layers.{layer}."
+            their_prefix, our_prefix = f"{PREFIX}h.{layer}.", f"layers.{layer}."
             for name, ours, size, matrix, vector in (
                 ("ln_1", "attn_norm", (width,), unchanged, unchanged),
                 ("attn.c_attn", "attn.qkv", (width, 3 * width), qkv, qkv),
@@ -66,9 +66,9 @@ class GPT2(Adapter[GPTConfig]):
                 ("mlp.c_fc", "mlp.up", (width, inner), _transposed, unchanged),
                 ("mlp.c_proj", "mlp.down", (inner, width), _transposed, unchanged),
             ):
-                yield Weight(f"{there}{name}.weight", size, f"{here}{ours}.weight", size[::-1], matrix)
-                bias = f"{here}{ours}.bias" if config.bias else None
-                yield Weight(f"{there}{name}.bias", size[-1:], bias, size[-1:], vector)
+                yield Weight(f"{their_prefix}{name}.weight", size, f"{our_prefix}{ours}.weight", size[::-1], matrix)
+                bias = f"{our_prefix}{ours}.bias" if config.bias else None
+                yield Weight(f"{their_prefix}{name}.bias", size[-1:], bias, size[-1:], vector)
         yield Weight(f"{PREFIX}ln_f.weight", (width,), "final_norm.weight", (width,))
         yield Weight(f"{PREFIX}ln_f.bias", (width,), "final_norm.bias" if config.bias else None, (width,))
         if not config.tied_embeddings:
