@@ -64,7 +64,7 @@ def draw_normal_(parameter: Tensor, std: float, seed: int, name: str, offset: in
     if offset < 0:
         raise ValueError(f"offset={offset} must not be negative")
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+    key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")  # Philox takes two 32-bit words
     start = offset
     for block in parameter.view(-1).split(BLOCK):
         block.copy_(_normal(start, len(block), key, parameter.device) * std)
@@ -76,7 +76,7 @@ def _normal(start: int, count: int, key: tuple[int, int], device: torch.device) 
 
     In double precision, so that devices whose logarithms differ in the last digit round to the same fp32.
     """
-    counter = torch.arange(start // 4, (start + count + 3) // 4, device=device)
+    counter = torch.arange(start // 4, (start + count + 3) // 4, device=device)  # a counter gives four values
     zero = torch.zeros_like(counter)
     bits = philox((counter & WORD, counter >> 32, zero, zero), key)
     u0, u1, u2, u3 = ((word.double() + 0.5) / 2**32 for word in bits)

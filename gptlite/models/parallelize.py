@@ -74,7 +74,7 @@ def parallelize(
         if split_backward:
             _plain_products(part)
         if context is not None:
-            _tell(part, "context", context)
+            _set_axis(part, "context", context)
         offload, blocks = ActivationOffload(), list(model.blocks(part).values())
         for block in blocks:
             if mode is ActivationCheckpointing.offload:
@@ -206,7 +206,7 @@ def _cut_tensors(model: Model, part: nn.Module, axis: TensorAxis) -> None:
         path, _, last = name.rpartition(".")
         setattr(part.get_submodule(path), last, _shared(part.get_submodule(name), cut, axis))
     model.tie(part)
-    _tell(part, "tensor_axis", axis)
+    _set_axis(part, "tensor_axis", axis)
 
 
 def _shared(layer: Any, cut: Cut, axis: TensorAxis) -> nn.Module:
@@ -221,7 +221,7 @@ def _shared(layer: Any, cut: Cut, axis: TensorAxis) -> nn.Module:
             return VocabParallelEmbedding(layer, axis)
 
 
-def _tell(part: nn.Module, name: str, axis: TensorAxis | ContextAxis) -> None:
+def _set_axis(part: nn.Module, name: str, axis: TensorAxis | ContextAxis) -> None:
     """Set an axis on every module that has an attribute of that name."""
     for module in part.modules():
         if hasattr(module, name):

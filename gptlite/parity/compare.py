@@ -143,7 +143,7 @@ def _judged(step: StepRecord, reference: StepRecord, found: Distances, limits: L
     def tensors(what: str, kind: str, limit: Callable[[str], float]) -> Iterator[Difference]:
         ours, theirs = getattr(step, kind), getattr(reference, kind)
         for name, error in getattr(found, kind).items():
-            if not error <= limit(name):
+            if not error <= limit(name):  # also true for NaN
                 yield Difference(step.step, what, name, error, limit(name), _where(ours.get(name), theirs.get(name)))
 
     yield from tensors("gradient", "gradients", limits.gradient)
@@ -176,7 +176,7 @@ def _where(whole: Whole | None, reference: Whole | None) -> str:
     if whole.value.shape != reference.value.shape:
         return f"its shape is {tuple(whole.value.shape)}, the reference's {tuple(reference.value.shape)}"
     if whole.value.isnan().any():
-        return "some of it is held by no rank, or not a number"
+        return "some elements are held by no rank, or are NaN"
     error = (whole.value - reference.value).abs()
     norms = {
         box: torch.linalg.vector_norm(part).item() for box in whole.holders if (part := error[_slices(box)]).numel()

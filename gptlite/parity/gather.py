@@ -67,6 +67,7 @@ def gather(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Whole] | None:
     ]
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return assemble([mine])
+    # gather_object takes a list, to be filled, only on the receiving rank.
     shares: list[list[Part]] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, shares)
     return None if shares is None else assemble(shares)

@@ -50,6 +50,7 @@ def compare_run(reference: Path, config: Config, *_: Any) -> int:
         print(HEADER)
     for step in recorded(config, steps, mesh):
         if step is not None:
+            # Mapped, so that the reference's tensors are read from disk as they are compared.
             expected = torch.load(reference / str(step.step), weights_only=False, mmap=True)
             comparisons.append(compare(step, expected, limits))
             print(row(comparisons[-1]), flush=True)

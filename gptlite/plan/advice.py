@@ -75,6 +75,7 @@ def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[C
     keeps = parallelism.activation_checkpointing is ActivationCheckpointing.none
     recomputed = [ActivationCheckpointing.selective, ActivationCheckpointing.full]
     offloads = cluster.device != "cpu" and parallelism.offload is Offload.none
+    # A list times False is empty: a key that cannot be changed further has no values.
     values: dict[str, list[Any]] = {
         "data.micro_batch_size": divisors(micro)[-2::-1],
         "parallelism.activation_checkpointing": recomputed * keeps,
@@ -93,7 +94,7 @@ def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[C
         for key, value in change.items():
             section, _, name = key.partition(".")
             changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
-        with suppress(ConfigError):
+        with suppress(ConfigError):  # an illegal combination
             check(changed)
             found.append((change, _taken(changed, world, cluster)[1].total))
     return found

@@ -64,6 +64,7 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
     for name, dtype in dtypes.items():
         rates = matmul_rates(device, dtype, each)
         largest, halves[name] = saturation(rates)
+        # A GPU's peak is that of the data sheet; otherwise the best rate seen, so that the efficiency is at most 1.
         peaks.setdefault(name, max(largest, *rates.values()) / 1e12)
         efficiency[name] = min(1.0, largest / 1e12 / peaks[name])
         words = ", ".join(f"{k}: {rate / 1e12:.3g}" for k, rate in rates.items())
@@ -75,7 +76,7 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
     threads = 1.0 if on_gpu else thread_efficiency(cpu_cores())
     link, crowding = ranks(device, log)
     if not on_gpu and cpu_cores() > 1:
-        log(f"one rank on all cores reaches {threads:.0%} of what a rank a core would together")
+        log(f"one rank on all cores reaches {threads:.0%} of the combined speed of one rank per core")
     return replace(
         here,
         name="local",
@@ -193,7 +194,7 @@ def ranks(device: torch.device, log: Log) -> tuple[LinkConfig, float]:
         try:
             link, crowding = pool.starmap_async(rank_figures, each, chunksize=1).get(RANKS_SECONDS)[0]
         except (RanksTimeoutError, RuntimeError):
-            log(f"{count} ranks did not get through in {RANKS_SECONDS:.0f} s; their link is assumed, not measured")
+            log(f"{count} ranks did not finish within {RANKS_SECONDS:.0f} s; their link is assumed, not measured")
             return PCIE if on_gpu else LOCAL_LINK, 1.0
     log(f"two ranks: {link.gb_per_second:.2f} GB/s, {link.latency * 1e6:.0f} us")
     if not on_gpu and count > cores:
@@ -213,7 +214,7 @@ def rank_figures(store: str, count: int, rank: int) -> tuple[LinkConfig, float]:
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, cores // 2))
+    torch.set_num_threads(max(1, cores // 2))  # of the two ranks that measure the link
     os.environ["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex() if name[:2] == "lo"), "lo")
     backend, patience = "nccl" if on_gpu else "gloo", timedelta(seconds=30)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=patience)
@@ -228,7 +229,7 @@ def rank_figures(store: str, count: int, rank: int) -> tuple[LinkConfig, float]:
         dist.barrier()
         crowded = torch.tensor(_product_seconds())
         dist.all_reduce(crowded)
-        if count > cores:
+        if count > cores:  # else no core is shared, and there is no crowding to measure
             crowding = max(1.0, float(crowded) / count / (alone * count / cores))
     dist.destroy_process_group()
     return link, crowding

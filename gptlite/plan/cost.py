@@ -160,6 +160,7 @@ class Costs:
             kinds = [ranks[kind] for kind in pipeline.kinds]
             computing = sum(seconds - cost.tensor for seconds, cost in zip(busy, kinds, strict=True)) / len(kinds)
             whole = max(whole, count * (waiting * computing + slowest.tensor))
+        # The bubble is the time of the pipeline beyond the work of its busiest rank.
         own = min(whole, waiting * count * max(busy))
         data = max([cost.data for cost in ranks.values()])
         update = waiting * max([cost.update for cost in ranks.values()])

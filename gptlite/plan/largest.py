@@ -64,6 +64,7 @@ def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, lis
                 continue
             work = replace(space.work, parallelism=parallelism, layout=layout)
             best = None if space.refuses(parallelism, work.micro_batch_size) else deepest(work, here)
+            # Layouts that differ only in sequence parallelism share a row: the deeper model is kept.
             key = (str(world), layout.describe(replace(parallelism, sequence=False)))
             if best and (key not in found or best.layers > found[key].layers):
                 found[key] = best

@@ -45,7 +45,9 @@ def this_machine(
         log(f"cluster=local has not been measured; for better predictions: {command('plan')} calibrate (a minute)")
         measured = assumed()
         if not measured.peak_tflops:
-            raise ConfigError(f"nothing is known of {fingerprint()}; measure it once with {command('plan')} calibrate")
+            raise ConfigError(
+                f"no figures are known for {fingerprint()}; measure it once with {command('plan')} calibrate"
+            )
     return replace(
         _cluster(_with_given(asdict(measured), asdict(cluster), asdict(ClusterConfig()), given)),
         name="local",

@@ -103,6 +103,7 @@ def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
 def copies(held: list[Stage]) -> list[Parameter]:
     """Return the tied parameters of a rank's stages that another rank has a copy of."""
     ends = [stage for stage in held if stage.first or stage.last]
+    # A rank with both ends of the model, or with neither, shares no tied parameter with another.
     whole = len(ends) != 1 or ends[0].first == ends[0].last
     return [] if whole else [each for each in ends[0].others if each.tied]
 
@@ -136,7 +137,7 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
     others = {(True, True): listed(whole, blocks, inside=False)}
     for place, ends in ((0, (True, False)), (len(blocks) - 1, (False, True))):
         if spec.num_blocks(config) is not None:
-            part = deepcopy(whole)
+            part = deepcopy(whole)  # `keep` removes modules in place
             spec.keep(part, config, range(place, place + 1))
             others[ends] = listed(part, few.blocks(part).values(), inside=False)
     return Inventory(len(blocks), listed(whole, blocks[-1:], inside=True), others)

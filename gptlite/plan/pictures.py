@@ -61,7 +61,7 @@ def draw_layouts(
         left.tick_params(axis="y", labelcolor=INK)
         left.invert_yaxis()
         taken = {part: [getattr(each, part) / GIB for each in memory] for part in MEMORY}
-        _bars(right, taken, MEMORY, "GiB on the fullest rank, predicted; dashed: what there is")
+        _bars(right, taken, MEMORY, "GiB on the fullest rank, predicted; dashed: the limit")
         edges = [row - 0.5 for row in range(len(names) + 1)]
         limits, dashed = [size / GIB for size in room], (0, (4, 3))
         right.stairs(limits, edges, orientation="horizontal", baseline=None, color=INK, linestyle=dashed)

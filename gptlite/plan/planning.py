@@ -69,7 +69,7 @@ def make_plan(config: Config, world: int | None = None, log: Log = print, wanted
         try:
             found = _merged(found, search(space, here, each, _progress(log, each)))
         except ConfigError as error:
-            refusal = error
+            refusal = error  # raised only if no world size has a legal layout
     if refusal and not found.tried:
         raise refusal
     if not found.ranked:
@@ -251,7 +251,7 @@ def too_small(config: Config, cluster: ClusterConfig, found: Found) -> str:
         f"{spec_of(config.model).label(config.model)} does not fit cluster={cluster.name} "
         f"cluster.nodes={cluster.nodes or 1}: of {found.tried} layouts the smallest "
         f"({work.layout.describe(work.parallelism)}) takes {memory.total / GIB:.1f} GiB on a rank, "
-        f"{(memory.total - rank_limit(config, cluster, work)) / GIB:.1f} more than there are; try "
+        f"{(memory.total - rank_limit(config, cluster, work)) / GIB:.1f} more than available; try "
         f"{f'cluster.nodes={nodes}' if nodes else 'a smaller model or data.sequence_length'}"
     )
 
@@ -301,6 +301,6 @@ def _progress(log: Log, world: int) -> Callable[[int, int], None]:
         if now - since > REPORT_SECONDS and done:
             since = now
             left = timedelta(seconds=round((now - started) * (total - done) / done))
-            log(f"plan: {done / total:.0%} of the layouts of {world} ranks looked at, ETA {left}")
+            log(f"plan: {done / total:.0%} of the layouts of {world} ranks done, ETA {left}")
 
     return tell

@@ -46,7 +46,7 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
         ("batch", _batch_words(work)),
         ("looked at", f"{found.tried:,} layouts; of the fastest {len(found.ranked):,} fit"),
         *[("", f"{count:,}: {kind}, e.g. {found.examples[kind]}") for kind, count in found.pruned.items()],
-        *[("", f"{found.slower:,}: slower, not asked whether they fit")] * bool(found.slower),
+        *[("", f"{found.slower:,}: slower, memory not computed")] * bool(found.slower),
         ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' * (len(equals(found)) > 1)}"),
         ("memory", _memory_words(plan)),
         *[("offload", _offload_words(plan))] * (work.parallelism.offload is not Offload.none),
@@ -247,7 +247,7 @@ def _offload_words(plan: Plan) -> str:
     state = file_bytes(plan.best.work, best.memory_rank)
     kept = [f"{format_bytes(best.memory.host)} of its host's memory for a rank of the best"] * bool(best.memory.host)
     kept += [f"{format_bytes(state)} in {parallelism.offload_path}"] * bool(state)
-    given = "" if "offload" in fixed_keys(plan.config) else ", for nothing fits without"
+    given = "" if "offload" in fixed_keys(plan.config) else ", as nothing fits without it"
     return f"{parallelism.offload.value}{given}: {', '.join(kept) or 'in the memory of this machine'}"
 
 

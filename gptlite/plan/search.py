@@ -161,8 +161,8 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
     timed.sort(key=lambda each: each.prediction.step_seconds)
     _keep_fitting(found, timed, cluster, world, space.wanted)
     if not found.ranked and found.smallest is None:
-        asked = [(most(work)[1], work) for work in sorted(thriftiest, key=_thrift)[:ASKED]]
-        found.smallest = min(asked, key=lambda each: each[0].total)
+        counted = [(most(work)[1], work) for work in sorted(thriftiest, key=_thrift)[:ASKED]]
+        found.smallest = min(counted, key=lambda each: each[0].total)
     found.ranked.sort(key=lambda each: (each.prediction.step_seconds, each.prediction.memory.total))
     return found
 
@@ -176,7 +176,7 @@ def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, 
         thriftiest[_family(work)] = min(thriftiest.get(_family(work), work), work, key=_thrift)
     refused: dict[object, list[tuple[tuple[int, ...], str]]] = {}
 
-    def asked(work: Workload) -> tuple[int, RankBytes, str]:
+    def check_memory(work: Workload) -> tuple[int, RankBytes, str]:
         """Return the fullest rank, its bytes, and the reason if they do not fit.
 
         A layout is refused without computing its memory if a thriftier one of its family did not fit.
@@ -184,7 +184,7 @@ def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, 
         family, mine = _family(work), _thrift(work)
         if family not in refused:  # try the thriftiest first: if it does not fit, none of the family does
             refused[family] = []
-            asked(thriftiest[family])
+            check_memory(thriftiest[family])
         for least, reason in refused[family]:
             if all(map(operator.le, least, mine)):
                 return *UNKNOWN, reason
@@ -201,12 +201,12 @@ def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, 
         if seconds > equal and (len(kinds) >= wanted or _kind(each) in kinds):
             found.slower += 1
             continue
-        rank, memory, too_much = asked(each.work)
+        rank, memory, too_much = check_memory(each.work)
         if too_much:
             found.prune("does not fit", too_much)
             continue
         kinds.add(_kind(each))
-        equal = min(equal, seconds * (1 + ERROR))
+        equal = min(equal, seconds * (1 + ERROR))  # set by the first that fits, as `timed` is sorted
         found.ranked.append(replace(each, prediction=replace(each.prediction, memory=memory, memory_rank=rank)))
 
 
@@ -274,6 +274,7 @@ def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[Parall
     base, model = space.work.parallelism, space.work.model
     node = cluster.devices_per_node or world
     sizes, spec = list((spec_of(model).tensor_sizes(model) or {"": 1}).values()), spec_of(model)
+    # The tensor axis stays within a node: it communicates in every layer.
     heads = [d for d in divisors(min(sizes)) if not any(size % d for size in sizes) and d <= max(node, 1)]
     depths = [d for d in divisors(world) if d <= (spec.num_blocks(model) or 1)]
     axes = space.values("tensor", heads), space.values("pipeline", depths), _contexts(space, world)

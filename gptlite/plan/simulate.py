@@ -63,6 +63,7 @@ def enough(work: Workload) -> tuple[int, int]:
     if not rule(config).even_rounds:  # a V-shaped schedule is full at twice its ranks
         full = 2 * config.pipeline if rule(config).v_shape else config.pipeline
         return full + 1, full + 2
+    # Interleaved schedules run in rounds; the two numbers must give rounds of the same size, or nothing is saved.
     rounds = max(1, count // config.pipeline)
     each = count // rounds
     few, more = 2 * each, 3 * each

@@ -50,7 +50,7 @@ State = dict[str, dict[int, int]]  # bytes of storages by their numbers, by cate
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Methods of torch's pipeline stage that return the messages around a pass, and the phase of that pass.
-ASKED = {
+MESSAGE_METHODS = {
     "get_fwd_send_ops": "forward",
     "get_fwd_recv_ops": "forward",
     "get_bwd_send_ops": "backward",
@@ -102,8 +102,8 @@ class StepWatch(Watch):
 
         stage.backward_one_chunk = self._during("backward", stage.backward_one_chunk)
         stage.backward_weight_one_chunk = sampled
-        for name, phase in ASKED.items():
-            setattr(stage, name, self._during(phase, self._told(getattr(stage, name))))
+        for name, phase in MESSAGE_METHODS.items():
+            setattr(stage, name, self._during(phase, self._recording(getattr(stage, name))))
 
     def _during(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that sets the phase while `call` runs."""
@@ -117,16 +117,16 @@ class StepWatch(Watch):
 
         return run
 
-    def _told(self, ask: Callable[[int], list[dist.P2POp]]) -> Callable[[int], list[dist.P2POp]]:
+    def _recording(self, ask: Callable[[int], list[dist.P2POp]]) -> Callable[[int], list[dist.P2POp]]:
         """Return a function that records the messages that `ask` returns."""
 
-        def told(chunk: int) -> list[dist.P2POp]:
+        def recorded(chunk: int) -> list[dist.P2POp]:
             ops = ask(chunk)
             for op in ops:
                 self.sent(op.group, "send" if op.op is dist.isend else "recv", op.tensor.nbytes)
             return ops
 
-        return told
+        return recorded
 
 
 def _at_backward(call: Callable[[], None]) -> Callable[[nn.Module, Any, Tensor], None]:

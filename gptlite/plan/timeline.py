@@ -180,7 +180,7 @@ def _run(orders: list[list[Pass]], seconds: dict[str, list[float]], hops: list[f
                     given, hop = ends.get(("F", stage - 1, number), -1.0), hops[stage - 1]
                 elif kind in "BI" and stage < len(hops):
                     given, hop = ends.get(("B", stage + 1, number), -1.0), hops[stage]
-                if given < 0:
+                if given < 0:  # the pass that produces the input has not run yet
                     break
                 start = max(clocks[rank], given + hop)
                 clocks[rank] = end = start + seconds[kind][stage]

@@ -77,7 +77,7 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
         for trial in trials
     ]
     write_whole(preset.with_suffix(".json"), json.dumps(rows, indent=2) + "\n")
-    print(f"{'the best' if ran else 'nothing ran; the plan alone says'}: {candidate.words}")
+    print(f"{'the best' if ran else 'no layout ran; the best by the plan'}: {candidate.words}")
     words = ["--config-dir", str(preset.parent.parent), f"parallelism={preset.stem}", micro]
     kept = [each for each in given if not each.startswith(("parallelism", "cluster", "data.micro_batch_size"))]
     print(f"{command('train')} {shlex.join([*words, *kept])}")
@@ -89,6 +89,7 @@ def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: in
     last = [f"trainer.max_steps={steps}", f"run.dir={hydra_value(str(folder))}"]
     arguments = [*BARE, *BARE_SAVING, *train_overrides(given, candidate.work), *last]
     started = time.monotonic()
+    # The run must not outlive this process: the kernel kills it when its parent ends.
     start = (
         f"from gptlite.launch.worker import die_with; die_with({os.getpid()}); "
         "from gptlite.commands.train import main; main()"

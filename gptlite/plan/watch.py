@@ -91,7 +91,7 @@ class Watch(TorchDispatchMode):
                 storage = each.untyped_storage()
                 if storage._cdata not in self._storages:
                     self._known(storage, storage.nbytes())
-        if moment:
+        if moment:  # memory that is allocated and freed within the op
             self.log += [Change(self._count, moment), Change(self._count, -moment)]
             self._count += 1
         return out

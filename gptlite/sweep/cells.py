@@ -57,10 +57,10 @@ def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Over
                 raw = loader.load_sweep_config(config, each)
                 with open_dict(raw):
                     raw.hydra.job.num, raw.hydra.job.id = number, number
-                singleton.set_config(raw)
+                singleton.set_config(raw)  # which `${hydra:...}` in a configuration resolves against
                 task = copy.deepcopy(raw)
                 with read_write(task), open_dict(task):
-                    del task["hydra"]
+                    del task["hydra"]  # as Hydra does before it calls the job
                 cell = this_cell(raw.hydra, task, swept_keys(overrides))
             cells.append(_checked(task, cell, world))
     finally:

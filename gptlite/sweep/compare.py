@@ -110,6 +110,7 @@ def compare(records: Sequence[Record]) -> Comparison:
     judged = [row for row in ok if row[measure] is not None]
     if axes and judged:
         settings = {row["number"]: [each.get(key) for key in axes] for row, each in zip(rows, given, strict=True)}
+        # Only cells with the settings of the lowest loss compete for speed.
         least = settings[min(judged, key=lambda row: row[measure])["number"]]
         judged = [row for row in judged if settings[row["number"]] == least]
     best = max(judged, key=lambda row: row[SPEED] or 0, default=None)
@@ -191,6 +192,7 @@ def split(
     if (found := timeline_of(pipeline)) is None:
         return compute, waits, None
     share = bubble_share(found)
+    # Tensor-parallel collectives are part of a pass, so a rank counts as busy in them.
     busy = compute + (comm.get("tp") or 0)
     bubble = min(comm.get("pp") or 0, busy * share / max(1e-9, 1 - share))
     return compute, waits - bubble, bubble

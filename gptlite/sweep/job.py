@@ -48,7 +48,7 @@ def run_cell(raw: DictConfig) -> float | None:
         return None
     with folder.running(cell.number) as free:
         if not free:
-            print(f"cell {cell.number} ({cell.name}) is run by another process still: left to it", flush=True)
+            print(f"cell {cell.number} ({cell.name}) is still being run by another process; skipped", flush=True)
             return None
         record = folder.record(cell.number, cell.digest)
         if record is None or not record.finished:
@@ -77,7 +77,7 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     try:
         config, world = planned(typed(raw), None)
     except ConfigError as error:
-        return told(replace(cell, run_dir=""), PRUNED, str(error))
+        return with_status(replace(cell, run_dir=""), PRUNED, str(error))
     layout = check_world(config, world)
     cell.world_size, cell.layout = world, layout.describe(config.parallelism)
     cell.predicted = predicted(config, layout)
@@ -101,16 +101,16 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
         cell.run_dir = ""
     status = cell.result.get("status", "")
     if ended.exit_code == 0:
-        return told(cell, OK, status.removeprefix("done"))
+        return with_status(cell, OK, status.removeprefix("done"))
     if ended.exit_code > 128:
-        return told(cell, INTERRUPTED, "stopped by a signal; goes on from its checkpoint")
+        return with_status(cell, INTERRUPTED, "stopped by a signal; resumes from its checkpoint")
     if ended.out_of_memory:
-        return told(cell, OUT_OF_MEMORY, ended.reason)
+        return with_status(cell, OUT_OF_MEMORY, ended.reason)
     # A run that ends regularly writes the reason to its result; after a crash the launcher knows the first failed rank.
-    return told(cell, FAILED, ended.reason or status.removeprefix("failed: ") or f"exit code {ended.exit_code}")
+    return with_status(cell, FAILED, ended.reason or status.removeprefix("failed: ") or f"exit code {ended.exit_code}")
 
 
-def told(record: Record, status: str, reason: str) -> Record:
+def with_status(record: Record, status: str, reason: str) -> Record:
     """Return the record with its status and reason set, and print them."""
     record.status, record.reason = status, " ".join(reason.split())[:LONGEST_REASON]
     words = f"{status}{f': {record.reason}' if record.reason else ''}"
@@ -127,12 +127,12 @@ def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
     from gptlite.plan.local import this_machine
     from gptlite.plan.planning import given_keys, vocabulary_of, with_planned_vocabulary, workload_of
 
-    def unsaid(text: str) -> None:
+    def discard(text: str) -> None:
         """Discard a log line: hints on calibration are for `gptlite plan`."""
 
     try:
-        cluster = this_machine(config.cluster, unsaid, given=given_keys(config, "cluster"))
-        sized, assumed = with_planned_vocabulary(config, unsaid)
+        cluster = this_machine(config.cluster, discard, given=given_keys(config, "cluster"))
+        sized, assumed = with_planned_vocabulary(config, discard)
         found = asdict(predict(workload_of(sized, layout, cluster), cluster))
     except ConfigError:
         return None

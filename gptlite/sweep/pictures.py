@@ -110,7 +110,7 @@ def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
     return (
         f"The fastest first, at most {MOST_BARS}. Memory: all that the process had at its peak (on a GPU: the "
         "allocator), and dark, its tensors; the orange line is the average over the run. Used: the devices' "
-        "utilisation. Diamonds: what was predicted."
+        "utilisation. Diamonds: predictions."
     )
 
 
@@ -160,7 +160,7 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     if found.axes:
         return f"Cells that differ in {' or '.join(found.axes)} train different models."
-    same = "Every cell trains the same model: the curves lie on each other, and differ by rounding."
+    same = "Every cell trains the same model: the curves coincide up to rounding."
     return f"{same} Distances below {SAME:g} are drawn there."
 
 

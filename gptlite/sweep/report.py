@@ -60,6 +60,7 @@ def page(folder: Path, found: Comparison, pictures: Sequence[Picture], final: bo
     def encoded(picture: Picture) -> str:
         return base64.b64encode((folder / picture.file).read_bytes()).decode("ascii")
 
+    # A page that is opened from disk must not run what a name or an error message contains.
     pages = Environment(loader=PackageLoader("gptlite.sweep", ""), autoescape=True, trim_blocks=True)
     columns = [each for each in COLUMNS if each.title]
     return pages.get_template("report.html").render(

@@ -81,19 +81,20 @@ COLUMNS = (
     *(Column(f"memory_{name}_bytes") for name in CATEGORIES),
     Column("step_seconds", "step", "Measured, at the median speed.", seconds),
     Column("compute_seconds", "compute", "The step less communication and bubble; with the optimizer.", seconds),
-    Column("communication_seconds", "communication", "Standing in collectives, the ranks' mean, less the bubble. Along "
-           "a pipeline to stand is to wait for the rank before as much as to send.", seconds),
-    Column("bubble_seconds", "bubble", "Derived: the part of the time along a pipeline that its schedule makes a rank "
-           "idle, with passes as long as their FLOPs.", seconds),
+    Column("communication_seconds", "communication", "Time in collectives, the mean over ranks, without the bubble. "
+           "Along a pipeline it includes waiting for the rank before.", seconds),
+    Column("bubble_seconds", "bubble", "Derived: the time along a pipeline in which its schedule leaves a rank idle, "
+           "with durations of passes in proportion to their FLOPs.", seconds),
     Column("loss", "loss", "Of the last step.", LOSS),
     Column("loss_step"),
     Column("val_loss", "validation", "Loss: nats per token over held-out data after the last step.", LOSS),
     Column("val_bits_per_byte", "bits per byte", "The same, by bytes of text.", LOSS),
     Column("loss_minus_baseline", "difference", "The loss less the baseline's at the same step. The baseline is the "
            "cell named single, else the first that is ok.", difference),
-    Column("predicted_step_seconds", "planned", "The step by the plan, before the run, and how far above the measured "
-           "one.", seconds, "step_seconds"),
-    Column("predicted_memory_bytes", "planned memory", "The same of the tensors.", format_bytes, "memory_tensor_bytes"),
+    Column("predicted_step_seconds", "planned", "Step time predicted before the run, and its deviation from the "
+           "measured one.", seconds, "step_seconds"),
+    Column("predicted_memory_bytes", "planned memory", "Predicted memory of tensors, and its deviation.", format_bytes,
+           "memory_tensor_bytes"),
     Column("predicted_assumed"),
     Column("wall_seconds", "wall", "Start and end of the cell included, over all attempts.", format_duration),
     Column("run_dir", "run folder"),

@@ -31,7 +31,7 @@ def run(part: Part, options: Arguments) -> None:
     part.table(("bf16 product, random data", "ms", "TFLOP/s"), rows)
     for name, a, b in products(device, options.size == "tiny"):
         if part.over:
-            part.failed(f"the time was over before {name}")
+            part.failed(f"no time left for {name}")
             break
         product = Task(lambda out, a=a, b=b: torch.mm(a, b, out=out))
         seconds = measure({name: product}, [a @ b], REPEATS, clock_of(device))[name]

@@ -44,7 +44,7 @@ def prepare(root: Path, arguments: Sequence[str]) -> str:
     if missing() and folder.is_dir():
         sys.path.append(unpack(folder))  # at the end, so that installed packages take precedence
     if lacking := [NEEDED[name] for name in NEEDED if find_spec(name) is None]:
-        return f"{', '.join(lacking)} must be installed; wheels of these are not taken along"
+        return f"{', '.join(lacking)} must be installed; wheels of these are not included"
     if still := missing():
         names = ", ".join(CARRIED[name] for name in still)
         return (

@@ -81,12 +81,12 @@ def _all(options: Arguments, folder: Path) -> int:
 
 def _build_kernels() -> None:
     """Build the kernels before the parts' time starts. Errors are ignored here, as the parts report them."""
-    print(f"== building the kernels, where they are not; at most {60 * BUILD:.0f} s", flush=True)
+    print(f"== building the kernels, unless they are built; at most {60 * BUILD:.0f} s", flush=True)
     command = [sys.executable, "-m", "gptlite.kernels", "build"]
     try:
         subprocess.run(command, env=child_environment(), timeout=60 * BUILD)
     except subprocess.TimeoutExpired:
-        print("the kernels are not built yet: the first part goes on with it", flush=True)
+        print("the kernels are not built yet: the first part will build them", flush=True)
 
 
 def _in_a_process(options: Arguments, name: str, folder: Path) -> None:
@@ -104,7 +104,7 @@ def _in_a_process(options: Arguments, name: str, folder: Path) -> None:
         add_failure(folder, name, f"the part was ended after {limit:.0f} s")
         return
     if code and not _failures(folder, name):
-        add_failure(folder, name, f"the part ended with exit code {code} and said no more")
+        add_failure(folder, name, f"the part ended with exit code {code} and no message")
 
 
 def _failures(folder: Path, name: str) -> list[str]:

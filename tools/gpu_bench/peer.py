@@ -34,7 +34,7 @@ def run(part: Part, options: Arguments) -> None:
     for index, (size, who) in enumerate(cells):
         part.progress(index, len(cells), f"{who}, {size}")
         if part.over:
-            part.failed(f"the time was over before {who}, {size}")
+            part.failed(f"no time left for {who}, {size}")
             break
         config = replace(model_of(size), vocab_size=256 if tiny else VOCABULARY, bias=False)
         try:

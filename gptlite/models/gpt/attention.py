@@ -81,6 +81,7 @@ class CausalSelfAttention(nn.Module):
         batch, length, _ = qkv.shape  # not x's, which may be a slice of the sequence
         qkv = qkv.view(batch, length, -1, 3, self.head_dim)
         if key is not None:
+            # Masks are keyed by global heads, so that they do not depend on the layout.
             key = replace(key, first_head=0 if self.tensor_axis is None else self.tensor_axis.rank * qkv.shape[2])
         if self.context is not None and not self.context.whole:
             assert not isinstance(mask, Spans)

@@ -43,6 +43,7 @@ def generate(
         unread = [token]
         if len(context) > limit:
             context = context[limit // 2 + 1 :]
+            # All positions have changed, so cached keys and values are invalid.
             unread, caches = context, _caches(runner) if cache else None
 
 
