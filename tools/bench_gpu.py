@@ -1,18 +1,18 @@
-"""Everything worth knowing of a GPU in twenty minutes: is it right, how fast is it, and where does the time go.
+"""Benchmark and correctness report of a GPU in about twenty minutes.
 
-python tools/bench_gpu.py                  # all parts, each in a process of its own, into one report
+python tools/bench_gpu.py                  # all parts, each in its own process, into one report
 python tools/bench_gpu.py part=gates|ceilings|kernels|steps|profile|peer|model [minutes=8] [peer=NANOGPT] [tree=PATH]
     [output=outputs/bench_gpu/DATE] [device=cuda] [size=full] [tests=tests/gpu] [wheels=wheels]
-python tools/bench_gpu.py part=wheels      # where there is a network: what the tree needs, as wheels to take along
+python tools/bench_gpu.py part=wheels      # on a machine with network access: download what the tree needs as wheels
 
 gates: tests/gpu, compute-sanitizer, gradients in bf16 by each attention backend against fp64. ceilings: a copy, a large
 product, the head's products. kernels: each kernel and direction alone. steps: GPT-3 Small and XL beside the planner's
-prediction. profile: kernels of a step by class, beside their floor. peer: nanoGPT (a clone of it). model: launches,
-bytes and least time of a step from a trace that needs no GPU, beside those of another source tree (`tree`).
+prediction. profile: kernels of a step by class, beside their lower bound. peer: nanoGPT (a clone of it). model:
+launches, bytes and least time of a step from a trace that needs no GPU, beside those of another source tree (`tree`).
 
-`device=cpu` runs the same code where there is no GPU, and `size=tiny` with small shapes. A part writes what it has
-found at once, stops itself after `minutes`, and runs from a source tree that is not installed: missing packages are
-taken from the wheels in the folder `wheels`. Exit codes: 0 fine, 1 something failed, 2 refused.
+`device=cpu` runs the same code without a GPU, and `size=tiny` with small shapes. A part writes its results at once,
+stops itself after `minutes`, and runs from a source tree that is not installed: missing packages are taken from the
+wheels in the folder `wheels`. Exit codes: 0 success, 1 something failed, 2 refused.
 """
 
 import sys
@@ -28,7 +28,7 @@ from gpu_bench import environment  # noqa: E402
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command-line arguments."""
 
     part: str = "all"
     device: str = "cuda"
@@ -42,7 +42,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> int:
-    """Runs a part, or all of them. Raises ConfigError."""
+    """Run one part, or all of them. Raises ConfigError."""
     from gpu_bench import parts
 
     return parts.run(arguments)

@@ -1,9 +1,10 @@
-"""What the optimizer's state in files costs a step, beside what the disk itself can do.
+"""Benchmark the cost per step of an optimizer state in files, beside the disk's own speed.
 
     python tools/bench_offload.py path=/nvme [elements=64e6] [buffer_mib=64] [steps=4]
 
-Times AdamW's step over `elements` parameters with its state in memory and in a file, no model between the steps to hide
-anything behind, and the disk's own rate: as many bytes written and read with O_DIRECT, 1 MiB a request, 8 at a time.
+Times AdamW's step over `elements` parameters with its state in memory and in a file. No model runs between the steps,
+so nothing overlaps with the disk. The disk's speed is that of writing and reading as many bytes with O_DIRECT, 1 MiB a
+request, 8 at a time.
 """
 
 import time
@@ -26,7 +27,7 @@ from gptlite.parallelism.state_file import StateFile, aligned
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command-line arguments."""
 
     path: str = MISSING  # a folder on the disk
     elements: float = 64e6
@@ -35,7 +36,7 @@ class Arguments:
 
 
 def main(given: Arguments) -> None:
-    """Prints the table. Raises ConfigError."""
+    """Print the table. Raises ConfigError."""
     folder = Path(given.path).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"path={given.path} is no folder; make it, or give another")
@@ -62,7 +63,7 @@ def main(given: Arguments) -> None:
 
 
 def seconds_a_step(optimizer: torch.optim.Optimizer, steps: int) -> float:
-    """The mean of some steps after a first one, what they leave to be written included."""
+    """Return the mean seconds of `steps` steps after a first one, pending writes included."""
     optimizer.step()
     if isinstance(optimizer, StreamedStep):
         optimizer.stream.wait()
@@ -75,7 +76,7 @@ def seconds_a_step(optimizer: torch.optim.Optimizer, steps: int) -> float:
 
 
 def disk_rates(file: StateFile, size: int) -> tuple[float, float]:
-    """Bytes a second that are written to the whole of a file, and read, nothing else being done."""
+    """Return the bytes per second of writing and of reading a whole file, without other work."""
     chunk = 64 * 2**20
     memory = aligned(chunk)
     rates = []

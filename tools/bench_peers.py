@@ -1,11 +1,12 @@
-"""The peers' halves of bench_ranks.py: a training step each, as fast as the peer can be set up without changing it.
+"""Training steps of the peers in bench_ranks.py, each as fast as it can be configured without changes to the peer.
 
-DeepSpeed trains nanoGPT's model. In bf16 its parameters and the reduction of its gradients are bf16, ours reduces in
-fp32, twice the bytes. Gradients are all-reduced (`reduce_scatter: false`), which is its faster way with gloo.
+DeepSpeed trains nanoGPT's model. In bf16 its parameters and gradient reduction are bf16; ours reduces in fp32, twice
+the bytes. Gradients are all-reduced (`reduce_scatter: false`), which is its faster way with gloo.
 
 picotron's model is Llama's: RoPE for learned positions, RMSNorm for layer norm, SwiGLU with 8/3 of the width for GELU
-with 4, which is as many parameters and FLOPs; embeddings are not tied. Its CPU mode computes in fp32, waits for a GPU
-after each message (left out here), keeps rotary tables in bf16 (fp32 here, which is faster), and clips no gradients.
+with 4, with equal numbers of parameters and FLOPs; embeddings are not tied. Its CPU mode computes in fp32, synchronizes
+the GPU after each message (left out here), keeps rotary tables in bf16 (fp32 here, which is faster), and clips no
+gradients.
 """
 
 import logging
@@ -27,7 +28,7 @@ from gptlite.errors import ConfigError
 
 
 def deepspeed_step(layout: str, size: Size, precision: str, fused: bool, nanogpt: Path) -> Callable[[], None]:
-    """A step of DeepSpeed's ZeRO engine on nanoGPT's model. Raises ConfigError where DeepSpeed is not installed."""
+    """Return a step of DeepSpeed's ZeRO engine on nanoGPT's model. Raises ConfigError if DeepSpeed is not installed."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         import deepspeed  # pyright: ignore[reportMissingImports]
@@ -60,7 +61,7 @@ def deepspeed_step(layout: str, size: Size, precision: str, fused: bool, nanogpt
 
 
 def picotron_step(layout: str, size: Size, micro_batches: int, fused: bool, clone: Path) -> Callable[[], None]:
-    """A step of picotron's CPU mode, as its train.py takes it."""
+    """Return a step of picotron's CPU mode, as in its train.py."""
     _import_picotron(clone)
     import picotron.process_group_manager as groups  # pyright: ignore[reportMissingImports]
     from picotron.model import Llama  # pyright: ignore[reportMissingImports]
@@ -98,7 +99,7 @@ def picotron_step(layout: str, size: Size, micro_batches: int, fused: bool, clon
 
 
 def llama_flops(size: Size) -> int:
-    """FLOPs a token of picotron's model, counted as gptlite/models/gpt/flops.py counts ours."""
+    """Return the FLOPs per token of picotron's model, counted as gptlite/models/gpt/flops.py counts ours."""
     config = _llama_config(size)
     layer = 4 * size.d_model**2 + 3 * size.d_model * config.intermediate_size
     matrices = size.num_layers * layer + size.d_model * size.vocab_size
@@ -120,7 +121,7 @@ def _llama_config(size: Size) -> Any:
 
 
 class _Batches:
-    """picotron's loader as its pipeline wants it: random tokens, the same in every step."""
+    """Stand-in for picotron's loader with random tokens, the same in every step."""
 
     def __init__(self, size: Size, micro_batches: int) -> None:
         self.grad_acc_steps, self.micro_batch_size = micro_batches, size.batch_size // micro_batches
@@ -133,8 +134,8 @@ class _Batches:
 
 
 def _import_picotron(clone: Path) -> None:
-    """Makes picotron importable without the GPU packages it imports and, in its CPU mode, never calls."""
-    os.environ.update(FLASH_ATTEN="0", DEVICE="cpu", DTYPE="float32")  # how its train.py speaks to its model.py
+    """Make picotron importable without the GPU packages that it imports but never calls in CPU mode."""
+    os.environ.update(FLASH_ATTEN="0", DEVICE="cpu", DTYPE="float32")  # read by its model.py, set by its train.py
     sys.path.insert(0, str(clone))
     for module, name in (
         ("flash_attn.flash_attn_interface", "flash_attn_func"),
@@ -146,5 +147,5 @@ def _import_picotron(clone: Path) -> None:
         sys.modules.setdefault(module, stub)
     from picotron.pipeline_parallel import pp_communications  # pyright: ignore[reportMissingImports]
 
-    # It waits for the GPU after each message, which a torch without CUDA refuses.
+    # It synchronizes the GPU after each message, which fails on a torch without CUDA.
     pp_communications.torch = SimpleNamespace(empty=torch.empty, cuda=SimpleNamespace(synchronize=lambda: None))

@@ -1,12 +1,13 @@
-"""Time a training step over two ranks beside a peer's, in turn in the same processes: DeepSpeed, picotron.
+"""Time a training step over two ranks beside a peer's, interleaved in the same processes: DeepSpeed, picotron.
 
 torchrun --nproc-per-node=2 tools/bench_ranks.py peer=deepspeed folder=NANOGPT [layouts=zero1,zero3] [precision=bf16]
 torchrun --nproc-per-node=2 tools/bench_ranks.py peer=picotron folder=PICOTRON [layouts=tp2,pp2] precision=fp32
     [sizes=lite] [repeats=15] [micro_batches=4] [peer_fused=true] [keep_freed_memory=true]
 
 `folder` is a clone of nanoGPT, whose model DeepSpeed trains, or of picotron. A step is forward, backward, clipping and
-AdamW of one global batch, one thread a rank, from a barrier until all ranks are done. The ratio of processor time, of
-all ranks together, is steadier where others use the machine. bench_peers.py says what differs between the two sides.
+AdamW of one global batch, one thread per rank, from a barrier until all ranks are done. The ratio of processor time, of
+all ranks together, is steadier if other programs use the machine. bench_peers.py lists the differences of the two
+sides.
 """
 
 import os
@@ -39,7 +40,8 @@ RANKS = 2
 
 
 class Time(NamedTuple):
-    """Seconds of a step: from a barrier until the slowest rank is done, and of processors, of all ranks together."""
+    """Seconds of a step: wall time from a barrier until the slowest rank is done, and processor time of all ranks
+    together."""
 
     wall: float
     processor: float
@@ -47,7 +49,7 @@ class Time(NamedTuple):
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command-line arguments."""
 
     peer: str = "???"
     folder: str = "???"
@@ -55,20 +57,20 @@ class Arguments:
     sizes: str = "lite"
     precision: str = "bf16"
     repeats: int = 15
-    micro_batches: int = 4  # of a pipeline; without one, a rank's batch is one micro-batch
-    peer_fused: bool = True  # torch's fused AdamW on both sides; false: as the peer's own script has it
+    micro_batches: int = 4  # of a pipeline; without a pipeline a rank's batch is one micro-batch
+    peer_fused: bool = True  # torch's fused AdamW on both sides; false: the default of the peer's own script
     keep_freed_memory: bool = True
     bucket_layers: int = 1
     prefetch: int = 1
 
 
 def main(arguments: Arguments) -> None:
-    """Prints a line for each layout and side, and the ratio of ours to the peer's."""
+    """Print a line for each layout and side, and the ratio of ours to the peer's."""
     layouts = _check(arguments)
     from gptlite.launch.launcher import keep_freed_memory
 
     if arguments.keep_freed_memory:
-        keep_freed_memory()  # before torch makes a tensor, which some imports do: it asks only once for huge pages
+        keep_freed_memory()  # before torch's first tensor, which some imports create: it reads the setting only once
     import torch
     import torch.distributed as dist
     from bench_peers import deepspeed_step, llama_flops, picotron_step
@@ -104,7 +106,7 @@ def main(arguments: Arguments) -> None:
 
 
 def timed(step: Callable[[], Any]) -> Callable[[], Time]:
-    """The step with its time."""
+    """Wrap a step so that it returns its time."""
     import torch
     import torch.distributed as dist
 
@@ -113,16 +115,17 @@ def timed(step: Callable[[], Any]) -> Callable[[], Time]:
         start, processor = time.perf_counter(), time.process_time()
         step()
         busy = torch.tensor([time.process_time() - processor], dtype=torch.float64)
-        dist.all_reduce(busy)  # which waits for the slowest rank
+        dist.all_reduce(busy)  # also waits for the slowest rank
         return Time(time.perf_counter() - start, busy.item())
 
     return take
 
 
 def report(title: str, size: Size, times: dict[str, list[Time]], peer_flops: float) -> list[str]:
-    """A line each, and the ratios: medians of the pairs', as a drift of the machine's speed meets both of a pair.
+    """Return a line per side, and the ratios as medians over pairs, since a drift of the machine's speed affects both
+    of a pair.
 
-    `peer_flops` is the peer's arithmetic per token as a multiple of ours.
+    `peer_flops` is the peer's FLOPs per token as a multiple of ours.
     """
     tokens = size.batch_size * size.sequence_length
     lines = []
@@ -144,7 +147,7 @@ def report(title: str, size: Size, times: dict[str, list[Time]], peer_flops: flo
 
 
 def our_step(config: "GPTConfig", batch: int, layout: str, arguments: Arguments) -> Callable[[], Any]:
-    """A step of the trainer's, with the same batch every time."""
+    """Return a step of the trainer, with the same batch every time."""
     from real_step import build_step
 
     from gptlite.parallelism.config import ParallelismConfig
@@ -159,7 +162,7 @@ def our_step(config: "GPTConfig", batch: int, layout: str, arguments: Arguments)
 
 
 def _check(arguments: Arguments) -> list[str]:
-    """The layouts. Raises ConfigError for what cannot run."""
+    """Return the layouts. Raises ConfigError for arguments that cannot run."""
     peer = arguments.peer
     if peer not in NEEDS:
         raise ConfigError(f"peer={peer} is none of {', '.join(NEEDS)}")

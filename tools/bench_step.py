@@ -3,10 +3,10 @@
 python tools/bench_step.py [sizes=char,lite,gpt2v] [precision=bf16] [compile=false] [ops=auto] [repeats=15]
     [peer=PATH_TO_NANOGPT] [peer_modes=fp32,bf16]
 
-Each contender runs in a process of its own, as its own train.py would set it up, and they take their steps in turn. The
-floor is every matrix product of a step, attention's batched ones included, at its own shape into buffers that are
-there, and one pass of torch's fused AdamW over the parameters. With peer, a clone of nanoGPT, its model steps too: in
-fp32, which is its CPU mode, and under torch.autocast (bf16; bf16_compile: compiled as well).
+Each contender runs in its own process, set up as by its own train.py, and their steps are interleaved. The floor is
+every matrix product of a step, attention's batched ones included, at its own shape into preallocated buffers, and one
+pass of torch's fused AdamW over the parameters. With peer, a clone of nanoGPT, its model is timed too: in fp32, which
+is its CPU mode, and under torch.autocast (bf16; bf16_compile: compiled as well).
 """
 
 import multiprocessing
@@ -23,8 +23,8 @@ from timing import in_turn, seconds
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 
-ASLEEP = 0.05  # seconds after which the threads of the one before no longer spin, waiting for work, on the cores
-STEP_SECONDS = 600  # more than the slowest first step takes, compiling
+ASLEEP = 0.05  # seconds until idle threads of the previous contender stop spinning on the cores
+STEP_SECONDS = 600  # timeout of a step; the slowest is a first one, which compiles
 
 
 SIZES = {
@@ -37,7 +37,7 @@ SIZES = {
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command-line arguments."""
 
     sizes: str = "char,lite,gpt2v"
     precision: str = "bf16"
@@ -50,7 +50,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    """Prints a line for each size and contender, and the ratios."""
+    """Print a line for each size and contender, and the ratios."""
     for key, known, several in (
         ("sizes", SIZES, True),
         ("peer_modes", ("fp32", "bf16", "bf16_compile"), True),
@@ -78,18 +78,18 @@ def main(arguments: Arguments) -> None:
 
 @contextmanager
 def elsewhere(build: Callable[..., Callable[[], None]], *given: Any) -> Any:
-    """A step, built and taken in a process of its own; a call returns the seconds it took."""
+    """Yield a step that is built and run in another process; a call returns its seconds."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, build, given), daemon=True)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, build, given), daemon=True)
     process.start()
-    there.close()
+    theirs.close()
 
     def step() -> float:
-        here.send(True)
-        if not here.poll(STEP_SECONDS):
+        ours.send(True)
+        if not ours.poll(STEP_SECONDS):
             raise TimeoutError(f"no step in {STEP_SECONDS} s")
-        answer = here.recv()
+        answer = ours.recv()
         if isinstance(answer, str):
             raise ConfigError(answer)
         return answer
@@ -97,19 +97,19 @@ def elsewhere(build: Callable[..., Callable[[], None]], *given: Any) -> Any:
     try:
         yield step
     finally:
-        here.close()
+        ours.close()
         process.join(10)
         process.kill()
 
 
 def serve(pipe: Any, build: Callable[..., Callable[[], None]], given: tuple[Any, ...]) -> None:
-    """In the other process: takes a step whenever asked, until nobody asks any more."""
+    """Serve steps in the other process until the pipe is closed."""
     try:
         pipe.recv()
         step = build(*given)
         while True:
             time.sleep(ASLEEP)
-            step()  # as in training, where the step before was one's own
+            step()  # warm up the caches, as in training, where the previous step is of the same model
             pipe.send(seconds(step))
             pipe.recv()
     except EOFError:
@@ -119,7 +119,7 @@ def serve(pipe: Any, build: Callable[..., Callable[[], None]], given: tuple[Any,
 
 
 def report(name: str, size: Size, times: dict[str, float]) -> None:
-    """A line each, with how many times as long as ours a contender takes; of the floor, ours over it."""
+    """Print a line per contender with its time relative to ours; for the floor, ours relative to it."""
     tokens, ours = size.batch_size * size.sequence_length, times["gptlite"]
     for who, value in times.items():
         words = {"gptlite": "", "floor": f"gptlite takes {ours / value:.2f}x the floor"}.get(
@@ -129,7 +129,7 @@ def report(name: str, size: Size, times: dict[str, float]) -> None:
 
 
 def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
-    """A step of the trainer's, without its data loader and log."""
+    """Return a step of the trainer, without its data loader and log."""
     from gptlite.launch.launcher import keep_freed_memory
 
     if arguments.keep_freed_memory:
@@ -156,7 +156,7 @@ def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
 
 
 def floor_step(size: Size, arguments: Arguments) -> Callable[[], None]:
-    """The products of a step and a pass over the optimizer's bytes, and nothing else."""
+    """Return a step of only the matrix products, and a pass over the optimizer's bytes."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -184,7 +184,7 @@ def floor_step(size: Size, arguments: Arguments) -> Callable[[], None]:
 
 
 def linear_products(rows: int, inputs: int, outputs: int, dtype: Any, device: Any) -> list[Callable[[], Any]]:
-    """x wᵀ, dy w and dyᵀ x, each with operands of its own, as in a step."""
+    """Return x wᵀ, dy w and dyᵀ x, each with its own operands, as in a step."""
     import torch
 
     x, dx = (torch.randn(rows, inputs, dtype=dtype, device=device) for _ in range(2))
@@ -198,7 +198,7 @@ def linear_products(rows: int, inputs: int, outputs: int, dtype: Any, device: An
 
 
 def attention_products(matrices: int, length: int, width: int, dtype: Any, device: Any) -> list[Callable[[], Any]]:
-    """q kᵀ and p v, and of the backward pass dy vᵀ, pᵀ dy, ds k and dsᵀ q."""
+    """Return q kᵀ and p v, and for the backward pass dy vᵀ, pᵀ dy, ds k and dsᵀ q."""
     import torch
 
     q, k, v, out = (torch.randn(matrices, length, width, dtype=dtype, device=device) for _ in range(4))

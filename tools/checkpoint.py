@@ -1,4 +1,4 @@
-"""Checkpoints of runs: ls, inspect, verify, diff, prune, export, import. `--help` says more."""
+"""Checkpoints of runs: ls, inspect, verify, diff, prune, export, import. See `--help`."""
 
 from gptlite.checkpoint_tool.command import main
 

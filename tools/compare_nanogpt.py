@@ -2,9 +2,9 @@
 
 python tools/compare_nanogpt.py peer=PATH_TO_NANOGPT [steps=50] [lr=1e-3] [warmup=100] [tolerance=1e-5]
 
-Prints both curves and exits with 1 if any step's losses differ by more than the relative tolerance. The warm-up
-matters: Adam turns rounding noise into whole steps where gradients are tiny, and at the full rate that alone makes two
-right programs differ by 5e-3.
+Prints both curves and exits with 1 if any step's losses differ by more than the relative tolerance. The warm-up is
+necessary: Adam amplifies rounding noise to full steps where gradients are tiny, and at the full rate that alone makes
+two correct programs differ by 5e-3.
 """
 
 from contextlib import redirect_stdout
@@ -21,7 +21,7 @@ SIZE = Size(vocab_size=512, d_model=128, num_heads=4, num_layers=4, sequence_len
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command-line arguments."""
 
     peer: str = "???"
     steps: int = 50
@@ -31,7 +31,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> int:
-    """Returns the exit code."""
+    """Run both trainings; return the exit code."""
     import torch
     from real_step import config_of
 
@@ -53,7 +53,7 @@ def main(arguments: Arguments) -> int:
     worst = 0.0
     print("step      nanoGPT      gptlite   relative difference")
     for step in range(arguments.steps):
-        # Tokens that follow from their predecessor, so that there is something to learn.
+        # Each token follows from its predecessor, so that the loss can fall.
         start = torch.randint(SIZE.vocab_size, (SIZE.batch_size, 1), generator=generator)
         tokens = (start + 7 * torch.arange(SIZE.sequence_length + 1)) % SIZE.vocab_size
         x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -77,7 +77,7 @@ def main(arguments: Arguments) -> int:
 
 
 def translated(state: dict[str, Any]) -> dict[str, Any]:
-    """nanoGPT's parameters under our names, its q|k|v rows regrouped by head."""
+    """Return nanoGPT's parameters under our names, with the q|k|v rows regrouped by head."""
     names = {
         "transformer.wte.": "token_embedding.",
         "transformer.wpe.": "position_embedding.",

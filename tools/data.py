@@ -1,4 +1,4 @@
-"""Token files: inspect, show, verify, import. `--help` says more."""
+"""Token files: inspect, show, verify, import. See `--help`."""
 
 from gptlite.data_tool.command import main
 

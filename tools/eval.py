@@ -1,4 +1,4 @@
-"""`gptlite eval` from a checkout; `--help` says more."""
+"""`gptlite eval` from a checkout; see `--help`."""
 
 from gptlite.commands.eval import main
 

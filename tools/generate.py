@@ -1,4 +1,4 @@
-"""`gptlite generate` from a checkout; `--help` says more."""
+"""`gptlite generate` from a checkout; see `--help`."""
 
 from gptlite.commands.generate import main
 

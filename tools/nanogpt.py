@@ -1,4 +1,4 @@
-"""nanoGPT's model, from a clone of it, and a training step as its train.py takes it."""
+"""nanoGPT's model, from a clone of it, and a training step as in its train.py."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from gptlite.errors import ConfigError
 
 @dataclass(frozen=True)
 class Size:
-    """The work of a step."""
+    """Dimensions of a model and its batch."""
 
     vocab_size: int
     d_model: int
@@ -24,13 +24,13 @@ class Size:
 
 
 def check_clone(folder: str | Path, key: str = "peer") -> None:
-    """Raises ConfigError for a folder without nanoGPT's model."""
+    """Raise ConfigError for a folder without nanoGPT's model."""
     if not (Path(folder).expanduser() / "model.py").is_file():
         raise ConfigError(f"{key}={folder} holds no model.py; give a clone of nanoGPT")
 
 
 def nanogpt_model(folder: str | Path, size: Size, bias: bool = False) -> Any:
-    """Its model without dropout. What it prints is left out."""
+    """Return nanoGPT's model without dropout. Its output is discarded."""
     sys.path.insert(0, str(Path(folder).expanduser()))
     import model as nanogpt  # pyright: ignore[reportMissingImports]
 
@@ -48,7 +48,7 @@ def nanogpt_model(folder: str | Path, size: Size, bias: bool = False) -> Any:
 
 
 def nanogpt_step(folder: str | Path, size: Size, mode: str) -> Callable[[], None]:
-    """A step in fp32, or under autocast: bf16, bf16_compile."""
+    """Return a step in fp32, or under autocast: bf16, bf16_compile."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,7 +71,7 @@ def nanogpt_step(folder: str | Path, size: Size, mode: str) -> Callable[[], None
 
 
 def random_batch(size: Size, device: Any) -> tuple[Any, Any]:
-    """Random tokens and targets, int64[B, S]."""
+    """Return random tokens and targets, int64[B, S]."""
     import torch
 
     shape = (size.batch_size, size.sequence_length)

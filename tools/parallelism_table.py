@@ -41,7 +41,7 @@ HEADS = {
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command-line arguments."""
 
     results: str | None = None
     output: str = "docs/parallelism_checks.md"
@@ -50,7 +50,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> int:
-    """Runs the cells, writes the tables, and returns the exit code."""
+    """Run the cells, write the tables, and return the exit code."""
     if not (ROOT / "tests" / "distributed").is_dir():
         raise ConfigError("the matrix is in tests/distributed, not in an installed package: use a checkout")
     sys.path.insert(0, str(ROOT / "tests"))
@@ -86,7 +86,7 @@ def main(arguments: Arguments) -> int:
 
 
 def run(cells: "list[Cell]", known: dict[str, Result], file: Path | None) -> None:
-    """Adds the cells' results to `known` and, one by one, to the file."""
+    """Add the cells' results to `known` and, one by one, to the file."""
     from distributed.parity_cells import Pool, References, judge  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory(prefix="gptlite-parity-") as folder:
@@ -107,7 +107,7 @@ def run(cells: "list[Cell]", known: dict[str, Result], file: Path | None) -> Non
 
 
 def summary(result: Any, same: bool, words: str) -> Result:
-    """The largest error of each kind over all steps, tensors with their names."""
+    """Return the largest error of each kind over all steps, tensors with their names."""
     found = [each.distances for each in result.comparisons]
     return {
         "same": same,
@@ -121,13 +121,13 @@ def summary(result: Any, same: bool, words: str) -> Result:
 
 
 def largest(steps: list[dict[str, float]]) -> tuple[float, str]:
-    """The largest error of any step, and whose."""
+    """Return the largest error of any step, and its tensor."""
     pairs = [(error, name) for errors in steps for name, error in errors.items()]
     return max(pairs, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
 
 
 def worst(results: list[Result]) -> list[float]:
-    """The largest errors of losses, gradient norms, gradients and values, of those that ran."""
+    """Return the largest errors of losses, gradient norms, gradients and values over the cells that ran."""
     ran = [each for each in results if "loss" in each]
     numbers = [[each["loss"], each["grad_norm"], each["gradient"][0], each["value"][0]] for each in ran]
     return [max(column) for column in zip(*numbers, strict=True)]
@@ -158,19 +158,20 @@ def errors_row(name: str, results: list[Result]) -> str:
 
 
 def bounds_row(name: str, results: list[Result], stated: Any) -> str:
-    """`| bf16 | 30 | 1e-05 (3e-05) | ... |`: the largest error of a precision's layouts, and what it may be."""
+    """Return a row such as `| bf16 | 30 | 1e-05 (3e-05) | ... |`: the largest errors of a precision's layouts, and
+    their limits."""
     bounds = (stated.loss, stated.grad_norm, stated.gradient, stated.value)
     errors = " | ".join(f"{error:.0e} ({bound:.0e})" for error, bound in zip(worst(results), bounds, strict=True))
     return f"| {name} | {len(results)} | {errors} |"
 
 
 def world(size: int | None) -> str:
-    """` on 6 ranks`, where that is what is wrong."""
+    """Return ` on 6 ranks` if the number of ranks is the reason of a refusal."""
     return "" if size is None else f" on {size} ranks"
 
 
 def replaced(text: str, name: str, table: str) -> str:
-    """The text with what stands between `<!-- NAME -->` and `<!-- end of NAME -->` replaced."""
+    """Return the text with the content between `<!-- NAME -->` and `<!-- end of NAME -->` replaced."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ConfigError(f"output: the file needs one line {begin} and one {end}")

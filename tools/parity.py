@@ -1,4 +1,4 @@
-"""`gptlite parity` from a checkout; `--help` says more."""
+"""`gptlite parity` from a checkout; see `--help`."""
 
 from gptlite.commands.parity import main
 

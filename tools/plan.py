@@ -1,4 +1,4 @@
-"""`gptlite plan` from a checkout; `--help` says more."""
+"""`gptlite plan` from a checkout; see `--help`."""
 
 from gptlite.commands.plan import main
 

@@ -1,4 +1,4 @@
-"""Writes docs/planner_memory.md's table: layouts as planned, and as counted on real ranks on this CPU.
+"""Rebuild the table of docs/planner_memory.md: planned memory of layouts beside that of real ranks on this CPU.
 
 python tools/planner_truth.py            # a few minutes; rewrites the table in place
 """
@@ -13,7 +13,7 @@ DOCUMENT = ROOT / "docs" / "planner_memory.md"
 
 
 def main() -> None:
-    """Runs the layouts and puts their rows between the marks."""
+    """Run the layouts and put their rows between the marks."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     from plan.truth_layouts import LAYOUTS
     from plan.truth_table import HEAD, worst_rows

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/parallelism.md from the code that runs: who holds what, ZeRO's bytes, pipeline schedules.
+"""Draw the pictures of docs/parallelism.md from the code that runs: placement of the model, ZeRO's bytes, schedules.
 
 python tools/plot_parallelism.py [folder=docs/pictures]
 """
@@ -26,25 +26,25 @@ BLUE, ORANGE, GREEN, VIOLET = "#1f5fbf", "#d9822b", "#3d8b5f", "#7a5fb5"
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command-line arguments."""
 
     folder: str = "docs/pictures"
 
 
 def main(arguments: Arguments) -> None:
-    """Draws the pictures and says where they are."""
+    """Draw the pictures and print their paths."""
     for draw in (layouts, zero, pipeline):
         save(draw(), Path(arguments.folder) / f"{draw.__name__}.png", f"folder={arguments.folder}")
 
 
-# Who holds what: a row of cells a rank, filled as far as the rank stores that piece of the model.
+# Placement of the model: a row of cells per rank, filled as far as the rank stores that piece.
 
 LAYERS = 4
 PIECES = ("embedding", *(f"block {i}" for i in range(LAYERS)), "head")
 
 
 class Panel(NamedTuple):
-    """A layout, and what to see in it."""
+    """A layout, with its title and description."""
 
     title: str
     text: str
@@ -70,7 +70,7 @@ PANELS = [
 
 
 def layouts() -> Figure:
-    """What each rank stores, layout by layout."""
+    """Draw the pieces that each rank stores, layout by layout."""
     figure = Figure(figsize=(12, 10.4), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.05, h_pad=0.12))
     grid = figure.subplots(4, 2, height_ratios=[2, 2, 2, 7])
     for axes, panel in zip(grid.flat, PANELS, strict=True):
@@ -79,7 +79,8 @@ def layouts() -> Figure:
 
 
 def draw_panel(axes: Axes, panel: Panel) -> None:
-    """One layout: cut across by tensor (blue, orange), along by data shards, whole pieces by the pipeline."""
+    """Draw one layout: cells split vertically by tensor ranks (blue, orange), horizontally by data shards; pipeline
+    ranks hold whole cells."""
     layout = resolve(panel.config, panel.world)
     axes.set(xlim=(0, len(PIECES)), ylim=(panel.world, 0))
     axes.set_xticks([x + 0.5 for x in range(len(PIECES))], PIECES, fontsize=8.5)
@@ -106,7 +107,7 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
 
 
 def pieces_of(config: ParallelismConfig, pp_rank: int) -> set[int]:
-    """Which of PIECES a rank of the pipeline holds."""
+    """Return the indices of PIECES that a pipeline rank holds."""
     stages = num_stages(config)
     layers = split_layers(LAYERS, stages, 1.0, 0.0)
     held = {1 + layer for stage in stages_of_rank(config, pp_rank) for layer in layers[stage]}
@@ -114,14 +115,15 @@ def pieces_of(config: ParallelismConfig, pp_rank: int) -> set[int]:
     return held | ({1 + LAYERS} if stages - 1 in stages_of_rank(config, pp_rank) else set())
 
 
-# ZeRO's bytes a parameter.
+# ZeRO's bytes per parameter.
 
 PARTS = {"gathered copy": VIOLET, "gradients": ORANGE, "fp32 parameters": BLUE, "Adam's moments": GREEN}
 DEGREES = (2, 4, 8)
 
 
 def bytes_of(stage: int, ranks: int, width: int) -> dict[str, float]:
-    """Bytes a parameter on each of `ranks` ranks; `width` of the dtype that computes. Gradients are accumulated."""
+    """Return the bytes per parameter on each of `ranks` ranks; `width` is that of the compute dtype. Gradients are
+    accumulated."""
     share = 1 if stage == 0 else ranks
     return {
         "gathered copy": width if stage < 3 else 0,
@@ -132,7 +134,7 @@ def bytes_of(stage: int, ranks: int, width: int) -> dict[str, float]:
 
 
 def zero() -> Figure:
-    """Bytes a parameter of each ZeRO stage, in bf16 and fp32, beside the paper's."""
+    """Draw the bytes per parameter of each ZeRO stage, in bf16 and fp32, beside the paper's."""
     from gptlite.parallelism.memory import paper_bytes_a_parameter
 
     figure = Figure(figsize=(11, 4.4), layout=ConstrainedLayoutEngine(wspace=0.04))
@@ -165,7 +167,7 @@ def zero() -> Figure:
     return figure
 
 
-# Pipeline schedules, from the planner's orders of passes, which tests compare with those that torch runs.
+# Pipeline schedules, from the planner's orders of passes, which tests compare with torch's.
 
 RANKS, MICRO_BATCHES = 4, 8
 COLORS = {"F": BLUE, "B": ORANGE, "I": ORANGE, "W": GREEN}
@@ -173,7 +175,7 @@ LIGHT = {BLUE: "#8fb3e6", ORANGE: "#efc08f", GREEN: "#9cc9ae"}  # of a rank's se
 
 
 def pipeline() -> Figure:
-    """Five timelines, drawn to one scale."""
+    """Draw five timelines to one scale."""
     figure = Figure(figsize=(13, 11), layout=ConstrainedLayoutEngine(hspace=0.07))
     lines = {name: timeline_of(ParallelismConfig(pipeline=RANKS, schedule=name)) for name in SCHEDULES}
     end = max(line.seconds for line in lines.values())
@@ -181,20 +183,20 @@ def pipeline() -> Figure:
         draw_timeline(axes, name, line)
         axes.set_xlim(-0.1, end + 0.1)
     handles = [Rectangle((0, 0), 1, 1, facecolor=color) for color in (BLUE, ORANGE, GREEN)]
-    words = ["forward", "backward, or its half for the inputs", "half for the weights  (light: a rank's second part)"]
-    figure.legend(handles, words, loc="outside upper right", ncols=3, frameon=False, fontsize=10)
+    labels = ["forward", "backward, or its half for the inputs", "half for the weights  (light: a rank's second part)"]
+    figure.legend(handles, labels, loc="outside upper right", ncols=3, frameon=False, fontsize=10)
     figure.supxlabel("time, if a backward pass takes twice as long as a forward pass", fontsize=10, color=MUTED)
     return figure
 
 
 def timeline_of(config: ParallelismConfig) -> Timeline:
-    """When each pass runs, in forward passes of a quarter of the model. Messages take no time."""
+    """Return the timeline of a schedule, in units of a quarter of the model's forward pass. Messages take no time."""
     stages = num_stages(config)
     return timeline(config, MICRO_BATCHES, [RANKS / stages] * stages, [2 * RANKS / stages] * stages, message=0.0)
 
 
 def draw_timeline(axes: Axes, name: str, line: Timeline) -> None:
-    """A row a rank; numbers are micro-batches, light bars a rank's second part."""
+    """Draw a row per rank; numbers are micro-batches, light bars a rank's second part."""
     for event in line.events:
         first = min(each.stage for each in line.of_rank(event.rank))
         color = COLORS[event.kind]

@@ -31,14 +31,14 @@ INK, MUTED, GRID, SHADE = "#1c1c1c", "#6b6b6b", "#e6e6e6", "#f1f4f9"
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command-line arguments."""
 
     output: str = "docs/pictures/schedules.png"
     max_steps: int = 1000
 
 
 class Panel(NamedTuple):
-    """One schedule: its formula, the configurations drawn, and what tells several apart."""
+    """One schedule: its formula, the configurations drawn, and the labels of several curves."""
 
     name: str
     formula: str
@@ -59,7 +59,7 @@ PANELS = [
 
 
 def draw(axes: Axes, panel: Panel, max_steps: int) -> None:
-    """One panel: rate over peak against the optimizer step, the warmup shaded."""
+    """Draw one panel: rate over peak against the optimizer step, with the warmup shaded."""
     schedules = [Schedule(config, max_steps) for config in panel.curves]
     for schedule, color in reversed(list(zip(schedules, COLORS, strict=False))):
         axes.plot([schedule.factor(step) for step in range(max_steps)], color=color, linewidth=2.2)
@@ -73,7 +73,7 @@ def draw(axes: Axes, panel: Panel, max_steps: int) -> None:
 
 
 def plot(max_steps: int) -> Figure:
-    """All panels."""
+    """Draw all panels."""
     figure = Figure(figsize=(11, 6.4), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.1))
     for axes, panel in zip(figure.subplots(2, 3, sharey=True).flat, PANELS, strict=True):
         axes.set(xlim=(-0.01 * max_steps, 1.01 * max_steps), ylim=(0, 1.06), yticks=[0, 0.25, 0.5, 0.75, 1])
@@ -82,14 +82,16 @@ def plot(max_steps: int) -> Figure:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(GRID)
         draw(axes, panel, max_steps)
-    words = "optimizer step s   (W: end of the warmup, D: end of the decay, m: min_ratio, p: part of the decay done)"
+    axis_label = (
+        "optimizer step s   (W: end of the warmup, D: end of the decay, m: min_ratio, p: part of the decay done)"
+    )
     figure.supylabel("rate / peak rate", fontsize=10, color=MUTED)
-    figure.supxlabel(words, fontsize=10, color=MUTED)
+    figure.supxlabel(axis_label, fontsize=10, color=MUTED)
     return figure
 
 
 def save(figure: Figure, path: Path, key: str) -> None:
-    """Writes a picture whole or not at all, and says where it is. Raises ConfigError, naming the key."""
+    """Write a picture atomically, and print its path. Raises ConfigError with the key."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
@@ -100,7 +102,7 @@ def save(figure: Figure, path: Path, key: str) -> None:
 
 
 def main(arguments: Arguments) -> None:
-    """Draws the picture and says where it is."""
+    """Draw the picture and print its path."""
     if arguments.max_steps < 1:
         raise ConfigError(f"max_steps={arguments.max_steps}: give at least 1")
     save(plot(arguments.max_steps), Path(arguments.output), f"output={arguments.output}")

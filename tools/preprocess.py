@@ -1,4 +1,4 @@
-"""`gptlite preprocess` from a checkout; `--help` says more."""
+"""`gptlite preprocess` from a checkout; see `--help`."""
 
 from gptlite.commands.preprocess import main
 

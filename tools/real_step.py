@@ -1,4 +1,4 @@
-"""The trainer's own step, with tokens that are drawn once and stay in memory: what train.py runs, without its data."""
+"""The trainer's own step with a fixed batch in memory: a training step of train.py without its data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 from gptlite.trainer.steps import Steps, lag_of
 
-# As conf/model has them; one vocabulary, GPT-2's. `tiny` is for trying the script.
+# The presets of conf/model, with GPT-2's vocabulary. `tiny` is for trying a script.
 MODELS = {
     "small": GPTConfig("gpt3-small", num_layers=12, num_heads=12, d_model=768, sequence_length=2048),
     "xl": GPTConfig("gpt3-xl", num_layers=24, num_heads=16, d_model=2048, sequence_length=2048),
@@ -39,12 +39,12 @@ MODELS = {
 
 
 def model_of(size: str) -> GPTConfig:
-    """The configuration of a model by its short name."""
+    """Return the configuration of a model by its short name."""
     return replace(MODELS[size], vocab_size=501 if size == "tiny" else 50257)
 
 
 def config_of(size: Size, **options: Any) -> GPTConfig:
-    """Our model of nanoGPT's size, without biases."""
+    """Return our model of nanoGPT's size, without biases."""
     shape = {key: getattr(size, key) for key in ("vocab_size", "d_model", "num_heads", "num_layers", "sequence_length")}
     return GPTConfig(**shape, bias=False, **options)
 
@@ -60,10 +60,10 @@ def build_step(
     micro_batches: int = 1,
     compile: bool = False,
 ) -> Callable[[], Any]:
-    """A step of `micro_batches` of whole sequences a rank, AdamW, clipping at 1, built as pretrain.py builds it.
+    """Build a step of `micro_batches` of whole sequences per rank, AdamW, clipping at 1, as pretrain.py builds it.
 
-    `ops` are by default what a run takes here. The step is taken as the training loop takes it: on a GPU the result of
-    one is read when the next has been enqueued. On a meta device there are no initial weights.
+    `ops` defaults to a run's ops on this machine. The step runs as in the training loop: on a GPU the result of one
+    step is read after the next has been enqueued. On a meta device there are no initial weights.
     """
     layout, device = layout or ParallelismConfig(), mesh.device
     ops = ops or select_ops(OpsConfig(), device)
@@ -74,7 +74,7 @@ def build_step(
     for part in parts if device.type != "meta" else ():
         init_weights(model, part, seed=0)
     optimizer = build_updates(AdamWConfig(), model, parts, layout, mesh, policy, ops)
-    optimizer_state(optimizer)  # creates it: the first step is like the others
+    optimizer_state(optimizer)  # creates the state, so that the first step is like the others
     if ops.weight_copies and not compile:
         copy_weights(parts, mesh, policy)
     runner, loader = StageRunner(parts, mesh, layout), SameBatch(config, mesh, micro_batch, micro_batches)
@@ -98,7 +98,7 @@ def build_step(
 
 
 class SameBatch:
-    """As much of a loader as a step asks for: one batch in host memory, page-locked for a GPU, copied at each step."""
+    """Stand-in for a loader: one batch in host memory, page-locked for a GPU, copied at each step."""
 
     def __init__(self, config: GPTConfig, mesh: Mesh, micro_batch: int, micro_batches: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -111,9 +111,9 @@ class SameBatch:
         self.num_micro_batches = micro_batches
 
     def micro_batches(self, consumed_samples: int) -> int:
-        """The same in every step."""
+        """Return the number of micro-batches, the same in every step."""
         return self.num_micro_batches
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
-        """The batch on the device."""
+        """Return the batch on the device."""
         return self._batch.to(self._device)

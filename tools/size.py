@@ -1,6 +1,6 @@
-"""How many lines each room has, and which files want splitting: `python tools/size.py`.
+"""Count the lines of each package, and list files that are too long: `python tools/size.py`.
 
-Lines are all lines, as `wc -l` counts them. Tests are counted apart.
+Lines are all lines, as `wc -l` counts them. Tests are counted separately.
 """
 
 import statistics
@@ -18,12 +18,12 @@ LANGUAGES = {
     **dict.fromkeys((".yaml", ".yml"), "YAML"),
 }
 COLUMNS = ("Python", "C++", "CUDA", "YAML")
-LIMIT = 400  # lines; a longer file wants splitting
+LIMIT = 400  # lines; a longer file should be split
 LARGEST = 10
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """The source files of a checkout, relative to it: top-level scripts and what FOLDERS hold."""
+    """Yield the source files of a checkout, relative to it: top-level scripts and the content of FOLDERS."""
     found = [*root.glob("*.py"), *(path for folder in FOLDERS for path in (root / folder).rglob("*"))]
     for path in sorted(found):
         relative = path.relative_to(root)
@@ -33,13 +33,14 @@ def source_files(root: Path) -> Iterator[Path]:
 
 
 def room(path: Path) -> str:
-    """Where a file counts: its package in gptlite/, else its top-level folder; for a top-level script, its name."""
+    """Return the row in which a file counts: its package in gptlite/, else its top-level folder; for a top-level
+    script, its name."""
     top, *inner = path.parts
     return f"gptlite/{inner[0]}" if top == "gptlite" and len(inner) > 1 else top
 
 
 def report(root: Path) -> str:
-    """The table of rooms, and the largest files. A last line without a newline counts."""
+    """Return the table of packages, and the largest files. A last line without a newline counts."""
     lines = {path: len((root / path).read_bytes().splitlines()) for path in source_files(root)}
     rooms: dict[str, dict[Path, int]] = defaultdict(dict)
     for path, count in lines.items():
@@ -57,7 +58,7 @@ def _row(name: str, files: dict[Path, int]) -> str:
     by_language: Counter[str] = Counter()
     for path, count in files.items():
         by_language[LANGUAGES[path.suffix]] += count
-    # An empty __init__.py is no file to read.
+    # Empty files, such as an __init__.py, are not counted.
     counts = "".join(f"{by_language[column] or '':>9}" for column in COLUMNS)
     return f"{name:<22}{sum(map(bool, files.values())):>7}{counts}".rstrip()
 

@@ -1,6 +1,7 @@
-"""What benchmarks share: seconds of calls, calls in turn, and a tool's own arguments among those of train.py.
+"""Common helpers of the benchmarks: timing, interleaved calls, and splitting off a tool's own arguments from
+train.py's.
 
-No torch here: a benchmark may have to set up its process before.
+No torch here: a benchmark may have to set up its process before importing it.
 """
 
 import sys
@@ -14,14 +15,15 @@ T = TypeVar("T")
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """The time that one call takes."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def in_turn(calls: Mapping[str, Callable[[], T]], repeats: int, warm_up: int = 3) -> dict[str, list[T]]:
-    """What each call returns, in turn, so that a drift of the machine's speed meets all alike; first ones left out."""
+    """Return the results of interleaved calls, so that a drift of the machine's speed affects all equally; warm-up is
+    left out."""
     found: dict[str, list[T]] = {name: [] for name in calls}
     for repeat in range(warm_up + repeats):
         for name, call in calls.items():
@@ -32,7 +34,7 @@ def in_turn(calls: Mapping[str, Callable[[], T]], repeats: int, warm_up: int = 3
 
 
 def own_arguments(schema: type[T], arguments: list[str], usage: str | None) -> tuple[T, list[str]]:
-    """The arguments that `schema` has, and the others, overrides of train.py. `--help` prints the usage and exits."""
+    """Return the arguments in `schema`, and the others, overrides of train.py. `--help` prints the usage and exits."""
     if {"-h", "--help"} & set(arguments):
         print((usage or "").strip())
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""`gptlite train-tokenizer` from a checkout; `--help` says more."""
+"""`gptlite train-tokenizer` from a checkout; see `--help`."""
 
 from gptlite.commands.train_tokenizer import main
 

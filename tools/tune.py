@@ -1,4 +1,4 @@
-"""`gptlite tune` from a checkout; `--help` says more."""
+"""`gptlite tune` from a checkout; see `--help`."""
 
 from gptlite.commands.tune import main
 

@@ -1,1 +1,1 @@
-"""Models, a folder each, and what makes any of them a part of a run."""
+"""Models, one folder each, and the common code that makes a model part of a run."""

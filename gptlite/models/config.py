@@ -1,8 +1,8 @@
-"""What the configurations of all models have in common."""
+"""Base class of the models' configurations."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class ModelConfig:
-    """The base of models' configurations, which Hydra needs to know; it has no keys."""
+    """Base of all model configurations, for Hydra's type checks; it has no keys."""

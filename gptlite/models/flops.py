@@ -1,4 +1,4 @@
-"""The FLOPs of a model whose spec gives none, counted by torch in one pass on the meta device."""
+"""FLOPs of a model whose spec gives none, counted by torch in one pass on the meta device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 
 _TORCHS_OWN = ("aten", "prim", "prims", "profiler")
-# The ops of aten that do more than a few operations an element, by a word in their names.
+# Names of aten ops that do more than a few operations per element.
 _PRODUCTS = re.compile(
     r"(^|_)([a-z]*mm|[a-z]*mv|v?dot|conv(olution)?(\dd)?|attention|[a-z]*rnn|lstm|gru|fft(?!_r?fftfreq)"
     r"|linalg(?!_vector_norm|_cross)|cholesky|solve|ormqr|geqrf|(c|p|euclidean_)dist|trilinear|grid_sampler)(_|$)"
@@ -26,14 +26,15 @@ class Uncounted(ValueError):
 
 
 def count_flops(model: Model, length: int) -> int:
-    """FLOPs of a token, forward and backward, of the whole model on one sequence of `length`.
+    """Return the FLOPs of a token, forward and backward, of the whole model on one sequence of `length`.
 
-    The formulas are torch.utils.flop_counter's, with those that a library has registered there; what it counts as
-    nothing (elementwise ops, reductions, copies) is nothing here. Attention counts whole, its masked half too, as the
-    products that its definition has: two forward, four backward. Nothing is computed: tensors are on the meta device.
+    The formulas are torch.utils.flop_counter's, including those that libraries have registered there. Ops that it
+    ignores (elementwise ops, reductions, copies) count as zero. Attention counts in full, with its masked half, as the
+    products of its definition: two forward, four backward. Nothing is computed: tensors are on the meta device.
 
-    Raises Uncounted naming the first op without a formula: one of another library, or a product, convolution,
-    attention, transform, recurrent layer, grid sampler or piece of linear algebra of torch's; or where the pass fails.
+    Raises Uncounted with the name of the first op without a formula: one of another library, or torch's products,
+    convolutions, attention, transforms, recurrent layers, grid samplers and linear algebra. Also raised if the pass
+    fails.
     """
     with _Unknown() as unknown:
         try:
@@ -42,7 +43,7 @@ def count_flops(model: Model, length: int) -> int:
                 tokens = torch.zeros(1, length, dtype=torch.int64)
                 inputs = Inputs(tokens, torch.zeros(1, dtype=torch.int64))
                 model.spec.forward(part, tokens, inputs).backward()
-        except Exception as error:  # a model may raise anything, and an op unknown here often cannot run without data
+        except Exception as error:  # a model may raise anything, and unknown ops often cannot run without data
             if not unknown.names:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise Uncounted(f"a pass on the meta device fails: {reason}; give the spec `flops`") from error
@@ -52,7 +53,7 @@ def count_flops(model: Model, length: int) -> int:
 
 
 class _Unknown(TorchDispatchMode):
-    """Notes the ops that nobody knows the FLOPs of, `library::op`."""
+    """Record ops without a known FLOP formula, as `library::op`."""
 
     supports_higher_order_operators = True
 

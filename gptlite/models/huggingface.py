@@ -1,4 +1,4 @@
-"""What a model says of its form in Hugging Face's transformers, for export and import. No torch here."""
+"""Interface of a model's form in Hugging Face's transformers, for export and import. No torch here."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ C = TypeVar("C", bound=ModelConfig)
 
 
 def unchanged(ours: Tensor) -> Tensor:
-    """Of a tensor that is the same there."""
+    """Return the tensor itself: the view of a tensor with the same layout in both formats."""
     return ours
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter: its name and shape there, its name and shape here; `ours` None: zeros there and nothing here.
+    """A parameter: its name and shape in transformers, and its name and shape in gptlite. With `ours` None it is zeros
+    in transformers and absent in gptlite.
 
-    `view` of our tensor is a view of it whose elements, row by row, are those of the tensor there: reading it exports,
-    writing into it imports.
+    `view` returns a view of our tensor whose elements, row by row, are those of the tensor in transformers: reading it
+    exports, writing into it imports.
     """
 
     name: str
@@ -35,10 +36,10 @@ class Weight:
 
 
 class Adapter(Generic[C]):
-    """A model as a class of transformers stores it. All but `canonical` and `copies` is required.
+    """A model as a class of transformers stores it. Everything but `canonical` and `copies` is required.
 
-    `model_type`: of config.json, by which an import finds the model. `model_class`: what `from_pretrained` is called
-    on. `title`: the model's name in messages.
+    `model_type`: the key in config.json by which an import finds the model. `model_class`: the class with
+    `from_pretrained`. `title`: the model's name in messages.
     """
 
     model_type: str
@@ -46,22 +47,24 @@ class Adapter(Generic[C]):
     title: str
 
     def weights(self, config: C) -> Iterator[Weight]:
-        """Every parameter that there is there, in the order of the file."""
+        """Yield every parameter of the transformers model, in the order of the file."""
         raise NotImplementedError(f"{type(self).__name__} has no weights")
 
     def to_json(self, config: C, torch_dtype: str, eod: int | None) -> dict[str, Any]:
-        """The content of config.json. `eod` is the id that ends a document."""
+        """Return the content of config.json. `eod` is the id of the end-of-document token."""
         raise NotImplementedError(f"{type(self).__name__} has no to_json")
 
     def from_json(self, content: Mapping[str, Any], name: str) -> C:
-        """The configuration that a config.json describes, with the size of its vocabulary; `name` for one that has a
-        name. Raises ConfigError, naming the key, for what the model cannot do."""
+        """Return the configuration that a config.json describes, with its vocabulary size; `name` is used by models
+        with a name. Raises ConfigError with the key for unsupported values."""
         raise NotImplementedError(f"{type(self).__name__} has no from_json")
 
     def canonical(self, name: str) -> str | None:
-        """The one name of a tensor that folders store under several; None for what is no parameter, a mask say."""
+        """Return the one name of a tensor that checkpoints store under several names; None if it is not a parameter,
+        such as a mask."""
         return name
 
     def copies(self) -> Mapping[str, str]:
-        """Tensors that a folder may hold twice, by canonical names: the copy, to the parameter that it must equal."""
+        """Return tensors that a checkpoint may store twice, by canonical names: from the copy to the parameter it must
+        equal."""
         return {}

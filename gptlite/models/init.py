@@ -1,7 +1,7 @@
-"""Initial weights that do not depend on the layout: each element is drawn from (seed, global name, global offset).
+"""Layout-independent initial weights: each element is drawn from (seed, global name, global offset).
 
-The generator is Philox, keyed by seed and name and counting offsets, so any shard draws its part by itself, and gets
-what the whole would have had, on a CPU and on a GPU.
+The generator is Philox, keyed by seed and name with the offset as counter. So any shard draws its part independently
+and gets the same values as the whole tensor would, on a CPU and on a GPU.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ BLOCK = 2**20  # elements drawn at a time: bounds the memory of drawing
 
 
 def init_weights(model: Model, part: nn.Module, seed: int) -> None:
-    """The model's own initial values, or by shape where it has none: see ModelSpec.initial."""
+    """Fill a part with the model's own initial values, or defaults by shape: see ModelSpec.initial."""
     with torch.no_grad():
         for name, parameter in model.named_weights(part):
             match model.spec.initial(model.config, name, tuple(parameter.shape)):
@@ -32,9 +32,9 @@ def init_weights(model: Model, part: nn.Module, seed: int) -> None:
 
 
 def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:
-    """Fills this rank's part of a parameter, a box of the whole, with what the whole has there.
+    """Fill this rank's part of a parameter with the whole parameter's values at that part.
 
-    Of more than two dims only the first may be cut. Raises ValueError where another is.
+    With more than two dims only the first may be sharded. Raises ValueError if another one is.
     """
     if not isinstance(parameter, DTensor):
         draw_normal_(parameter, std, seed, name)
@@ -57,14 +57,14 @@ def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:
 
 
 def draw_normal_(parameter: Tensor, std: float, seed: int, name: str, offset: int = 0) -> None:
-    """Fills a contiguous fp32 parameter with N(0, std) from (seed, name); `offset` is its first element's in the whole.
+    """Fill a contiguous fp32 parameter with N(0, std) from (seed, name), starting at element `offset` of the whole.
 
-    Any piece of a parameter is drawn to the same bits as within the whole. Raises ValueError for a negative offset.
+    A part gets the same bits as within the whole. Raises ValueError for a negative offset.
     """
     if offset < 0:
         raise ValueError(f"offset={offset} must not be negative")
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+    key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")  # Philox takes two 32-bit words
     start = offset
     for block in parameter.view(-1).split(BLOCK):
         block.copy_(_normal(start, len(block), key, parameter.device) * std)
@@ -72,14 +72,14 @@ def draw_normal_(parameter: Tensor, std: float, seed: int, name: str, offset: in
 
 
 def _normal(start: int, count: int, key: tuple[int, int], device: torch.device) -> Tensor:
-    """N(0, 1) of elements start ... start + count, float64: two Box-Muller pairs from each Philox counter.
+    """Return N(0, 1) for elements start ... start + count, float64: two Box-Muller pairs from each Philox counter.
 
     In double precision, so that devices whose logarithms differ in the last digit round to the same fp32.
     """
-    counter = torch.arange(start // 4, (start + count + 3) // 4, device=device)
+    counter = torch.arange(start // 4, (start + count + 3) // 4, device=device)  # a counter gives four values
     zero = torch.zeros_like(counter)
-    words = philox((counter & WORD, counter >> 32, zero, zero), key)
-    u0, u1, u2, u3 = ((word.double() + 0.5) / 2**32 for word in words)
+    bits = philox((counter & WORD, counter >> 32, zero, zero), key)
+    u0, u1, u2, u3 = ((word.double() + 0.5) / 2**32 for word in bits)
     pairs = []
     for radius, angle in ((u0, u1), (u2, u3)):
         r, a = (-2 * radius.log()).sqrt(), 2 * math.pi * angle
@@ -88,5 +88,5 @@ def _normal(start: int, count: int, key: tuple[int, int], device: torch.device) 
 
 
 def parameter_count(parameters: Iterable[Tensor]) -> int:
-    """Number of elements."""
+    """Return the total number of elements."""
     return sum(p.numel() for p in parameters)

@@ -1,8 +1,8 @@
-"""Plain layers whose parameters follow their input's dtype.
+"""Basic layers whose parameters follow their input's dtype.
 
-Parameters are fp32 masters; the activations carry the compute dtype. Casting here gives one device the numerics of
-FSDP2's mixed precision (cast, compute, gradient back to fp32), and is a no-op where FSDP2 has cast already. Where
-activations are to stay in fp32 (Apex's O1), a layer's `matmul_dtype` says what its product is computed in.
+Parameters are fp32 masters; activations have the compute dtype. The casts here give a single device the numerics of
+FSDP2's mixed precision (cast, compute, gradient back to fp32), and are no-ops if FSDP2 has already cast. If activations
+stay in fp32 (Apex's O1), a layer's `matmul_dtype` is the dtype of its product.
 """
 
 import torch
@@ -18,7 +18,8 @@ from gptlite.ops.weight_copies import as_dtype
 
 
 class Linear(nn.Linear):
-    """x [..., in] -> [..., out], in x's dtype or, if it is set, `matmul_dtype`; `fp8`: multiplied in that."""
+    """x [..., in] -> [..., out], in x's dtype or in `matmul_dtype` if set; with `fp8`, the product is computed in
+    fp8."""
 
     matmul_dtype: torch.dtype | None = None
     fp8 = False
@@ -31,7 +32,7 @@ class Linear(nn.Linear):
         return self._product(x, self.bias)
 
     def project(self, x: Tensor) -> Tensor:
-        """Without the bias, for an op that adds it."""
+        """Return the product without the bias, for an op that adds it."""
         return self._product(x, None)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -41,12 +42,12 @@ class Linear(nn.Linear):
         return linear(x, self.weight, bias, self.fused)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """The bias in a compute dtype."""
+        """Return the bias in a compute dtype."""
         return cast(self.bias, dtype)
 
 
 class Head(nn.Linear):
-    """The output projection, and its loss; `matmul_dtype` as in Linear."""
+    """Output projection with its loss; `matmul_dtype` as in Linear."""
 
     matmul_dtype: torch.dtype | None = None
 
@@ -57,7 +58,7 @@ class Head(nn.Linear):
     def forward(
         self, hidden: Tensor, targets: Tensor | None, vocab_size: int, known: LossGradient = NOTHING_KNOWN
     ) -> Tensor:
-        """The sum of the losses, fp32; without targets, logits [B, V], fp32, of one position.
+        """Return the sum of the losses, fp32; without targets, logits [B, V], fp32, of one position.
 
         hidden [B, S, d]; targets [B, S]; rows from `vocab_size` on are padding.
         """
@@ -73,7 +74,7 @@ class Head(nn.Linear):
 class LayerNorm(nn.LayerNorm):
     """Layer norm over the last dimension, in x's dtype with fp32 statistics.
 
-    With `fp32` it is computed from x in fp32, with gains that are not cast, and then rounded to x's dtype.
+    With `fp32` it is computed in fp32 with gains that are not cast, and rounded to x's dtype afterwards.
     """
 
     fp32 = False
@@ -90,7 +91,7 @@ class LayerNorm(nn.LayerNorm):
     def after_residual(
         self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The norm of residual + dropout(x + x_bias), and that sum; without a key nothing is dropped."""
+        """Return the norm of residual + dropout(x + x_bias), and that sum; without a key nothing is dropped."""
         if self.fp32:
             h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
             return self(h), h

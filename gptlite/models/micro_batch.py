@@ -1,4 +1,4 @@
-"""What a rank computes at a time, for estimates of memory. No torch here."""
+"""Size of a micro-batch on a rank, for memory estimates. No torch here."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from gptlite.ops.config import Attention
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank computes at a time: sequences of that length, in elements of `itemsize` bytes, on a kind of device.
+    """A micro-batch on a rank: its sequences and their length, element size in bytes, and the type of device.
 
-    `tensor`: ranks that share each layer; `sequence`: whether they cut the sequence between layers too; `context`:
-    ranks that share each sequence, of which `length` positions are here.
+    `tensor`: number of ranks that share each layer; `sequence`: True if they also shard the sequence between layers;
+    `context`: number of ranks that share each sequence, of which `length` positions are on this one.
     """
 
     sequences: int
@@ -24,10 +24,10 @@ class MicroBatch:
 
     @property
     def keys(self) -> float:
-        """Positions that the scores of a query are written out for, where they are."""
+        """Number of keys per query for which scores are materialized, if they are."""
         return self.length * (self.context if self.context == 1 else self.context / 2 + 1 / 4)
 
     @property
     def tokens(self) -> int:
-        """Positions in it."""
+        """Number of positions in the micro-batch."""
         return self.sequences * self.length

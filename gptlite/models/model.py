@@ -1,4 +1,4 @@
-"""A model with its configuration: what parts of a run ask of whichever model it trains."""
+"""A model with its configuration: the interface of a run's parts to any model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gptlite.precision import Policy
 @dataclass(frozen=True)
 class Model:
     """A spec and its configuration. `dtype` is that of activations; `autocast` that of products in layers that do not
-    cast by themselves, None where there is nothing to cast."""
+    cast by themselves, None if no cast is needed."""
 
     spec: ModelSpec
     config: Any
@@ -29,7 +29,7 @@ class Model:
 
     @classmethod
     def of(cls, config: Any, policy: Policy | None = None) -> Model:
-        """The model of a configuration, as a policy has it computed."""
+        """Return the model of a configuration, with the dtypes of a precision policy."""
         spec = spec_of(config)
         if policy is None:
             return cls(spec, config)
@@ -37,27 +37,28 @@ class Model:
         return cls(spec, config, policy.stream_dtype, None if casts else policy.compute_dtype)
 
     def build(self, ops: Ops, seed: int) -> nn.Module:
-        """The whole model, on the meta device."""
+        """Build the whole model on the meta device."""
         with torch.device("meta"):
             return self.spec.build(self.config, ops, seed)
 
     def forward(self, part: nn.Module, x: Tensor, inputs: Inputs) -> Tensor:
-        """The sum of losses, or activations, of a part: see ModelSpec.forward."""
+        """Return the sum of a part's losses, or its activations: see ModelSpec.forward."""
         with torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext():
             return self.spec.forward(part, x, inputs)
 
     def activations(self, batch: int, length: int) -> tuple[int, ...]:
-        """The shape of what one part of a pipeline gives to the next."""
+        """Return the shape of the activations that one part of a pipeline sends to the next."""
         return self.spec.activations(self.config, batch, length)
 
     def flops_per_token(self, length: int) -> int | None:
-        """FLOPs of a token, forward and backward, with sequences of that length; None where the model has none."""
+        """Return the FLOPs of a token, forward and backward, for sequences of `length`; None if the model has no
+        formula."""
         found, count = self.spec.flops(self.config, length), self.spec.num_blocks(self.config)
         return None if found is None or count is None else count * found[0] + found[1]
 
     def stage_blocks(self, stages: int) -> list[range]:
-        """The blocks of each pipeline stage, balanced by FLOPs with the end of the model on the last. Raises ValueError
-        for a model without a number of blocks."""
+        """Return the blocks of each pipeline stage, balanced by FLOPs, with the end of the model on the last. Raises
+        ValueError for a model without a number of blocks."""
         count = self.spec.num_blocks(self.config)
         if count is None:
             raise ValueError(f"{self.spec.name} has no number of blocks to cut into stages")
@@ -65,31 +66,32 @@ class Model:
         return split_layers(count, stages, block, end)
 
     def blocks(self, part: nn.Module) -> dict[int, nn.Module]:
-        """The blocks of a part by their number in the whole model."""
+        """Return the blocks of a part by their number in the whole model."""
         return self.spec.blocks(part)
 
     def named_weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by the names they have in the whole model: a tied copy has the name of what it copies."""
+        """Yield parameters with their names in the whole model: a tied copy has the name of the parameter it copies."""
         tied = self.spec.tied(self.config)
         for name, parameter in part.named_parameters():
             yield tied.get(name, name), parameter
 
     def named_buffers(self, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that a checkpoint holds."""
+        """Yield the buffers that a checkpoint stores."""
         for path, module in part.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
                     yield f"{path}.{name}" if path else name, buffer
 
     def tie(self, part: nn.Module) -> None:
-        """Makes tied parameters one again where a part holds both: each move to another device makes two of them."""
+        """Tie parameters again in a part that holds both: a move to another device makes two separate ones of them."""
         for copy, owner in self.spec.tied(self.config).items():
             if (found := _parameter(part, owner)) is not None and _parameter(part, copy) is not None:
                 path, _, name = copy.rpartition(".")
                 setattr(part.get_submodule(path), name, found)
 
     def tied_copies(self, parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None]]:
-        """Of each tied pair, the parameter and the copy in another part, as far as these parts hold them."""
+        """Yield for each tied pair the parameter and its copy in another part, None for one that these parts do not
+        hold."""
         for copy, owner in self.spec.tied(self.config).items():
             owners = [_parameter(part, owner) for part in parts]
             copies = [
@@ -98,7 +100,7 @@ class Model:
             yield next((p for p in owners if p is not None), None), next((p for p in copies if p is not None), None)
 
     def fill_buffers(self, part: nn.Module, ops: Ops, seed: int) -> None:
-        """Gives a part's buffers, built on the meta device, their initial values."""
+        """Fill a part's buffers, built on the meta device, with their initial values."""
         mine = dict(part.named_buffers())
         if not mine:
             return
@@ -109,7 +111,7 @@ class Model:
 
 
 def _parameter(part: nn.Module, name: str) -> nn.Parameter | None:
-    """A parameter by its name, None where the part has none of that name."""
+    """Return a parameter by its name, None if the part has none of that name."""
     module: Any = part
     for component in name.split("."):
         module = getattr(module, component, None)

@@ -1,4 +1,4 @@
-"""A model's parts on a mesh: what is cut along which axis, recomputed, compiled, and in what dtype it computes."""
+"""Parallelization of a model's parts on a mesh: sharding along each axis, recomputation, compilation, and dtypes."""
 
 import copy
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ from gptlite.precision import Policy
 
 IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
 MULTIPLYING = (*IN_BLOCKS, Head, VocabParallelHead)
-# What selective checkpointing keeps: the linear layers and SDPA. Pointwise ops are cheap to make again, and so, for
-# the memory they take, are written-out attention scores (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
+# Ops whose results selective checkpointing keeps: linear layers and SDPA. Pointwise ops are cheap to recompute, and so,
+# for the memory they need, are materialized attention scores (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
 KEPT = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -53,17 +53,19 @@ KEPT = (
 def parallelize(
     model: Model, whole: nn.Module, mesh: Mesh, config: ParallelismConfig, policy: Policy, *, compile: bool = False
 ) -> list[nn.Module]:
-    """This rank's parts of the pipeline, ready to be materialized; on one device the only part is the `whole` itself.
+    """Return this rank's parts of the pipeline, ready to be materialized; on one device the only part is `whole`
+    itself.
 
-    Order: pipeline, tensor, context, recomputation, compilation, ZeRO, as each wraps what the one before has made.
+    The order is pipeline, tensor, context, recomputation, compilation, ZeRO, as each wraps the result of the one
+    before.
     """
     whole.to(policy.parameter_dtype)
     parts = _cut_blocks(model, whole, mesh, config)
     split_backward = splits_backward(config)
-    # A backward pass in two halves would run an overlapping layer's communication in both; compiled code is reordered
-    # by the compiler.
+    # A split backward pass would run an overlapping layer's communication in both halves; compiled code is reordered by
+    # the compiler itself.
     axis = tensor_axis(mesh, config.sequence, overlap=not (split_backward or compile))
-    # What is computed again is gathered again with it, and compiled code knows no memory that comes and goes.
+    # Recomputation repeats the gather as well, and compiled code does not support memory that is resized.
     context = context_axis(mesh, config.activation_checkpointing is ActivationCheckpointing.none and not compile)
     mode = config.activation_checkpointing
     for part in parts:
@@ -72,7 +74,7 @@ def parallelize(
         if split_backward:
             _plain_products(part)
         if context is not None:
-            _tell(part, "context", context)
+            _set_axis(part, "context", context)
         offload, blocks = ActivationOffload(), list(model.blocks(part).values())
         for block in blocks:
             if mode is ActivationCheckpointing.offload:
@@ -81,7 +83,7 @@ def parallelize(
             if compile:
                 block.compile()
         set_dtypes(model, part, policy, recomputes=mode.recomputes)
-        # Under autocast the products cast, and parameters are gathered as they are.
+        # Under autocast products cast their operands, so parameters are gathered in their own dtype.
         gathered = policy.gather_dtype if model.autocast is None else policy.parameter_dtype
         shard(part, blocks, mesh, config, gathered, policy.reduce_dtype)
         if not policy.master_weights:
@@ -90,7 +92,7 @@ def parallelize(
 
 
 def set_dtypes(model: Model, part: nn.Module, policy: Policy, *, recomputes: bool = False) -> None:
-    """Tells a part's layers what they compute in. `recomputes`: blocks are computed again in the backward pass."""
+    """Set the dtypes of a part's layers. `recomputes`: blocks are recomputed in the backward pass."""
     model.spec.prepare(part, policy, recomputes)
     for module in part.modules():
         if isinstance(module, MULTIPLYING):
@@ -104,17 +106,19 @@ def set_dtypes(model: Model, part: nn.Module, policy: Policy, *, recomputes: boo
 
 
 def materialize(model: Model, parts: Sequence[nn.Module], device: torch.device) -> None:
-    """Gives parameters built on the meta device their memory, uninitialised."""
+    """Allocate uninitialized memory for parameters built on the meta device."""
     for part in parts:
         part.to_empty(device=device)
-        model.tie(part)  # leaving the meta device makes every parameter anew, a shared one twice
+        model.tie(part)  # `to_empty` creates every parameter anew, a shared one twice
         for parameter in part.parameters():
             parameter.grad_dtype = torch.float32  # sums over micro-batches and ranks, of bf16 parameters too
 
 
 def copy_weights(parts: Sequence[nn.Module], mesh: Mesh, policy: Policy) -> None:
-    """Gives the weights that layers cast in each forward pass 16-bit copies, see ops/weight_copies.py: where one device
-    holds them whole, in fp32. To be called once they have their memory."""
+    """Create 16-bit copies of the weights that layers cast in each forward pass, see ops/weight_copies.py.
+
+    Only on a single device that holds fp32 weights whole. Call it after `materialize`.
+    """
     if mesh.world_size > 1 or policy.compute_dtype.itemsize > 2:
         return
     for part in parts:
@@ -144,7 +148,7 @@ def build_passes(
     micro_batch_size: int,
     sequence_length: int,
 ) -> OnePart | Pipeline:
-    """How a step runs forward and backward through this rank's parts, over that many micro-batches."""
+    """Return the object that runs a step forward and backward through this rank's parts, over `micro_batches`."""
     if runner.mesh.size("pp") == 1:
         return OnePart(model.forward, runner.parts[0], config.zero)
     length = sequence_length // runner.mesh.size(CONTEXT)
@@ -155,9 +159,10 @@ def build_passes(
 
 @torch.no_grad()
 def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> None:
-    """What no layer sums: gradients of slices of the sequence, over the tensor axis; a tied parameter's, over the ends.
+    """Sum the gradients that no layer sums: those of sequence slices over the tensor axis, and a tied parameter's over
+    both ends of the pipeline.
 
-    To be called once a step, after ZeRO's reduction and before clipping.
+    Call it once a step, after ZeRO's reduction and before clipping.
     """
     for part in parts:
         axis = axis_of(part)
@@ -181,11 +186,14 @@ def _cut_blocks(model: Model, whole: nn.Module, mesh: Mesh, config: ParallelismC
 
 
 def layers_to_cut(model: Model, part: nn.Module) -> list[tuple[str, Cut]]:
-    """The layers of a part that the model's sharding plan names, and how the tensor axis shares each."""
+    """Return the layers of a part that the model's sharding plan names, with their kind of sharding over the tensor
+    axis."""
     plan = [(pattern.split("."), cut) for pattern, cut in model.spec.cuts(model.config).items()]
 
     def matches(pattern: list[str], name: list[str]) -> bool:
-        return len(name) == len(pattern) and all(each in ("*", its) for each, its in zip(pattern, name, strict=True))
+        return len(name) == len(pattern) and all(
+            each in ("*", component) for each, component in zip(pattern, name, strict=True)
+        )
 
     return [
         (name, cut) for name, _ in part.named_modules() for pattern, cut in plan if matches(pattern, name.split("."))
@@ -193,12 +201,12 @@ def layers_to_cut(model: Model, part: nn.Module) -> list[tuple[str, Cut]]:
 
 
 def _cut_tensors(model: Model, part: nn.Module, axis: TensorAxis) -> None:
-    """Swaps the layers that the model's sharding plan names for those that share their work over the axis."""
+    """Replace the layers that the model's sharding plan names by tensor-parallel ones."""
     for name, cut in layers_to_cut(model, part):
         path, _, last = name.rpartition(".")
         setattr(part.get_submodule(path), last, _shared(part.get_submodule(name), cut, axis))
     model.tie(part)
-    _tell(part, "tensor_axis", axis)
+    _set_axis(part, "tensor_axis", axis)
 
 
 def _shared(layer: Any, cut: Cut, axis: TensorAxis) -> nn.Module:
@@ -213,22 +221,24 @@ def _shared(layer: Any, cut: Cut, axis: TensorAxis) -> nn.Module:
             return VocabParallelEmbedding(layer, axis)
 
 
-def _tell(part: nn.Module, name: str, axis: TensorAxis | ContextAxis) -> None:
-    """Sets an axis on the modules that ask for it by having an attribute of that name."""
+def _set_axis(part: nn.Module, name: str, axis: TensorAxis | ContextAxis) -> None:
+    """Set an axis on every module that has an attribute of that name."""
     for module in part.modules():
         if hasattr(module, name):
             setattr(module, name, axis)
 
 
 def _plain_products(part: nn.Module) -> None:
-    """Torch's own, where the input's gradient and the weight's are computed apart: a function of ours computes both."""
+    """Switch to torch's own products, which can compute the input's gradient and the weight's separately; our fused
+    function computes both at once."""
     for module in part.modules():
         if isinstance(module, Linear):
             module.fused = False
 
 
 def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: bool) -> None:
-    """Replaces a block's forward, so that its parameters keep their names. Dropout replays from its key."""
+    """Wrap a block's forward method in checkpointing; the parameters keep their names. Dropout is replayed from its
+    key."""
     if not mode.recomputes:
         return
     forward = block.forward
@@ -236,7 +246,7 @@ def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: 
     if mode is ActivationCheckpointing.selective:
         run = partial(run, context_fn=_keep_for_both_halves if split_backward else _keep)
 
-    def recomputed(*args: object) -> object:  # a function, which torch.compile looks into: a partial stays eager
+    def recomputed(*args: object) -> object:  # a function, since torch.compile does not trace into a partial
         return run(forward, *args)
 
     block.forward = recomputed  # type: ignore[method-assign]
@@ -252,8 +262,8 @@ def _keep_for_both_halves() -> tuple[Any, Any]:
 
 
 def is_kept(op: object) -> bool:
-    """Whether selective checkpointing keeps an op's result."""
-    # Ours exist once the kernels are loaded; fp8 products have another name in each torch.
+    """Return True if selective checkpointing keeps the op's result."""
+    # By name, since our ops exist only once the kernels are loaded, and names of fp8 products vary by torch version.
     return op in KEPT or str(op).startswith(("gptlite.attention", "aten._scaled_mm", "torch_attn._varlen_attn"))
 
 

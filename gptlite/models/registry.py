@@ -1,20 +1,20 @@
-"""The models there are. No torch here."""
+"""Registry of models. No torch here."""
 
 from gptlite.errors import ConfigError
 from gptlite.models.config import ModelConfig
 from gptlite.models.gpt.spec import GPTSpec
 from gptlite.models.spec import ModelSpec
 
-# A registry is global by nature: a plugin adds to it when it is imported.
+# Global on purpose: a plugin adds its model when it is imported.
 SPECS: list[ModelSpec] = [GPTSpec()]
 SCHEMAS: dict[str, type[ModelConfig]] = {f"{spec.name}_schema": spec.schema for spec in SPECS}
-PRESETS: list[str] = []  # of registered models, `model=<name>` with its schema's own values
+PRESETS: list[str] = []  # names of registered models: `model=<name>` has the schema's default values
 
 
 def register_model(spec: ModelSpec) -> None:
-    """Adds a model, with a preset of its name that has its schema's values. Raises ConfigError for a taken name.
+    """Add a model, and a preset of its name with its schema's default values. Raises ConfigError for a name in use.
 
-    To be called by a plugin when it is imported; again for the same model it does nothing.
+    A plugin calls it when it is imported; a second call for the same model has no effect.
     """
     from hydra.core.config_store import ConfigStore
 

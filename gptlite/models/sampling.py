@@ -1,4 +1,4 @@
-"""How the next token of a text is drawn. No torch here."""
+"""Sampling parameters of text generation. No torch here."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. Temperature 0 takes the likeliest; top_k 0 and top_p 1 cut nothing."""
+    """Parameters of drawing the next token. Temperature 0 takes the most likely one; top_k 0 and top_p 1 disable the
+    limits."""
 
     temperature: float = 0.8
     top_k: int = 0

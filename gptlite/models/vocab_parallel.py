@@ -1,4 +1,4 @@
-"""The output head where the ranks of the tensor axis share its rows."""
+"""Vocabulary-parallel output head: each rank of the tensor axis holds some of its rows."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, local,
 
 
 class VocabParallelHead(nn.Module):
-    """Head, of this rank's rows of the table; logits of other ranks' rows never come here while training."""
+    """Head with this rank's rows of the table; logits of other ranks' rows are not gathered in training."""
 
     matmul_dtype: torch.dtype | None = None
 
@@ -21,9 +21,10 @@ class VocabParallelHead(nn.Module):
     def forward(
         self, hidden: Tensor, targets: Tensor | None, vocab_size: int, known: LossGradient = NOTHING_KNOWN
     ) -> Tensor:
-        """The sum of the losses of the whole sequence, fp32; without targets, logits [B, V], fp32, of one position.
+        """Return the sum of the losses of the whole sequence, fp32; without targets, logits [B, V], fp32, of one
+        position.
 
-        hidden [B, S or s, d]; targets [B, S]. Logits are gathered: of one position there are few.
+        hidden [B, S or s, d]; targets [B, S]. Logits are gathered only without targets, for a single position.
         """
         hidden = hidden.to(self.matmul_dtype or hidden.dtype)
         longest = rows_per_rank(self.weight, self.axis)

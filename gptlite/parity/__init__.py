@@ -1,1 +1,1 @@
-"""Two layouts of one configuration, step by step: recorded, compared, and the first difference named."""
+"""Parity check of two layouts of one configuration, step by step, with the first tensor that differs."""

@@ -1,9 +1,9 @@
-"""How far two recorded steps are from each other, and whether that is too far.
+"""Distances between two recorded steps, and the limits that they must not exceed.
 
 Losses and gradient norms are compared relative to the reference, a gradient by the norm of its difference relative to
 its own, updated values by their difference in units of the step's learning rate: Adam's first steps are about one rate
-long whatever the gradient, so 0.1 is a tenth of a step. In 16 bits an element whose gradient is rounding alone, as
-attention's key bias, is stepped one way or the other by chance: its value is not judged, its gradient is.
+long whatever the gradient, so 0.1 is a tenth of a step. In 16 bits, an element whose gradient is only rounding error,
+as of attention's key bias, is stepped in a random direction: its value is not compared, its gradient is.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from gptlite.parity.gather import Box, Whole
 from gptlite.parity.record import StepRecord
 
-# A gradient below this part of its tensor's root mean square is rounding alone. In bf16 key biases stay below 1.1e-4,
-# while the middle one of query biases is 5e-3.
+# A gradient below this fraction of its tensor's root mean square is rounding error. In bf16 key biases stay below
+# 1.1e-4, while the median of query biases is 5e-3.
 ROUNDING = 2**-12
 
 
 @dataclass(frozen=True)
 class Distances:
-    """Of one step from the reference's. inf or NaN where a tensor is missing or not finite."""
+    """Distances of one step from the reference's. inf or NaN if a tensor is missing or not finite."""
 
     loss: float  # relative
     grad_norm: float  # relative
@@ -36,10 +36,10 @@ class Distances:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest distances that pass. `rms`: values are judged by the root mean square, not the largest,
-    and without elements whose gradient is rounding alone.
+    """The largest distances that pass. `rms`: values are compared by the root mean square, not the maximum, and without
+    elements whose gradient is only rounding error.
 
-    `first`: those of the first step, to which both runs come with the same weights, if they are others.
+    `first`: separate limits for the first step, at which both runs have the same weights, if there are any.
     """
 
     loss: float
@@ -50,13 +50,13 @@ class Limits:
     first: Limits | None = None
 
     def at(self, step: int) -> Limits:
-        """Those of a step, from 1."""
+        """Return the limits of a step, counted from 1."""
         return self.first if self.first is not None and step == 1 else self
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something past its limit. `what` is loss, gradient norm, gradient, value, copies or report."""
+    """A distance beyond its limit. `what` is loss, gradient norm, gradient, value, copies or report."""
 
     step: int
     what: str
@@ -66,13 +66,13 @@ class Difference:
     where: str = ""
 
     def __str__(self) -> str:
-        words = f"step {self.step}: {self.what}{' of ' + self.name if self.name else ''} is off by {self.error:.1e}"
-        return f"{words} (limit {self.limit:.1e}){', ' + self.where if self.where else ''}"
+        text = f"step {self.step}: {self.what}{' of ' + self.name if self.name else ''} is off by {self.error:.1e}"
+        return f"{text} (limit {self.limit:.1e}){', ' + self.where if self.where else ''}"
 
 
 @dataclass(frozen=True)
 class StepComparison:
-    """A step of both runs side by side, and all that is past its limit, in the order of the model. No tensors."""
+    """A step of both runs, and everything beyond its limit, in the order of the model. No tensors."""
 
     step: int
     loss: tuple[float, float]  # the reference's, and the other's
@@ -82,27 +82,29 @@ class StepComparison:
 
 
 def fp32_limits() -> Limits:
-    """What summing in another order explains."""
+    """Return limits that only admit another order of summation."""
     return Limits(1e-5, 1e-5, lambda _: 1e-4, lambda _: 0.1)
 
 
 def half_limits(apart: Sequence[Distances], epsilon: float) -> Limits:
-    """For a run in 16 bits judged by one process's; `apart` is that one's distances (rms) from fp32, each step.
+    """Return limits for a 16-bit run, derived from `apart`: the distances (rms) of a single 16-bit process from fp32,
+    per step.
 
-    A layout that is as close to fp32 as one process is, is within twice that of one process: the triangle inequality.
-    So in the first step a gradient may be off by twice that one's distance. Later the weights differ too, by what Adam
-    makes of the rounding of tiny gradients, and how far is luck, of one process as well: four times its largest. A bias
-    of a few elements may have been close to fp32 by luck: a gradient may always be off as much as the middle one.
+    By the triangle inequality, a layout that is as close to fp32 as the single process is within twice that distance of
+    it. So in the first step a gradient may be off by twice the single process's distance. Later the weights differ too,
+    since Adam amplifies the rounding of tiny gradients, by an amount that is random for a single process as well: the
+    limit is four times its largest distance. A bias of a few elements may have been close to fp32 by chance, so the
+    limit of a gradient is at least the median limit.
 
-    Single numbers, losses and norms, may always be off by a part of `epsilon`, the dtype's (2^-7 for bf16, 2^-10 for
-    fp16): 3e-5 and 2e-3 in bf16. Values by 0.6 of a learning rate, as if Adam had moved one in eleven the other way; an
-    update left out is off by 0.7 or more.
+    Scalars, losses and norms, may always be off by a fraction of `epsilon`, the dtype's (2^-7 for bf16, 2^-10 for
+    fp16): 3e-5 and 2e-3 in bf16. Values may be off by 0.6 of a learning rate, as if Adam had moved one in eleven the
+    other way; a missing update is off by 0.7 or more.
     """
     return replace(_around(apart, 4.0, epsilon), first=_around(apart[:1], 2.0, epsilon))
 
 
 def _around(apart: Sequence[Distances], factor: float, epsilon: float) -> Limits:
-    """Limits from the largest distances of some steps; for gradients `factor` times those."""
+    """Return limits from the largest distances of some steps; for gradients, `factor` times those."""
     gradients = {name: factor * max(each.gradients[name] for each in apart) for name in apart[0].gradients}
     values = {name: 2 * max(each.values[name] for each in apart) for name in apart[0].values}
     middle = median(gradients.values())
@@ -116,7 +118,7 @@ def _around(apart: Sequence[Distances], factor: float, epsilon: float) -> Limits
 
 
 def distances(step: StepRecord, reference: StepRecord, rms: bool = False) -> Distances:
-    """How far a step is from the reference's same step; `rms` as in Limits."""
+    """Return the distances of a step from the reference's same step; `rms` as in Limits."""
     if rms:
         values = _each(_root_mean_square, step.values, reference.values, reference.gradients)
     else:
@@ -130,7 +132,7 @@ def distances(step: StepRecord, reference: StepRecord, rms: bool = False) -> Dis
 
 
 def compare(step: StepRecord, reference: StepRecord, limits: Limits) -> StepComparison:
-    """Judges every tensor and number of a step."""
+    """Compare every tensor and scalar of a step with the reference's."""
     limits = limits.at(step.step)
     found = distances(step, reference, limits.rms)
     losses, norms = (reference.loss, step.loss), (reference.grad_norm, step.grad_norm)
@@ -141,7 +143,7 @@ def _judged(step: StepRecord, reference: StepRecord, found: Distances, limits: L
     def tensors(what: str, kind: str, limit: Callable[[str], float]) -> Iterator[Difference]:
         ours, theirs = getattr(step, kind), getattr(reference, kind)
         for name, error in getattr(found, kind).items():
-            if not error <= limit(name):
+            if not error <= limit(name):  # also true for NaN
                 yield Difference(step.step, what, name, error, limit(name), _where(ours.get(name), theirs.get(name)))
 
     yield from tensors("gradient", "gradients", limits.gradient)
@@ -153,7 +155,8 @@ def _judged(step: StepRecord, reference: StepRecord, found: Distances, limits: L
 
 
 def _copies(step: StepRecord) -> Iterator[Difference]:
-    """What several ranks hold must be the same bits on all, or they drift apart."""
+    """Yield differences between the copies of a tensor on several ranks, which must have the same bits, or they drift
+    apart."""
     for what, wholes in (("copies of the gradient", step.gradients), ("copies of the value", step.values)):
         for name, whole in wholes.items():
             for each in whole.disagreements:
@@ -166,13 +169,14 @@ def _copies(step: StepRecord) -> Iterator[Difference]:
 
 
 def _where(whole: Whole | None, reference: Whole | None) -> str:
-    """Which rows are off, and which ranks hold them, if the tensor is cut and not all of it is off."""
+    """Describe the differing rows and the ranks that hold them, if the tensor is sharded and only some of its shards
+    differ."""
     if whole is None or reference is None:
         return "only one of the two runs has it"
     if whole.value.shape != reference.value.shape:
         return f"its shape is {tuple(whole.value.shape)}, the reference's {tuple(reference.value.shape)}"
     if whole.value.isnan().any():
-        return "some of it is held by no rank, or not a number"
+        return "some elements are held by no rank, or are NaN"
     error = (whole.value - reference.value).abs()
     norms = {
         box: torch.linalg.vector_norm(part).item() for box in whole.holders if (part := error[_slices(box)]).numel()
@@ -199,7 +203,8 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _each(measure: Callable[..., float], ours: dict[str, Whole], *theirs: dict[str, Whole]) -> dict[str, float]:
-    """The measure of every tensor of either, in the reference's order; inf where there is nothing to compare."""
+    """Return the measure of every tensor of either run, in the reference's order; inf if a tensor is missing in one of
+    them."""
     result = {}
     for name in [*theirs[0], *(ours.keys() - theirs[0].keys())]:
         tensors = [wholes[name].value for wholes in (ours, *theirs) if name in wholes]
@@ -225,7 +230,8 @@ def _largest(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _root_mean_square(ours: Tensor, theirs: Tensor, gradient: Tensor) -> float:
-    """Of the difference, over all elements but those whose gradient is rounding alone."""
+    """Return the root mean square of the difference over all elements, except those whose gradient is only rounding
+    error."""
     rounding = (gradient != 0) & (gradient.abs() < ROUNDING * _norm(gradient) / math.sqrt(max(gradient.numel(), 1)))
     apart = (ours - theirs)[~rounding]
     return _norm(apart) / math.sqrt(max(apart.numel(), 1))

@@ -1,4 +1,4 @@
-"""Tensors that ranks hold parts of, put together on rank 0, with who held which part and whether copies agree."""
+"""Assembly of sharded tensors on rank 0, with the ranks that held each part and a comparison of replicated parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each dim, in the whole 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Two ranks, or two parts of one, hold the same of a tensor, and not the same bits. `error` is the largest."""
+    """A part of a tensor that two ranks, or one rank twice, hold with different bits. `error` is the largest
+    difference."""
 
     box: Box
     ranks: tuple[int, int]
@@ -27,7 +28,7 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor put together: fp32 on the CPU, NaN where no rank held anything; `holders` says who held what."""
+    """An assembled tensor: fp32 on the CPU, NaN in elements that no rank held; `holders` are the ranks of each part."""
 
     value: Tensor
     holders: dict[Box, list[int]]
@@ -35,7 +36,7 @@ class Whole:
 
 
 class Part(NamedTuple):
-    """What one rank holds of a tensor, ready to be sent; `shape` is the whole tensor's."""
+    """The part of a tensor that one rank holds, ready to be sent; `shape` is the whole tensor's."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,8 +45,8 @@ class Part(NamedTuple):
 
 
 def box_of(tensor: Tensor) -> Box:
-    """The part of a tensor that this rank holds. Raises ValueError for a gradient that is not reduced, or if it has
-    another shape than its placements say."""
+    """Return the part of a tensor that this rank holds. Raises ValueError for a gradient that is not reduced, and for a
+    local shape that differs from the placements'."""
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not reduced: {tensor.placements}")
     sizes, starts = local_box(tensor)
@@ -55,10 +56,10 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def gather(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Whole] | None:
-    """Every named tensor whole on rank 0, None elsewhere; without a process group there is one rank.
+    """Return every named tensor whole on rank 0, None elsewhere; without a process group there is one rank.
 
-    A collective over the world: every rank calls it, with what it holds; a tied embedding may be held twice. Rank 0
-    has a copy of every rank's parts meanwhile, so it is for models of which some fit its memory.
+    A collective over the world: every rank calls it with the tensors it holds; a tied embedding may be held twice. Rank
+    0 holds a copy of every rank's parts meanwhile, so its memory must fit the model several times.
     """
     mine = [
         Part(name, tuple(tensor.shape), box_of(tensor), local_part(tensor).to("cpu", torch.float32, copy=True))
@@ -66,13 +67,14 @@ def gather(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Whole] | None:
     ]
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return assemble([mine])
+    # gather_object takes a list, to be filled, only on the receiving rank.
     shares: list[list[Part]] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, shares)
     return None if shares is None else assemble(shares)
 
 
 def assemble(shares: list[list[Part]]) -> dict[str, Whole]:
-    """Wholes from the parts of ranks 0, 1, ... Raises ValueError where ranks disagree about a shape."""
+    """Return whole tensors from the parts of ranks 0, 1, ... Raises ValueError if ranks disagree about a shape."""
     wholes: dict[str, Whole] = {}
     for rank, parts in enumerate(shares):
         for name, shape, box, value in parts:
@@ -85,13 +87,13 @@ def assemble(shares: list[list[Part]]) -> dict[str, Whole]:
 
 
 def _place(whole: Whole, box: Box, rank: int, part: Tensor) -> None:
-    """The first copy of a box is the value; later ones are compared with it."""
-    there = whole.value[tuple(slice(*bounds) for bounds in box)]
+    """Store the first copy of a part as the value; compare later copies with it."""
+    target = whole.value[tuple(slice(*bounds) for bounds in box)]
     holders = whole.holders.setdefault(box, [])
     if not holders:
-        there.copy_(part)
-    elif not torch.equal(there, part):
-        error = (there - part).abs().max().item()
+        target.copy_(part)
+    elif not torch.equal(target, part):
+        error = (target - part).abs().max().item()
         whole.disagreements.append(Disagreement(box, (holders[0], rank), error))
     if rank not in holders:
         holders.append(rank)

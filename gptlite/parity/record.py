@@ -1,4 +1,4 @@
-"""What the steps of a run did to every tensor, on any layout: the first steps of `pretrain`, recorded on rank 0."""
+"""Recording of a run's first steps on any layout: every gradient and updated value of `pretrain`'s steps, on rank 0."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class StepRecord:
 
 
 def record(config: Config, steps: int, mesh: Mesh | None = None) -> list[StepRecord]:
-    """The first steps of a run, all at once; ranks other than 0 have none. Collective, see `recorded`."""
+    """Return the first steps of a run as a list, empty on ranks other than 0. Collective, see `recorded`."""
     return [each for each in recorded(config, steps, mesh) if each is not None]
 
 
 def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[StepRecord | None]:
-    """The first steps of a run, one after the other, None on ranks other than 0. Without a mesh, one process.
+    """Yield the first steps of a run one by one, None on ranks other than 0. Without a mesh, one process.
 
-    It builds what `pretrain` builds and takes its steps; nothing is written. Raises ConfigError as that does, and
-    Diverged. Collective: every rank goes through all the steps.
+    It builds what `pretrain` builds and runs its steps; nothing is written. Raises ConfigError as `pretrain` does, and
+    Diverged. Collective: every rank iterates through all steps.
     """
     mesh = build_mesh(ParallelismConfig()) if mesh is None else mesh
     state, take_step = build(config, mesh)
@@ -67,14 +67,14 @@ def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[S
 
 
 def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:
-    """A run's state before its first step, and how it takes steps."""
+    """Return a run's state before its first step, and the step function."""
     run = build_run(config, mesh, lambda _: None)
     stopping, optimizing = Stopping(mesh, StopSignal()), config.optimizer
     return run.state, Step(mesh, run.passes, optimizing.lr, optimizing.clip_norm, stopping)
 
 
 def _gradients(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Without the loss scale. A parameter that got no gradient has one of zeros."""
+    """Yield gradients without the loss scale. A parameter without a gradient yields zeros."""
     scale = state.scaler.scale if state.scaler else 1.0
     for name, p in state.named_parameters():
         yield name, torch.zeros_like(p) if p.grad is None else p.grad if scale == 1.0 else p.grad / scale

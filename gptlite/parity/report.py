@@ -1,4 +1,4 @@
-"""What a comparison says to a person: a row a step, and a verdict that names the first tensor that differs."""
+"""Text output of a comparison: a row per step, and a verdict that names the first tensor that differs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ HEADER = (
 
 
 def row(comparison: StepComparison) -> str:
-    """One step: the reference's loss and gradient norm, the layout's, how far apart, and the worst tensors by name."""
+    """Return the row of a step: loss and gradient norm of the reference and of the layout, their distances, and the
+    worst tensors by name."""
     found = comparison.distances
     numbers = (*comparison.loss, found.loss, *comparison.grad_norm, found.grad_norm)
     left = "{:9.5f} {:9.5f} {:7.1e}  {:9.5f} {:9.5f} {:7.1e}".format(*numbers)
@@ -22,13 +23,13 @@ def row(comparison: StepComparison) -> str:
 
 
 def worst(errors: dict[str, float]) -> str:
-    """`3.1e-07 layers.0.attn.qkv.bias`, the largest; what is not a number is larger than any."""
+    """Return the largest error as `3.1e-07 layers.0.attn.qkv.bias`; NaN is larger than any number."""
     name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     return f"{errors[name]:.1e} {name}"
 
 
 def verdict(comparisons: Sequence[StepComparison], limits: Limits) -> tuple[bool, str]:
-    """Whether the runs are the same, and the words for it."""
+    """Return True if the runs are the same within the limits, and the message."""
     tensors = len(comparisons[0].distances.gradients)
     found = next((each.differences for each in comparisons if each.differences), [])
     if not found:
@@ -43,7 +44,8 @@ def verdict(comparisons: Sequence[StepComparison], limits: Limits) -> tuple[bool
 
 
 def described(comparisons: Sequence[StepComparison], limits: Limits) -> str:
-    """The largest distances of all steps beside the limits of later ones; tensors beside those of their own step."""
+    """Return the largest distances over all steps with their limits: scalars with those of later steps, tensors with
+    those of their own step."""
     found = [each.distances for each in comparisons]
     gradient, value = (
         max(

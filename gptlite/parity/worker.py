@@ -1,4 +1,4 @@
-"""One rank of a comparison: it takes a layout's steps, and rank 0 says how far each is from one process's.
+"""One rank of a comparison: it runs a layout's steps, and rank 0 prints their distances from a single process's steps.
 
 `python -m gptlite.parity.worker REFERENCE FOLDER STARTED LAUNCHER`, as gptlite/launch/elastic.py starts it. REFERENCE
 is a folder that `save_reference` wrote.
@@ -25,7 +25,8 @@ APART = "apart"
 
 
 def save_reference(folder: Path, steps: Iterator[StepRecord], exact: Iterator[StepRecord] | None = None) -> None:
-    """Writes one process's steps, a file each; with `exact`, its fp32 steps, also how far 16 bits are from those."""
+    """Write a single process's steps, a file each. With `exact`, its fp32 steps, also write the distances of 16 bits
+    from those."""
     apart = None if exact is None else []
     for step in steps:
         torch.save(step, folder / str(step.step))
@@ -35,9 +36,9 @@ def save_reference(folder: Path, steps: Iterator[StepRecord], exact: Iterator[St
 
 
 def compare_run(reference: Path, config: Config, *_: Any) -> int:
-    """On every rank: as many steps as the reference has. Rank 0 prints a row each and the verdict.
+    """On every rank, run as many steps as the reference has. Rank 0 prints a row per step and the verdict.
 
-    Returns the exit code: 0 the same, 1 different.
+    Returns the exit code: 0 if the runs are the same, 1 if they differ.
     """
     mesh = build_mesh(config.parallelism)
     steps = sum(file.name != APART for file in reference.iterdir())
@@ -49,14 +50,15 @@ def compare_run(reference: Path, config: Config, *_: Any) -> int:
         print(HEADER)
     for step in recorded(config, steps, mesh):
         if step is not None:
+            # Mapped, so that the reference's tensors are read from disk as they are compared.
             expected = torch.load(reference / str(step.step), weights_only=False, mmap=True)
             comparisons.append(compare(step, expected, limits))
             print(row(comparisons[-1]), flush=True)
     mesh.close()
     if not mesh.is_main:
         return 0
-    same, words = verdict(comparisons, limits)
-    print(words)
+    same, message = verdict(comparisons, limits)
+    print(message)
     return 0 if same else 1
 
 

@@ -1,1 +1,1 @@
-"""What a layout takes before it runs: memory, traffic, time. Nothing here needs the devices it speaks of."""
+"""Planning of layouts before a run: memory, traffic and time, predicted without the devices."""

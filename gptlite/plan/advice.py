@@ -1,4 +1,5 @@
-"""What took the memory where it ran out, and which overrides would have fitted, by the plan's arithmetic."""
+"""Diagnosis of an out-of-memory failure: the planned memory by category, and overrides that the plan predicts to
+fit."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ Change = dict[str, Any]  # a value for each of some keys
 
 
 def advice_lines(config: Config, world: int) -> list[str]:
-    """The lines of `memory_advice`, indented; none where the plan cannot say."""
+    """Return the lines of `memory_advice`, indented; an empty list if the plan cannot be computed."""
     try:
         return [f"  {line}" for line in memory_advice(config, world)]
     except (ConfigError, ValueError):
@@ -36,9 +37,10 @@ def advice_lines(config: Config, world: int) -> list[str]:
 
 
 def memory_advice(config: Config, world: int) -> list[str]:
-    """Two lines: what the fullest rank takes, and up to three ways to take less. Raises ConfigError if none is legal.
+    """Return two lines: the planned memory of the fullest rank, and up to three sets of overrides that need less.
 
-    A rank has `trainer.host_memory_limit`, a GPU's memory, or its part of the machine's.
+    The limit of a rank is `trainer.host_memory_limit`, a GPU's memory, or an equal share of the machine's memory.
+    Raises ConfigError if the configuration has no legal layout.
     """
     here = assumed()
     config, guessed = with_planned_vocabulary(config)
@@ -51,32 +53,33 @@ def memory_advice(config: Config, world: int) -> list[str]:
              f"{here.reserved_gib:g} GiB{assumed_words(config.model, guessed)}"]  # fmt: skip
     changes = _changes(config, world, here)
     if fitting := _mildest([each for each in changes if each[1] <= rank_memory(here, world)]):
-        return [*lines, f"what would have fitted: {'; '.join(map(_words, fitting))}"]
+        return [*lines, f"overrides that would have fitted: {'; '.join(map(_words, fitting))}"]
     if not changes:
         return lines
     least = _words(min(changes, key=lambda each: each[1]))
-    return [*lines, f"nothing here would have fitted; the least: {least}; more ranks cut the model further"]
+    return [*lines, f"no override tried would have fitted; the least: {least}; more ranks divide the model further"]
 
 
 def _taken(config: Config, world: int, cluster: ClusterConfig) -> tuple[int, RankBytes]:
-    """The fullest rank, and its bytes."""
+    """Return the rank that needs the most memory, and its bytes."""
     work = workload_of(config, check_world(config, world), cluster)
     policy = resolve_precision(config.precision, torch.device(cluster.device))
     return most(replace(work, dtype=policy.name))
 
 
 def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[Change, int]]:
-    """Each single change, then two and three together, of each key the mildest value first; and what the fullest rank
-    takes with it. Those that are not legal are left out."""
-    layout, its = check_world(config, world), config.parallelism
+    """Return each legal change of one key, then of two and of three keys together, with the bytes of the fullest rank
+    after it. The values of a key are ordered from the mildest to the strongest."""
+    layout, parallelism = check_world(config, world), config.parallelism
     micro = workload_of(config, layout, cluster).micro_batch_size
-    keeps = its.activation_checkpointing is ActivationCheckpointing.none
+    keeps = parallelism.activation_checkpointing is ActivationCheckpointing.none
     recomputed = [ActivationCheckpointing.selective, ActivationCheckpointing.full]
-    offloads = cluster.device != "cpu" and its.offload is Offload.none
+    offloads = cluster.device != "cpu" and parallelism.offload is Offload.none
+    # A list times False is empty: a key that cannot be changed further has no values.
     values: dict[str, list[Any]] = {
         "data.micro_batch_size": divisors(micro)[-2::-1],
         "parallelism.activation_checkpointing": recomputed * keeps,
-        "parallelism.zero": list(range(its.zero + 1, 4)) * (layout.data_size > 1),
+        "parallelism.zero": list(range(parallelism.zero + 1, 4)) * (layout.data_size > 1),
         "parallelism.offload": [Offload.cpu] * offloads,
     }
     changes: list[Change] = [
@@ -91,18 +94,19 @@ def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[C
         for key, value in change.items():
             section, _, name = key.partition(".")
             changed = replace(changed, **{section: replace(getattr(changed, section), **{name: value})})
-        with suppress(ConfigError):
+        with suppress(ConfigError):  # an illegal combination
             check(changed)
             found.append((change, _taken(changed, world, cluster)[1].total))
     return found
 
 
 def _mildest(fitting: list[tuple[Change, int]]) -> list[tuple[Change, int]]:
-    """Of each set of keys the first, unless some of its overrides would do; of too few such, others that fit too."""
+    """Return up to SHOWN changes: per set of keys the first, unless a subset of its overrides already fits; then others
+    that fit."""
     found: dict[frozenset[str], tuple[Change, int]] = {}
     for change in fitting:
-        keys, its = frozenset(change[0]), change[0].items()
-        if keys not in found and not any(each.items() < its for each, _ in fitting):
+        keys, items = frozenset(change[0]), change[0].items()
+        if keys not in found and not any(each.items() < items for each, _ in fitting):
             found[keys] = change
     others = (change for change in fitting if change not in found.values())
     return [*found.values(), *others][:SHOWN]

@@ -1,4 +1,4 @@
-"""Caches of what many layouts of a search have in common, by what it depends on."""
+"""Bounded caches for intermediate results that many layouts of a search share."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-MOST = 4096  # answers that a function keeps; then it begins anew
+MOST = 4096  # results that a function keeps; its cache is cleared when it is full
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Same:
-    """A model's configuration as part of a key: dataclasses that can change have no hash.
+    """A model configuration as part of a cache key; mutable dataclasses have no hash of their own.
 
-    Two are equal if they hold the same object, or equal ones.
+    Two instances are equal if they wrap the same object or equal objects.
     """
 
     def __init__(self, value: Any) -> None:
@@ -28,20 +28,21 @@ class Same:
 
 
 def cached(key: Callable[..., object], most: int = MOST) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Keeps what a function returns, by what `key` makes of its arguments; `cache_clear` forgets it."""
+    """Return a decorator that caches a function's results under `key` of its arguments. `cache_clear` empties the
+    cache."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         known = dict[object, R]()
 
         @wraps(function)
         def answer(*args: P.args, **options: P.kwargs) -> R:
-            its = key(*args, **options)
-            if its not in known:
+            entry = key(*args, **options)
+            if entry not in known:
                 found = function(*args, **options)
                 if len(known) >= most:
                     known.clear()
-                known[its] = found
-            return known[its]
+                known[entry] = found
+            return known[entry]
 
         answer.__dict__["cache_clear"] = known.clear
         return answer

@@ -1,7 +1,7 @@
-"""This machine's figures, measured: how fast it multiplies, copies, starts an op, and talks between two ranks.
+"""Calibration of this machine: throughput of products and attention, memory bandwidth, launch overhead, link speed.
 
-Every figure is of the best of several tries, so that another program's noise counts little; a machine that is busy
-throughout looks as slow as it is.
+Every figure is the best of several runs, so that noise of other programs matters little. A machine that is busy
+throughout is measured as slow as it is at that time.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from gptlite.precision import native_bf16
 
 Log = Callable[[str], None]
 
-# The smallest dim of the products that are timed, and the two others.
+# Dims of the timed products: the smallest one (a sweep of values), and the two others.
 INNER = {"cpu": (16, 32, 64, 128, 256, 512, 1024), "cuda": (64, 128, 256, 512, 1024, 2048, 4096, 8192)}
 OUTER = {"cpu": 1024, "cuda": 8192}
-# A tensor of the pointwise op: on a CPU as large as a small model's activations, which its caches may hold.
+# Size of a tensor of the pointwise op. On a CPU it matches a small model's activations, which may fit the caches.
 POINTWISE_BYTES = {"cpu": 8 * 2**20, "cuda": 512 * 2**20}
 TRIES = 5
-MOST_RANKS = 8  # that are started to see what it costs to share cores
-RANKS_SECONDS = 45.0  # after which ranks that talk to nobody are given up
+MOST_RANKS = 8  # ranks started to measure the cost of sharing cores
+RANKS_SECONDS = 45.0  # timeout of the ranks' measurements, in case they cannot connect
 PCIE = LinkConfig(gb_per_second=25, efficiency=0.8, latency=1e-5)
-SMALL, LARGE = 1024, 2**20  # floats of the two sums between ranks
+SMALL, LARGE = 1024, 2**20  # floats of the two all-reduces: the small one gives latency, the large one bandwidth
 IN_A_ROW = 20
-PRODUCT = 256  # dims of the product that ranks compute beside a sum, and that those sharing cores compute
+PRODUCT = 256  # dims of the product computed around an all-reduce, and of the one timed on shared cores
 CROWD_SECONDS = 1.0
 
 
 def calibrate(seconds: float, log: Log) -> ClusterConfig:
-    """Measures this machine within about that long and returns it as a cluster; `log` is told what was found.
+    """Measure this machine in about `seconds` and return it as a cluster; `log` receives a line per figure.
 
-    With GPUs it measures the first of them; links between GPUs are those of PCIe unless there are two to measure.
+    With GPUs the first one is measured. Links between GPUs are assumed to be PCIe unless there are two to measure.
     """
     here = assumed()
     on_gpu, device = here.device == "cuda", torch.device(here.device)
@@ -64,6 +64,7 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
     for name, dtype in dtypes.items():
         rates = matmul_rates(device, dtype, each)
         largest, halves[name] = saturation(rates)
+        # A GPU's peak is that of the data sheet; otherwise the best rate seen, so that the efficiency is at most 1.
         peaks.setdefault(name, max(largest, *rates.values()) / 1e12)
         efficiency[name] = min(1.0, largest / 1e12 / peaks[name])
         words = ", ".join(f"{k}: {rate / 1e12:.3g}" for k, rate in rates.items())
@@ -75,7 +76,7 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
     threads = 1.0 if on_gpu else thread_efficiency(cpu_cores())
     link, crowding = ranks(device, log)
     if not on_gpu and cpu_cores() > 1:
-        log(f"one rank on all cores reaches {threads:.0%} of what a rank a core would together")
+        log(f"one rank on all cores reaches {threads:.0%} of the combined speed of one rank per core")
     return replace(
         here,
         name="local",
@@ -88,7 +89,7 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
         kernel_seconds=kernel,
         intra=link,
         inter=link,
-        overlap=0.8 if on_gpu else 0.0,  # on a CPU who talks does not compute
+        overlap=0.8 if on_gpu else 0.0,  # on a CPU the cores that communicate do not compute
         thread_efficiency=threads,
         crowding=crowding,
         calibrated=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC on {fingerprint()}",
@@ -96,20 +97,21 @@ def calibrate(seconds: float, log: Log) -> ClusterConfig:
 
 
 def saturation(rates: dict[int, float]) -> tuple[float, float]:
-    """The rate that large products tend to, and the smallest dim that reaches half of it, from FLOP/s by smallest dim.
+    """Return the asymptotic rate of large products, and the smallest dim at which half of it is reached.
 
-    Least squares of the relative error of 1/rate = 1/largest + half/(largest k), which is linear in both.
+    `rates` maps the smallest dim to FLOP/s. The fit is least squares of the relative error of 1/rate = 1/largest +
+    half/(largest k), which is linear in both unknowns.
     """
     # Each row: rate_k (a + b/k) = 1.
     rows = torch.tensor([(rate, rate / k) for k, rate in rates.items()], dtype=torch.float64)
     a, b = torch.linalg.lstsq(rows, torch.ones(len(rows), 1, dtype=torch.float64)).solution.flatten().tolist()
-    if a <= 0 or b <= 0:  # noise: larger products were no faster
+    if a <= 0 or b <= 0:  # noise: larger products were no faster, so the fit has no meaning
         return max(rates.values()), 0.0
     return 1 / a, b / a
 
 
 def matmul_rates(device: torch.device, dtype: torch.dtype, seconds: float) -> dict[int, float]:
-    """FLOP/s of products [n, k] x [k, n] by k."""
+    """Return the FLOP/s of products [n, k] x [k, n] by k."""
     rates, outer = {}, OUTER[device.type]
     for inner in INNER[device.type]:
         a = torch.randn(outer, inner, device=device, dtype=dtype)
@@ -121,7 +123,7 @@ def matmul_rates(device: torch.device, dtype: torch.dtype, seconds: float) -> di
 
 
 def memory_bandwidth(device: torch.device, seconds: float) -> float:
-    """Bytes a second that a sum of two tensors reads and writes."""
+    """Return the bytes per second that the sum of two tensors reads and writes."""
     count = POINTWISE_BYTES[device.type] // 4
     a, b = torch.randn(count, device=device), torch.randn(count, device=device)
     out = torch.empty_like(a)
@@ -129,7 +131,7 @@ def memory_bandwidth(device: torch.device, seconds: float) -> float:
 
 
 def kernel_seconds(device: torch.device) -> float:
-    """Seconds that an op on next to nothing takes, with what autograd notes of it."""
+    """Return the seconds of an op on a tiny tensor, autograd's bookkeeping included."""
     x = torch.randn(8, device=device, requires_grad=True)
 
     def chain() -> None:
@@ -142,7 +144,8 @@ def kernel_seconds(device: torch.device) -> float:
 
 
 def attention_rate(device: torch.device, dtype: torch.dtype, choice: Attention, seconds: float) -> float:
-    """FLOP/s of causal attention as a run computes it, forward and backward, its masked half not counted."""
+    """Return the FLOP/s of causal attention as a run computes it, forward and backward; the masked half is not
+    counted."""
     batch, heads, length, wide = (1, 8, 1024, 64) if device.type == "cpu" else (8, 16, 2048, 64)
     qkv = torch.randn(batch, length, heads, 3, wide, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn(batch, length, heads, wide, device=device, dtype=dtype)
@@ -151,8 +154,11 @@ def attention_rate(device: torch.device, dtype: torch.dtype, choice: Attention, 
 
 
 def thread_efficiency(cores: int) -> float:
-    """How much of the cores' speed one rank reaches on all of them, in the passes of an MLP with its norm: in a step
-    small ops, and Python between the ops, run on one core whatever there is."""
+    """Return the share of the cores' combined speed that one rank reaches on all of them, for passes of an MLP with its
+    norm.
+
+    It is below 1 since small ops, and the Python code between ops, run on a single core.
+    """
     layers = [nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)]
     model, x = nn.Sequential(*layers, *layers), torch.randn(512, 256)
     took = []
@@ -163,9 +169,9 @@ def thread_efficiency(cores: int) -> float:
 
 
 def best(work: Callable[[], Any], seconds: float) -> float:
-    """Seconds that a piece of work takes at its fastest, of as many runs of it as fit, at least TRIES."""
-    count = 20 if torch.cuda.is_available() else 1  # at a time, so that starting them on a GPU is hidden
-    timer = timeit.Timer(work, timer=benchmark.timer)  # which waits for the GPU
+    """Return the shortest seconds of one call of `work`, over as many runs as fit `seconds`, at least TRIES."""
+    count = 20 if torch.cuda.is_available() else 1  # calls per run: on a GPU this hides the launch latency
+    timer = timeit.Timer(work, timer=benchmark.timer)  # synchronizes with the GPU
     timer.timeit(1)
     end, times = time.perf_counter() + seconds, list[float]()
     while len(times) < TRIES or time.perf_counter() < end:
@@ -174,9 +180,9 @@ def best(work: Callable[[], Any], seconds: float) -> float:
 
 
 def ranks(device: torch.device, log: Log) -> tuple[LinkConfig, float]:
-    """The link between two ranks, and how much longer than their share ranks take that outnumber a CPU's cores.
+    """Return the link between two ranks, and the slowdown of ranks that outnumber the cores, relative to their share.
 
-    Where ranks cannot be started, or hang, the assumed figures and 1.
+    If ranks cannot be started, or hang, the result is the assumed link and 1.
     """
     cores, on_gpu = cpu_cores(), device.type == "cuda"
     count = torch.cuda.device_count() if on_gpu else min(2 * cores, MOST_RANKS)
@@ -188,7 +194,7 @@ def ranks(device: torch.device, log: Log) -> tuple[LinkConfig, float]:
         try:
             link, crowding = pool.starmap_async(rank_figures, each, chunksize=1).get(RANKS_SECONDS)[0]
         except (RanksTimeoutError, RuntimeError):
-            log(f"{count} ranks did not get through in {RANKS_SECONDS:.0f} s; their link is assumed, not measured")
+            log(f"{count} ranks did not finish within {RANKS_SECONDS:.0f} s; their link is assumed, not measured")
             return PCIE if on_gpu else LOCAL_LINK, 1.0
     log(f"two ranks: {link.gb_per_second:.2f} GB/s, {link.latency * 1e6:.0f} us")
     if not on_gpu and count > cores:
@@ -197,24 +203,25 @@ def ranks(device: torch.device, log: Log) -> tuple[LinkConfig, float]:
 
 
 def rank_figures(store: str, count: int, rank: int) -> tuple[LinkConfig, float]:
-    """What one of `count` ranks finds: sums between the first two, then products on rank 0 alone, then on all at once.
+    """Measure on one of `count` ranks: all-reduces between the first two, then products on rank 0 alone, then on all
+    ranks.
 
-    Rank 0's figures count: the link, and how much longer than their share of the cores all ranks take.
+    The result of rank 0 is used: the link, and the slowdown of all ranks relative to their share of the cores.
     """
-    for stream in (1, 2):  # gloo and NCCL talk
+    for stream in (1, 2):  # gloo and NCCL print to the terminal
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     cores, on_gpu = cpu_cores(), torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, cores // 2))
+    torch.set_num_threads(max(1, cores // 2))  # of the two ranks that measure the link
     os.environ["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex() if name[:2] == "lo"), "lo")
     backend, patience = "nccl" if on_gpu else "gloo", timedelta(seconds=30)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=patience)
     pair, link, crowding = dist.new_group([0, 1]), LinkConfig(), 1.0
     if rank < 2:
         small, large = (_added(floats, device, pair) for floats in (SMALL, LARGE))
-        # A sum over two ranks sends its bytes once, in two turns.
+        # A ring all-reduce over two ranks sends the tensor's bytes once, in two steps.
         link = LinkConfig(gb_per_second=4 * LARGE / max(large - small, 1e-6) / 1e9, latency=max(small, 1e-6) / 2)
     dist.barrier()
     if not on_gpu:
@@ -222,15 +229,17 @@ def rank_figures(store: str, count: int, rank: int) -> tuple[LinkConfig, float]:
         dist.barrier()
         crowded = torch.tensor(_product_seconds())
         dist.all_reduce(crowded)
-        if count > cores:
+        if count > cores:  # else no core is shared, and there is no crowding to measure
             crowding = max(1.0, float(crowded) / count / (alone * count / cores))
     dist.destroy_process_group()
     return link, crowding
 
 
 def _added(count: int, device: torch.device, group: Any) -> float:
-    """Seconds that a sum over the ranks adds to a product before it, as it does to a layer: with the wait for a rank
-    that was late, which sums in a row, each beginning where the one before has ended, would not show."""
+    """Return the seconds that an all-reduce adds to the products before it, as in a layer.
+
+    Interleaving it with products includes the wait for a rank that is late; back-to-back all-reduces would hide that.
+    """
     tensor, a = torch.ones(count, device=device), torch.randn(PRODUCT, PRODUCT, device=device)
     out = torch.empty_like(a)
 
@@ -253,7 +262,8 @@ def _added(count: int, device: torch.device, group: Any) -> float:
 
 
 def _product_seconds() -> float:
-    """Mean seconds of a product on one core: taking turns on a core is in the mean, not in the fastest."""
+    """Return the mean seconds of a product on one core. The mean, unlike the minimum, includes time-slicing with other
+    ranks."""
     a = torch.randn(PRODUCT, PRODUCT)
     timer = benchmark.Timer("torch.mm(a, a)", globals={"torch": torch, "a": a}, num_threads=1)
     return timer.blocked_autorange(min_run_time=CROWD_SECONDS).mean

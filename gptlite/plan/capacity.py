@@ -22,7 +22,8 @@ def rank_memory(cluster: ClusterConfig, world: int) -> float:
 
 
 def too_large(work: Workload, memory: RankBytes, cluster: ClusterConfig, world: int) -> str:
-    """Why a layout, whose fullest rank takes `memory`, does not fit; empty where it does, or where it is not known."""
+    """Return the reason why a layout with `memory` on its fullest rank does not fit; empty if it fits or if that is
+    unknown."""
     return (
         _on_device(memory.total, cluster, world, "at its fullest")
         or _on_host(memory.host, cluster, world)
@@ -31,8 +32,10 @@ def too_large(work: Workload, memory: RankBytes, cluster: ClusterConfig, world: 
 
 
 def least_too_large(work: Workload, state: float, cluster: ClusterConfig, world: int) -> str:
-    """As `too_large`, of the least that a layout can take, of which `state` is `least_bytes`. Quick, so that the exact
-    count is spared what cannot fit."""
+    """Return the reason why even a lower bound of a layout's memory does not fit; `state` is `least_bytes`.
+
+    It is cheap, and spares the search the exact count of layouts that cannot fit.
+    """
     host = _state_bytes(work, copies=2) if work.on_host else 0.0  # parameters, gradients and the optimizer's state
     return (
         _on_device(state, cluster, world, "model state alone")
@@ -42,7 +45,7 @@ def least_too_large(work: Workload, state: float, cluster: ClusterConfig, world:
 
 
 def least_activations(work: Workload) -> float:
-    """What blocks keep on the first pipeline rank when it holds most micro-batches; with recomputation nothing."""
+    """Return a lower bound of the activations that blocks keep on the first pipeline rank; 0 with recomputation."""
     config = work.parallelism
     if config.activation_checkpointing is not ActivationCheckpointing.none:
         return 0.0
@@ -50,20 +53,21 @@ def least_activations(work: Workload) -> float:
 
 
 def least_in_flight(config: ParallelismConfig, micro_batches: int) -> int:
-    """Forward passes of single stages that the first pipeline rank runs before its first backward pass."""
-    ranks, stages, its = config.pipeline, stages_per_rank(config), rule(config)
+    """Return the number of single-stage forward passes that the first pipeline rank runs before its first backward
+    pass."""
+    ranks, stages, schedule = config.pipeline, stages_per_rank(config), rule(config)
     if ranks == 1 or config.schedule == "gpipe":
         return micro_batches if ranks > 1 else 1
-    if its.v_shape:
+    if schedule.v_shape:
         return min(2 * ranks - 1, micro_batches)
     # As `timeline` orders them: one step further from the end costs a pass more, two where backward passes are whole.
-    distance = 1 if its.splits_backward or config.schedule == "1f1b" else 2
+    distance = 1 if schedule.splits_backward or config.schedule == "1f1b" else 2
     return min(distance * (ranks - 1) + (stages - 1) * ranks + 1, stages * micro_batches)
 
 
 def least_bytes(work: Workload) -> float:
-    """No more than a layout's fullest rank takes on its device: the mean over ranks of the parameters and the
-    optimizer's state, in fp32."""
+    """Return a lower bound of the bytes on a layout's fullest rank: the mean over ranks of fp32 parameters and
+    optimizer state."""
     return 0.0 if work.on_host else _state_bytes(work, copies=1)
 
 
@@ -93,4 +97,4 @@ def _on_disk(work: Workload, cluster: ClusterConfig, world: int) -> str:
 
 
 def _beyond(size: float, limit: float, where: str) -> str:
-    return f"{size / GIB:.1f} GiB {where}, and {limit / GIB:.1f} are there" if size > limit else ""
+    return f"{size / GIB:.1f} GiB {where}; {limit / GIB:.1f} GiB available" if size > limit else ""

@@ -1,5 +1,7 @@
-"""The time of a run's step, before it runs: each op of the model's profile by a roofline, collectives by ring over the
-links they cross, the pipeline's bubble in closed form, and what of it hides behind what.
+"""Analytical cost model of a training step.
+
+Ops of the model's profile are timed by a roofline, collectives by a ring over the links they cross, the pipeline's
+bubble in closed form; communication is overlapped with the passes it can run beside.
 """
 
 from __future__ import annotations
@@ -21,37 +23,39 @@ from gptlite.plan.traffic import message_bytes, outside_layers, reductions
 from gptlite.plan.workload import Prediction, RankBytes, Transfer, Workload
 
 DATA = ("dp_replicate", "dp_shard")
-COPIES = 2  # times that FSDP2 reads and writes what it gathers or reduces
-COPY_OPS = 12  # kernels of one of its collectives
+COPIES = 2  # FSDP2 reads and writes each gathered or reduced tensor once more, to copy it into or out of its buffer
+COPY_OPS = 12  # kernels that one FSDP2 collective launches
 
 
 def predict(work: Workload, cluster: ClusterConfig, memory: tuple[int, RankBytes] | None = None) -> Prediction:
-    """The step of a run on that cluster. Raises ConfigError for a dtype that the cluster has no peak of.
+    """Predict the step of a run on a cluster. Raises ConfigError for a dtype that the cluster has no peak of.
 
-    `memory`: what `memory.most` says of it, for who has asked already.
+    `memory`: the result of `memory.most`, if the caller has it already.
     """
     return Costs(cluster).predict(work, memory or most(work))
 
 
 def stage_seconds(work: Workload, cluster: ClusterConfig) -> tuple[list[float], list[float], float]:
-    """Seconds of a micro-batch's forward and backward pass in each stage, and of a message: what a timeline takes."""
-    there, back = _stages(Costs(cluster).ranks(work, cut(work)), cut(work))
-    return there, back, _message(work, cluster)
+    """Return the seconds of a micro-batch's forward and backward pass in each stage, and of a message, for a
+    timeline."""
+    forward, backward = _stages(Costs(cluster).ranks(work, cut(work)), cut(work))
+    return forward, backward, _message(work, cluster)
 
 
 def peak_flops(cluster: ClusterConfig, dtype: str, world: int) -> float:
-    """FLOP/s by data sheet of the devices that so many ranks use: of whole nodes, on a CPU."""
+    """Return the data-sheet FLOP/s of the devices that `world` ranks use; on a CPU, of whole nodes."""
     devices = cluster.nodes or 1 if cluster.device == "cpu" else world
     return cluster.peak_tflops[dtype] * 1e12 * devices
 
 
 def days_to_train(tokens: float, prediction: Prediction) -> float:
-    """Days that so many tokens take."""
+    """Return the days that training on `tokens` tokens takes."""
     return tokens / prediction.tokens_per_second / 86400
 
 
 def cost_per_billion_tokens(prediction: Prediction, cluster: ClusterConfig, world: int) -> float | None:
-    """Dollars for a billion tokens on `world` ranks; None where the cluster has no price. A CPU's is the node's."""
+    """Return the dollars for a billion tokens on `world` ranks, None if the cluster has no price. A CPU's price is per
+    node."""
     if cluster.dollars_per_device_hour is None:
         return None
     devices = world if cluster.device == "cuda" else -(-world // ranks_on_node(cluster, world))
@@ -59,44 +63,48 @@ def cost_per_billion_tokens(prediction: Prediction, cluster: ClusterConfig, worl
 
 
 def flops_per_token(work: Workload) -> float:
-    """FLOPs of a token, forward and backward, recomputation left out: by the model's own count, else by its ops."""
+    """Return the FLOPs of a token, forward and backward, without recomputation: by the model's formula, else by its
+    profile."""
     blocks = num_blocks(work.model)
     if (found := spec_of(work.model).flops(work.model, work.sequence_length)) is not None:
         return blocks * found[0] + found[1]
-    its = plain_profile(work)
+    profile = plain_profile(work)
     ends, block = (
         sum(op.flops for segment in segments for op in segment.ops)
-        for segments in ((its.begin, its.begin_back, its.end, its.end_back), (its.block, its.block_back))
+        for segments in (
+            (profile.begin, profile.begin_back, profile.end, profile.end_back),
+            (profile.block, profile.block_back),
+        )
     )
     return (ends + blocks * block) * work.layout.size("tp") / work.rank_tokens
 
 
 class Passes(NamedTuple):
-    """Seconds of a micro-batch's forward and backward pass; recomputation is part of the backward one."""
+    """Seconds of a micro-batch's forward and backward pass; recomputation counts as backward."""
 
     forward: float = 0.0
     backward: float = 0.0
 
     def plus(self, other: Passes, times: float = 1) -> Passes:
-        """These, and `times` the others."""
+        """Return the sum of these and `times` the others."""
         return Passes(self.forward + times * other.forward, self.backward + times * other.backward)
 
 
 class Part(NamedTuple):
-    """A part of a model: seconds of its ops, and of what is sent along the tensor and the context axis."""
+    """A part of a model: seconds of its ops, and of its communication along the tensor and the context axis."""
 
     ops: Passes = Passes()
     tensor: Passes = Passes()
     context: Passes = Passes()
 
     def plus(self, other: Part, times: int = 1) -> Part:
-        """This one, and `times` the other."""
-        return Part(*(mine.plus(its, times) for mine, its in zip(self, other, strict=True)))
+        """Return the sum of this part and `times` the other."""
+        return Part(*(mine.plus(theirs, times) for mine, theirs in zip(self, other, strict=True)))
 
 
 class _Inside(NamedTuple):
-    """What a rank does in its layers, a micro-batch: `tensor` is exposed communication along the tensor axis, which
-    `passes` is without. `parameters`: those it holds."""
+    """Work of a rank inside its layers, per micro-batch. `tensor` is exposed communication along the tensor axis and is
+    not part of `passes`; `parameters` is the number that the rank holds."""
 
     layers: int
     passes: Passes
@@ -105,8 +113,9 @@ class _Inside(NamedTuple):
 
 
 class _Outside(NamedTuple):
-    """Seconds of a step's collectives beside layers, all of them, by what they can hide behind; and the bytes that
-    FSDP2 copies for them, in how many collectives. `again`: seconds, bytes and collectives of reducing once more."""
+    """Seconds of a step's collectives outside the layers, grouped by the pass they can overlap with, and the bytes and
+    number of collectives that FSDP2 copies for. `again`: seconds, bytes and collectives of one more gradient
+    reduction."""
 
     step: float
     forward: float
@@ -117,8 +126,8 @@ class _Outside(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """One pipeline rank: seconds of a micro-batch in all its stages, `tensor` of them exposed communication along the
-    tensor axis; `data` exposed communication of a step, `update` the optimizer's."""
+    """One pipeline rank: seconds of a micro-batch in all its stages, of which `tensor` is exposed communication along
+    the tensor axis. `data` is a step's exposed data-parallel communication, `update` the optimizer's time."""
 
     layers: int
     passes: Passes
@@ -128,7 +137,7 @@ class _Rank(NamedTuple):
 
 
 class Costs:
-    """Prices of layouts on a cluster. What those of one model, batch, optimizer and world have in common is kept."""
+    """Prices of layouts on a cluster, with caches for one model, batch, optimizer and world."""
 
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
@@ -138,22 +147,23 @@ class Costs:
         self._outsides: dict[object, _Outside] = {}
 
     def predict(self, work: Workload, memory: tuple[int, RankBytes]) -> Prediction:
-        """The step of a layout, whose fullest rank and what it takes is `memory`."""
+        """Predict the step of a layout; `memory` is its fullest rank and the bytes of that rank."""
         world, count, pipeline = work.layout.world_size, work.micro_batches, cut(work)
         ranks = self.ranks(work, pipeline)
-        slowest = max(ranks.values(), key=lambda its: its.passes.forward + its.passes.backward)
-        there, back = _stages(ranks, pipeline)
-        busy = [sum([there[stage] + back[stage] for stage in held]) for held in pipeline.stages]
-        whole = pipeline_seconds(work.parallelism, count, there, back, busy, _message(work, self.cluster))
-        # Ranks that take turns on a core compute in each other's bubbles; a sum over some waits until all had theirs.
+        slowest = max(ranks.values(), key=lambda cost: cost.passes.forward + cost.passes.backward)
+        forward, backward = _stages(ranks, pipeline)
+        busy = [sum([forward[stage] + backward[stage] for stage in held]) for held in pipeline.stages]
+        whole = pipeline_seconds(work.parallelism, count, forward, backward, busy, _message(work, self.cluster))
+        # Ranks that share a core compute in each other's bubbles; a tensor-axis collective waits until all have run.
         waiting = waiting_for_cores(self.cluster, world)
         if waiting > 1:
             kinds = [ranks[kind] for kind in pipeline.kinds]
-            computing = sum(seconds - its.tensor for seconds, its in zip(busy, kinds, strict=True)) / len(kinds)
+            computing = sum(seconds - cost.tensor for seconds, cost in zip(busy, kinds, strict=True)) / len(kinds)
             whole = max(whole, count * (waiting * computing + slowest.tensor))
+        # The bubble is the time of the pipeline beyond the work of its busiest rank.
         own = min(whole, waiting * count * max(busy))
-        data = max([its.data for its in ranks.values()])
-        update = waiting * max([its.update for its in ranks.values()])
+        data = max([cost.data for cost in ranks.values()])
+        update = waiting * max([cost.update for cost in ranks.values()])
         tensor = min(own, count * slowest.tensor)
         step = whole + data + update
         tokens = work.tokens / step
@@ -171,7 +181,7 @@ class Costs:
         )
 
     def ranks(self, work: Workload, pipeline: Cut) -> dict[Alike, _Rank]:
-        """A pipeline rank of each kind."""
+        """Return the cost of one pipeline rank of each kind."""
         config, layout = work.parallelism, work.layout
         links, hardware = Links(self.cluster, layout), (work.dtype, layout.world_size)
         if hardware not in self._devices:
@@ -186,7 +196,7 @@ class Costs:
             inside = *model, work.micro_batches, split, sum(kind[0]), *kind[1:]
             if inside not in self._insides:
                 self._insides[inside] = self._inside(work, device, rank, self._models[model])
-            # A schedule matters only where parameters are gathered for each pass.
+            # The schedule matters only with ZeRO 3, which gathers parameters for each pass.
             order = (config.schedule, rank, work.micro_batches) if config.zero == 3 else ()
             outside = layout, config.sequence, kind, order
             if outside not in self._outsides:
@@ -201,10 +211,10 @@ class Costs:
         for stage in held:
             whole = whole.plus(begin, stage.first).plus(end, stage.last)
         parameters = sum(stage.sharded(1) for stage in held)
-        # The sum over micro-batches is read and written, and a gradient read; the first is only written.
+        # Gradient accumulation reads and writes the sum and reads the gradient; the first micro-batch only writes.
         summed = (2 * work.reduce_item + work.gather_item) * (work.micro_batches - 1) / work.micro_batches
         passes = whole.ops.plus(Passes(0.0, device.move(summed * parameters, 8 * layers)))
-        # Communication that shows: along the tensor axis, and of keys and values, for which attention waits. The
+        # Exposed communication: along the tensor axis, and of keys and values, for which attention waits. The
         # backward pass of a column-parallel layer sums its input's gradient, and gathers its input once more, while it
         # computes: all of the backward traffic without sequence parallelism, two thirds of it with.
         sent = whole.tensor
@@ -220,11 +230,11 @@ class Costs:
         shown = outside.step
         # What is gathered before a pass, and reduced after it, can hide behind as many passes as it is done in: with
         # ZeRO 3 all of them, with ZeRO 2 all backward ones, else the first forward and the last backward one.
-        for its, each, often in (
+        for total, each, often in (
             (outside.forward, passes.forward, zero == 3),
             (outside.backward + seconds, passes.backward, zero >= 2),
         ):
-            shown += its - min(self.cluster.overlap * its, each * (work.micro_batches if often else 1))
+            shown += total - min(self.cluster.overlap * total, each * (work.micro_batches if often else 1))
         shard = inside.parameters / (work.layout.size("dp_shard") if zero else 1)
         update = device.move(work.optimizer.update_bytes * shard, 12 * (inside.layers + 1))
         offload, update = self._offloaded(work, device, rank, passes, update)
@@ -234,15 +244,16 @@ class Costs:
     def _offloaded(
         self, work: Workload, device: Device, rank: int, passes: Passes, update: float
     ) -> tuple[float, float]:
-        """Seconds that copies of offload take and nothing hides, and those of the update, `update` without offload.
+        """Return the exposed seconds of offload's copies, and the seconds of the update; `update` is that without
+        offload.
 
-        Copies hide behind the step's passes as data-parallel communication does. The ranks of a node share its memory
-        and its disk; of the disk's time only what is longer than the update shows, for both go on at once.
+        Copies overlap with the step's passes as data-parallel communication does. The ranks of a node share its memory
+        and its disk. Disk traffic and the update run concurrently, so only the longer of the two counts.
         """
         if work.parallelism.offload is Offload.none:
             return 0.0, update
-        cluster, its = self.cluster, moved(work, rank)
-        copied, ranks = its.to_device + its.to_host, ranks_on_node(cluster, work.layout.world_size)
+        cluster, traffic = self.cluster, moved(work, rank)
+        copied, ranks = traffic.to_device + traffic.to_host, ranks_on_node(cluster, work.layout.world_size)
         if cluster.device == "cpu":  # from memory to memory
             copies = device.move(2 * copied)
         else:
@@ -250,7 +261,7 @@ class Costs:
             computing = work.micro_batches * (passes.forward + passes.backward)
             copies = seconds - min(cluster.overlap * seconds, computing)
             update *= device.bandwidth / (cluster.host_memory_gb_per_second * 1e9 / ranks)
-        disk = (its.read + its.written) / (cluster.disk_gb_per_second * 1e9 / ranks)
+        disk = (traffic.read + traffic.written) / (cluster.disk_gb_per_second * 1e9 / ranks)
         return copies, max(update, disk)
 
 
@@ -267,17 +278,18 @@ def _outside(work: Workload, links: Links, rank: int) -> _Outside:
 
 
 def model_seconds(work: Workload, device: Device, links: Links) -> tuple[Part, Part, Part]:
-    """Seconds of a micro-batch on a rank that has the model alone: the beginning of the model, one block and the end.
+    """Return the seconds of a micro-batch on a rank that holds the whole model: of its beginning, one block and its
+    end.
 
-    Of a block that is computed again in the backward pass, full recomputation repeats all ops, selective recomputation
-    those whose results it has not kept; both send again what the forward pass did.
+    In a recomputed block, full recomputation repeats all ops, selective recomputation those whose results were not
+    kept; both repeat the forward pass's communication.
     """
-    its, mode = plain_profile(work), work.parallelism.activation_checkpointing
-    segments = (its.begin, its.begin_back), (its.block, its.block_back), (its.end, its.end_back)
+    profile, mode = plain_profile(work), work.parallelism.activation_checkpointing
+    segments = (profile.begin, profile.begin_back), (profile.block, profile.block_back), (profile.end, profile.end_back)
     begin, block, end = (_part(*both, device, links) for both in segments)
     if mode.recomputes:
         selective = mode is ActivationCheckpointing.selective
-        again = _seconds((op for op in its.block.ops if not (selective and op.kept)), device)
+        again = _seconds((op for op in profile.block.ops if not (selective and op.kept)), device)
         repeated = Part(Passes(0.0, again), *(Passes(0.0, each.forward) for each in (block.tensor, block.context)))
         block = block.plus(repeated)
     return begin, block, end
@@ -299,18 +311,19 @@ def _sent(segment: Segment, axis: str, links: Links) -> float:
 
 
 def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list[float]]:
-    """Seconds of a micro-batch's forward and backward pass in each stage: its share of its rank's, by layers."""
-    there, back = [0.0] * len(pipeline.layers), [0.0] * len(pipeline.layers)
+    """Return the seconds of a micro-batch's forward and backward pass in each stage: the rank's seconds shared by
+    layers."""
+    forward, backward = [0.0] * len(pipeline.layers), [0.0] * len(pipeline.layers)
     for kind, held in zip(pipeline.kinds, pipeline.stages, strict=True):
-        its = ranks[kind]
+        cost = ranks[kind]
         for stage in held:
-            share = len(pipeline.layers[stage]) / its.layers
-            there[stage], back[stage] = its.passes.forward * share, its.passes.backward * share
-    return there, back
+            share = len(pipeline.layers[stage]) / cost.layers
+            forward[stage], backward[stage] = cost.passes.forward * share, cost.passes.backward * share
+    return forward, backward
 
 
 def _message(work: Workload, cluster: ClusterConfig) -> float:
-    """One activation from a pipeline rank to the next."""
+    """Return the seconds of sending one activation to the next pipeline rank."""
     links = Links(cluster, work.layout)
     payload = message_bytes(work)
     return links.once("send", payload, links.group("pp")) if payload else 0.0

@@ -1,9 +1,9 @@
-"""How long one rank's ops and collectives take on a cluster.
+"""Timing model of one rank's ops and collectives on a cluster.
 
-Ops by a roofline: arithmetic against memory, and what starting each costs. Collectives by a ring's bytes over the
-slowest link it crosses, and a latency for each hop. Ranks lie on nodes in order, the tensor axis fastest (see
-layout.AXES). A group that has m ranks on a node sends through m devices' network links at once, all of a node's groups
-at the same time.
+An op takes the time of its arithmetic or of its memory traffic, whichever is longer (a roofline), and a launch
+overhead. A collective takes the time of a ring's bytes over the slowest link it crosses, and a latency per hop. Ranks
+are placed on nodes in order, the tensor axis fastest (see layout.AXES). A group with m ranks on a node uses the network
+links of m devices at once, concurrently with the node's other groups.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.profile import ATTENTION, MATMUL, Op
 from gptlite.plan.workload import Transfer
 
-EFFICIENCY = 0.7  # of large products, where the cluster does not say
-# Times that a ring passes a tensor's (n-1)/n on.
+EFFICIENCY = 0.7  # of large products, if the cluster has no value for the dtype
+# Ring passes over (n-1)/n of the tensor.
 TURNS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes with. `peak` is FLOP/s of the data sheet, `bandwidth` bytes a second that ops reach."""
+    """The device of a rank. `peak` is the data sheet's FLOP/s, `bandwidth` the bytes per second that ops reach."""
 
     peak: float
     efficiency: float
@@ -38,7 +38,8 @@ class Device:
     unaligned: float = 1.0
 
     def seconds(self, op: Op) -> float:
-        """Of one op: its arithmetic or its bytes, whichever takes longer, and a start."""
+        """Return the seconds of one op: its arithmetic or its memory traffic, whichever is longer, and the launch
+        overhead."""
         arithmetic = 0.0
         if op.kind == MATMUL:
             arithmetic = op.flops / self.rate(op.rows, op.inner, op.columns)
@@ -47,20 +48,20 @@ class Device:
         return max(arithmetic, op.moved / self.bandwidth) + self.kernel
 
     def rate(self, rows: float, inner: float, columns: float) -> float:
-        """FLOP/s of products [rows, inner] x [inner, columns]."""
+        """Return the FLOP/s of products [rows, inner] x [inner, columns]."""
         smallest = min(rows, inner, columns)
         aligned = self.itemsize == 4 or not any(dim % self.multiple for dim in (rows, inner, columns))
-        # Slower units are busy with smaller products already.
+        # Slower units saturate at smaller products, so the half-size shrinks with the speed.
         share = 1.0 if aligned else self.unaligned
         return self.peak * self.efficiency * share * smallest / (smallest + self.half_size * share)
 
     def move(self, moved: float, ops: float = 1) -> float:
-        """Seconds of `ops` pointwise ops that read and write `moved` bytes together."""
+        """Return the seconds of `ops` pointwise ops that together read and write `moved` bytes."""
         return moved / self.bandwidth + ops * self.kernel
 
 
 def device_of(cluster: ClusterConfig, dtype: str, world: int) -> Device:
-    """What each of `world` ranks computes with. Raises ConfigError for a dtype that the cluster has no peak of."""
+    """Return the device of each of `world` ranks. Raises ConfigError for a dtype that the cluster has no peak of."""
     if dtype not in cluster.peak_tflops:
         known = ", ".join(cluster.peak_tflops) or "nothing"
         raise ConfigError(
@@ -74,7 +75,7 @@ def device_of(cluster: ClusterConfig, dtype: str, world: int) -> Device:
     return Device(
         peak=peak,
         efficiency=cluster.matmul_efficiency.get(dtype, EFFICIENCY),
-        # It is the fastest dtype's: slower units are busy with smaller products already.
+        # The cluster's value is of the fastest dtype; slower units saturate at proportionally smaller products.
         half_size=cluster.matmul_half_size * cluster.peak_tflops[dtype] / max(cluster.peak_tflops.values()),
         attention=attention,
         bandwidth=cluster.memory_gb_per_second * 1e9 * cluster.memory_efficiency * part,
@@ -86,14 +87,14 @@ def device_of(cluster: ClusterConfig, dtype: str, world: int) -> Device:
 
 
 def ranks_on_node(cluster: ClusterConfig, world: int) -> int:
-    """Ranks that run on one node: a device each, or all that there are on a CPU, whatever its cores."""
+    """Return the number of ranks on one node: one per device, or on a CPU all of them, however many cores it has."""
     if cluster.device == "cpu":
         return -(-world // (cluster.nodes or 1))
     return min(world, cluster.devices_per_node or world)
 
 
 def rank_share(cluster: ClusterConfig, world: int) -> float:
-    """Part of `peak_tflops` that a rank computes with while it runs: a CPU's cores are dealt out, whole ones."""
+    """Return the share of `peak_tflops` of a running rank: a CPU's ranks each get a whole number of its cores."""
     if cluster.device != "cpu":
         return 1.0
     cores = cluster.devices_per_node or 1
@@ -102,7 +103,8 @@ def rank_share(cluster: ClusterConfig, world: int) -> float:
 
 
 def waiting_for_cores(cluster: ClusterConfig, world: int) -> float:
-    """How many times its seconds alone a rank's work takes where all ranks of a CPU run; 1 with cores for all."""
+    """Return the slowdown of a rank when all ranks of a CPU run, relative to running alone; 1 with enough cores for
+    all."""
     if cluster.device != "cpu":
         return 1.0
     turns = ranks_on_node(cluster, world) / (cluster.devices_per_node or 1)
@@ -111,7 +113,7 @@ def waiting_for_cores(cluster: ClusterConfig, world: int) -> float:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of one axis: how many, how many of them on each node, on how many nodes."""
+    """Ranks of one axis: their number, the number on each node, and the number of nodes."""
 
     ranks: int
     inside: int
@@ -120,46 +122,47 @@ class Group:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a layout's ranks."""
+    """Links between the ranks of a layout."""
 
     cluster: ClusterConfig
     layout: Layout
     groups: dict[str, Group] = field(default_factory=dict)  # those that have been asked for
 
     def group(self, axis: str) -> Group:
-        """The ranks of an axis, or of the world, as they lie on nodes."""
+        """Return the placement of an axis' ranks, or of the world's, on nodes."""
         if axis not in self.groups:
             self.groups[axis] = self._group(axis)
         return self.groups[axis]
 
     def _group(self, axis: str) -> Group:
-        its, node = self.layout, ranks_on_node(self.cluster, self.layout.world_size)
-        ranks, stride = (its.world_size, 1) if axis == WORLD else (its.size(axis), its.stride(axis))
+        layout, node = self.layout, ranks_on_node(self.cluster, self.layout.world_size)
+        ranks, stride = (layout.world_size, 1) if axis == WORLD else (layout.size(axis), layout.stride(axis))
         inside = min(ranks, max(1, node // stride))
         return Group(ranks, inside, -(-ranks // inside))
 
     def seconds(self, transfer: Transfer) -> float:
-        """All of a transfer's collectives, one after the other; 0 for what is received, which its sender's time is."""
+        """Return the seconds of all collectives of a transfer, in sequence; 0 for a receive, which is timed at its
+        sender."""
         if transfer.ranks < 2 or transfer.kind == "recv":
             return 0.0
         return transfer.count * self.once(transfer.kind, transfer.payload, self.group(transfer.axis))
 
     def once(self, kind: str, payload: float, group: Group) -> float:
-        """One collective, or one message to the next rank of the group."""
+        """Return the seconds of one collective, or of one message to the next rank of the group."""
         inside, between = self.cluster.intra, self.cluster.inter
-        if kind not in TURNS:  # a message, or a broadcast passed on piece by piece: whole, over the slowest link
+        if kind not in TURNS:  # a message, or a pipelined broadcast: the whole tensor over the slowest link
             link = between if group.nodes > 1 else inside
             return payload / self._speed(link) + link.latency
         speed = self._speed(inside) if group.inside > 1 else math.inf
         if group.nodes > 1:
             speed = min(speed, self._speed(between) * group.inside)
         share = (group.ranks - 1) / group.ranks
-        # Large groups are reduced along trees.
+        # All-reduces over many nodes run along trees, whose depth is logarithmic.
         hops = group.nodes - 1 if kind != "all_reduce" else min(group.nodes - 1, math.ceil(math.log2(group.nodes)))
         latency = (group.inside - 1) * inside.latency + hops * between.latency
         return TURNS[kind] * (payload * share / speed + latency)
 
     def _speed(self, link: LinkConfig) -> float:
-        """Bytes a second that a device sends over it."""
+        """Return the bytes per second that a device sends over a link."""
         users = min(link.shared, ranks_on_node(self.cluster, self.layout.world_size))
         return link.gb_per_second * 1e9 * link.efficiency / users

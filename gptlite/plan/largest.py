@@ -1,4 +1,5 @@
-"""The largest model that fits, by layout: the most layers of a preset's width, on a cluster or on this machine."""
+"""Search for the largest model that fits: the most layers of a preset's width, by layout, on a cluster or this
+machine."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ MOST_LAYERS = 1 << 16
 
 @dataclass(frozen=True)
 class Largest:
-    """A layout's deepest model that fits: what its fullest rank takes, and what it may."""
+    """The deepest model that fits a layout: the bytes of its fullest rank, and their limit."""
 
     work: Workload
     memory: RankBytes
@@ -32,23 +33,24 @@ class Largest:
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """Number of layers of the model."""
         return num_blocks(self.work.model)
 
     @property
     def override(self) -> str:
-        """What makes a model of a preset as deep."""
+        """The override that gives a preset this many layers."""
         return f"model.{spec_of(self.work.model).blocks_key}={self.layers}"
 
 
 def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, list[Largest]]:
-    """The deepest model of each combination of degrees and ZeRO stage, the largest first.
+    """Return the deepest model of each combination of degrees and ZeRO stage, the largest first.
 
-    What `config.run.overrides` gives of `parallelism` and data.micro_batch_size stays; the rest is what takes least:
-    full recomputation, micro-batches of one sequence. Raises ConfigError where no layout fits one layer.
+    Values that `config.run.overrides` gives of `parallelism` and data.micro_batch_size are kept. The rest is chosen to
+    need the least memory: full recomputation, micro-batches of one sequence. Raises ConfigError if no layout fits one
+    layer.
     """
     config = with_planned_vocabulary(config, log)[0]
-    # As many layers as any pipeline has stages: how many there are is what is asked for.
+    # The preset's depth is unknown yet: start with enough layers for a pipeline of any length.
     config = replace(config, model=with_blocks(config.model, MOST_LAYERS))
     cluster = this_machine(config.cluster, log, given=given_keys(config, "cluster"))
     found: dict[tuple[str, ...], Largest] = {}
@@ -62,6 +64,7 @@ def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, lis
                 continue
             work = replace(space.work, parallelism=parallelism, layout=layout)
             best = None if space.refuses(parallelism, work.micro_batch_size) else deepest(work, here)
+            # Layouts that differ only in sequence parallelism share a row: the deeper model is kept.
             key = (str(world), layout.describe(replace(parallelism, sequence=False)))
             if best and (key not in found or best.layers > found[key].layers):
                 found[key] = best
@@ -74,15 +77,17 @@ def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, lis
 
 
 def deepest(work: Workload, cluster: ClusterConfig) -> Largest | None:
-    """The most layers of a layout that fit; memory grows with each layer."""
+    """Return the model with the most layers that fits a layout. A bisection: memory grows with each layer."""
     world = work.layout.world_size
     depths = range(num_stages(work.parallelism), MOST_LAYERS)
 
     @cache
     def at(layers: int) -> Largest | None:
-        its = replace(work, model=with_blocks(work.model, layers))
-        memory = most(its)[1]
-        return None if too_large(its, memory, cluster, world) else Largest(its, memory, rank_memory(cluster, world))
+        deeper = replace(work, model=with_blocks(work.model, layers))
+        memory = most(deeper)[1]
+        return (
+            None if too_large(deeper, memory, cluster, world) else Largest(deeper, memory, rank_memory(cluster, world))
+        )
 
     too_many = bisect_left(depths, True, key=lambda layers: at(layers) is None)
     return at(depths[too_many - 1]) if too_many else None

@@ -1,4 +1,4 @@
-"""The machine that this runs on, as a cluster: what was measured of it, and what it has."""
+"""This machine as a cluster: its measured figures, or assumed ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gptlite.invocation import command
 from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.precision import cpu_flags, cpu_name
 
-CALIBRATION = Path("~/.cache/gptlite/cluster.yaml")  # what `gptlite plan calibrate` writes and `local` reads
-# Of a CPU that nobody has measured: a core of the last years, and a copy between two processes of one machine.
+CALIBRATION = Path("~/.cache/gptlite/cluster.yaml")  # written by `gptlite plan calibrate`, read by cluster=local
+# Assumed for a CPU without a calibration: a recent core. LOCAL_LINK is a copy between two processes of one machine.
 CORE_FP32_TFLOPS, CORE_GB_PER_SECOND = 0.06, 8.0
 CORE_BF16_TFLOPS = {"amx_bf16": 1.0, "avx512_bf16": 0.4}  # by instruction set, the best first
 MAY_BE_ZERO = ("reserved_gib", "matmul_half_size", "kernel_seconds", "overlap", "latency", "dollars_per_device_hour")
@@ -28,11 +28,12 @@ def this_machine(
     calibration: Path = CALIBRATION,
     given: Collection[str] = (),
 ) -> ClusterConfig:
-    """A cluster whose device and numbers of devices are known; one that is not of this machine is left as it is.
+    """Return a cluster with a known device and known numbers of devices; only cluster=local is completed from this
+    machine.
 
-    What has been measured here is taken from `calibration`, but for what `cluster` says otherwise: its values that are
-    not a fresh one's, and those whose keys (memory_gib, intra.latency) are `given`. If nothing has been measured,
-    `log` is told how to. Raises ConfigError for a file that cannot be read, and for numbers that cannot be.
+    Figures come from `calibration`. Values in `cluster` override them if they differ from ClusterConfig's defaults, or
+    if their keys (memory_gib, intra.latency) are in `given`. Without a calibration, `log` receives a hint how to make
+    one. Raises ConfigError for a file that cannot be read and for numbers out of range.
     """
     if cluster.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"cluster.device={cluster.device} is none of auto, cpu, cuda")
@@ -44,7 +45,9 @@ def this_machine(
         log(f"cluster=local has not been measured; for better predictions: {command('plan')} calibrate (a minute)")
         measured = assumed()
         if not measured.peak_tflops:
-            raise ConfigError(f"nothing is known of {fingerprint()}; measure it once with {command('plan')} calibrate")
+            raise ConfigError(
+                f"no figures are known for {fingerprint()}; measure it once with {command('plan')} calibrate"
+            )
     return replace(
         _cluster(_with_given(asdict(measured), asdict(cluster), asdict(ClusterConfig()), given)),
         name="local",
@@ -55,7 +58,7 @@ def this_machine(
 
 
 def _check_numbers(key: str, values: dict[str, Any]) -> None:
-    """All are above 0, but for those that may be 0."""
+    """Raise ConfigError unless all numbers are above 0, or for keys in MAY_BE_ZERO at least 0."""
     for name, value in values.items():
         if isinstance(value, dict):
             _check_numbers(f"{key}.{name}", value)
@@ -64,7 +67,8 @@ def _check_numbers(key: str, values: dict[str, Any]) -> None:
 
 
 def _with_given(measured: Any, wanted: Any, plain: Any, given: Collection[str], key: str = "") -> Any:
-    """What was measured, with those values of `wanted` that are not the plain ones, or whose keys are given."""
+    """Return the measured values, overridden by values of `wanted` that differ from `plain` or whose keys are in
+    `given`."""
     if isinstance(wanted, dict):
         found, fresh = measured or {}, plain or {}
         return found | {
@@ -75,13 +79,13 @@ def _with_given(measured: Any, wanted: Any, plain: Any, given: Collection[str], 
 
 
 def _cluster(values: dict[str, Any]) -> ClusterConfig:
-    """A cluster from what `asdict` made of it."""
+    """Return a cluster from the dict that `asdict` made of it."""
     links: dict[str, Any] = {key: LinkConfig(**values[key]) for key in ("intra", "inter")}
     return ClusterConfig(**values | links)
 
 
 def read_calibration(file: Path) -> ClusterConfig | None:
-    """What `write_calibration` has written on this machine; None where there is nothing, or another machine's."""
+    """Return the cluster that `write_calibration` wrote; None if there is no file, or if another machine wrote it."""
     from yaml import YAMLError, safe_load
 
     if not file.exists():
@@ -96,7 +100,7 @@ def read_calibration(file: Path) -> ClusterConfig | None:
 
 
 def write_calibration(file: Path, cluster: ClusterConfig) -> None:
-    """Keeps what has been measured of this machine."""
+    """Write the measured cluster to `file`, with the machine's fingerprint."""
     from yaml import safe_dump
 
     from gptlite.files import write_whole
@@ -106,7 +110,7 @@ def write_calibration(file: Path, cluster: ClusterConfig) -> None:
 
 
 def fingerprint() -> str:
-    """What says that this is the same machine: its processor, cores and GPUs."""
+    """Return the identification of this machine in a calibration: its processor, cores and GPUs."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -114,7 +118,7 @@ def fingerprint() -> str:
 
 
 def assumed() -> ClusterConfig:
-    """This machine by what it says of itself, nothing measured."""
+    """Return this machine as a cluster without measurements, from its hardware information."""
     import torch
 
     if gpus := torch.cuda.device_count():
@@ -141,17 +145,17 @@ def assumed() -> ClusterConfig:
 
 
 def physical_gib() -> float:
-    """Memory of this machine."""
+    """Return the physical memory of this machine in GiB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def cpu_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpu_peaks() -> dict[str, float]:
-    """TFLOP/s by dtype of the first GPU here, of those that are known."""
+    """Return the TFLOP/s by dtype of this machine's first GPU; empty for an unknown one."""
     import torch
 
     from gptlite.metrics.devices import peak_flops

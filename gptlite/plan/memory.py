@@ -1,9 +1,8 @@
-"""Bytes that a rank takes in a training step, before it runs: model state as gptlite.parallelism.memory counts it, and
-all else.
+"""Bytes that a rank needs in a training step, predicted without running it.
 
-Model state is at its most inside the step's last backward pass or at the update; all else (activations, and what ops,
-collectives and FSDP2 hold for a while) is walked through in the order of the rank's passes, as the model's profile has
-each.
+Model state is counted as gptlite.parallelism.memory counts it, and peaks inside the step's last backward pass or at the
+update. All else (activations and temporary memory of ops, collectives and FSDP2) is accumulated over the rank's passes
+in order, with the events of each from the model's profile.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from gptlite.plan.traffic import message_bytes
 from gptlite.plan.walk import states, turns
 from gptlite.plan.workload import MASTER, RankBytes, Workload
 
-INDEX = 8  # bytes of a token's number
+INDEX = 8  # bytes of a token id, int64
 
 
 def most(work: Workload) -> tuple[int, RankBytes]:
-    """The pipeline rank that takes most, and what it takes.
+    """Return the pipeline rank that needs the most memory, and its bytes.
 
-    Of ranks that hold alike the first has most micro-batches on their way, so only that one is asked; in a V all are.
+    Of ranks with the same layers the first has the most micro-batches in flight, so only it is estimated; with a
+    V-shaped schedule all are.
     """
     v_shape = rule(work.parallelism).v_shape
     ranks = range(work.layout.size("pp")) if v_shape else cut(work).first.values()
@@ -37,9 +37,9 @@ def most(work: Workload) -> tuple[int, RankBytes]:
 
 
 def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
-    """A pipeline rank's bytes, each category at its most. `tp_rank` matters where the vocabulary is cut unevenly.
+    """Return a pipeline rank's bytes, each category at its peak. `tp_rank` matters if the vocabulary is cut unevenly.
 
-    Of data ranks the first is meant, whose shards are the longest.
+    The estimate is for the first data rank, whose shards are the longest.
     """
     held, host = stages(work, pp_rank, tp_rank), 0
     parameters, gradients = _parameters(work, held, pp_rank)
@@ -52,7 +52,7 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
 
 
 def _parameters(work: Workload, held: list[Stage], pp_rank: int) -> tuple[int, int]:
-    """Parameters and gradients, at the instant when their sum is most: where a backward pass begins, or at the
+    """Return parameters and gradients at the instant when their sum peaks: at the start of a backward pass, or at the
     update."""
     shards, zero, count = work.layout.size("dp_shard"), work.parallelism.zero, work.micro_batches
     sizes = [MASTER * stage.sharded(shards) for stage in held]  # of the gradients of a rank's shards
@@ -70,15 +70,15 @@ def _parameters(work: Workload, held: list[Stage], pp_rank: int) -> tuple[int, i
     else:
         reduced = done
     found: tuple[int, int] = (0, 0)
-    for there, some, whole in states(work.parallelism, pp_rank, count, zero == 3):
-        parameters = sum(gathered[place] for place in there) if work.sharded else 0
-        gradients = sum(reduced[place] for place in some) + sum(done[place] for place in whole)
+    for unsharded, partial, complete in states(work.parallelism, pp_rank, count, zero == 3):
+        parameters = sum(gathered[place] for place in unsharded) if work.sharded else 0
+        gradients = sum(reduced[place] for place in partial) + sum(done[place] for place in complete)
         found = max(found, (mine + parameters, gradients), key=sum)
     return max(found, (mine, updating), key=sum)
 
 
 def _optimizer(work: Workload, held: list[Stage]) -> int:
-    """The optimizer's state, or where that is in files what stays in memory: their buffers, and counts of steps."""
+    """Return the bytes of the optimizer's state; if the state is in files, those of its buffers and step counts."""
     if work.parallelism.offload is Offload.nvme:
         parameters = [parameter for stage in held for parameter in stage.parameters()]
         return buffers_bytes(work, parameters) + MASTER * len(parameters) * work.optimizer.counts
@@ -90,7 +90,7 @@ def _optimizer(work: Workload, held: list[Stage]) -> int:
 
 
 def _activations(work: Workload, held: list[Stage], pp_rank: int, tp_rank: int) -> int:
-    """The most that the passes of a step take at once."""
+    """Return the peak bytes of a step's passes."""
     message, numbers = message_bytes(work), {stage.number for stage in held}
     passes = [passes_of(work, stage, tp_rank) for stage in held]
     different, order = turns(work.parallelism, pp_rank, work.micro_batches)
@@ -107,10 +107,10 @@ def _activations(work: Workload, held: list[Stage], pp_rank: int, tp_rank: int) 
 
 
 def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> int:
-    """By how many activations more or less than a pass leaves are there after it, because of what is sent on.
+    """Return how many activations more than recorded remain after a pass, or fewer, because its output is sent on.
 
-    Schedules of several stages a rank wait for what they send at the end of a step. A stage that follows one of the
-    same rank takes its output for the buffer that `_buffers` counts.
+    Schedules with several stages per rank wait for their sends at the end of a step. A stage that follows one of the
+    same rank uses that stage's output as the receive buffer that `_buffers` counts.
     """
     if work.layout.size("pp") == 1:
         return 0
@@ -119,18 +119,19 @@ def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> int:
         return {"F": -1, "B": 1, "W": 1}.get(kind, 0)
     if work.parallelism.schedule in ("gpipe", "1f1b") or kind in "FI":
         return 0
-    # A split backward pass leaves its input's gradient in any case.
+    # A split backward pass keeps its input's gradient in any case.
     return onwards + (backwards and kind == "B" and number - 1 not in mine)
 
 
 def _buffers(work: Workload, held: list[Stage], message: int) -> int:
-    """What a pipeline's stages keep to receive into, a tensor a micro-batch; and the step's tokens and targets."""
+    """Return the bytes of a pipeline's receive buffers, a tensor per micro-batch, and of the step's tokens and
+    targets."""
     ranks, count = work.layout.size("pp"), work.micro_batches
     if ranks == 1:
         return 0
     numbers, split = {stage.number for stage in held}, splits_backward(work.parallelism)
     kept = count * (sum(not stage.first for stage in held) + sum(not stage.last for stage in held))
-    if split:  # it leaves its inputs' gradients to the end of the step, a stage after this rank's own too
+    if split:  # keeps its inputs' gradients to the end of the step, also for a stage that follows another rank's
         kept += count * sum(not stage.first and stage.number - 1 not in numbers for stage in held)
     if work.parallelism.schedule == "1f1b" and count > ranks - held[0].number:
         # In its steady phase an output and a gradient, though they have been sent.

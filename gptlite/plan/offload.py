@@ -1,6 +1,6 @@
-"""What offload keeps and moves, by arithmetic: bytes of a rank's state file, and what crosses to and from its host.
+"""Arithmetic of offload: bytes of a rank's state file, and its traffic to and from the host.
 
-No torch here. Who moves what: gptlite.parallelism.zero (FSDP2), gptlite.optimizer.streamed (files).
+No torch here. The transfers are made by gptlite.parallelism.zero (FSDP2) and gptlite.optimizer.streamed (files).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from gptlite.plan.parameters import Parameter, stages
 from gptlite.plan.traffic import gathered, reductions
 from gptlite.plan.workload import MASTER, Workload
 
-PAGE = 4096  # bytes: where each parameter begins in a state file
+PAGE = 4096  # bytes: parameters are aligned to it in a state file
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes of one step on a rank: shards that go to the device, gradients that come to the host, state read and
+    """Bytes of one step on a rank: shards copied to the device, gradients copied to the host, state read and
     written."""
 
     to_device: int = 0
@@ -28,26 +28,26 @@ class Moved:
 
 
 def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> Moved:
-    """What offload moves in a step. Of data ranks the first is meant, whose shards are the longest.
+    """Return the bytes that offload moves in a step, for the first data rank, whose shards are the longest.
 
-    Shards go to the device as often as they are gathered, before they are cast; gradients come back as often as they
-    are reduced over all data ranks, in fp32.
+    Shards are copied to the device, before the cast, as often as they are gathered. Gradients are copied back in fp32
+    as often as they are reduced over all data ranks.
     """
     if work.parallelism.offload is Offload.none:
         return Moved()
     shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
-    there = back = 0
+    to_device = to_host = 0
     for stage in stages(work, pp_rank, tp_rank):
         for elements, number, block in stage.groups(work.parallelism.bucket_layers, shards):
             times = sum(gathered(work, pp_rank, stage.number, block).values())
-            there += work.stored * elements * number * times
-            back += MASTER * elements * number * (reductions(work) if copies == 1 else 1)
+            to_device += work.stored * elements * number * times
+            to_host += MASTER * elements * number * (reductions(work) if copies == 1 else 1)
     file = file_bytes(work, pp_rank, tp_rank)
-    return Moved(there, back, file, file)
+    return Moved(to_device, to_host, file, file)
 
 
 def file_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> int:
-    """The size of a rank's state file; 0 without one."""
+    """Return the size of a rank's state file; 0 without one."""
     if work.parallelism.offload is not Offload.nvme:
         return 0
     shards = work.layout.size("dp_shard")
@@ -56,7 +56,7 @@ def file_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> int:
 
 
 def buffers_bytes(work: Workload, parameters: Iterable[Parameter]) -> int:
-    """Of the two buffers that a rank's optimizer state passes through: no more than it has."""
+    """Return the bytes of the two buffers that a rank's optimizer state streams through, at most those of the state."""
     rows, shards = work.optimizer.state_elements(), work.layout.size("dp_shard")
     pages = sum(-(-MASTER * parameter.shard(shards) // PAGE) for parameter in parameters)
     most = work.parallelism.offload_buffer_mib * 2**20 // max(1, rows * PAGE)

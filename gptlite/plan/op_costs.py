@@ -1,7 +1,7 @@
-"""What an op does by the shapes that it is given: its arithmetic, the bytes that it reads and writes, its workspace.
+"""Cost of an op by the shapes of its arguments: arithmetic, bytes read and written, workspace.
 
-Two FLOPs a multiplication and addition. Causal attention computes half of its scores. An op that is neither a product
-nor attention is priced by its bytes; FLOPs of convolutions are torch's (torch.utils.flop_counter).
+A multiplication with an addition counts as two FLOPs. Causal attention computes half of its scores. An op that is
+neither a product nor attention costs its bytes; FLOPs of convolutions come from torch.utils.flop_counter.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NOTHING = {  # ops that compute nothing
     *("detach", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "lift_fresh", "device"),
     *("_local_scalar_dense", "resize_", "set_", "_unsafe_view", "_reshape_alias"),
 }
-LOOKUPS = {"embedding", "index", "gather", "index_select"}  # read of their first argument what they write
-WRITES = {"copy_", "zero_", "fill_"}  # do not read what they are called on
+LOOKUPS = {"embedding", "index", "gather", "index_select"}  # read as much of their first argument as they write
+WRITES = {"copy_", "zero_", "fill_"}  # overwrite their first argument without reading it
 SILENT = ("c10d", "_c10d_functional", "prim")
-# Which argument is the left factor; the right one follows it.
+# Index of the left factor among the arguments; the right one follows it.
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "weight_gradient": 0}
-SCORES = {  # and which has the queries; the keys follow them, or are packed with them
+SCORES = {  # index of the queries; the keys follow them, or are packed with them
     "_scaled_dot_product_flash_attention_for_cpu": 0,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 1,
     "attention": 0,
@@ -33,13 +33,13 @@ SCORES = {  # and which has the queries; the keys follow them, or are packed wit
     "attention_packed": 0,
     "attention_packed_backward": 3,
 }
-ROWS = 256  # at most so many partial sums of each of three columns: gptlite_rows_workspace of kernels/cpu/workspace.cpp
-# By our ops with sums over rows: which argument has the rows.
+ROWS = 256  # limit of partial sums for each of three columns, see gptlite_rows_workspace in kernels/cpu/workspace.cpp
+# Our ops that sum over rows: index of the argument with the rows.
 ROWS_OF = {"layer_norm_backward": 1, "residual_norm_backward": 2, "bias_gelu_backward": 1}
 
 
 def op_of(func: Any, args: Any, out: Any) -> Op | None:
-    """A dispatched op; None where it computes nothing."""
+    """Return the cost of a dispatched op; None if it computes nothing."""
     name = func._opname
     if name in NOTHING or func.namespace in SILENT or func.is_view:
         return None
@@ -56,7 +56,7 @@ def op_of(func: Any, args: Any, out: Any) -> Op | None:
 
 
 def moment_bytes(func: Any, args: Any) -> int:
-    """Bytes that a dispatched op takes besides its results while it runs: our kernels' workspaces."""
+    """Return the temporary bytes of a dispatched op beside its results: the workspaces of our kernels."""
     if func.namespace != "gptlite" or func._opname not in ROWS_OF:
         return 0
     *leading, width = args[ROWS_OF[func._opname]].shape
@@ -64,14 +64,16 @@ def moment_bytes(func: Any, args: Any) -> int:
 
 
 def _product(name: str, a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
-    """Batch, rows, inner dim and columns, of a [*, m, k] b [*, k, n]; of a weight's gradient a [*, m], b [*, n]."""
+    """Return batch, rows, inner dim and columns of a [*, m, k] b [*, k, n]; of a weight's gradient, a [*, m], b [*,
+    n]."""
     if name == "weight_gradient":
         return 1, a.shape[-1], prod(a.shape[:-1]), b.shape[-1]
     return prod(a.shape[:-2]), a.shape[-2], a.shape[-1], b.shape[-1]
 
 
 def _attention(name: str, args: Any) -> int:
-    """FLOPs of two products forward; backward five, for scores are computed again. Ours are causal always."""
+    """Return the FLOPs of attention: two products forward, five backward, which computes the scores again. Ours is
+    causal."""
     q, *others = args[SCORES[name] :]
     if "packed" in name:  # [B, S, H, 3, D]
         product = 2 * prod(q.shape) // 3 * q.shape[1]
@@ -82,7 +84,7 @@ def _attention(name: str, args: Any) -> int:
 
 
 def _moved(func: Any, args: Any, out: Any) -> int:
-    """Bytes that an op reads, those that it writes into its arguments, and those of new results."""
+    """Return the bytes that an op reads, writes into its arguments, and writes into new results."""
     name, schema = func._opname, func._schema
     given = zip(schema.arguments, args, strict=False)
     mutated = [value for each, value in given if each.alias_info is not None and each.alias_info.is_write]
@@ -95,6 +97,6 @@ def _moved(func: Any, args: Any, out: Any) -> int:
 
 
 def _bytes(values: Any) -> list[int]:
-    """Of each tensor among some values; what an expanded one repeats counts once."""
+    """Return the bytes of each tensor among `values`; repetitions of an expanded tensor count once."""
     tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor)]
     return [min(prod(each.shape) * each.element_size(), each.untyped_storage().nbytes()) for each in tensors]

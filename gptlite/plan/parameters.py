@@ -1,6 +1,6 @@
-"""The parameters that a pipeline rank holds, by what FSDP2 gathers and reduces together.
+"""Parameters that a pipeline rank holds, grouped as FSDP2 gathers and reduces them.
 
-Their shapes are those of the model's own parameters, on the meta device; its sharding plan says which are cut.
+Shapes come from the model itself, built on the meta device; its sharding plan tells which parameters are cut.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gptlite.plan.workload import Workload
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-BLOCKS = 2  # of a model that is asked: the last one is like any other
-Alike = tuple[tuple[int, ...], bool, bool]  # layers of a rank's stages, whether the model's ends are among them
+BLOCKS = 2  # depth of the model that is built for shapes: the last block stands for all others
+Alike = tuple[tuple[int, ...], bool, bool]  # layers of a rank's stages, and if the model's beginning or end is in them
 
 
 class Parameter(NamedTuple):
-    """One parameter on a tensor rank: rows (its first dim, which FSDP2 cuts) of so many elements.
+    """One parameter on a tensor rank: `rows` (its first dim, which FSDP2 cuts) of `width` elements each.
 
-    `cut`: over the tensor axis; else it is whole on each of its ranks. `tied`: one with another of the whole model.
+    `cut`: sharded over the tensor axis, else replicated. `tied`: shared with another parameter of the whole model.
     """
 
     rows: int
@@ -39,18 +39,18 @@ class Parameter(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements before FSDP2 cuts it."""
+        """Number of elements before FSDP2 shards it."""
         return self.rows * self.width
 
     def shard(self, shards: int) -> int:
-        """Elements of a shard, as long as the longest: FSDP2 pads the others to it."""
+        """Return the elements of the longest shard; FSDP2 pads the others to it."""
         return -(-self.rows // shards) * self.width
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model's parameters on a rank of the tensor axis: of one block, and of what is beside the blocks in a part that
-    is a pipeline's first one, its last one, or both. `blocks`: how many the model had that was asked."""
+    """A model's parameters on a rank of the tensor axis: those of one block, and those outside the blocks for a part
+    that is a pipeline's first, its last, or both. `blocks` is the depth of the model that was built."""
 
     blocks: int
     block: tuple[Parameter, ...]
@@ -59,10 +59,10 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the model: its layers, each with the same parameters, and what it has beside them.
+    """One part of the model: its layers, each with the same parameters, and its parameters outside the layers.
 
-    `others` are gathered and reduced together, `block` in buckets of layers. A part that is both first and last holds
-    a tied parameter once.
+    `others` are gathered and reduced together, `block` in buckets of layers. A part that is both first and last holds a
+    tied parameter once.
     """
 
     number: int
@@ -73,43 +73,44 @@ class Stage:
     last: bool
 
     def groups(self, bucket_layers: int, shards: int) -> list[tuple[int, int, bool]]:
-        """What FSDP2 handles at a time: elements of a shard of it, how often there is one, and whether it is of blocks:
-        the other parameters, whole buckets, the last one."""
+        """Return FSDP2's groups: elements of a group's shard, number of such groups, and True if they are of blocks. In
+        order: the other parameters, full buckets, the last bucket."""
         (whole, rest), block = divmod(self.layers, bucket_layers), shard_elements(self.block, shards)
         found = [(shard_elements(self.others, shards), 1, False), (bucket_layers * block, whole, True)]
         return [each for each in [*found, (rest * block, 1, True)] if each[0] and each[1]]
 
     def parameters(self) -> list[Parameter]:
-        """All of them."""
+        """Return all parameters of the stage."""
         return [*self.others, *self.block * self.layers]
 
     def sharded(self, shards: int) -> int:
-        """Elements of a shard of all of them, as long as the longest."""
+        """Return the elements of the longest shard of all parameters."""
         return shard_elements(self.others, shards) + self.layers * shard_elements(self.block, shards)
 
 
 def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
-    """The stages of a pipeline rank, first to last."""
+    """Return the stages of a pipeline rank, first to last."""
     config, total = work.parallelism, num_stages(work.parallelism)
-    layers, its = cut(work).layers, inventory(work.model, work.layout.size("tp"), tp_rank)
+    layers, held = cut(work).layers, inventory(work.model, work.layout.size("tp"), tp_rank)
     found = []
     for number in stages_of_rank(config, pp_rank):
         first, last = number == 0, number == total - 1
-        others = its.others.get((first, last), ())
-        found.append(Stage(number, len(layers[number]), its.block, others, first, last))
+        others = held.others.get((first, last), ())
+        found.append(Stage(number, len(layers[number]), held.block, others, first, last))
     return found
 
 
 def copies(held: list[Stage]) -> list[Parameter]:
-    """Tied parameters of a rank's stages that another rank has a copy of."""
+    """Return the tied parameters of a rank's stages that another rank has a copy of."""
     ends = [stage for stage in held if stage.first or stage.last]
+    # A rank with both ends of the model, or with neither, shares no tied parameter with another.
     whole = len(ends) != 1 or ends[0].first == ends[0].last
     return [] if whole else [each for each in ends[0].others if each.tied]
 
 
 @cached(lambda model, tensor, tp_rank=0: (Same(model), tensor, tp_rank))
 def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
-    """The parameters of a model of any depth, on a rank of the tensor axis."""
+    """Return the parameters of a model of any depth, on a rank of the tensor axis."""
     from gptlite.models.model import Model
     from gptlite.models.parallelize import layers_to_cut
     from gptlite.ops.select import Ops
@@ -122,13 +123,13 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
 
     def local(name: str, parameter: Tensor) -> Parameter:
         shape, dim = [*parameter.shape, 1], dims.get(name)
-        if dim is not None:  # as torch.chunk cuts: the last ranks may have less
+        if dim is not None:  # cut as by torch.chunk: the last ranks may have less
             longest = -(-shape[dim] // tensor)
             shape[dim] = max(0, min(longest, shape[dim] - tp_rank * longest))
         return Parameter(shape[0], prod(shape[1:]), dim is not None, name in tied)
 
     def listed(part: nn.Module, blocks: Iterable[nn.Module], inside: bool) -> tuple[Parameter, ...]:
-        """The parameters of a part that are in some of its blocks, or those that are not."""
+        """Return the parameters of a part that are in the given blocks, or those that are not."""
         held = {id(each) for block in blocks for each in block.parameters()}
         return tuple(local(name, each) for name, each in part.named_parameters() if (id(each) in held) == inside)
 
@@ -136,36 +137,37 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
     others = {(True, True): listed(whole, blocks, inside=False)}
     for place, ends in ((0, (True, False)), (len(blocks) - 1, (False, True))):
         if spec.num_blocks(config) is not None:
-            part = deepcopy(whole)
+            part = deepcopy(whole)  # `keep` removes modules in place
             spec.keep(part, config, range(place, place + 1))
             others[ends] = listed(part, few.blocks(part).values(), inside=False)
     return Inventory(len(blocks), listed(whole, blocks[-1:], inside=True), others)
 
 
 def with_blocks(model: Any, blocks: int) -> Any:
-    """A model's configuration with so many blocks; as it is where it does not say how many it has."""
+    """Return a model's configuration with that many blocks; unchanged if it has no key for them."""
     spec = spec_of(model)
     return model if spec.num_blocks(model) is None else replace(model, **{spec.blocks_key: blocks})
 
 
 @cached(Same)
 def num_parameters(model: ModelConfig) -> int:
-    """All parameters of the whole model."""
-    its = inventory(model, 1)
-    return sum(each.elements for each in its.others[True, True]) + num_blocks(model) * sum(
-        each.elements for each in its.block
+    """Return the number of parameters of the whole model."""
+    whole = inventory(model, 1)
+    return sum(each.elements for each in whole.others[True, True]) + num_blocks(model) * sum(
+        each.elements for each in whole.block
     )
 
 
 def num_blocks(model: ModelConfig) -> int:
-    """How many blocks a model has."""
+    """Return the number of blocks of a model."""
     return spec_of(model).num_blocks(model) or inventory(model, 1).blocks
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a pipeline divides a model: the layers of each stage, the stages of each rank, the kind of each rank, and the
-    first rank of each kind. Ranks of a kind hold as many layers and the same ends, so they do the same work."""
+    """Partition of a model over a pipeline: the layers of each stage, the stages of each rank, the kind of each rank,
+    and the first rank of each kind. Ranks of a kind have equally many layers and the same ends, so they do the same
+    work."""
 
     layers: tuple[range, ...]
     stages: tuple[tuple[int, ...], ...]
@@ -175,16 +177,16 @@ class Cut:
 
 @cached(lambda work: (Same(work.model), *pipeline_key(work.parallelism)))
 def cut(work: Workload) -> Cut:
-    """How the pipeline of a layout divides its model."""
+    """Return the partition of a workload's model over its pipeline."""
     config, spec = work.parallelism, spec_of(work.model)
     costs = spec.flops(work.model, spec.max_length(work.model) or 1) or (1, 0)  # as Model.stage_blocks has it
     layers = tuple(split_layers(num_blocks(work.model), num_stages(config), *costs))
     held = tuple(tuple(stages_of_rank(config, rank)) for rank in range(config.pipeline))
-    kinds = tuple((tuple(len(layers[stage]) for stage in its), 0 in its, len(layers) - 1 in its) for its in held)
+    kinds = tuple((tuple(len(layers[stage]) for stage in mine), 0 in mine, len(layers) - 1 in mine) for mine in held)
     return Cut(layers, held, kinds, {kind: kinds.index(kind) for kind in kinds})
 
 
 @lru_cache
 def shard_elements(parameters: tuple[Parameter, ...], shards: int) -> int:
-    """Elements of a shard of each parameter, as long as the longest."""
+    """Return the elements of the longest shard of each parameter, summed."""
     return sum(parameter.shard(shards) for parameter in parameters)

@@ -1,6 +1,6 @@
-"""Bytes that a pipeline stage's passes take: its profile run through, with what FSDP2 gathers and reduces between.
+"""Memory of a pipeline stage's passes: its profile replayed, with FSDP2's gathers and reductions in between.
 
-All of it is in tapes: bytes in order, taken or where negative given back.
+Memory is recorded as tapes: lists of bytes in order, allocated if positive, freed if negative.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Passes = dict[tuple[str, bool, bool], tuple[int, int]]
 
 
 class Taken(NamedTuple):
-    """A pass, or half of a backward one: the most beyond what was there before, and what it leaves.
+    """Memory of a pass, or of half a backward one: its peak above the level before it, and the change it leaves.
 
-    `reducing`: the most once its gradients are being reduced, and what an earlier reduction has left is given back.
+    `reducing`: the peak after its first gradient reduction begins, when buffers of an earlier reduction have been
+    freed.
     """
 
     most: int
@@ -30,17 +31,18 @@ class Taken(NamedTuple):
 
 
 def most(tape: list[int]) -> int:
-    """The most bytes at once, of those that a tape allocates."""
+    """Return the peak of a tape."""
     return max(accumulate(tape, initial=0))
 
 
 def repeated(tape: list[int], times: int) -> list[int]:
-    """A tape several times over: it rises or falls by the same each time, so the first and the last tell."""
+    """Return a tape several times over. Each repetition changes the level equally, so the first and the last have the
+    peak."""
     return [*tape, sum(tape) * (times - 2), *tape] if times > 1 else tape * times
 
 
 def _key(work: Workload, stage: Stage, tp_rank: int) -> tuple[object, ...]:
-    """What `passes_of` reads."""
+    """Return the fields that `passes_of` depends on."""
     config, layout = work.parallelism, work.layout
     degrees = layout.size("tp"), layout.context, layout.size("dp_shard"), layout.size("pp") == 1, work.sharded
     how = config.zero, config.sequence, config.activation_checkpointing, splits_backward(config), config.bucket_layers
@@ -50,19 +52,19 @@ def _key(work: Workload, stage: Stage, tp_rank: int) -> tuple[object, ...]:
 
 @cached(_key)
 def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
-    """Each pass of a stage, as a `walk.Turn` tells them apart: the most that it takes beyond what was there, and by how
-    much it changes that."""
-    its, split = _Stage(work, stage, tp_rank), splits_backward(work.parallelism)
-    first, later, kept = its.forward_passes()
+    """Return the peak of each pass of a stage above the level before it, and the change it leaves, keyed as
+    `walk.Turn`."""
+    memory, split = _Stage(work, stage, tp_rank), splits_backward(work.parallelism)
+    first, later, kept = memory.forward_passes()
     found = {("F", True, False): (first, kept), ("F", False, False): (later, kept)}
-    each, final = (work.sharded and (last or its.often) for last in (False, True))
-    # What a reduction leaves is there until the stage's next one begins.
-    carried = (its.bucket if split or not its.others else its.others) * each
+    each, final = (work.sharded and (last or memory.often) for last in (False, True))
+    # The buffer of a reduction is held until the stage's next one begins.
+    carried = (memory.bucket if split or not memory.others else memory.others) * each
     for is_last, reduces in ((False, each), (True, final)):
         if split and not stage.first:
-            inputs, weights = its.halves(reduces, kept)
-        else:  # of a split backward pass all is done in its second half: nobody wants the gradient of tokens
-            inputs, weights = Taken(0, 0), its.backward(reduces, kept)
+            inputs, weights = memory.halves(reduces, kept)
+        else:  # the first stage needs no gradient of its input, so its second half does the whole backward pass
+            inputs, weights = Taken(0, 0), memory.backward(reduces, kept)
         found["I", False, False] = inputs.most, inputs.left
         for is_first in (False, True):
             peak, change = weights.most, weights.left
@@ -74,12 +76,14 @@ def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
 
 
 class _Stage:
-    """A stage with its profile, what FSDP2 holds for it, and what becomes of the gradients that a pass makes.
+    """A stage with its profile, the buffers that FSDP2 holds for it, and the handling of the gradients that a pass
+    makes.
 
-    In bytes: `gathered` is a bucket of blocks, `bucket` its gradients, `others` those of the other parameters, whole; 0
-    where FSDP2 does not. `frees`: gathered buckets are freed after each pass. `often`: each pass reduces its gradients.
-    `added`: gradients come on top of earlier ones; the first ones are model state from the beginning. `holds`: FSDP2
-    holds those of a block, `gradients`, until it reduces them, else each is added to what there is and given back.
+    In bytes: `gathered` is a bucket of blocks, `bucket` its gradients, `others` those of the other parameters,
+    unsharded; 0 if FSDP2 does not handle them. `frees`: gathered buckets are freed after each pass. `often`: each pass
+    reduces its gradients. `added`: gradients are allocated beside earlier ones, while the first ones are model state
+    from the start. `holds`: FSDP2 holds a block's gradients, `gradients` bytes, until it reduces them; otherwise each
+    is added to the accumulated one and freed.
     """
 
     def __init__(self, work: Workload, stage: Stage, tp_rank: int) -> None:
@@ -94,20 +98,21 @@ class _Stage:
         self.gathered, self.bucket = self.blocks * self.block_gathered, self.blocks * self.block_reduced
         self.others_gathered = others * work.gather_item
         self.frees = config.zero == 3 and comes_and_goes
-        held = work.gather_item if sharded else work.stored  # bytes of a parameter that a layer is given
+        held = work.gather_item if sharded else work.stored  # bytes of a parameter as a layer uses it
         self.often, self.added = config.zero >= 2 or work.micro_batches == 1, sharded or work.micro_batches > 1
-        # FSDP2 accumulates in fp32 what is computed in 16 bits.
+        # FSDP2 accumulates in fp32 the gradients that are computed in 16 bits.
         self.holds = sharded and (self.often or held < work.reduce_item)
         self.gradients = sum(parameter.elements for parameter in stage.block) * held * self.holds
 
     def tape(self, segment: Segment, given: bool = True) -> list[int]:
-        """A segment's bytes, those of gradients as they are in all passes but the first."""
+        """Return a segment's bytes, with the gradients as in every pass but the first."""
         return segment.tape(self.added, self.holds, given)
 
     def reduction(self, size: int, grads: int) -> list[int]:
-        """From gradients to their shards, which are model state; the whole ones stay until the next reduction.
+        """Return the tape of reducing gradients to shards, which are model state; the input is held until the next
+        reduction.
 
-        What is received is summed into the shards themselves, or into others of the dtype that is summed in.
+        The result is accumulated into the shards themselves, or into separate ones of the reduction dtype.
         """
         received = size - size // self.shards if self.work.device == "cpu" else 0
         if self.work.reduce_item < MASTER:
@@ -115,7 +120,7 @@ class _Stage:
         return [size, -grads, received, -received] if size else []
 
     def at_once(self) -> list[int]:
-        """All reductions, one after the other, where no hook of the backward pass begins them."""
+        """Return the tape of all reductions in sequence, as done when no hook of the backward pass starts them."""
         tape, before = self.reduction(self.others, 0), self.others
         for _ in range(self.buckets):
             tape += [-before, *self.reduction(self.bucket, self.gradients * self.stage.layers // self.buckets)]
@@ -123,16 +128,18 @@ class _Stage:
         return tape
 
     def forward_passes(self) -> tuple[int, int, int]:
-        """The most that a step's first forward pass takes, the most that any other takes, and what they leave."""
+        """Return the peak of a step's first forward pass, the peak of any other, and the bytes that they leave."""
         later = self.forward(self.gathered * self.frees, self.added)
         first = later
         if self.gathered and not self.frees:
-            # Parameters that stay are gathered in the first pass, whose gradients are the first, and so model state.
+            # Parameters that stay gathered are gathered in the first pass. Its gradients are the first ones, and so
+            # count as model state.
             first = self.forward(self.gathered, self.holds)
         return most(first), most(later), sum(later)
 
     def forward(self, buffer: int, added: bool) -> list[int]:
-        """`buffer`: of the last bucket that was gathered, held until the next one is, or the backward pass begins."""
+        """Return the tape of a forward pass. `buffer`: bytes of the last gathered bucket, held until the next gather or
+        the backward pass."""
         stage, profile, freed = self.stage, self.profile, self.gathered * self.frees
         tape = profile.begin.tape(added, self.holds) if stage.first else []
         tape += [buffer + freed, *profile.block.tape(added, self.holds, given=stage.first)]
@@ -140,9 +147,9 @@ class _Stage:
         return [*tape, *(profile.end.tape(added, self.holds) if stage.last else ()), -buffer]
 
     def backward(self, reduces: bool, kept: int) -> Taken:
-        """A whole pass, after a forward one that has left `kept`."""
+        """Return the memory of a whole backward pass, after a forward pass that has left `kept` bytes."""
         stage, profile, split = self.stage, self.profile, splits_backward(self.work.parallelism)
-        # The last blocks and those that come next; half a pass has all of the stage.
+        # The last blocks and the prefetched bucket; a split pass has the whole stage gathered.
         gathered = self.gathered * self.buckets if split else self.gathered + self.last_blocks * self.block_gathered
         gathered, reducing = gathered * self.frees, reduces and not split
         tape, each = self.tape(profile.end_back) if stage.last else [], self.tape(profile.block_back)
@@ -161,14 +168,14 @@ class _Stage:
         return _taken(tape, -kept, begun if reduces else None)
 
     def halves(self, reduces: bool, kept: int) -> tuple[Taken, Taken]:
-        """The halves of a pass: of its input's gradient, and of the weights' from what the first has left. Gradients
-        are reduced at the end of the other."""
+        """Return the memory of both halves of a pass: the input's gradient, and the weights' gradients computed from
+        what the first half left. Gradients are reduced at the end of the second half."""
         layers, end, found = self.stage.layers, self.stage.last, halves_of(self.work)
         gathered = self.gathered * self.buckets * self.frees
         tape = [gathered, *(self.tape(found.inputs_end) if end else ())]
         tape += [*repeated(self.tape(found.inputs), layers), -gathered]
         inputs = _taken(tape, sum(tape))
-        # What is gathered last is copied for a moment.
+        # The bucket gathered last is copied out of its buffer.
         whole, copied = gathered + self.others_gathered * self.frees, self.gathered * self.frees
         peak = most(self.tape(found.weights_end if end else found.weights))
         tape = [whole, copied, -copied, peak, -peak, self.gradients * layers - kept - inputs.left, -whole]
@@ -177,7 +184,7 @@ class _Stage:
 
 
 def _taken(tape: list[int], left: int, begun: int | None = None) -> Taken:
-    """A pass of such a tape, which leaves so much. `begun`: where its first reduction begins, if it reduces."""
+    """Return the memory of a pass with this tape. `begun`: index of its first reduction, None if it has none."""
     if begun is None:
         return Taken(most(tape), left)
     return Taken(most(tape[:begun]), left, sum(tape[:begun]) + most(tape[begun:]))

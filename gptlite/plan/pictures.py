@@ -1,4 +1,4 @@
-"""A plan as pictures: where the time of each layout goes, what memory it takes, and the pipeline of the best."""
+"""Charts of a plan: step time of each layout by cause, memory of each layout, and the timeline of the best pipeline."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PASSES = {
     "I": ("backward: inputs", GREEN),
     "W": ("backward: weights", YELLOW),
 }
-EQUAL = "#f1ead6"  # the span of the planner's error
-NAME_WIDTH, TITLE_WIDTH = 44, 110  # signs
-SHOWN_RANKS = 32  # of a pipeline; more are lines too thin to see
+EQUAL = "#f1ead6"  # shade of the planner's error
+NAME_WIDTH, TITLE_WIDTH = 44, 110  # characters
+SHOWN_RANKS = 32  # of a pipeline; bars of more ranks are too thin to see
 NUMBERED = 1 / 110  # of a step: the shortest pass that carries its micro-batch's number
 
 
@@ -47,8 +47,8 @@ def draw_layouts(
     shaded: tuple[float, float] | None = None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Bars of each layout, of `lengths` in `label`'s unit with `words` at their ends, and of its fullest rank's memory,
-    with what there is in bytes. `notes` are lines below the bars."""
+    """Draw two bar charts of layouts: `lengths` in `label`'s unit, with `words` as bar labels, and the memory of the
+    fullest rank, with its limit `room` in bytes. `notes` are printed below the charts."""
     with _picture(out, title, 13, 2.8 + 0.48 * len(names), notes) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.35, 1))
         totals = _bars(left, lengths, TIME, label)
@@ -61,20 +61,20 @@ def draw_layouts(
         left.tick_params(axis="y", labelcolor=INK)
         left.invert_yaxis()
         taken = {part: [getattr(each, part) / GIB for each in memory] for part in MEMORY}
-        _bars(right, taken, MEMORY, "GiB on the fullest rank, predicted; dashed: what there is")
+        _bars(right, taken, MEMORY, "GiB on the fullest rank, predicted; dashed: the limit")
         edges = [row - 0.5 for row in range(len(names) + 1)]
         limits, dashed = [size / GIB for size in room], (0, (4, 3))
         right.stairs(limits, edges, orientation="horizontal", baseline=None, color=INK, linestyle=dashed)
 
 
 def draw_timeline(timeline: Timeline, title: str, out: Path) -> None:
-    """Each pipeline rank's passes over a step."""
+    """Draw each pipeline rank's passes over a step."""
     shown = min(timeline.ranks, SHOWN_RANKS)
     with _picture(out, title, 11, 1.5 + 0.3 * shown) as figure:
         axes = figure.subplots()
         used = {event.kind for event in timeline.events}
-        for kind, (words, color) in PASSES.items():
-            label = words if kind in used else None
+        for kind, (name, color) in PASSES.items():
+            label = name if kind in used else None
             for rank in range(shown):
                 spans = [(each.start, each.end - each.start) for each in timeline.of_rank(rank) if each.kind == kind]
                 axes.broken_barh(spans, (rank - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.3, label=label)
@@ -93,7 +93,7 @@ def draw_timeline(timeline: Timeline, title: str, out: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Where pictures go. Raises ConfigError where it cannot be made."""
+    """Create the folder for pictures. Raises ConfigError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -101,7 +101,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _bars(axes: Axes, lengths: Parts, colors: Mapping[str, str], label: str) -> list[float]:
-    """Stacked bars, with a legend where there is more than one part; returns where they end."""
+    """Draw stacked bars, with a legend for more than one part; return their ends."""
     ends = [0.0] * len(next(iter(lengths.values())))
     for part, widths in lengths.items():
         axes.barh(range(len(ends)), widths, left=ends, color=colors.get(part, BLUE), label=part, height=0.66)
@@ -117,7 +117,7 @@ def _bars(axes: Axes, lengths: Parts, colors: Mapping[str, str], label: str) -> 
 
 @contextmanager
 def _picture(out: Path, title: str, width: float, height: float, notes: Sequence[str] = ()) -> Iterator[Figure]:
-    """A figure in the project's style, which becomes the PNG `out` once the block is over."""
+    """Yield a figure in the project's style, and save it as the PNG `out` at the end of the block."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -1,4 +1,5 @@
-"""From a configuration to a plan, and back: the layout that `parallelism=auto` and `gptlite plan` choose."""
+"""Planning of a configuration: the layout search of `parallelism=auto` and `gptlite plan`, and its result as
+overrides."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ from gptlite.plan.workload import Workload
 from gptlite.precision import SCALED, Precision, Reduce
 
 Log = Callable[[str], None]
-MOST_NODES = 4096  # looked at, when asked what would fit
+MOST_NODES = 4096  # limit of the search for a number of nodes that fits the model
 REPORT_SECONDS = 5.0
-# What a candidate's override line says, in this order; the rest of ParallelismConfig is the user's.
+# Fields that the search chooses, in the order of a candidate's overrides; the others remain the user's.
 CHOSEN = (
     *("tensor", "sequence", "context", "pipeline", "schedule", "virtual_stages", "data", "dp_replicate", "zero"),
     *("activation_checkpointing", "offload", "offload_path"),
@@ -39,8 +40,8 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A search's result on a cluster, and the configuration it was made for. `assumed`: why its vocabulary is a guess,
-    empty where it is known."""
+    """Result of a search on a cluster, and the configuration it was made for. `assumed`: the reason why the vocabulary
+    size is a guess, empty if it is known."""
 
     config: Config
     cluster: ClusterConfig
@@ -49,15 +50,15 @@ class Plan:
 
     @property
     def best(self) -> Candidate:
-        """The fastest that fits."""
+        """The fastest layout that fits."""
         return self.found.ranked[0]
 
 
 def make_plan(config: Config, world: int | None = None, log: Log = print, wanted: int = WANTED) -> Plan:
-    """The plan of a configuration on its `cluster`, or on `world` ranks of it, with so many kinds of layouts.
+    """Return the plan of a configuration on its `cluster`, or on `world` ranks of it, with `wanted` kinds of layouts.
 
-    What `config.run.overrides` gives of `parallelism` and `data.micro_batch_size` stays. Raises ConfigError where
-    nothing is legal, or nothing fits: then with how much is missing and what would fit.
+    Values that `config.run.overrides` gives of `parallelism` and `data.micro_batch_size` are kept. Raises ConfigError
+    if no layout is legal, or if none fits; the latter error tells the missing memory and a fix.
     """
     sized, assumed = with_planned_vocabulary(config, log)
     cluster = this_machine(config.cluster, log, given=given_keys(config, "cluster"))
@@ -68,7 +69,7 @@ def make_plan(config: Config, world: int | None = None, log: Log = print, wanted
         try:
             found = _merged(found, search(space, here, each, _progress(log, each)))
         except ConfigError as error:
-            refusal = error
+            refusal = error  # raised only if no world size has a legal layout
     if refusal and not found.tried:
         raise refusal
     if not found.ranked:
@@ -77,7 +78,7 @@ def make_plan(config: Config, world: int | None = None, log: Log = print, wanted
 
 
 def chosen(config: Config, world: int | None = None, log: Log = print) -> Config:
-    """The configuration with the layout of its plan's best. Raises ConfigError as `make_plan` does."""
+    """Return the configuration with the best layout of its plan. Raises ConfigError as `make_plan` does."""
     plan = make_plan(config, world, log, wanted=1)
     best = plan.best
     log(
@@ -89,14 +90,15 @@ def chosen(config: Config, world: int | None = None, log: Log = print) -> Config
 
 
 def apply(config: Config, candidate: Candidate) -> Config:
-    """The configuration with a candidate's layout and micro-batch."""
-    its = candidate.work
-    layout = replace(its.parallelism, auto=False)
-    return replace(config, parallelism=layout, data=replace(config.data, micro_batch_size=its.micro_batch_size))
+    """Return the configuration with a candidate's layout and micro-batch."""
+    work = candidate.work
+    layout = replace(work.parallelism, auto=False)
+    return replace(config, parallelism=layout, data=replace(config.data, micro_batch_size=work.micro_batch_size))
 
 
 def overrides(work: Workload) -> list[str]:
-    """What a command line says to train with a layout: what is not as in a fresh ParallelismConfig."""
+    """Return the overrides that select a layout: its differences from ParallelismConfig's defaults, and the
+    micro-batch."""
     values = {key: getattr(work.parallelism, key) for key in CHOSEN}
     words = [
         f"parallelism.{key}={override_value(value)}"
@@ -107,8 +109,8 @@ def overrides(work: Workload) -> list[str]:
 
 
 def train_overrides(given: Iterable[str], work: Workload, *more: str) -> list[str]:
-    """A command line with a layout, and with `more`, in place of what it said of them; the plan's own keys are left
-    out."""
+    """Return the overrides of a training command: `given` with those of the layout and `more` replacing the same keys,
+    and without the planner's own keys."""
     decided = [*overrides(work), *more]
     keys = {each.partition("=")[0] for each in decided}
     kept = [each for each in given if each.partition("=")[0].lstrip("+") not in keys]
@@ -116,7 +118,7 @@ def train_overrides(given: Iterable[str], work: Workload, *more: str) -> list[st
 
 
 def limited(cluster: ClusterConfig, config: Config, world: int) -> ClusterConfig:
-    """The cluster with no more memory than `trainer.host_memory_limit` leaves its ranks, where they are on CPUs."""
+    """Return the cluster with its memory reduced to `trainer.host_memory_limit`, which applies to ranks on CPUs."""
     limit = config.trainer.host_memory_limit
     if limit is None or cluster.device != "cpu":
         return cluster
@@ -124,14 +126,14 @@ def limited(cluster: ClusterConfig, config: Config, world: int) -> ClusterConfig
 
 
 def rank_limit(config: Config, cluster: ClusterConfig, work: Workload) -> float:
-    """Bytes that each rank of a layout may take."""
+    """Return the bytes that each rank of a layout may use."""
     world = work.layout.world_size
     return rank_memory(limited(cluster, config, world), world)
 
 
 def thrifty_space(config: Config, cluster: ClusterConfig, **least: object) -> Space:
-    """The layouts that take least memory, of those that the command line leaves open: full recomputation, one sequence
-    at a time, one copy of the model, and the values of `parallelism` in `least`."""
+    """Return the search space of layouts with the least memory, within the command line's choices: full recomputation,
+    micro-batches of one sequence, one copy of the model, and the values of `parallelism` in `least`."""
     fixed = fixed_keys(config)
     least = {"activation_checkpointing": ActivationCheckpointing.full, "schedule": "1f1b", **least}
     values = {key: value for key, value in least.items() if key not in fixed}
@@ -142,7 +144,7 @@ def thrifty_space(config: Config, cluster: ClusterConfig, **least: object) -> Sp
 
 
 def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> Space:
-    """What may be searched for a configuration, all but the `fixed` keys."""
+    """Return the search space of a configuration: every key but the `fixed` ones."""
     config = with_planned_vocabulary(config)[0]
     work = Workload(
         model=config.model,
@@ -172,7 +174,7 @@ def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> S
 
 
 def workload_of(config: Config, layout: Layout, cluster: ClusterConfig) -> Workload:
-    """What a configuration's own layout has to do: for predicting a run that is not searched for."""
+    """Return the workload of a configuration's own layout, to predict a run without a search."""
     space = space_of(config, cluster, frozenset())
     micro = config.data.micro_batch_size
     if micro is None:
@@ -182,36 +184,36 @@ def workload_of(config: Config, layout: Layout, cluster: ClusterConfig) -> Workl
 
 
 def fixed_keys(config: Config) -> frozenset[str]:
-    """Fields of `parallelism`, and micro_batch_size, that the command line gives: they stay as they are."""
+    """Return the fields of `parallelism`, and micro_batch_size, that the command line gives; the search keeps them."""
     own = {item.name for item in fields(ParallelismConfig)}
     keys = given_keys(config, "parallelism") & own
     if config.data.micro_batch_size is not None:
         keys.add("micro_batch_size")
-    said = any(each.lstrip("+").startswith("parallelism") for each in config.run.overrides)
-    if said and not config.parallelism.auto:  # a preset, whole
+    mentioned = any(each.lstrip("+").startswith("parallelism") for each in config.run.overrides)
+    if mentioned and not config.parallelism.auto:  # a preset fixes all fields
         keys |= own - {"data"}
     return frozenset(keys)
 
 
 def given_keys(config: Config, section: str) -> set[str]:
-    """The keys of a section that the command line gives, without its name."""
+    """Return the keys of a section that the command line gives, without the section's name."""
     given = (each.partition("=")[0].lstrip("+") for each in config.run.overrides)
     return {key.removeprefix(f"{section}.") for key in given if key.startswith(f"{section}.")}
 
 
 def planned_dtype(config: Config, cluster: ClusterConfig) -> str:
-    """What a run would multiply in there: `precision=auto` is bf16 where the cluster's peaks have it."""
+    """Return the dtype of a run's products on the cluster: `precision=auto` is bf16 if the cluster has a peak of it."""
     if config.precision.dtype in SCALED:
         return "fp16"
     if config.precision.dtype is Precision.fp8:
-        return "bf16"  # what a step has besides its products; these may take half the time
+        return "bf16"  # the dtype of all but the products, so the time of fp8 products is overestimated
     if config.precision.dtype is not Precision.auto:
         return config.precision.dtype.value
     return "bf16" if "bf16" in cluster.peak_tflops else "fp32"
 
 
 def planned_attention(ops: OpsConfig, model: ModelConfig, device: str) -> Attention:
-    """The attention that a run's `ops=auto` would take there, a compiler assumed."""
+    """Return the attention that `ops=auto` would select on the device, given a compiler."""
     if ops.attention is not Attention.auto:
         return ops.attention
     _, _, drops = spec_of(model).attention(model) or (0, 0, False)
@@ -222,8 +224,8 @@ def planned_attention(ops: OpsConfig, model: ModelConfig, device: str) -> Attent
 
 
 def with_planned_vocabulary(config: Config, log: Log = print) -> tuple[Config, str]:
-    """The configuration with the model's vocabulary, the data's where it is not given; and why that is a guess, or
-    nothing."""
+    """Return the configuration with a vocabulary size, the data's if the model has none, and the reason if it is a
+    guess, else an empty string."""
     if spec_of(config.model).vocab_size(config.model) is not None:
         return config, ""
     found = find_vocabulary(config.data, log)
@@ -231,17 +233,17 @@ def with_planned_vocabulary(config: Config, log: Log = print) -> tuple[Config, s
 
 
 def assumed_words(model: ModelConfig, assumed: str) -> str:
-    """What follows a prediction whose vocabulary is a guess."""
+    """Return the suffix of a prediction whose vocabulary is a guess."""
     return f"; vocabulary of {vocabulary_of(model)} assumed: {assumed}" if assumed else ""
 
 
 def vocabulary_of(model: ModelConfig) -> int | None:
-    """How many token ids a model has."""
+    """Return the number of a model's token ids, None if it is unknown."""
     return spec_of(model).vocab_size(model)
 
 
 def too_small(config: Config, cluster: ClusterConfig, found: Found) -> str:
-    """The line for a model that no layout fits: by how much, and what would."""
+    """Return the error message for a model that no layout fits: the missing memory, and a fix."""
     assert found.smallest is not None
     memory, work = found.smallest
     nodes = enough_nodes(config, cluster)
@@ -249,13 +251,14 @@ def too_small(config: Config, cluster: ClusterConfig, found: Found) -> str:
         f"{spec_of(config.model).label(config.model)} does not fit cluster={cluster.name} "
         f"cluster.nodes={cluster.nodes or 1}: of {found.tried} layouts the smallest "
         f"({work.layout.describe(work.parallelism)}) takes {memory.total / GIB:.1f} GiB on a rank, "
-        f"{(memory.total - rank_limit(config, cluster, work)) / GIB:.1f} more than there are; try "
+        f"{(memory.total - rank_limit(config, cluster, work)) / GIB:.1f} more than available; try "
         f"{f'cluster.nodes={nodes}' if nodes else 'a smaller model or data.sequence_length'}"
     )
 
 
 def enough_nodes(config: Config, cluster: ClusterConfig) -> int | None:
-    """The least power of two times the nodes on which some layout fits, by the layouts that take least memory."""
+    """Return the smallest number of nodes, doubled from the cluster's, on which a layout fits; None if there is none.
+    Only layouts with the least memory are tried."""
     nodes = cluster.nodes or 1
     while cluster.device == "cuda" and (nodes := nodes * 2) <= MOST_NODES:
         larger = replace(cluster, nodes=nodes)
@@ -267,7 +270,7 @@ def enough_nodes(config: Config, cluster: ClusterConfig) -> int | None:
 
 
 def _merged(one: Found, other: Found) -> Found:
-    """Two searches' results as one."""
+    """Return the combined results of two searches."""
     smallest = [found for found in (one.smallest, other.smallest) if found]
     return Found(
         ranked=sorted(one.ranked + other.ranked, key=lambda each: each.prediction.step_seconds),
@@ -280,7 +283,8 @@ def _merged(one: Found, other: Found) -> Found:
 
 
 def cluster_worlds(cluster: ClusterConfig, config: Config) -> list[int]:
-    """How many ranks to plan for: all devices; on a CPU, whose cores one rank may have alone, fewer as well."""
+    """Return the world sizes to plan for: all devices. A CPU's cores can also serve fewer ranks, so its divisors count
+    too."""
     devices = (cluster.nodes or 1) * (cluster.devices_per_node or 1)
     if cluster.device == "cpu" and config.cluster.devices_per_node is None:
         return divisors(devices)
@@ -288,7 +292,7 @@ def cluster_worlds(cluster: ClusterConfig, config: Config) -> list[int]:
 
 
 def _progress(log: Log, world: int) -> Callable[[int, int], None]:
-    """A line now and then on how far a search is, and when it will be over."""
+    """Return a callback that logs the progress of a search, and its ETA, every REPORT_SECONDS."""
     started = since = time.monotonic()
 
     def tell(done: int, total: int) -> None:
@@ -297,6 +301,6 @@ def _progress(log: Log, world: int) -> Callable[[int, int], None]:
         if now - since > REPORT_SECONDS and done:
             since = now
             left = timedelta(seconds=round((now - started) * (total - done) / done))
-            log(f"plan: {done / total:.0%} of the layouts of {world} ranks looked at, ETA {left}")
+            log(f"plan: {done / total:.0%} of the layouts of {world} ranks done, ETA {left}")
 
     return tell

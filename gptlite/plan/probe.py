@@ -1,8 +1,8 @@
-"""Records a model's profile: one micro-batch, forward and backward, with fake tensors and imagined ranks.
+"""Recording of a model's profile: one micro-batch, forward and backward, with fake tensors and simulated ranks.
 
-The model's own code runs, cut over the tensor and the context axis as a run would cut it, with two blocks: the
-last one is like any other. ZeRO is left out, for what FSDP2 gathers and reduces follows from sizes (`passes.py`);
-where it holds the parameters they have the dtype that it gathers. See `simulate_step.py` for the devices of tensors.
+The model's own code runs, sharded over the tensor and the context axis as in a run, with two blocks, of which the last
+stands for all others. ZeRO is left out, as FSDP2's gathers and reductions follow from sizes (`passes.py`); under FSDP2
+parameters have the dtype in which it gathers them. See `simulate_step.py` for the devices of tensors.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from gptlite.trainer.build import build_parts
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of the model that is recorded: by name the places of the watch's log where segments begin, and the numbers
-    of storages that are parameters' gradients, what blocks are given, the gradients that they are given, and not seen.
-    """
+    """A part of the model being recorded. `marks` are the indices in the watch's log at which segments begin, by name.
+    The sets hold numbers of storages: of parameters' gradients, of blocks' inputs, of the gradients given to blocks,
+    and of storages that are not counted."""
 
     work: Workload
     model: Model
@@ -50,23 +50,24 @@ class _Part:
     unseen: set[int] = field(default_factory=set)
 
     def mark(self, name: str) -> None:
-        """A segment begins, where none of the name has."""
+        """Begin a segment, unless one of that name has begun."""
         self.marks.setdefault(name, len(self.watch.log))
 
     def numbers(self, values: Any) -> set[int]:
-        """The storages of the tensors among some values."""
+        """Return the storages of the tensors among `values`."""
         tensors = (local_tensor(each) for each in tree_leaves(values) if isinstance(each, Tensor))
         return set(self.watch.held(tensors))
 
     def accumulated(self, parameter: nn.Parameter) -> None:
-        """A parameter's gradient is complete: noted as if it were given back, as one is that is added to others."""
+        """Record that a parameter's gradient is complete, as freed: one that is added to an earlier gradient is freed
+        then."""
         assert parameter.grad is not None
         held = self.watch.held([local_tensor(parameter.grad)])
         self.gradients.update(held)
         self.watch.log += [Change(number, -size) for number, size in held.items()]
 
     def segment(self, first: str, until: str, entered: bool = False) -> Segment:
-        """What happened between two marks. `entered`: the segment is a block's forward pass."""
+        """Return the segment between two marks. `entered`: it is a block's forward pass."""
         log = self.watch.log[self._place(first) : self._place(until)]
         given = self.entered if entered else self.upstream
         changes = (each for each in log if isinstance(each, Change) and each.number not in self.unseen)
@@ -77,8 +78,8 @@ class _Part:
         )
 
     def _place(self, name: str) -> int:
-        """Where a segment begins. A gradient that is complete before anything else happens is of the one before, and
-        so is all that is given back before the first op of the model's end."""
+        """Return the index at which a segment begins. A gradient that is complete before any op belongs to the segment
+        before, and so does memory freed before the first op of the model's end."""
         log, place = self.watch.log, self.marks[name]
         while place < len(log) and isinstance(change := log[place], Change) and change.size < 0:
             if name != "end" and change.number not in self.gradients:
@@ -92,19 +93,19 @@ class _Part:
         return UPSTREAM if change.size < 0 and change.number in given else PLAIN
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """A tensor that does not count."""
+        """Return a tensor of zeros that is not counted."""
         tensor = torch.zeros(shape, dtype=dtype)
         self.watch.leave_out(tensor)
         return tensor
 
     def activations(self) -> Tensor:
-        """What a part is given by the one before, or the gradient of what it gives: counted as a pipeline's buffer."""
+        """Return the input of a part, or the gradient of its output, which counts as a pipeline's buffer."""
         slices = self.work.layout.size("tp") if self.work.parallelism.sequence else 1
         shape = self.model.activations(self.work.micro_batch_size, self.work.rank_length // slices)
         return self.zeros(*shape, dtype=self.model.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs it on a micro-batch, whose targets do not count either."""
+        """Run the part on a micro-batch, whose targets are not counted either."""
         rows = self.work.micro_batch_size
         inputs = Inputs(self.zeros(rows, self.work.rank_length), self.zeros(rows), None, 1.0)
         self.watch.phase = "forward"
@@ -115,7 +116,7 @@ class _Part:
 
 
 def record(work: Workload, tp_rank: int = 0) -> Profile:
-    """The profile of a workload's model at its own size of micro-batch."""
+    """Return the profile of a workload's model at its own micro-batch size."""
     with _recorded(work, tp_rank, BLOCKS) as part:
         numbers = _mark_blocks(part)
         loss = part.forward(part.zeros(work.micro_batch_size, work.rank_length))
@@ -134,14 +135,14 @@ def record(work: Workload, tp_rank: int = 0) -> Profile:
 
 
 def record_halves(work: Workload) -> Halves:
-    """Both halves of backward passes: of a part with blocks alone, and of one with the end of the model."""
+    """Return the profiles of split backward passes: of a part with only blocks, and of one with the model's end."""
     inputs, weights = _record_half(work, end=False)
     inputs_end, weights_end = _record_half(work, end=True)
     return Halves(inputs, inputs_end, weights, weights_end)
 
 
 def _record_half(work: Workload, end: bool) -> tuple[Segment, Segment]:
-    """The half of the input's gradient, of a block or of the `end`, and the other half of the whole part."""
+    """Return the half for the input's gradient, of a block or of the `end`, and the other half, of the whole part."""
     with _recorded(work, 0, PARTS + 2) as part:
         first = 2 if end else 1
         part.model.spec.keep(part.module, part.model.config, range(first, first + PARTS))
@@ -153,7 +154,7 @@ def _record_half(work: Workload, end: bool) -> tuple[Segment, Segment]:
         weights = list(part.module.parameters())
         found, groups = stage_backward_input([out], gradient, [x], iter(weights))
         part.mark("W")
-        part.unseen.update(part.numbers(found[0]))  # a buffer of the pipeline's, to the end of the step
+        part.unseen.update(part.numbers(found[0]))  # counted as a buffer of the pipeline, held to the end of the step
         stage_backward_weight(iter(weights), groups)
         for weight in weights:
             part.accumulated(weight)
@@ -164,16 +165,16 @@ def _record_half(work: Workload, end: bool) -> tuple[Segment, Segment]:
 
 @contextmanager
 def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
-    """The model with so many blocks, as the ranks of the tensor and the context axis share it."""
+    """Yield the model with that many blocks, sharded over the ranks of the tensor and the context axis."""
     tensor, context, policy = work.layout.size("tp"), work.layout.context, policy_of(work)
     layout = Layout((1, 1, context, tensor), (context,))
     with mesh_of(layout, tp_rank) as mesh:
         model = Model.of(with_blocks(work.model, blocks), policy)
-        # Without data ranks, so that FSDP2 does not hold it.
-        there = replace(mesh, layout=replace(layout, sizes=(1, 1, 1, tensor)), device=torch.device(work.device))
-        (module,) = build_parts(model, _alone(work.parallelism), there, policy, ops_of(work))
+        # Without data ranks, so that FSDP2 does not wrap the model.
+        part_mesh = replace(mesh, layout=replace(layout, sizes=(1, 1, 1, tensor)), device=torch.device(work.device))
+        (module,) = build_parts(model, _alone(work.parallelism), part_mesh, policy, ops_of(work))
         _own_parameters(model, module, policy if work.sharded else None)
-        if work.layout.size("pp") == 1:  # a pipeline's ends have copies
+        if work.layout.size("pp") == 1:  # in a pipeline both ends have a copy instead
             model.tie(module)
         with _tensors(model, module, work.device) as device:
             for parameter in () if work.sharded else module.parameters():
@@ -189,8 +190,8 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
 
 @contextmanager
 def _tensors(model: Model, module: nn.Module, device: str) -> Iterator[torch.device]:
-    """Where tensors are made: on the meta device, which is quick; fake ones on a CPU under autocast, which has to know
-    a device's rules."""
+    """Yield the device on which tensors are created: meta, which is fast, or fake CPU tensors under autocast, which
+    needs a device's casting rules."""
     if model.autocast is None:
         with as_on(device, "meta"), flash_attention_only():
             yield torch.device("meta")
@@ -201,14 +202,14 @@ def _tensors(model: Model, module: nn.Module, device: str) -> Iterator[torch.dev
 
 
 def _alone(config: ParallelismConfig) -> ParallelismConfig:
-    """One part, whose backward pass is in halves where a pipeline's would be."""
+    """Return the parallelism of a single part, with split backward passes if the pipeline's schedule has them."""
     split = splits_backward(config)
     pipeline = {"pipeline": 2 if split else 1, "schedule": config.schedule if split else "1f1b"}
     return replace(config, zero=0, dp_replicate=1, offload=Offload.none, **pipeline)
 
 
 def _own_parameters(model: Model, module: nn.Module, gathers: Policy | None) -> None:
-    """Makes each parameter of a module one by itself, in the dtype in which FSDP2 gathers it, if it does."""
+    """Replace each parameter by an independent one, in the dtype in which FSDP2 gathers it, if it does."""
     dtype = None
     if gathers is not None:
         dtype = gathers.gather_dtype if model.autocast is None else gathers.parameter_dtype
@@ -218,10 +219,10 @@ def _own_parameters(model: Model, module: nn.Module, gathers: Policy | None) -> 
 
 
 def _mark_blocks(part: _Part) -> list[int]:
-    """Has a segment begin at each block, forward and backward. Returns their numbers."""
+    """Register hooks that begin a segment at each block, forward and backward. Returns the blocks' numbers."""
     blocks = part.model.blocks(part.module)
     first, last = (list(blocks.values())[place] for place in (0, -1))
-    if part.work.layout.size("pp") > 1:  # what a pipeline's part is given is contiguous, as the one before has sent it
+    if part.work.layout.size("pp") > 1:  # a pipeline's part receives its input, and a receive buffer is contiguous
         contiguous = partial(tree_map, lambda value: value.contiguous() if isinstance(value, Tensor) else value)
         first.register_forward_pre_hook(lambda _, args: contiguous(args))
     first.register_forward_pre_hook(
@@ -248,7 +249,7 @@ def _leave(part: _Part, name: str, block: nn.Module, args: Any, out: Any) -> Non
 
 
 def _at_gradients(values: Any, then: Callable[[Tensor], None]) -> None:
-    """Calls `then` with the gradient of each tensor among some values as it is used."""
+    """Call `then` with the gradient of each tensor among `values`, at the time it is used."""
     for each in tree_leaves(values):
         if isinstance(each, Tensor) and each.requires_grad:
             each.register_hook(then)

@@ -1,9 +1,9 @@
-"""What a part of a model does in a micro-batch: the bytes it takes and gives back, its ops, what it sends.
+"""Profile of a model's parts in a micro-batch: memory allocated and freed, ops, communication.
 
 A profile has a segment for the beginning of the model, one block and the end, forward and backward. It is recorded by
-running the model's own code once with fake tensors (`probe.py`), at two sizes of micro-batch; others follow from these,
-for bytes and shapes grow linearly. Where the two differ in more than sizes (a loss in more chunks), the size asked for
-is recorded itself. No torch here.
+running the model's own code with fake tensors (`probe.py`), at two micro-batch sizes. Other sizes are interpolated, as
+bytes and shapes grow linearly. If the two differ in more than sizes (a loss in more chunks), the requested size is
+recorded itself. No torch here.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from gptlite.plan.workload import Workload
 
 PLAIN, GRADIENT, ADDED, UPSTREAM = "plain", "gradient", "added", "upstream"
 MATMUL, ATTENTION, MOVE = "matmul", "attention", "move"
-SIZES = (2, 4)  # micro-batches that are recorded, in sequences: of one alone some ops copy less
-PARTS = 2  # blocks of the parts whose halves of backward passes are recorded
-SHORTEST = 512  # positions: a shorter sequence may be less than a kernel works on at a time
+SIZES = (2, 4)  # recorded micro-batch sizes, in sequences; with a single sequence some ops copy less
+PARTS = 2  # blocks of the parts whose split backward passes are recorded
+SHORTEST = 512  # positions: a shorter sequence may be below a kernel's chunk size, and then bytes are not linear
 
 
 class Event(NamedTuple):
-    """Bytes taken, or where negative given back.
+    """Bytes allocated, or freed if negative.
 
-    role: `gradient` where a parameter's gradient begins, `added` where it has been added to earlier ones, `upstream`
-    where the gradient that the segment was given is given back, else `plain`.
+    role: `gradient` at the allocation of a parameter's gradient, `added` after its accumulation into earlier ones,
+    `upstream` at the release of the gradient that the segment received, else `plain`.
     """
 
     size: float
@@ -62,16 +62,16 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """What happens between two points of a pass, in order."""
+    """Memory events, ops and communication between two points of a pass, in order."""
 
     events: tuple[Event, ...] = ()
     ops: tuple[Op, ...] = ()
     sent: tuple[Sent, ...] = ()
 
     def tape(self, added: bool, held: bool, given: bool = True) -> list[int]:
-        """Bytes in order. `added`: gradients come on top of earlier ones, else the new ones are model state. `held`:
-        they stay until they are reduced. `given`: what the segment is given (a gradient, a block's input) is this
-        rank's own, not a buffer of its pipeline."""
+        """Return the bytes in order. `added`: gradients are allocated beside earlier ones, else the new ones are model
+        state. `held`: they are held until they are reduced. `given`: the segment's input (a gradient, a block's input)
+        belongs to this rank and is not a buffer of its pipeline."""
         dropped = {UPSTREAM} if not given else set()
         if not added:
             dropped |= {GRADIENT, ADDED}
@@ -81,15 +81,15 @@ class Segment:
 
     @cached_property
     def left(self) -> int:
-        """Bytes that remain, gradients aside."""
+        """Bytes that remain at the end, without gradients."""
         return sum(self.tape(added=False, held=False))
 
 
 @dataclass(frozen=True)
 class Halves:
-    """Passes of parts whose backward pass is in halves. `inputs`: of the half of the input's gradient, that of a block
-    and that of the end. `weights`: the other half of a part of PARTS blocks, and `weights_end` of one that has the end
-    of the model too."""
+    """Profiles of split backward passes. `inputs`: the half for the input's gradient of a block, and `inputs_end` of
+    the model's end. `weights`: the other half of a part of PARTS blocks, and `weights_end` of a part that also has the
+    model's end."""
 
     inputs: Segment
     inputs_end: Segment
@@ -97,7 +97,7 @@ class Halves:
     weights_end: Segment
 
     def sent(self, blocks: int, end: bool) -> Counter[Sent]:
-        """What the backward pass of a part with so many blocks sends, a micro-batch."""
+        """Return the collectives of the backward pass of a part with that many blocks, per micro-batch."""
         weights = Counter(self.weights.sent)
         found = Counter(self.inputs_end.sent) + (Counter(self.weights_end.sent) - weights) if end else Counter()
         for sent in self.inputs.sent:
@@ -109,7 +109,8 @@ class Halves:
 
 @dataclass(frozen=True)
 class Profile:
-    """Segments of a model, one block's among them; `begin_back`, `block_back` and `end_back`: of the backward pass."""
+    """Segments of a model, with one block standing for all; `begin_back`, `block_back` and `end_back` are of the
+    backward pass."""
 
     begin: Segment
     block: Segment
@@ -120,7 +121,8 @@ class Profile:
 
 
 def between(small: Any, large: Any, sequences: int) -> Any:
-    """The Profile or Halves of so many sequences, from those of SIZES; None where these differ in more than sizes."""
+    """Return the Profile or Halves interpolated to `sequences`, from those of SIZES; None if they differ in more than
+    sizes."""
     try:
         return _between(small, large, (sequences - SIZES[0]) / (SIZES[1] - SIZES[0]))
     except ValueError:
@@ -128,7 +130,7 @@ def between(small: Any, large: Any, sequences: int) -> Any:
 
 
 def _between(one: Any, two: Any, share: float) -> Any:
-    """Each float between that of one record and that of the other. Raises ValueError if anything else differs."""
+    """Interpolate each float between two records. Raises ValueError if anything else differs."""
     if isinstance(one, float):
         return one + (two - one) * share
     if isinstance(one, tuple):
@@ -142,7 +144,7 @@ def _between(one: Any, two: Any, share: float) -> Any:
 
 
 def _key(work: Workload, tp_rank: int = 0) -> tuple[object, ...]:
-    """What a profile depends on."""
+    """Return the fields that a profile depends on."""
     config, layout = work.parallelism, work.layout
     degrees = layout.size("tp"), layout.context, layout.size("pp") == 1, work.sharded
     how = config.sequence, config.activation_checkpointing, splits_backward(config)
@@ -151,7 +153,7 @@ def _key(work: Workload, tp_rank: int = 0) -> tuple[object, ...]:
 
 @cached(_key)
 def profile_of(work: Workload, tp_rank: int = 0) -> Profile:
-    """What the model of a workload does on a rank of the tensor axis."""
+    """Return the profile of a workload's model on a rank of the tensor axis."""
     from gptlite.plan.probe import record
 
     return _scaled(work, lambda smaller: profile_of(smaller, tp_rank)) or record(work, tp_rank)
@@ -159,14 +161,14 @@ def profile_of(work: Workload, tp_rank: int = 0) -> Profile:
 
 @cached(_key)
 def halves_of(work: Workload) -> Halves:
-    """What parts of a pipeline do whose backward passes are in halves."""
+    """Return the profiles of a pipeline's parts with split backward passes."""
     from gptlite.plan.probe import record_halves
 
     return _scaled(work, halves_of) or record_halves(work)
 
 
 def _scaled(work: Workload, of: Callable[[Workload], Any]) -> Any:
-    """From two smaller micro-batches where a large one is asked for; None where it has to be recorded."""
+    """Interpolate from two smaller micro-batches for a large one; None if it has to be recorded."""
     if work.micro_batch_size <= SIZES[-1] or work.rank_length < SHORTEST:
         return None
     small, large = (of(replace(work, micro_batch_size=size)) for size in SIZES)
@@ -183,8 +185,10 @@ def _scaled(work: Workload, of: Callable[[Workload], Any]) -> Any:
     )
 )
 def plain_profile(work: Workload) -> Profile:
-    """The profile of a pipeline's part under FSDP2, without recomputation and with whole backward passes: those of
-    others follow from it closely enough to be timed."""
+    """Return the profile of a pipeline's part under FSDP2, without recomputation and with whole backward passes.
+
+    Other layouts differ little enough from it that their time can be derived from it.
+    """
     config = replace(
         work.parallelism, activation_checkpointing=ActivationCheckpointing.none, schedule="1f1b", pipeline=2
     )

@@ -1,4 +1,4 @@
-"""The tables, the pictures and the command lines that `gptlite plan` answers with."""
+"""Output of `gptlite plan`: tables, pictures and command lines."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ WIDTH = 80
 EQUAL = "="  # marks a layout within the planner's error of the fastest
 HEADINGS = ("#", "", "s/step", "tok/s", "MFU", "comm", "bubble", "GiB/rank", "micro", "recompute")
 RIGHT = "# s/step tok/s MFU comm bubble GiB/rank micro"
-INDENT = "    "  # of a layout below its figures
+INDENT = "    "  # of the layout's description below its figures
 
 
 def report(plan: Plan, top: int, tokens: float | None = None) -> str:
-    """The banner, the table of the `top` layouts and the command that trains the best."""
+    """Return the banner, the table of the `top` layouts and the command that trains the best."""
     found, work = plan.found, plan.best.work
     guessed = f" (assumed: {plan.assumed})" * bool(plan.assumed)
     lines = [
@@ -46,7 +46,7 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
         ("batch", _batch_words(work)),
         ("looked at", f"{found.tried:,} layouts; of the fastest {len(found.ranked):,} fit"),
         *[("", f"{count:,}: {kind}, e.g. {found.examples[kind]}") for kind, count in found.pruned.items()],
-        *[("", f"{found.slower:,}: slower, not asked whether they fit")] * bool(found.slower),
+        *[("", f"{found.slower:,}: slower, memory not computed")] * bool(found.slower),
         ("equal", f"{_equal_words(plan)}{f'; {EQUAL} marks them' * (len(equals(found)) > 1)}"),
         ("memory", _memory_words(plan)),
         *[("offload", _offload_words(plan))] * (work.parallelism.offload is not Offload.none),
@@ -59,7 +59,7 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
 
 
 def report_largest(config: Config, cluster: ClusterConfig, found: Sequence[Largest], top: int) -> str:
-    """The banner, the table of the `top` largest models and the command that trains the largest."""
+    """Return the banner, the table of the `top` largest models and the command that trains the largest."""
     work, limit = found[0].work, config.trainer.host_memory_limit
     held = f"{limit:g} GiB a rank (trainer.host_memory_limit)" if limit else f"{cluster.memory_gib:.3g} GiB"
     lines = [
@@ -69,9 +69,9 @@ def report_largest(config: Config, cluster: ClusterConfig, found: Sequence[Large
     ]
     headings = ("#", "layout", "layers", "parameters", "memory/rank", "of")
     rows = [
-        (str(number), its.work.layout.describe(its.work.parallelism), str(its.layers),
-         format_count(num_parameters(its.work.model)), format_bytes(its.memory.total), format_bytes(its.room))
-        for number, its in enumerate(found[:top], 1)
+        (str(number), model.work.layout.describe(model.work.parallelism), str(model.layers),
+         format_count(num_parameters(model.work.model)), format_bytes(model.memory.total), format_bytes(model.room))
+        for number, model in enumerate(found[:top], 1)
     ]  # fmt: skip
     text = table(headings, rows, right="# layers parameters memory/rank of", indent="")
     last = train_command(config, cluster, work, found[0].override)
@@ -79,7 +79,7 @@ def report_largest(config: Config, cluster: ClusterConfig, found: Sequence[Large
 
 
 def train_command(config: Config, cluster: ClusterConfig, work: Workload, *more: str) -> str:
-    """The command line that trains a layout, with the overrides `more`."""
+    """Return the command line that trains a layout, with the overrides `more`."""
     nodes, start = cluster.nodes or 1, command("train")
     if nodes > 1:
         each = f"--nnodes={nodes} --nproc-per-node={cluster.devices_per_node or 1} [--rdzv-...]"
@@ -88,7 +88,7 @@ def train_command(config: Config, cluster: ClusterConfig, work: Workload, *more:
 
 
 def simulated(plan: Plan) -> str:
-    """The best layout's fullest rank, run with fake tensors: its memory and what it sends, exactly."""
+    """Return the exact memory and communication of the best layout's fullest rank, simulated with fake tensors."""
     from gptlite.plan.simulate import simulate
 
     work, pp_rank = plan.best.work, plan.best.prediction.memory_rank
@@ -107,7 +107,8 @@ def simulated(plan: Plan) -> str:
 
 
 def write(plan: Plan, folder: Path, top: int) -> list[Path]:
-    """plan.png, timeline.png where the best has a pipeline, and plan.json. Raises ConfigError for a bad folder."""
+    """Write plan.png, timeline.png if the best has a pipeline, and plan.json. Raises ConfigError for an unusable
+    folder."""
     make_folder(folder)
     ranked, equal, work = distinct(plan.found, top), equal_seconds(plan.found), plan.best.work
     title = f"{_label(work)} on {_cluster_words(plan.cluster)}"
@@ -156,7 +157,7 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
 
 
 def write_largest(cluster: ClusterConfig, found: Sequence[Largest], folder: Path, top: int) -> Path:
-    """The table's rows as a picture, largest.png. Raises ConfigError for a bad folder."""
+    """Draw the table's rows as largest.png. Raises ConfigError for an unusable folder."""
     make_folder(folder)
     shown, nodes = found[:top], cluster.nodes or 1
     draw_layouts(
@@ -173,7 +174,7 @@ def write_largest(cluster: ClusterConfig, found: Sequence[Largest], folder: Path
 
 
 def _table(plan: Plan, top: int) -> Iterator[str]:
-    """Two lines or more a layout: its figures, then the layout in words."""
+    """Yield two or more lines per layout: its figures, then its description."""
     ranked, equal = distinct(plan.found, top), equal_seconds(plan.found)
     rows = [_row(number, each, each.prediction.step_seconds <= equal) for number, each in enumerate(ranked, 1)]
     header, *figures = table(HEADINGS, rows, right=RIGHT, indent="")
@@ -185,23 +186,23 @@ def _table(plan: Plan, top: int) -> Iterator[str]:
 
 
 def _row(number: int, each: Candidate, equal: bool) -> tuple[str, ...]:
-    its = each.prediction
+    prediction = each.prediction
     return (
         str(number),
         EQUAL * equal,
-        f"{its.step_seconds:.3g}",
-        format_count(its.tokens_per_second),
-        "n/a" if its.mfu is None else f"{its.mfu:.1%}",
-        f"{its.communication_seconds / its.step_seconds:.0%}",
-        f"{its.bubble_seconds / its.step_seconds:.0%}",
-        f"{its.memory.total / GIB:.1f}",
+        f"{prediction.step_seconds:.3g}",
+        format_count(prediction.tokens_per_second),
+        "n/a" if prediction.mfu is None else f"{prediction.mfu:.1%}",
+        f"{prediction.communication_seconds / prediction.step_seconds:.0%}",
+        f"{prediction.bubble_seconds / prediction.step_seconds:.0%}",
+        f"{prediction.memory.total / GIB:.1f}",
         str(each.work.micro_batch_size),
         each.work.parallelism.activation_checkpointing.value,
     )
 
 
 def _equal_words(plan: Plan) -> str:
-    """How many layouts the planner cannot tell from the fastest."""
+    """Return the number of layouts that are equal to the fastest within the planner's error, as text."""
     alike = equals(plan.found)
     kinds = len(distinct(replace(plan.found, ranked=alike), len(alike)))
     if len(alike) == 1:
@@ -214,7 +215,7 @@ def _equal_words(plan: Plan) -> str:
 
 
 def _memory_words(plan: Plan) -> str:
-    """The pick's memory beside what there is."""
+    """Return the best layout's memory and its limit, as text."""
     total, limit = plan.best.prediction.memory.total, rank_limit(plan.config, plan.cluster, plan.best.work)
     spare = 1 - total / limit
     words = f"{total / GIB:.1f} GiB predicted of {limit / GIB:.1f} on the fullest rank, {spare:.1%} to spare"
@@ -241,13 +242,13 @@ def _cluster_words(cluster: ClusterConfig, memory: str = "") -> str:
 
 
 def _offload_words(plan: Plan) -> str:
-    """What all layouts of the plan keep elsewhere, and how much."""
-    its, best = plan.best.work.parallelism, plan.best.prediction
+    """Return the kind, size and place of the best layout's offload, as text."""
+    parallelism, best = plan.best.work.parallelism, plan.best.prediction
     state = file_bytes(plan.best.work, best.memory_rank)
     kept = [f"{format_bytes(best.memory.host)} of its host's memory for a rank of the best"] * bool(best.memory.host)
-    kept += [f"{format_bytes(state)} in {its.offload_path}"] * bool(state)
-    given = "" if "offload" in fixed_keys(plan.config) else ", for nothing fits without"
-    return f"{its.offload.value}{given}: {', '.join(kept) or 'in the memory of this machine'}"
+    kept += [f"{format_bytes(state)} in {parallelism.offload_path}"] * bool(state)
+    given = "" if "offload" in fixed_keys(plan.config) else ", as nothing fits without it"
+    return f"{parallelism.offload.value}{given}: {', '.join(kept) or 'in the memory of this machine'}"
 
 
 def _training_words(plan: Plan, tokens: float) -> str:

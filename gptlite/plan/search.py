@@ -1,4 +1,5 @@
-"""Every legal layout of a model on some devices, those that fit by predicted speed, the others with the reason."""
+"""Exhaustive search over the layouts of a model on a number of devices: legal ones that fit, by predicted speed, and
+the reasons against the others."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from gptlite.plan.parameters import num_blocks
 from gptlite.plan.workload import Prediction, RankBytes, Workload
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-WANTED = 30  # kinds of layouts that fit, where nobody says how many are shown
-ASKED = 300  # layouts that are counted exactly where nothing fits, to say how little would do
-SHORTEST_CHUNK = 1024  # positions: with shorter ones another axis divides the same work for less traffic
-UNKNOWN = (0, RankBytes(0, 0, 0, 0))  # the memory of a layout that has only been timed
-UNEVEN_STAGES = (2, 3, 4)  # a rank, looked at where they do not divide its layers as well: the head weighs some layers
+WANTED = 30  # default number of kinds of layouts that fit
+ASKED = 300  # layouts whose memory is computed exactly when none fits, to report the smallest
+SHORTEST_CHUNK = 1024  # positions of a context chunk: below it another axis divides the work with less traffic
+UNKNOWN = (0, RankBytes(0, 0, 0, 0))  # placeholder for the memory of a layout that has only been timed
+UNEVEN_STAGES = (2, 3, 4)  # per rank, tried even if they do not divide its layers: the head costs as much as some
 # Of a predicted step, with constants from data sheets, against runs of other code bases: llm.c, FlashAttention and
 # Megatron-LM on H100s are within 6% (docs/planner_published.md, "Unseen"; tests/plan/test_published.py, which names an
 # exception). One constant was chosen with these runs in view, hence the margin.
@@ -39,11 +40,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched: `work` has the model, the batch and the dtype, and the values of the keys in `fixed`, fields of
-    ParallelismConfig and `micro_batch_size`, which stay as they are.
+    """Search space of layouts. `work` has the model, the batch and the dtype, and the values of the keys in `fixed`:
+    fields of ParallelismConfig and `micro_batch_size` that the search does not change.
 
-    `refuses` gives the reason why a run with a layout and a micro-batch could not be configured, or nothing. `wanted`:
-    kinds of layouts that fit, of those with other degrees or another ZeRO stage, after which slower ones are left out.
+    `refuses` returns the reason why a layout and a micro-batch cannot be configured, or an empty string. `wanted`: the
+    number of kinds of layouts that fit, a kind being degrees and a ZeRO stage; slower layouts are left out after that.
     """
 
     work: Workload
@@ -52,32 +53,32 @@ class Space:
     wanted: int = WANTED
 
     def values(self, key: str, others: list[Any]) -> list[Any]:
-        """What a field of ParallelismConfig may be: `others` where it is not fixed."""
+        """Return the values to try for a field of ParallelismConfig: `others` unless it is fixed."""
         return [getattr(self.work.parallelism, key)] if key in self.fixed else others
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits, and what it is predicted to take."""
+    """A layout that fits, and its prediction."""
 
     work: Workload
     prediction: Prediction
 
     @property
     def words(self) -> str:
-        """The layout and its micro-batch."""
+        """Description of the layout and its micro-batch."""
         words = self.work.layout.describe(self.work.parallelism)
         return f"{words}, micro-batch {self.work.micro_batch_size}"
 
 
 @dataclass
 class Found:
-    """What a search has found. `ranked`: fastest first, of those that fit as many as were wanted. `pruned`: how many
-    layouts for a kind of reason.
+    """Result of a search. `ranked`: the layouts that fit, fastest first, as many as were wanted. `pruned`: number of
+    layouts by kind of reason.
 
-    `tried`: all that there are. `slower`: those that were not asked whether they fit, since enough faster ones do.
-    `examples`: what one of each kind is told. `smallest`: where nothing fits, the least memory that a layout takes on
-    its fullest rank, and that layout.
+    `tried`: number of all layouts. `slower`: number whose memory was not computed, since enough faster ones fit.
+    `examples`: one message per kind of reason. `smallest`: if none fits, the smallest memory of a fullest rank, and its
+    layout.
     """
 
     ranked: list[Candidate] = field(default_factory=list)
@@ -88,14 +89,15 @@ class Found:
     slower: int = 0
 
     def prune(self, kind: str, example: str) -> None:
-        """One layout less."""
+        """Count one more layout that is left out."""
         self.pruned[kind] += 1
         self.examples.setdefault(kind, example)
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Garbage collection is off while entered: it would go through all layouts kept, again and again, and find none."""
+    """Disable garbage collection in the block: it would traverse all layouts kept, again and again, and find no
+    garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -107,27 +109,28 @@ def _no_collection() -> Iterator[None]:
 
 @_no_collection()
 def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress = lambda done, total: None) -> Found:
-    """All layouts on `world` ranks by predicted speed, those that do not fit left out until `space.wanted` kinds do.
+    """Return the layouts on `world` ranks by predicted speed, without those that do not fit, until `space.wanted` kinds
+    do.
 
-    Where none fits in the devices' memory alone, and nothing is said of offload, the same with offload to their hosts',
-    if it is known how much memory these have, and then with the optimizer's state on disks, if it is known where they
-    are: it costs time, so it is no rival of a layout that fits without.
+    If none fits in device memory and offload is not fixed, the search is repeated with offload to the hosts' memory, if
+    its size is known, and then with the optimizer's state on disk, if a path is known. Offload costs time, so it does
+    not compete with layouts that fit without it.
 
-    `progress` is called now and then with how much of it is done, and how much there is. Raises ConfigError where no
-    layout is legal, whatever the memory.
+    `progress` is called now and then with the layouts done and their total. Raises ConfigError if no layout is legal,
+    whatever the memory.
     """
     found = _searched(space, cluster, world, progress)
     base = space.work.parallelism
     if "offload" in space.fixed or base.offload is not Offload.none:
         return found
     disk = {"offload": Offload.nvme, "offload_path": cluster.disk_path}
-    for there, keys in ((cluster.host_memory_gib, {"offload": Offload.cpu}), (cluster.disk_path, disk)):
-        if there is None or found.ranked:
+    for available, keys in ((cluster.host_memory_gib, {"offload": Offload.cpu}), (cluster.disk_path, disk)):
+        if available is None or found.ranked:
             continue
         offloading = replace(space, work=replace(space.work, parallelism=replace(base, **keys)))
         try:
             offloaded = _searched(offloading, cluster, world, progress)
-        except ConfigError:  # this optimizer cannot
+        except ConfigError:  # this optimizer does not support offload
             continue
         tried, pruned = found.tried + offloaded.tried, found.pruned + offloaded.pruned
         examples = found.examples | offloaded.examples
@@ -146,7 +149,7 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
         bound = least_bytes(work)
         if bound < least:
             least, thriftiest = bound, []
-        if bound == least:  # of the state's mean over the ranks: what a rank takes differs by ten times
+        if bound == least:  # the bound is a mean over ranks: actual peaks of such layouts differ by up to ten times
             thriftiest.append(work)
         if too_much := least_too_large(work, bound, cluster, world):
             found.prune("does not fit", too_much)
@@ -158,30 +161,33 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
     timed.sort(key=lambda each: each.prediction.step_seconds)
     _keep_fitting(found, timed, cluster, world, space.wanted)
     if not found.ranked and found.smallest is None:
-        asked = [(most(work)[1], work) for work in sorted(thriftiest, key=_thrift)[:ASKED]]
-        found.smallest = min(asked, key=lambda each: each[0].total)
+        counted = [(most(work)[1], work) for work in sorted(thriftiest, key=_thrift)[:ASKED]]
+        found.smallest = min(counted, key=lambda each: each[0].total)
     found.ranked.sort(key=lambda each: (each.prediction.step_seconds, each.prediction.memory.total))
     return found
 
 
 def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, world: int, wanted: int) -> None:
-    """Moves the fastest that fit into `found`: all that are equal to the fastest, then until there are enough kinds."""
+    """Move the fastest layouts that fit into `found`: all that are equal to the fastest, then more until there are
+    `wanted` kinds."""
     kinds, equal = set[tuple[int, ...]](), math.inf
     thriftiest: dict[object, Workload] = {}
     for work in (each.work for each in timed):
         thriftiest[_family(work)] = min(thriftiest.get(_family(work), work), work, key=_thrift)
     refused: dict[object, list[tuple[tuple[int, ...], str]]] = {}
 
-    def asked(work: Workload) -> tuple[int, RankBytes, str]:
-        """The fullest rank, what it takes, and why that does not fit; of a thriftier layout of the family, if one did
-        not fit."""
+    def check_memory(work: Workload) -> tuple[int, RankBytes, str]:
+        """Return the fullest rank, its bytes, and the reason if they do not fit.
+
+        A layout is refused without computing its memory if a thriftier one of its family did not fit.
+        """
         family, mine = _family(work), _thrift(work)
-        if family not in refused:  # if the least does not fit, none does
+        if family not in refused:  # try the thriftiest first: if it does not fit, none of the family does
             refused[family] = []
-            asked(thriftiest[family])
-        for its, why in refused[family]:
-            if all(map(operator.le, its, mine)):
-                return *UNKNOWN, why
+            check_memory(thriftiest[family])
+        for least, reason in refused[family]:
+            if all(map(operator.le, least, mine)):
+                return *UNKNOWN, reason
         rank, memory = most(work)
         if found.smallest is None or memory.total < found.smallest[0].total:
             found.smallest = memory, work
@@ -191,45 +197,45 @@ def _keep_fitting(found: Found, timed: list[Candidate], cluster: ClusterConfig, 
 
     for each in timed:
         seconds = each.prediction.step_seconds
-        # Of a kind that is there only those that are as good as the fastest are of interest.
+        # More layouts of a known kind are kept only if they are equal to the fastest.
         if seconds > equal and (len(kinds) >= wanted or _kind(each) in kinds):
             found.slower += 1
             continue
-        rank, memory, too_much = asked(each.work)
+        rank, memory, too_much = check_memory(each.work)
         if too_much:
             found.prune("does not fit", too_much)
             continue
         kinds.add(_kind(each))
-        equal = min(equal, seconds * (1 + ERROR))
+        equal = min(equal, seconds * (1 + ERROR))  # set by the first that fits, as `timed` is sorted
         found.ranked.append(replace(each, prediction=replace(each.prediction, memory=memory, memory_rank=rank)))
 
 
 def _family(work: Workload) -> tuple[object, ...]:
-    """A layout without what always takes more memory, or always less: its micro-batch and its recomputation."""
+    """Return a layout's fields without those that change memory monotonically: micro-batch and recomputation."""
     config = work.parallelism
     how = config.schedule, config.virtual_stages, config.zero, config.sequence, config.offload
     return work.layout, *how
 
 
 def _thrift(work: Workload) -> tuple[int, ...]:
-    """Orders layouts by the memory they look like taking, the least first."""
+    """Return a sort key that estimates the memory of a layout, the least first."""
     modes = (ActivationCheckpointing.full, ActivationCheckpointing.selective)
     mode = work.parallelism.activation_checkpointing
     return work.micro_batch_size, modes.index(mode) if mode in modes else len(modes), -work.parallelism.zero
 
 
 def equal_seconds(found: Found) -> float:
-    """The longest step that the error of a prediction cannot tell from the fastest."""
+    """Return the longest step time that is equal to the fastest within the prediction's error."""
     return found.ranked[0].prediction.step_seconds * (1 + ERROR)
 
 
 def equals(found: Found) -> list[Candidate]:
-    """The candidates with no longer a step than that."""
+    """Return the candidates whose steps are no longer than `equal_seconds`."""
     return [each for each in found.ranked if each.prediction.step_seconds <= equal_seconds(found)]
 
 
 def distinct(found: Found, count: int) -> list[Candidate]:
-    """The fastest candidates, each with other degrees or another ZeRO stage: not ten versions of the best."""
+    """Return the fastest candidate of each combination of degrees and ZeRO stage, at most `count`."""
     seen: dict[tuple[int, ...], Candidate] = {}
     for each in found.ranked:
         seen.setdefault(_kind(each), each)
@@ -237,14 +243,14 @@ def distinct(found: Found, count: int) -> list[Candidate]:
 
 
 def _kind(each: Candidate) -> tuple[int, ...]:
-    its = each.work.parallelism
-    return its.tensor, its.pipeline, its.context, each.work.layout.data_size, its.zero
+    config = each.work.parallelism
+    return config.tensor, config.pipeline, config.context, each.work.layout.data_size, config.zero
 
 
 def workloads(
     space: Space, cluster: ClusterConfig, world: int, progress: Progress = lambda done, total: None
 ) -> Iterator[tuple[Workload, str]]:
-    """Every layout to look at, and the reason why it could not run; empty where it could."""
+    """Yield every layout, with the reason why it cannot run, empty if it can."""
     every = list(layouts(space, cluster, world))
     for number, parallelism in enumerate(every):
         progress(number, len(every))
@@ -257,17 +263,18 @@ def workloads(
         sizes = [size for size in MICRO_BATCHES if each and each % size == 0]
         if "micro_batch_size" in space.fixed:
             sizes = [space.work.micro_batch_size]
-        for micro in sizes or [1]:  # which the configuration's own check then refuses in words
+        for micro in sizes or [1]:  # without a valid size, the check of the configuration gives the reason
             reason = space.refuses(parallelism, micro)
             work = replace(space.work, parallelism=parallelism, layout=layout, micro_batch_size=micro)
             yield work, reason
 
 
 def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[ParallelismConfig]:
-    """Every combination of degrees with that product, and of how each axis is run."""
+    """Yield every combination of degrees whose product is `world`, and of the options of each axis."""
     base, model = space.work.parallelism, space.work.model
     node = cluster.devices_per_node or world
     sizes, spec = list((spec_of(model).tensor_sizes(model) or {"": 1}).values()), spec_of(model)
+    # The tensor axis stays within a node: it communicates in every layer.
     heads = [d for d in divisors(min(sizes)) if not any(size % d for size in sizes) and d <= max(node, 1)]
     depths = [d for d in divisors(world) if d <= (spec.num_blocks(model) or 1)]
     axes = space.values("tensor", heads), space.values("pipeline", depths), _contexts(space, world)
@@ -279,7 +286,7 @@ def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[Parall
 
 
 def _contexts(space: Space, world: int) -> list[int]:
-    """Over how many ranks sequences may be cut."""
+    """Return the degrees of context parallelism to try."""
     length, model = space.work.sequence_length, space.work.model
     chunked = (d for d in divisors(world) if length % (2 * d) == 0 and length // (2 * d) >= SHORTEST_CHUNK)
     takes = spec_of(model).takes_context(model)
@@ -287,9 +294,10 @@ def _contexts(space: Space, world: int) -> list[int]:
 
 
 def _ways(degrees: ParallelismConfig, space: Space, node: int) -> Iterator[ParallelismConfig]:
-    """How layouts of these degrees can be run."""
+    """Yield the options of layouts with these degrees: schedule, ZeRO stage, sequence parallelism and recomputation."""
     sequences = space.values("sequence", [False, True] if degrees.tensor > 1 else [False])
-    modes = [mode for mode in ActivationCheckpointing if mode is not ActivationCheckpointing.offload]  # asked for only
+    # Activation offload is used only if it is requested.
+    modes = [mode for mode in ActivationCheckpointing if mode is not ActivationCheckpointing.offload]
     recomputing = space.values("activation_checkpointing", modes)
     schedules, zeros = _schedules(degrees, space), _zeros(degrees, space, node)
     for (schedule, virtual), (zero, copies), sequence, mode in product(schedules, zeros, sequences, recomputing):
@@ -305,7 +313,7 @@ def _ways(degrees: ParallelismConfig, space: Space, node: int) -> Iterator[Paral
 
 
 def _schedules(degrees: ParallelismConfig, space: Space) -> list[tuple[str, int | None]]:
-    """Schedules, each with its stages a rank."""
+    """Return schedules, each with its number of stages per rank."""
     if degrees.pipeline == 1:
         return [("1f1b", None)]  # nothing to schedule
     found: list[tuple[str, int | None]] = []
@@ -317,20 +325,21 @@ def _schedules(degrees: ParallelismConfig, space: Space) -> list[tuple[str, int 
     return found
 
 
-def _virtual_stages(its: ScheduleRule, layers: int, ranks: int) -> list[int]:
-    """How many stages a rank may hold: all numbers that divide its layers, and the small ones that leave stages uneven.
+def _virtual_stages(schedule: ScheduleRule, layers: int, ranks: int) -> list[int]:
+    """Return the numbers of stages per rank to try: those that divide its layers evenly, and small ones that do not.
 
-    A single one is 1F1B again, but for a schedule that splits backward passes.
+    A single stage per rank is 1F1B again, unless the schedule splits backward passes.
     """
     most = layers // ranks
     even = divisors(most) if layers % ranks == 0 else []
-    counts = {*even, *(count for count in UNEVEN_STAGES if count <= most), *([1] if its.splits_backward else [])}
-    # Where there are no layers for two, the check's own words say so.
-    return sorted(count for count in counts if count > 1 or its.splits_backward) or [its.virtual]
+    counts = {*even, *(count for count in UNEVEN_STAGES if count <= most), *([1] if schedule.splits_backward else [])}
+    # With too few layers for two stages, the check of the configuration gives the reason.
+    return sorted(count for count in counts if count > 1 or schedule.splits_backward) or [schedule.virtual]
 
 
 def _zeros(degrees: ParallelismConfig, space: Space, node: int) -> list[tuple[int, int]]:
-    """ZeRO stages with their number of copies: shards over all data ranks, or over those of one node alone (HSDP)."""
+    """Return ZeRO stages with their number of copies: shards over all data ranks, or only over those of a node
+    (HSDP)."""
     data = degrees.data or 1
     if data * degrees.context == 1:
         return [(zero, 1) for zero in space.values("zero", [0])]

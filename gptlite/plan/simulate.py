@@ -1,8 +1,7 @@
-"""One rank of any world, simulated on a CPU without its devices: memory, transfers and FLOPs of a step.
+"""Simulation of one rank of any world on a CPU: memory, communication and FLOPs of a step.
 
-The engine's own model, layout, optimizer, schedule and step run with tensors that hold no data and ranks that are
-imagined, so what they do is what a real rank would do. With many micro-batches, the first ones are run and the rest are
-more of the same: see `simulate`.
+The engine's own model, layout, optimizer, schedule and step run with fake tensors and simulated ranks, so they behave
+as on a real rank. With many micro-batches only the first ones are run, and the rest is extrapolated: see `simulate`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from gptlite.plan.workload import RankBytes, Transfer, Workload
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step of one rank. peak: model state when it is most, and the most that activations (all else) take, whenever
-    that is."""
+    """A step of one rank. `peak`: model state at its peak, and the peak of activations (all else), each at its own
+    instant."""
 
     peak: RankBytes
     transfers: list[Transfer]
@@ -30,7 +29,7 @@ class Simulation:
 
     @classmethod
     def of(cls, counts: Counter[str | Sent]) -> Simulation:
-        """From counts of each transfer, of FLOPs, and of bytes by category."""
+        """Return the simulation from counts of each transfer, of FLOPs, and of bytes by category."""
         sizes = {key: size for key, size in counts.items() if isinstance(key, str)}
         sent = sorted((key, count) for key, count in counts.items() if isinstance(key, Sent))
         transfers = [Transfer(each.axis, each.kind, each.ranks, int(each.payload), n, each.phase) for each, n in sent]
@@ -38,12 +37,12 @@ class Simulation:
 
 
 def simulate(work: Workload, rank: int) -> Simulation:
-    """What a rank of the workload's world does in a step. To be called in a process that has joined no other ranks.
+    """Simulate a step of one rank of the workload's world. Call it in a process without a process group.
 
-    Where there are more micro-batches than show what one more adds, two numbers of them are simulated, and the
-    difference is added for each of the others: once a pipeline is full, a further micro-batch adds the same transfers,
-    FLOPs and bytes (of its activations in GPipe, of buffers to receive it in any). Raises ValueError for a rank that
-    there is not.
+    With more micro-batches than `enough` needs, two numbers of micro-batches are simulated, and their difference is
+    added for each further one. This is exact: once a pipeline is full, each further micro-batch adds the same
+    transfers, FLOPs and bytes (of its activations in GPipe, of its receive buffers in any schedule). Raises ValueError
+    for a rank outside the world.
     """
     if not 0 <= rank < work.layout.world_size:
         raise ValueError(f"rank {rank} of a world of {work.layout.world_size}")
@@ -57,13 +56,14 @@ def simulate(work: Workload, rank: int) -> Simulation:
 
 
 def enough(work: Workload) -> tuple[int, int]:
-    """Two numbers of micro-batches between which one more adds what any further one does."""
+    """Return two numbers of micro-batches whose difference is that of any further micro-batches."""
     config, count = work.parallelism, work.micro_batches
     if config.pipeline == 1:
         return 2, 3
-    if not rule(config).even_rounds:  # a V is full at twice its ranks
+    if not rule(config).even_rounds:  # a V-shaped schedule is full at twice its ranks
         full = 2 * config.pipeline if rule(config).v_shape else config.pipeline
         return full + 1, full + 2
+    # Interleaved schedules run in rounds; the two numbers must give rounds of the same size, or nothing is saved.
     rounds = max(1, count // config.pipeline)
     each = count // rounds
     few, more = 2 * each, 3 * each
@@ -72,7 +72,7 @@ def enough(work: Workload) -> tuple[int, int]:
 
 
 def counted(work: Workload, rank: int, micro_batches: int) -> Counter[str | Sent]:
-    """What a step of so many micro-batches counts: see `Simulation.of`."""
+    """Return the counts of a step with that many micro-batches: see `Simulation.of`."""
     watch = watched_step(work, rank, micro_batches)
     found = Counter[str | Sent](each for each in watch.log if isinstance(each, Sent))
     found["flops"] = sum(int(each.flops) for each in watch.log if isinstance(each, Op))
@@ -81,10 +81,10 @@ def counted(work: Workload, rank: int, micro_batches: int) -> Counter[str | Sent
 
 
 def peak(log: Sequence[Change | Op | Sent], begin: int, samples: Sequence[State]) -> dict[str, int]:
-    """Model state, by category, at the instant of those sampled when it was most, and the most that all else took at
-    one instant from `begin` on, as `parallelism.memory_watch` counts.
+    """Return the model state by category at the sample where it peaks, and the peak of all else from `begin` on.
 
-    A storage that is model state in some sample is so all its life. Raises ValueError without samples.
+    The definitions are those of `parallelism.memory_watch`. A storage that is model state in some sample counts as such
+    for its whole life. Raises ValueError without samples.
     """
     state = {number for sample in samples for sizes in sample.values() for number in sizes}
     sizes = (each.size if isinstance(each, Change) and each.number not in state else 0 for each in log)

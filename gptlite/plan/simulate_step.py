@@ -1,8 +1,8 @@
-"""One training step of one rank, with tensors that hold no data and ranks that are imagined.
+"""One training step of one rank, with fake tensors and simulated ranks.
 
 The model, its layout, the optimizer, the pipeline's schedule and the step are the engine's own. The tensors are on a
-"CPU" in any case: torch without CUDA has no autograd for others. For a workload on GPUs, what the engine decides by
-the device is decided as there: attention by SDPA's flash kernel, how many logits exist at once, collectives of FSDP2.
+"CPU" in any case, as torch without CUDA has no autograd for other devices. For a workload on GPUs the engine's
+decisions by device are those of a GPU: SDPA's flash kernel, the number of logits at a time, FSDP2's collectives.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from gptlite.trainer.step import Step
 State = dict[str, dict[int, int]]  # bytes of storages by their numbers, by category
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What torch's stage calls to learn what it sends and receives around a pass, and which pass that is.
-ASKED = {
+# Methods of torch's pipeline stage that return the messages around a pass, and the phase of that pass.
+MESSAGE_METHODS = {
     "get_fwd_send_ops": "forward",
     "get_fwd_recv_ops": "forward",
     "get_bwd_send_ops": "backward",
@@ -59,9 +59,9 @@ ASKED = {
 
 
 class StepWatch(Watch):
-    """A watch of a step, which begins at `begin` of the log, after what builds it. samples: bytes of each storage that
-    is model state, by category, where backward passes and the update begin: the gradients of earlier micro-batches are
-    there, and what a pass needs is gathered."""
+    """A watch of a step, which begins at index `begin` of the log, after its construction. `samples`: bytes of each
+    storage of model state, by category, at the start of each backward pass and of the update, when gradients of earlier
+    micro-batches exist and parameters are gathered."""
 
     def __init__(self, mesh: Mesh, device: str) -> None:
         super().__init__(mesh, device)
@@ -69,7 +69,7 @@ class StepWatch(Watch):
         self.samples: list[State] = []
 
     def run(self, step: Step, state: TrainState) -> None:
-        """Takes the step, whose passes tell where they are and what they send."""
+        """Run the step, with hooks on its passes that record phase, samples and messages."""
 
         def sample() -> None:
             held = state_tensors(state.parts, state.optimizer)
@@ -90,7 +90,7 @@ class StepWatch(Watch):
             self._hook(stage, sample)
         state.optimizer.register_step_pre_hook(updates)
         self.begin = len(self.log)
-        # Between its gradients and its update a step asks all ranks.
+        # Between gradients and update a step communicates over the whole world.
         step(state, lambda _: setattr(self, "world", True))
 
     def _hook(self, stage: Any, sample: Callable[[], None]) -> None:
@@ -102,11 +102,11 @@ class StepWatch(Watch):
 
         stage.backward_one_chunk = self._during("backward", stage.backward_one_chunk)
         stage.backward_weight_one_chunk = sampled
-        for name, phase in ASKED.items():
-            setattr(stage, name, self._during(phase, self._told(getattr(stage, name))))
+        for name, phase in MESSAGE_METHODS.items():
+            setattr(stage, name, self._during(phase, self._recording(getattr(stage, name))))
 
     def _during(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that sets the phase while it runs."""
+        """Return a function that sets the phase while `call` runs."""
 
         def run(*args: Any, **options: Any) -> Any:
             before, self.phase = self.phase, phase
@@ -117,16 +117,16 @@ class StepWatch(Watch):
 
         return run
 
-    def _told(self, ask: Callable[[int], list[dist.P2POp]]) -> Callable[[int], list[dist.P2POp]]:
-        """A function that notes the messages which another one returns."""
+    def _recording(self, ask: Callable[[int], list[dist.P2POp]]) -> Callable[[int], list[dist.P2POp]]:
+        """Return a function that records the messages that `ask` returns."""
 
-        def told(chunk: int) -> list[dist.P2POp]:
+        def recorded(chunk: int) -> list[dist.P2POp]:
             ops = ask(chunk)
             for op in ops:
                 self.sent(op.group, "send" if op.op is dist.isend else "recv", op.tensor.nbytes)
             return ops
 
-        return told
+        return recorded
 
 
 def _at_backward(call: Callable[[], None]) -> Callable[[nn.Module, Any, Tensor], None]:
@@ -134,7 +134,7 @@ def _at_backward(call: Callable[[], None]) -> Callable[[nn.Module, Any, Tensor],
 
 
 class _Pairwise:
-    """A collective of FSDP2 made of messages between pairs of ranks, counted as what it does."""
+    """A collective of FSDP2 that is implemented by pairwise messages, recorded as the collective."""
 
     def __init__(self, collective: PairwiseAllGather | PairwiseReduceScatter, kind: str, watch: Watch) -> None:
         self.allocate, self._call, self._kind, self._watch = collective.allocate, collective, kind, watch
@@ -146,13 +146,13 @@ class _Pairwise:
 
 
 def watched_step(work: Workload, rank: int, micro_batches: int) -> StepWatch:
-    """What one step of so many micro-batches does on a rank of the world."""
+    """Run one step of that many micro-batches on a rank of the world, and return its watch."""
     with mesh_of(work.layout, rank) as mesh, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # to compare two of them
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # the engine compares pointers
         policy = policy_of(work)
         model = Model.of(work.model, policy)
-        there = replace(mesh, device=torch.device(work.device))  # which decides by what ZeRO gathers
-        parts = build_parts(model, work.parallelism, there, policy, ops_of(work))
+        device_mesh = replace(mesh, device=torch.device(work.device))  # the device selects ZeRO's collectives
+        parts = build_parts(model, work.parallelism, device_mesh, policy, ops_of(work))
         watch = StepWatch(mesh, work.device)
         for module in (module for part in parts for module in sharded_modules(part)):
             if work.device == "cpu" and mesh.size("dp_shard") > 1:
@@ -166,12 +166,12 @@ def watched_step(work: Workload, rank: int, micro_batches: int) -> StepWatch:
 
 
 def _build(work: Workload, mesh: Mesh, model: Model, parts: list[nn.Module], loader: Loader) -> tuple[Step, TrainState]:
-    """What `pretrain` builds of them, but for the data and the initial weights."""
+    """Return the step and the state that `pretrain` would build, without data and initial weights."""
     config, runner, policy = work.parallelism, StageRunner(parts, mesh, work.parallelism), policy_of(work)
     materialize(model, parts, CPU)
     on_device = replace(config, offload=Offload.none)
     optimizer = build_updates(work.optimizer, model, parts, on_device, mesh, policy, ops_of(work))
-    optimizer_state(optimizer)  # creates it
+    optimizer_state(optimizer)  # creates the state
     passes = build_passes(
         model,
         runner,
@@ -185,7 +185,8 @@ def _build(work: Workload, mesh: Mesh, model: Model, parts: list[nn.Module], loa
 
 
 def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:
-    """As much of a loader as a step asks for. On a CPU a thread of its own makes the batches, which do not count."""
+    """Return a stand-in for the loader, with only what a step uses. On a CPU a thread makes the batches, so they do not
+    count."""
     shape = (work.micro_batch_size, work.rank_length)
     tensors = [torch.zeros(size, dtype=torch.int64) for size in (shape, shape, shape[:1])]
     watch.leave_out(*tensors)
@@ -200,7 +201,7 @@ def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:
 
 
 def ops_of(work: Workload) -> Ops:
-    """The ops that a run with that attention takes: references with `matmul`, which is `ops=reference` on a CPU, else
+    """Return the ops of a run with the workload's attention: references for `matmul` on a CPU (`ops=reference`), else
     our kernels."""
     attention = Attention.sdpa if work.attention is Attention.auto else work.attention
     wanted = work.device == "cuda" or attention is not Attention.matmul
@@ -215,7 +216,7 @@ def ops_of(work: Workload) -> Ops:
 
 @contextmanager
 def mesh_of(layout: Layout, rank: int) -> Iterator[Mesh]:
-    """A rank's mesh, in a world that is imagined."""
+    """Yield a rank's mesh in a simulated world."""
     if layout.world_size == 1:
         yield Mesh(CPU, layout)
         return
@@ -225,7 +226,7 @@ def mesh_of(layout: Layout, rank: int) -> Iterator[Mesh]:
 
 @contextmanager
 def as_on(device: str, here: str = "cpu") -> Iterator[None]:
-    """Sets what ops decide by the kind of device: tensors `here` stand for those of another."""
+    """Make ops on tensors of device `here` decide as if they were on `device`."""
     limits = cast(tuple[dict[str, Any], ...], (LOGIT_BYTES, SOFTMAX_BYTES, PRODUCTS))
     before = [limit[here] for limit in limits]
     for limit in limits:
@@ -238,7 +239,7 @@ def as_on(device: str, here: str = "cpu") -> Iterator[None]:
 
 
 def policy_of(work: Workload) -> Policy:
-    """What a run computes, gathers and reduces in."""
+    """Return the dtypes in which a run computes, gathers and reduces."""
     precision = Precision[f"amp_{work.amp}"] if work.amp else Precision.auto
     return Policy(
         DTYPES[work.dtype],

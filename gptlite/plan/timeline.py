@@ -1,8 +1,8 @@
-"""What each rank of a pipeline does when: the order of its passes, and when each runs, given how long they take.
+"""Timeline of a pipeline: the order of each rank's passes, and their start and end for given durations.
 
 The orders are those of torch.distributed.pipelining's schedules, which the engine runs (see parallelism/pipeline.py for
-the papers). F is a forward pass, B a backward pass, I and W its halves where it is split: the gradients of the inputs,
-which the rank before waits for, and those of the weights. A stage is a part of the model; a rank holds one or more.
+the papers). F is a forward pass, B a backward pass, I and W its halves if it is split: the gradients of the inputs,
+which the previous stage needs, and those of the weights. A stage is a part of the model; a rank holds one or more.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The passes of a step, rank by rank, each rank's in the order it runs them."""
+    """The passes of a step, grouped by rank, each rank's in execution order."""
 
     events: list[Event]
     ranks: int
 
     @cached_property
     def seconds(self) -> float:
-        """When the last rank is done."""
+        """Time at which the last rank finishes."""
         return max(event.end for event in self.events)
 
     def of_rank(self, rank: int) -> list[Event]:
-        """The passes of one rank."""
+        """Return the passes of one rank."""
         return [event for event in self.events if event.rank == rank]
 
     def busy(self, rank: int) -> float:
-        """Seconds in which a rank computes."""
+        """Return the seconds in which a rank computes."""
         return sum(event.end - event.start for event in self.of_rank(rank))
 
     def bubble(self, rank: int) -> float:
-        """Share of the step that a rank waits."""
+        """Return the share of the step in which a rank is idle."""
         return 1 - self.busy(rank) / self.seconds if self.seconds else 0.0
 
 
@@ -65,11 +65,12 @@ def timeline(
     message: float,
     weight_share: float = 0.5,
 ) -> Timeline:
-    """When each pass of a step runs.
+    """Return the start and end of each pass of a step.
 
-    `forward` and `backward` are the seconds of one micro-batch in each stage; `message` those of one activation, or its
-    gradient, from rank to rank, during which both compute on. `weight_share` is the W half's part of `backward` where
-    it is split. Raises ValueError for durations that are not one a stage, or micro-batches that the schedule refuses.
+    `forward` and `backward` are the seconds of one micro-batch in each stage. `message` is the seconds to send one
+    activation, or its gradient, to another rank, overlapped with compute on both. `weight_share` is the W half's share
+    of `backward` if it is split. Raises ValueError unless there is one duration per stage, and for a number of
+    micro-batches that the schedule refuses.
     """
     stages = num_stages(config)
     if len(forward) != stages or len(backward) != stages:
@@ -80,7 +81,7 @@ def timeline(
     seconds = {
         "F": list(forward),
         "B": list(backward),
-        # Nobody waits for the gradients of tokens: the first stage does all of it in its W half.
+        # Tokens need no gradient, so the first stage's W half is its whole backward pass.
         "I": [0.0, *(each * (1 - weight_share) for each in backward[1:])],
         "W": [backward[0], *(each * weight_share for each in backward[1:])],
     }
@@ -88,7 +89,8 @@ def timeline(
 
 
 def order(config: ParallelismConfig, rank: int, micro_batches: int) -> list[Pass]:
-    """The passes of a pipeline rank, in the order it runs them. Raises ValueError for micro-batches it cannot run."""
+    """Return the passes of a pipeline rank in execution order. Raises ValueError for a number of micro-batches it
+    cannot run."""
     if reason := schedule_refuses(config, micro_batches):
         raise ValueError(reason)
     if config.pipeline == 1:
@@ -104,7 +106,7 @@ def order(config: ParallelismConfig, rank: int, micro_batches: int) -> list[Pass
 
 
 def _numbered(kinds: Iterable[tuple[str, int]], micro_batches: int) -> list[Pass]:
-    """Each kind of pass takes a stage's micro-batches in order; what is too much for them is left out."""
+    """Number the passes: each kind takes a stage's micro-batches in order; passes beyond the last one are dropped."""
     counts: dict[tuple[str, int], int] = defaultdict(int)
     passes = []
     for kind, stage in kinds:
@@ -116,23 +118,24 @@ def _numbered(kinds: Iterable[tuple[str, int]], micro_batches: int) -> list[Pass
 
 
 def _alternate(forward: list[Turn], backward: list[Turn], warmup: int) -> list[Turn]:
-    """`warmup` forward passes, then a backward and a forward one in turn, then the other backward ones."""
+    """Return `warmup` forward passes, then backward and forward passes in turn, then the remaining backward ones."""
     both = [turn for pair in zip(backward, forward[warmup:], strict=False) for turn in pair]
     return [*forward[:warmup], *both, *backward[len(forward[warmup:]) :]]
 
 
 def _interleaved(config: ParallelismConfig, rank: int, micro_batches: int) -> list[Turn]:
-    """In rounds of about as many micro-batches as there are ranks: a stage takes a whole round, then the next does."""
+    """Return the turns of an interleaved schedule, in rounds of about as many micro-batches as ranks: a stage runs a
+    whole round before the next stage does."""
     ranks, mine = config.pipeline, stages_of_rank(config, rank)
     rounds = max(1, micro_batches // ranks)
     each = micro_batches // rounds
     split = rule(config).splits_backward
     forward = [("F", stage) for _ in range(rounds) for stage in mine for _ in range(each)]
     back = [stage for _ in range(rounds) for stage in reversed(mine) for _ in range(each)]
-    # One step further from the end costs a forward pass more, and a backward pass where the halves are not split.
+    # Each step away from the last rank adds a forward pass of warm-up, and another one if backward passes are whole.
     warmup = min((len(mine) - 1) * each + (1 if split else 2) * (ranks - 1 - rank), len(forward))
     if not split:
-        # The forward pass comes first in each turn: as if the warm-up were one longer.
+        # The forward pass precedes the backward one in each pair, as if the warm-up were one longer.
         return _alternate(forward, [("B", stage) for stage in back], warmup + 1)
     turns = _alternate(forward, [("I", stage) for stage in back], warmup + 1)
     weights = iter([("W", stage) for stage in back])
@@ -146,9 +149,10 @@ def _interleaved(config: ParallelismConfig, rank: int, micro_batches: int) -> li
 
 
 def _v(ranks: int, rank: int, micro_batches: int) -> list[Turn]:
-    """ZBV (Qi et al. 2024, arXiv:2405.15362): a rank holds a stage on the way down and its mirror on the way up."""
+    """Return the turns of ZBV (Qi et al. 2024, arXiv:2405.15362): a rank holds a stage on the way down and its mirror
+    on the way up."""
     down, up = rank, 2 * ranks - 1 - rank
-    count = max(2 * ranks - 1, micro_batches)  # the shape needs so many; those that are not there are left out
+    count = max(2 * ranks - 1, micro_batches)  # the minimum of the shape; `_numbered` drops passes beyond the last
     both = {stage: [("I", stage), ("W", stage)] for stage in (down, up)}
     turns = [("F", down)] * (2 * (ranks - rank) - 1)
     turns += [("F", up), ("F", down)] * rank
@@ -162,8 +166,8 @@ def _v(ranks: int, rank: int, micro_batches: int) -> list[Turn]:
 
 
 def _run(orders: list[list[Pass]], seconds: dict[str, list[float]], hops: list[float]) -> list[Event]:
-    """Each rank runs its passes in order, each as soon as what it is given has arrived."""
-    ends: dict[Pass, float] = {}  # of I under B
+    """Simulate the ranks: each runs its passes in order, each as soon as its input has arrived."""
+    ends: dict[Pass, float] = {}  # an I pass is stored as B
     events: list[list[Event]] = [[] for _ in orders]
     clocks, queues = [0.0] * len(orders), [deque(passes) for passes in orders]
     sweep = list(range(len(orders)))
@@ -176,7 +180,7 @@ def _run(orders: list[list[Pass]], seconds: dict[str, list[float]], hops: list[f
                     given, hop = ends.get(("F", stage - 1, number), -1.0), hops[stage - 1]
                 elif kind in "BI" and stage < len(hops):
                     given, hop = ends.get(("B", stage + 1, number), -1.0), hops[stage]
-                if given < 0:
+                if given < 0:  # the pass that produces the input has not run yet
                     break
                 start = max(clocks[rank], given + hop)
                 clocks[rank] = end = start + seconds[kind][stage]
@@ -196,12 +200,13 @@ def pipeline_seconds(
     busy: Sequence[float],
     message: float,
 ) -> float:
-    """Seconds of all passes of a step in closed form, for a search that asks too often to lay out every pass.
+    """Return the seconds of all passes of a step in closed form, for a search to which full timelines are too slow.
 
     `forward` and `backward`: of one micro-batch in each stage; `busy`: in all stages of each rank; `message`: of one
     activation from rank to rank.
 
-    The slowest rank is busy with its passes; before its first and after its last one, the others fill and drain.
+    The slowest rank is busy with its passes throughout; the other ranks fill the pipeline before its first pass and
+    drain it after its last.
     """
     ranks, stages = config.pipeline, len(forward)
     slowest, hop = max(busy), 2 * message
@@ -212,13 +217,13 @@ def pipeline_seconds(
         return whole + (micro_batches - 1) * (max(forward) + max(backward))
     others = (sum(busy) - slowest) * ranks / stages  # one stage of each other rank
     if config.schedule == "1f1b":
-        # The first rank has as many micro-batches on their way to the end and back as there are ranks.
+        # The first rank has as many micro-batches in flight as there are ranks.
         there_and_back = (sum(busy) + (ranks - 1) * hop) / ranks
         return micro_batches * max(slowest, there_and_back) + others + (ranks - 2) * hop
     busiest = micro_batches * slowest
     if not rule(config).splits_backward:
         return busiest + others + (stages - 1) * hop
-    # A third of a stage's work remains, that a W pass of its own cannot fill, and messages as timelines show them.
+    # A stage's own W passes leave about a third of its work unfilled. The messages' factors match the timelines.
     if not rule(config).v_shape:
         return busiest + others / 3 + ((stages + 3 * ranks) / 2 - 2) * hop
     unfilled = max(0, 2 * ranks - 1 - micro_batches) / (ranks - 1)

@@ -1,7 +1,7 @@
-"""What a rank sends and receives in one training step: every collective and message of our engine.
+"""Communication of a rank in one training step: every collective and message of the engine.
 
-What layers send is the model's profile. What FSDP2 gathers and reduces when: gptlite.parallelism.zero. The pipeline's
-messages: gptlite.parallelism.pipeline. What a step sums: trainer.step.
+Communication inside layers is in the model's profile. For the rest see gptlite.parallelism.zero (FSDP2's gathers and
+reductions), gptlite.parallelism.pipeline (messages) and trainer.step (sums of a step).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gptlite.plan.profile import Sent, halves_of, profile_of
 from gptlite.plan.walk import gathers
 from gptlite.plan.workload import MASTER, Transfer, Workload
 
-SETTLED = 8 * 7  # the step's own sum: loss, squared norm and five words on stopping, in float64
-VALID = 8  # the number of valid tokens, int64
+SETTLED = 8 * 7  # bytes of the step's all-reduce: loss, squared norm and five values on stopping, in float64
+VALID = 8  # bytes of the number of valid tokens, int64
 
 
 def transfers(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Transfer]:
-    """Every collective and message of one step that a pipeline rank takes part in, equal ones together.
+    """Return every collective and message of one step that a pipeline rank takes part in, equal ones merged.
 
-    `tp_rank` matters where the vocabulary does not divide by the tensor axis. Of data ranks the first is meant, whose
+    `tp_rank` matters if the vocabulary does not divide by the tensor axis. The result is for the first data rank, whose
     shards are the longest. Compiled blocks gather less under sequence and context parallelism than is counted here.
     """
     held = stages(work, pp_rank, tp_rank)
@@ -35,12 +35,13 @@ def transfers(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Transfer]:
 
 
 def outside_layers(work: Workload, pp_rank: int) -> list[Transfer]:
-    """Those of `transfers` along the data axes with gradients reduced once, and those that a step makes once."""
+    """Return those of `transfers` along the data axes, with gradients reduced once, and those that a step makes
+    once."""
     return _together(_outside(work, stages(work, pp_rank), pp_rank, 1))
 
 
 def _together(every: Iterable[Transfer]) -> list[Transfer]:
-    """Equal transfers as one, none that sends nothing."""
+    """Merge equal transfers, and drop those that send nothing."""
     counts: dict[tuple[str, str, int, int, str], int] = {}
     for axis, kind, ranks, payload, count, phase in every:
         if ranks > 1 and count and payload:
@@ -50,15 +51,15 @@ def _together(every: Iterable[Transfer]) -> list[Transfer]:
 
 
 def reductions(work: Workload) -> int:
-    """How often a step reduces each gradient."""
+    """Return the number of times that a step reduces each gradient."""
     return work.micro_batches if work.parallelism.zero >= 2 else 1
 
 
 def _outside(work: Workload, held: list[Stage], pp_rank: int, times: int) -> Iterator[Transfer]:
-    """Beside the layers, with gradients reduced so often."""
+    """Yield the transfers outside the layers, with gradients reduced `times` times."""
     for stage in held:
         yield from _data(work, stage, pp_rank, times)
-        if work.parallelism.sequence:  # gradients that saw a slice of the sequence, all of a stage's in one sum
+        if work.parallelism.sequence:  # gradients of a slice of the sequence, all of a stage's in one all-reduce
             elements = sum(p.shard(work.layout.size("dp_shard")) for p in stage.parameters() if not p.cut)
             yield Transfer("tp", "all_reduce", work.layout.size("tp"), elements * MASTER, 1, "step")
     for copy in copies(held) if work.layout.size("pp") > 1 else ():
@@ -70,23 +71,24 @@ def _outside(work: Workload, held: list[Stage], pp_rank: int, times: int) -> Ite
 
 
 def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
-    """What the passes of a stage send: along the tensor and the context axis, for each micro-batch."""
+    """Yield the transfers of a stage's passes along the tensor and the context axis, for each micro-batch."""
     if work.layout.size("tp") * work.layout.context == 1:
         return
-    its, found = profile_of(work, tp_rank), Counter[Sent]()
+    profile, found = profile_of(work, tp_rank), Counter[Sent]()
     split = splits_backward(work.parallelism) and not stage.first
     if split:
         found = halves_of(work).sent(stage.layers, stage.last)
-    parts = (its.begin, its.begin_back, stage.first), (its.block, its.block_back, stage.layers)
-    for there, back, times in (*parts, (its.end, its.end_back, stage.last)):
-        for sent in (*there.sent, *(() if split else back.sent)):
+    parts = (profile.begin, profile.begin_back, stage.first), (profile.block, profile.block_back, stage.layers)
+    for forward, backward, times in (*parts, (profile.end, profile.end_back, stage.last)):
+        for sent in (*forward.sent, *(() if split else backward.sent)):
             found[sent] += times
     for sent, count in found.items():
         yield Transfer(sent.axis, sent.kind, sent.ranks, round(sent.payload), count * work.micro_batches, sent.phase)
 
 
 def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[Transfer]:
-    """Along the data axes: FSDP2's, one for each group of parameters. `reduced`: times that gradients are."""
+    """Yield FSDP2's transfers along the data axes, one for each group of parameters. `reduced`: number of gradient
+    reductions."""
     if work.layout.fsdp_size == 1:
         return
     shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
@@ -99,10 +101,11 @@ def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[
 
 
 def gathered(work: Workload, pp_rank: int, stage: int, block: bool) -> dict[str, int]:
-    """How often a group of a stage's parameters is gathered in a step, by phase.
+    """Return the number of times that a group of a stage's parameters is gathered in a step, by phase.
 
-    Through the step, or with ZeRO 3: a block at each pass, freed after it; the others from a forward pass on to the end
-    of the next backward pass, which with several micro-batches on their way may be that of an earlier one.
+    Below ZeRO 3 it is once a step. With ZeRO 3 a block is gathered at each pass and freed after it; the other
+    parameters stay from a forward pass to the end of the next backward pass, which with several micro-batches in flight
+    may belong to an earlier one.
     """
     if work.parallelism.zero < 3:
         return {"forward": 1}
@@ -111,7 +114,7 @@ def gathered(work: Workload, pp_rank: int, stage: int, block: bool) -> dict[str,
 
 
 def _pipeline(work: Workload, stage: Stage, pp_rank: int) -> Iterator[Transfer]:
-    """A stage's messages: an activation of each micro-batch goes on, its gradient comes back."""
+    """Yield a stage's messages: the activation of each micro-batch to the next stage, and its gradient back."""
     config, mine = work.parallelism, stages_of_rank(work.parallelism, pp_rank)
     payload, count = message_bytes(work), work.micro_batches
     for neighbour, (forward, backward) in ((stage.number + 1, ("send", "recv")), (stage.number - 1, ("recv", "send"))):
@@ -121,7 +124,7 @@ def _pipeline(work: Workload, stage: Stage, pp_rank: int) -> Iterator[Transfer]:
 
 
 def message_bytes(work: Workload) -> int:
-    """Of what one part of a pipeline gives to the next, of a micro-batch."""
+    """Return the bytes that one part of a pipeline sends to the next per micro-batch."""
     if work.layout.size("pp") == 1:
         return 0
     between = work.layout.size("tp") if work.parallelism.sequence else 1

@@ -1,4 +1,4 @@
-"""Layouts measured: each trains for a few steps as train.py would train it, in processes of its own."""
+"""Measurement of a plan's layouts: each trains for a few steps as train.py would train it, in its own processes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from gptlite.plan.pictures import make_folder
 from gptlite.plan.planning import Plan, overrides, train_overrides
 from gptlite.plan.search import Candidate, distinct
 
-TRIED = 3  # layouts looked at, for each that is measured
-STOP_SECONDS = 20.0  # that a run has to stop before it is killed
-# Nothing but steps: the first rows warm up, the median of the others counts.
+TRIED = 3  # layouts available for each one to be measured, in case some fail
+STOP_SECONDS = 20.0  # grace period of a run before it is killed
+# Only steps are timed: the first rows are warm-up, the median of the others is the speed.
 BARE = ("trainer.eval_interval=0", "trainer.eval_samples=1", "trainer.sample_tokens=0", "trainer.log_interval=1")
 BARE_SAVING = ("checkpoint.interval=0", "checkpoint.resume=never", "logger=jsonl")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate's tokens a second, or 0 and why there are none."""
+    """The measured tokens per second of a candidate, or 0 and the reason."""
 
     candidate: Candidate
     tokens_per_second: float
@@ -40,9 +40,9 @@ class Trial:
 
 
 def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
-    """Measures the plan's best `k`, or the next ones if none of them runs; writes the best as a preset.
+    """Measure the plan's best `k` layouts, or the next ones if none of them runs; write the best as a preset.
 
-    Returns the exit code: 1 where nothing ran. Raises ConfigError where the preset cannot be written.
+    Returns the exit code: 1 if no layout ran. Raises ConfigError if the preset cannot be written.
     """
     make_folder(preset.parent.parent)
     preset.parent.mkdir(exist_ok=True)
@@ -56,11 +56,11 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
     best = max(trials, key=lambda trial: trial.tokens_per_second)
     ran = best.tokens_per_second > 0
     candidate = best.candidate if ran else plan.best
-    its = f"{format_count(best.tokens_per_second)} tokens/s over {steps} steps" if ran else "predicted, never run"
+    result = f"{format_count(best.tokens_per_second)} tokens/s over {steps} steps" if ran else "predicted, never run"
     micro = f"data.micro_batch_size={candidate.work.micro_batch_size}"
     keys = [each for each in train_overrides(given, candidate.work) if each.startswith("parallelism.")]
     lines = [
-        f"# {candidate.words}: {its}, {time.strftime('%Y-%m-%d')}.",
+        f"# {candidate.words}: {result}, {time.strftime('%Y-%m-%d')}.",
         f"# With {micro}, on the command line.",
         "defaults: [parallelism_schema, _self_]",
         *(each.removeprefix("parallelism.").replace("=", ": ", 1) for each in keys),
@@ -77,7 +77,7 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
         for trial in trials
     ]
     write_whole(preset.with_suffix(".json"), json.dumps(rows, indent=2) + "\n")
-    print(f"{'the best' if ran else 'nothing ran; the plan alone says'}: {candidate.words}")
+    print(f"{'the best' if ran else 'no layout ran; the best by the plan'}: {candidate.words}")
     words = ["--config-dir", str(preset.parent.parent), f"parallelism={preset.stem}", micro]
     kept = [each for each in given if not each.startswith(("parallelism", "cluster", "data.micro_batch_size"))]
     print(f"{command('train')} {shlex.join([*words, *kept])}")
@@ -85,10 +85,11 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
 
 
 def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: int, limit: float) -> Trial:
-    """Trains one candidate in a process of its own, at most `limit` seconds."""
+    """Train one candidate in its own process, for at most `limit` seconds."""
     last = [f"trainer.max_steps={steps}", f"run.dir={hydra_value(str(folder))}"]
     arguments = [*BARE, *BARE_SAVING, *train_overrides(given, candidate.work), *last]
     started = time.monotonic()
+    # The run must not outlive this process: the kernel kills it when its parent ends.
     start = (
         f"from gptlite.launch.worker import die_with; die_with({os.getpid()}); "
         "from gptlite.commands.train import main; main()"
@@ -98,20 +99,20 @@ def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: in
     )
     speed = 0.0
     try:
-        _, said = run.communicate(timeout=limit)
-        reason = _reason(said, run.returncode) if run.returncode else ""
+        _, errors = run.communicate(timeout=limit)
+        reason = _reason(errors, run.returncode) if run.returncode else ""
         with suppress(OSError, ValueError, KeyError):
             speed = json.loads((folder / "result.json").read_text(encoding="utf-8"))["tokens_per_second"] or 0.0
     except subprocess.TimeoutExpired:
         reason = f"not done within {limit / 60:g} minutes"
-    finally:  # after Ctrl-C, too: this run's ranks must not outlive it
+    finally:  # after Ctrl-C too: the run's ranks must not outlive this process
         if run.poll() is None:
             _end(run)
     return Trial(candidate, 0.0 if reason else speed, reason, time.monotonic() - started)
 
 
 def _in_order(plan: Plan, k: int) -> list[Candidate]:
-    """The plan's layouts as they are to be tried: the distinct ones, and last the one that takes least memory."""
+    """Return the plan's layouts in the order to try: the distinct ones, and last the one with the least memory."""
     order = distinct(plan.found, TRIED * k)
     thriftiest = min(plan.found.ranked, key=lambda each: each.prediction.memory.total)
     return order if thriftiest in order else [*order, thriftiest]
@@ -123,14 +124,14 @@ def _line(number: int, trial: Trial) -> str:
     return f"{number}: {trial.candidate.words}: {result}, {trial.seconds:.0f} s"
 
 
-def _reason(said: str, code: int) -> str:
-    lines = [line for line in said.strip().splitlines() if line.strip()]
+def _reason(errors: str, code: int) -> str:
+    lines = [line for line in errors.strip().splitlines() if line.strip()]
     first = next((line for line in lines if line.startswith(("error:", "rank "))), lines[-1] if lines else "")
     return (first or f"ended with exit code {code}").removeprefix("error: ")
 
 
 def _end(run: subprocess.Popen[str]) -> None:
-    """Ends a run with its ranks: asked first, then killed."""
+    """End a run with its ranks: by SIGTERM, then by SIGKILL."""
     run.terminate()
     try:
         run.communicate(timeout=STOP_SECONDS)

@@ -1,7 +1,7 @@
-"""What one rank allocates, sends and computes, seen at torch's dispatcher.
+"""Recording of one rank's allocations, communication and ops at torch's dispatcher.
 
-Memory is counted by storages: when a tensor's memory is first seen, changes its size, or is no longer referred to.
-What an op takes inside itself, for a moment, is not seen, but for our kernels' workspaces and gloo's copies.
+Memory is counted by storages: when a storage is first seen, resized, or no longer referenced. Temporary memory inside
+an op is not seen, except for the workspaces of our kernels and gloo's copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gptlite.parallelism.torch_private import held_messages, is_last_sum, shapes
 from gptlite.plan.op_costs import moment_bytes, op_of
 from gptlite.plan.profile import Op, Sent
 
-# Collectives of torch.distributed, as the dispatcher knows them.
+# Collectives of torch.distributed, by their names at the dispatcher.
 KINDS = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
@@ -34,22 +34,22 @@ KINDS = {
     "recv_": "recv",
 }
 MESSAGES = ("send", "recv")
-GLOO_COPIES = ("all_gather", "reduce_scatter")  # gloo does them in memory of its own, as large as the whole
-ANSWER = 1  # of every question to a tensor: pipeline stages ask one another whether they agree, and 1 is yes
+GLOO_COPIES = ("all_gather", "reduce_scatter")  # gloo runs them in its own buffers, as large as the whole tensor
+ANSWER = 1  # result of every `.item()`: pipeline stages check that they agree, and 1 means yes
 
 
 class Change(NamedTuple):
-    """Bytes that a storage takes, or where negative gives back. Storages have numbers."""
+    """Bytes that a storage allocates, or frees if negative. Storages are numbered."""
 
     number: int
     size: int
 
 
 class Watch(TorchDispatchMode):
-    """While entered, notes in `log`, in order, this rank's changes of memory, its ops and its transfers.
+    """A dispatch mode that records this rank's memory changes, ops and transfers in `log`, in order.
 
-    phase: forward, backward or step, which transfers count as. world: whether what is sent goes to all ranks, even
-    where an axis is as long. counted: the device whose tensors are counted, `device` the one that they stand for.
+    phase: forward, backward or step, the phase of recorded transfers. world: transfers are counted as of all ranks,
+    even if an axis has as many. counted: the device whose tensors are counted, standing for `device`.
     """
 
     def __init__(self, mesh: Mesh, device: str, counted: str = "cpu") -> None:
@@ -75,14 +75,14 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it does its work by ops on local tensors, which come here
+            return NotImplemented  # a DTensor runs ops on its local tensors, which are dispatched here in turn
         if func is torch.ops.prim.device.default:
             return func(*args)
         if func is torch.ops.aten._local_scalar_dense.default:
             return ANSWER
         moment = self._transferred(func._opname, args) if func.namespace == "c10d" else moment_bytes(func, args)
         if func is torch.ops.aten.add.Tensor and is_last_sum(args[0]):
-            func = torch.ops.aten.add_.Tensor  # as autograd does where tensors have data
+            func = torch.ops.aten.add_.Tensor  # autograd adds in place if tensors have data
         out = func(*args, **(kwargs or {}))
         if (op := op_of(func, args, out)) is not None:
             self.log.append(op)
@@ -91,34 +91,35 @@ class Watch(TorchDispatchMode):
                 storage = each.untyped_storage()
                 if storage._cdata not in self._storages:
                     self._known(storage, storage.nbytes())
-        if moment:
+        if moment:  # memory that is allocated and freed within the op
             self.log += [Change(self._count, moment), Change(self._count, -moment)]
             self._count += 1
         return out
 
     def leave_out(self, *tensors: Tensor) -> None:
-        """Memory that does not count."""
+        """Exclude the memory of tensors from the count."""
         for tensor in tensors:
             self._known(tensor.untyped_storage(), 0)
 
     def held(self, tensors: Iterable[Tensor]) -> dict[int, int]:
-        """Bytes of the storages of some local tensors, by number, as far as they count and hold memory."""
+        """Return the bytes of the storages of local tensors, by number, of those that count and hold memory."""
         found = (self._storages.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         return {entry[0]: entry[1] for entry in found if entry is not None and entry[1]}
 
     def sent(self, group: dist.ProcessGroup, kind: str, payload: int) -> None:
-        """Notes one transfer of this phase."""
+        """Record one transfer of this phase."""
         axis = "world" if self.world else self._axes.get(group.group_name, "world")
         self.log.append(Sent(axis, kind, 2 if kind in MESSAGES else group.size(), float(payload), self.phase))
 
     def _transferred(self, name: str, args: Any) -> int:
-        """Notes a collective, and returns what it takes of memory for itself."""
+        """Record a collective, and return the temporary memory that it needs."""
         kind = KINDS.get(name)
         if kind is None or (kind in MESSAGES and self.phase != "step"):
-            return 0  # messages of a pass belong to a pipeline's stage or a collective, which tell of them
+            return 0  # messages of a pass are recorded by the pipeline's stage or the collective that sends them
         whole = args[1] if kind == "reduce_scatter" else args[0]
         payload = sum(tensor.nbytes for tensor in (whole if isinstance(whole, list) else [whole]))
-        self.sent(dist.ProcessGroup.unbox(args[2 if kind in GLOO_COPIES else 1]), kind, payload)  # after its tensors
+        # The process group follows the tensors.
+        self.sent(dist.ProcessGroup.unbox(args[2 if kind in GLOO_COPIES else 1]), kind, payload)
         return payload if kind in self._copied else 0
 
     def _known(self, storage: torch.UntypedStorage, size: int) -> None:

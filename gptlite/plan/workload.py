@@ -1,4 +1,5 @@
-"""What is planned: a model, a layout and a batch, as a run would have them."""
+"""Input and output types of the planner: a workload (model, layout and batch of a run), its memory, traffic and
+time."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, accumulation
 from gptlite.plan.cache import Same
 
-MASTER = 4  # bytes of a number in fp32
+MASTER = 4  # bytes of an fp32 number
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of a run. The model's vocabulary is known; sizes of batches are in sequences.
+    """One step of a run. The model's vocabulary size is known; batch sizes are in sequences.
 
-    dtype: fp32, bf16 or fp16, of compute. attention: the path that a run's `ops` would take. device: cuda or cpu.
-    master_weights: whether parameters are fp32 between steps, not bf16. amp: o1 or o2, of Apex's levels, or nothing.
-    half_sums: whether gradients are summed over data ranks in the compute dtype, not in fp32.
+    dtype: fp32, bf16 or fp16, of compute. attention: the path that a run's `ops` would select. device: cuda or cpu.
+    master_weights: parameters are fp32 between steps, not bf16. amp: Apex's level o1 or o2, or empty. half_sums:
+    gradients are summed over data ranks in the compute dtype, not in fp32.
     """
 
     model: ModelConfig
@@ -42,7 +43,7 @@ class Workload:
 
     @cached_property
     def same(self) -> tuple[object, ...]:
-        """What the layouts of a search have in common, as part of a cache's key."""
+        """Fields that the layouts of a search share, as part of a cache key."""
         numbers = self.dtype, self.attention, self.device, self.master_weights, self.amp
         return Same(self.model), self.sequence_length, *numbers
 
@@ -58,15 +59,15 @@ class Workload:
 
     @cached_property
     def gather_item(self) -> int:
-        """Bytes of a number that FSDP2 gathers: Apex's levels keep some parameters in fp32, and under autocast, where
-        products cast, parameters are gathered as they are."""
+        """Bytes of a number that FSDP2 gathers. Apex's levels keep some parameters in fp32. Under autocast products
+        cast their operands, so parameters are gathered in the dtype in which they are stored."""
         if not spec_of(self.model).casts and self.dtype != "fp32":
             return self.stored
         return 4 if self.amp else self.itemsize
 
     @property
     def reduce_item(self) -> int:
-        """Bytes of a number of a gradient that FSDP2 reduces."""
+        """Bytes of a gradient element that FSDP2 reduces."""
         return self.itemsize if self.half_sums else 4
 
     @property
@@ -76,27 +77,27 @@ class Workload:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Micro-batches that each data-parallel rank runs in a step."""
+        """Micro-batches per step of each data-parallel rank."""
         return accumulation(self.global_batch_size, self.micro_batch_size, self.layout.data_size)
 
     @property
     def rank_length(self) -> int:
-        """Positions of each sequence that a rank has, of those that are cut over ranks."""
+        """Positions of each sequence on a rank, with sequences sharded over the context axis."""
         return self.sequence_length // self.layout.context
 
     @property
     def rank_tokens(self) -> int:
-        """Positions of a micro-batch that a rank has."""
+        """Positions of a micro-batch on a rank."""
         return self.micro_batch_size * self.rank_length
 
     @cached_property
     def sharded(self) -> bool:
-        """Whether FSDP2 holds the parameters: over several data ranks, or to offload."""
+        """True if FSDP2 holds the parameters: with several data ranks, or to offload."""
         return self.layout.fsdp_size > 1 or self.parallelism.offload is not Offload.none
 
     @property
     def on_host(self) -> bool:
-        """Whether what is offloaded is in another memory than the device's."""
+        """True if offloaded tensors are in a memory other than the device's."""
         return self.parallelism.offload is not Offload.none and self.device != "cpu"
 
     @property
@@ -107,8 +108,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes on one rank's device at the instant of a step when they are most, by category; `host`: what it offloads
-    into the memory of its machine, which is not in the total."""
+    """Peak bytes on one rank's device during a step, by category; `host`: bytes offloaded to its machine's memory, not
+    part of the total."""
 
     parameters: int
     gradients: int
@@ -118,7 +119,7 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of the categories on the device."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
@@ -127,7 +128,7 @@ class Transfer(NamedTuple):
 
     axis: tp, cp, pp, dp_shard, dp_replicate or world. kind: all_reduce, all_gather, reduce_scatter, send, recv or
     broadcast. payload: bytes of the whole tensor before (reduce) or after (gather) it, or of the message. phase:
-    forward, backward or step, which says what it can hide behind.
+    forward, backward or step, which determines what it can overlap with.
     """
 
     axis: str
@@ -139,8 +140,8 @@ class Transfer(NamedTuple):
 
     @property
     def wire_bytes(self) -> int:
-        """What this rank sends for all of them, by a ring or pairwise: 2 (n-1)/n of an all-reduce's tensor, (n-1)/n of
-        a gathered or scattered one's, a message whole."""
+        """Bytes that this rank sends for all of them, by a ring or pairwise: 2 (n-1)/n of an all-reduce's tensor,
+        (n-1)/n of a gathered or scattered one, a whole message."""
         share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(self.kind, 0)
         each = self.payload if not share else share * (self.ranks - 1) * self.payload // self.ranks
         return 0 if self.kind == "recv" else each * self.count
@@ -148,8 +149,8 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step as the cost model has it, in seconds of the slowest rank; `bubble` waits for the pipeline, `communication`
-    is what does not hide behind compute. `memory` is of the rank that has most, `memory_rank` its pipeline rank."""
+    """A predicted step, in seconds of the slowest rank. `bubble` is idle time in the pipeline, `communication` the part
+    that does not overlap with compute. `memory` is of the fullest rank, `memory_rank` its pipeline rank."""
 
     step_seconds: float
     compute_seconds: float

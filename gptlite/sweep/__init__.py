@@ -1,1 +1,1 @@
-"""Sweeps: many runs from one command, each a cell with its own ranks, and what came of them."""
+"""Sweeps: many runs from one command, each a cell with its own ranks, and their results."""

@@ -1,4 +1,4 @@
-"""A sweep from its first check to its last word, in the process of the command."""
+"""A sweep's control flow in the process of the command: checks before the first cell, signals, the final report."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from gptlite.sweep.folder import FAILED, INTERRUPTED, PRUNED, Record, SweepFolde
 from gptlite.sweep.report import publish
 
 DIR = "hydra.sweep.dir"
-BASIC = "BasicSweeper"  # Hydra's own; another chooses its cells as it goes, and each is checked as it comes
-HERE = "BasicLauncher"  # Hydra's own, which runs jobs one after the other in the sweep's process
-FORGOTTEN = ("hydra.sweep.dir=", "hydra.mode=")  # of what Hydra was told; a sweep that goes on tells it the rest again
-ELSEWHERE = "SlurmLauncher"  # runs cells on machines that are not this one
+BASIC = "BasicSweeper"  # Hydra's own; other sweepers choose cells as they go, so each is checked when it starts
+HERE = "BasicLauncher"  # Hydra's own, which runs jobs in sequence in the sweep's process
+FORGOTTEN = ("hydra.sweep.dir=", "hydra.mode=")  # overrides of Hydra that are not stored for a resumed sweep
+ELSEWHERE = "SlurmLauncher"  # runs cells on other machines
 
 
 class Sweep:
-    """Making one checks every cell, and holds the folder. Raises ConfigError before anything is written.
+    """A running sweep. Creating one checks every cell and locks the folder; it raises ConfigError before writing
+    anything.
 
     From then on the first of trainer.signals' SIGNALS stops the sweep, and a second one ends it at once. While a cell
-    runs in this process its launcher has the signals, and run_cell exits. Cells in other processes are told by a file,
-    and the launcher goes on waiting for them.
+    runs in this process its launcher handles the signals, and run_cell exits. Cells in other processes are notified by
+    a file, and the launcher goes on waiting for them.
     """
 
     def __init__(self, config: DictConfig) -> None:
@@ -54,10 +55,7 @@ class Sweep:
         overrides = parsed_overrides(loader, config)
         known = str(hydra.sweeper._target_).endswith(BASIC)
         cells = checked_cells(loader, config, overrides, not launcher.endswith(ELSEWHERE)) if known else []
-        from gptlite.launch.rank_stop import (  # torch comes with it: not before the sweep stands
-            SAME_SECONDS,
-            SIGNALS,
-        )
+        from gptlite.launch.rank_stop import SAME_SECONDS, SIGNALS  # imports torch, so only once the sweep is valid
 
         self._received: int | None = None
         self._since, self._same, self._by_file = 0.0, SAME_SECONDS, False
@@ -76,7 +74,7 @@ class Sweep:
         self._settle(cells)
 
     def conclude(self) -> int:
-        """Says how the sweep ended, once; returns its exit code."""
+        """Report how the sweep ended, once; return its exit code."""
         if self._code is None:
             records, expected = publish(self.folder, final=True), self.folder.header.get("cells")
             self._code = exit_code(records, self._received)
@@ -86,7 +84,7 @@ class Sweep:
         return self._code
 
     def _settle(self, cells: Sequence[Record]) -> None:
-        """Records the cells that cannot run, and says what is left to do."""
+        """Record the cells that cannot run, and print how many are left to run."""
         done: Counter[str] = Counter()
         for cell in cells:
             record = self.folder.record(cell.number, cell.digest)
@@ -95,7 +93,7 @@ class Sweep:
                 done[PRUNED] += 1
                 print(f"cell {cell.number} ({cell.name}): pruned: {cell.reason}")
             elif not record or record.status == PRUNED:
-                self.folder.forget(cell.number)  # of presets that have changed since, or legal now
+                self.folder.forget(cell.number)  # its presets have changed since, or it has become legal
             else:
                 done["finished before"] += record.finished
         words = "".join(f", {count} {what}" for what, count in done.items() if count)
@@ -110,12 +108,13 @@ class Sweep:
                 sys.exit(128 + number)
             self.folder.stop.touch()
             os.write(2, b"\nstopping: cells that run save and end, no other starts (again: at once)\n")
-        elif time.monotonic() - self._since > self._same / 2:  # not the same one by way of the process group
+        elif time.monotonic() - self._since > self._same / 2:  # not the same signal sent again via the process group
             sys.exit(128 + number)
 
 
 def exit_code(records: Sequence[Record], received: int | None) -> int:
-    """Of a sweep: 128 + a signal's number, 1 if a cell failed, else 0; out of memory and pruned are results."""
+    """Return a sweep's exit code: 128 + a signal's number, 1 if a cell failed, else 0. Out of memory and pruned are
+    results."""
     if received:
         return 128 + received
     codes = [record.exit_code for record in records if record.status == INTERRUPTED and record.exit_code]
@@ -123,10 +122,10 @@ def exit_code(records: Sequence[Record], received: int | None) -> int:
 
 
 def sweep_overrides(arguments: list[str]) -> list[str]:
-    """The overrides of a sweep: those given, or the remembered ones of the sweep in `hydra.sweep.dir`.
+    """Return the overrides of a sweep: the given ones, or the stored ones of the sweep in `hydra.sweep.dir`.
 
-    `run.dir` is taken for hydra.sweep.dir, and `sweep=` for `+sweep=`. Raises ConfigError for a folder with another
-    sweep, or with none where nothing else is given.
+    `run.dir` is read as hydra.sweep.dir, and `sweep=` as `+sweep=`. Raises ConfigError for a folder that holds another
+    sweep, or none if nothing else is given.
     """
     arguments = [f"+{each}" if each.startswith("sweep=") else each for each in arguments]
     named = DIR if any(_key(each) == DIR for each in arguments) else "run.dir"
@@ -143,14 +142,14 @@ def sweep_overrides(arguments: list[str]) -> list[str]:
     if task:
         refuse_others(folder, task)
     given = {_key(each) for each in hydra}
-    # Another launcher has other keys: `hydra/launcher` takes the kept `hydra.launcher.n_jobs` with it.
+    # Another launcher has other keys, so a new `hydra/launcher` also drops a stored `hydra.launcher.n_jobs`.
     groups = {key: "/".join(key.split(".")[:2]) for key in map(_key, header.get("hydra", []))}
     kept = [each for each in header.get("hydra", []) if not {_key(each), groups[_key(each)]} & given]
     return [*header.get("overrides", task), *kept, *hydra]
 
 
 def refuse_others(folder: SweepFolder, overrides: list[str]) -> None:
-    """Raises ConfigError where the folder has the sweep of other overrides."""
+    """Raise ConfigError if the folder holds the sweep of other overrides."""
     if not (header := folder.header):
         return
     old, new = ({_key(each): each for each in them} for them in (header["overrides"], overrides))

@@ -1,4 +1,4 @@
-"""The hooks that Hydra calls as a sweep begins and ends. Light, since every command loads them (conf/config.yaml)."""
+"""Hydra callbacks for the start and end of a sweep. Imports are light, as every command loads it (conf/config.yaml)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from omegaconf import DictConfig
 
 
 class SweepCallback(Callback):
-    """Checks all cells before the first starts, and reports at the end, whatever ended the sweep.
+    """Check all cells before the first starts, and report at the end, however the sweep ends.
 
-    It leaves Hydra by SystemExit, for an error with that as its cause: of an Exception Hydra would make a warning.
+    It leaves Hydra by SystemExit, with an error as its cause, since Hydra turns an Exception into a warning.
     """
 
     def __init__(self) -> None:
         self._sweep: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_sweep": None}  # in a process that runs one cell
+        return {"_sweep": None}  # pickled for a process that runs one cell
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         from gptlite.sweep.begin import Sweep
 
         self._sweep = _raising(lambda: Sweep(config))
-        atexit.register(self._sweep.conclude)  # Hydra tells nobody of a sweep that a launcher's failure has ended
+        atexit.register(self._sweep.conclude)  # Hydra does not call on_multirun_end if the launcher fails
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         sys.exit(_raising(self._sweep.conclude))

@@ -1,4 +1,4 @@
-"""The cells of a sweep: their numbers, names, folders, and which of them are legal. No torch here."""
+"""Cells of a sweep: numbers, names, folders, and the check that each is legal. No torch here."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from gptlite.errors import ConfigError
 from gptlite.sweep.folder import PRUNED, Record
 
 OURS = "."  # hydra.sweep.subdir, where the folder of a cell is `<number>-<what differs>`
-LONGEST = 100  # signs of a folder's name
+LONGEST = 100  # characters of a folder's name
 
 
 def parsed_overrides(loader: ConfigLoader, config: DictConfig) -> list[Override]:
-    """Those in `hydra.sweeper.params`, and the command line's, which win. Raises ConfigError."""
+    """Return the overrides of `hydra.sweeper.params` and the command line; the latter take precedence. Raises
+    ConfigError."""
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     with refusals():
         return OverridesParser.create(config_loader=loader).parse_overrides(
@@ -36,15 +37,15 @@ def parsed_overrides(loader: ConfigLoader, config: DictConfig) -> list[Override]
 
 
 def swept_keys(overrides: Sequence[Override]) -> list[str]:
-    """The keys that have several values, in the order given."""
+    """Return the keys with several values, in the order given."""
     return [each.get_key_element().lstrip("+") for each in overrides if each.is_sweep_override()]
 
 
 def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Override], world: bool) -> list[Record]:
-    """All cells as Hydra's own sweeper will number them, composed and checked. Raises ConfigError for what is wrong
-    with the sweep: a misspelled key, say.
+    """Return all cells, numbered as by Hydra's own sweeper, composed and checked. Raises ConfigError for an error of
+    the whole sweep, such as a misspelled key.
 
-    `world`: check also what depends on this machine, as far as it can be told before a rank starts.
+    `world`: also check what depends on this machine, as far as that is possible before a rank starts.
     """
     singleton, cells = HydraConfig.instance(), []
     before = singleton.cfg
@@ -56,10 +57,10 @@ def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Over
                 raw = loader.load_sweep_config(config, each)
                 with open_dict(raw):
                     raw.hydra.job.num, raw.hydra.job.id = number, number
-                singleton.set_config(raw)
+                singleton.set_config(raw)  # which `${hydra:...}` in a configuration resolves against
                 task = copy.deepcopy(raw)
                 with read_write(task), open_dict(task):
-                    del task["hydra"]
+                    del task["hydra"]  # as Hydra does before it calls the job
                 cell = this_cell(raw.hydra, task, swept_keys(overrides))
             cells.append(_checked(task, cell, world))
     finally:
@@ -78,8 +79,7 @@ def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Over
 
 
 def this_cell(hydra: Any, raw: DictConfig, swept: Sequence[str]) -> Record:
-    """The cell of a composed configuration and its `hydra` section, whose job is running or checked: yet without a
-    status."""
+    """Return the cell of a composed configuration and its `hydra` section, without a status."""
     number, overrides = int(hydra.job.num), list(hydra.overrides.task)
     differing = [each for each in overrides if each.partition("=")[0].lstrip("+") in swept]
     name = " ".join(map(_label, differing)) or str(number)
@@ -87,14 +87,14 @@ def this_cell(hydra: Any, raw: DictConfig, swept: Sequence[str]) -> Record:
     if subdir == OURS:
         subdir = "-".join([str(number), *map(_file_name, differing)])[:LONGEST].rstrip("-.")
     content: Any = OmegaConf.to_container(raw, resolve=True, enum_to_str=True)
-    for section in ("run", "cluster"):  # the same run, whatever it is called and the planner knows
+    for section in ("run", "cluster"):  # names and the planner's figures do not change a run
         content.pop(section, None)
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return Record(number, name, overrides, "", run_dir=str(Path(str(hydra.sweep.dir), subdir)), digest=digest)
 
 
 def prepare(raw: DictConfig, cell: Record) -> None:
-    """Gives a composed configuration the cell's folder and name, and the sweep's name as its group in W&B."""
+    """Set a composed configuration's folder and name to the cell's, and its group in W&B to the sweep's name."""
     run_dir = Path(cell.run_dir)
     sweep = run_dir.parent.resolve().name
     named = any(override.startswith("run.name=") for override in cell.overrides)
@@ -105,7 +105,7 @@ def prepare(raw: DictConfig, cell: Record) -> None:
 
 
 def _checked(raw: DictConfig, cell: Record, world: bool) -> Record:
-    """The cell, pruned if it cannot run."""
+    """Return the cell, pruned if it cannot run."""
     try:
         prepare(raw, cell)
         config = typed(raw)
@@ -119,13 +119,13 @@ def _checked(raw: DictConfig, cell: Record, world: bool) -> Record:
 
 
 def _label(override: str) -> str:
-    """`tensor=2` of `parallelism.tensor=2`, and `zero1` of `parallelism=zero1`."""
+    """Return `tensor=2` for `parallelism.tensor=2`, and `zero1` for `parallelism=zero1`."""
     key, _, value = override.lstrip("+").partition("=")
     return f"{key.rpartition('.')[2]}={value}" if "." in key or "/" in key or not re.match(r"[a-z]", value) else value
 
 
 def _file_name(override: str) -> str:
-    """The same without signs that a shell or Hydra would read."""
+    """Return the label without characters that have a meaning to a shell or to Hydra."""
     key, _, value = _label(override).rpartition("=")
     value = re.sub(r"[^\w.+-]+", "_", value).strip("_")
     return f"{key}{'' if not key or value[:1].isdigit() else '_'}{value}"

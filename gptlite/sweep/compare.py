@@ -1,4 +1,4 @@
-"""A sweep's cells side by side: their figures, the baseline, the best and what it is judged by. No torch here."""
+"""Comparison of a sweep's cells: figures, baseline, best cell and the criterion for it. No torch here."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ from gptlite.sweep.folder import OK, Record
 
 Row = dict[str, Any]  # a cell's record and figures, by the columns of sweep.csv
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
-ALIKE = 0.05  # speeds closer than this are the same: a measurement on a busy machine tells no less
-FEWEST = 4  # cells whose order says something
-MOST_PASSES = 20_000  # of a timeline; beyond, it takes long and its picture is grey
+ALIKE = 0.05  # speeds closer than this are equal: a measurement on a busy machine resolves no smaller difference
+FEWEST = 4  # cells needed for a meaningful rank correlation
+MOST_PASSES = 20_000  # of a timeline; more take long to compute and cannot be told apart in a picture
 SPEED = "tokens_per_second"
 MEASURED = (SPEED, "mfu", "step_seconds", "loss", "val_loss", "val_bits_per_byte", "pipeline")  # as in result.json
-# What the best is judged by, where cells train different models: the first of these that a cell has.
+# Criteria for the best cell if cells train different models: the first of these that a cell has.
 LOSSES = {
     "val_bits_per_byte": "validation bits per byte",
     "val_loss": "validation loss",
     "loss": "training loss, for want of a validation loss",
 }
-# With these, cells read other tokens: bits per byte of text compare, nats per token do not.
+# Cells that differ in these read other tokens: bits per byte of text are comparable, nats per token are not.
 TOKENS = {"data", "data.tokenizer", "data.vocab_size", "data.path", "data.corpus", "data.blend"}
-# A run that goes on may change these and stays the same run; cells that differ in them end elsewhere.
+# A resumed run may change these and is the same run; cells that differ in them end with other numbers.
 ENDS_ELSEWHERE = ("model", "trainer.max_steps", "trainer.max_time", "trainer.stop_step")
 ENDS_ELSEWHERE += ("checkpoint.resume", "checkpoint.load")
-# These change a resumed run's rounding alone.
+# These change only the rounding of a resumed run.
 ROUNDS = ("ops", "trainer.compile")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The cells in order. `axes` are the keys that differ between them and change their numbers; without any they train
-    the same model, up to rounding. `measure` is the column that counts: speed, else a loss.
-    """
+    """The cells in order. `axes` are the keys that differ between them and change their numbers; without any, all cells
+    train the same model up to rounding. `measure` is the column that decides: speed, else a loss."""
 
     rows: list[Row]
     axes: list[str]
@@ -51,25 +50,26 @@ class Comparison:
 
     @property
     def counts(self) -> str:
-        """`12 cells: 8 ok, 1 out of memory, 3 pruned`."""
+        """Summary such as `12 cells: 8 ok, 1 out of memory, 3 pruned`."""
         statuses = [row["status"] for row in self.rows]
         each = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
         return f"{len(self.rows)} cell{'s' * (len(self.rows) > 1)}: {each}"
 
     @property
     def title(self) -> str:
-        """The measure in words."""
+        """Description of the measure."""
         return LOSSES.get(self.measure, "speed")
 
     @property
     def judged_by(self) -> str:
-        """`validation loss, since optimizer.lr changes the numbers`."""
+        """Criterion such as `validation loss, since optimizer.lr changes the numbers`."""
         verb = "change" if len(self.axes) > 1 else "changes"
         return f"{self.title}, since {' and '.join(self.axes) or 'no axis'} {verb} the numbers"
 
     @property
     def best_words(self) -> str:
-        """`tp2: 12.3k tokens/s, 1.40 times single's`, or of the validation loss; empty where no cell has one."""
+        """Result such as `tp2: 12.3k tokens/s, 1.40 times single's`, or with a validation loss; empty if there is no
+        best cell."""
         if (best := self.best) is None:
             return ""
         value, speed = best[self.measure], self.measure == SPEED
@@ -84,7 +84,7 @@ class Comparison:
 
     @property
     def plan_words(self) -> list[str]:
-        """Lines on how well the plan knew the order of the cells, and what it had to guess."""
+        """Lines on the accuracy of the plan's order of cells, and on its assumptions."""
         pairs = [(row["predicted_step_seconds"], row["step_seconds"]) for row in self.rows if row["status"] == OK]
         pairs = [pair for pair in pairs if all(pair)]
         guesses = dict.fromkeys(row["predicted_assumed"] for row in self.rows)
@@ -95,10 +95,10 @@ class Comparison:
 
 
 def compare(records: Sequence[Record]) -> Comparison:
-    """The records as rows, of which one is the baseline and one the best, if any ran.
+    """Return the records as rows, with the baseline and the best marked, if any ran.
 
-    The baseline is the cell named `single` if it is ok, else the first ok one that has a loss. Of cells with the same
-    numbers the best is the fastest.
+    The baseline is the cell named `single` if it is ok, else the first ok one that has a loss. Among cells with the
+    same numbers the best is the fastest.
     """
     rows = [_row(record) for record in records]
     ok = [row for row in rows if row["status"] == OK]
@@ -111,6 +111,7 @@ def compare(records: Sequence[Record]) -> Comparison:
     judged = [row for row in ok if row[measure] is not None]
     if axes and judged:
         settings = {row["number"]: [each.get(key) for key in axes] for row, each in zip(rows, given, strict=True)}
+        # Only cells with the settings of the lowest loss compete for speed.
         least = settings[min(judged, key=lambda row: row[measure])["number"]]
         judged = [row for row in judged if settings[row["number"]] == least]
     best = max(judged, key=lambda row: row[SPEED] or 0, default=None)
@@ -125,10 +126,10 @@ def compare(records: Sequence[Record]) -> Comparison:
 
 
 def _row(record: Record) -> Row:
-    """A cell's figures, None for what a run does not have. Seconds are of a step, bytes of the rank that has most.
+    """Return a cell's figures, None if a run does not have one. Seconds are of a step, bytes of the fullest rank.
 
-    The bytes of tensors, the sum of the categories, are what the plan predicts; the peak is all that the process had
-    (on a GPU: the allocator), the average the same over the time of the run.
+    The bytes of tensors, the sum of the categories, are comparable with the plan's prediction. The peak is all memory
+    of the process (on a GPU: of the allocator), and the average its mean over the run.
     """
     result: dict[str, Any] = dict(record.result)
     result.update((key, None) for key, value in result.items() if isinstance(value, float) and not math.isfinite(value))
@@ -164,7 +165,7 @@ def _row(record: Record) -> Row:
 
 
 def changes_numbers(key: str) -> bool:
-    """Whether cells that differ in this key train different models."""
+    """Return True if cells that differ in this key train different models."""
 
     def within(keys: Sequence[str]) -> bool:
         return any(key == each or key.startswith(f"{each}.") for each in keys)
@@ -177,11 +178,11 @@ def changes_numbers(key: str) -> bool:
 def split(
     step: float | None, comm: dict[str, float], pipeline: dict[str, Any] | None
 ) -> tuple[float | None, float | None, float | None]:
-    """A step's seconds of compute, of communication and of the pipeline's bubble; None for what is not known.
+    """Return a step's seconds of compute, communication and pipeline bubble; None for unknown ones.
 
-    Measured: `comm`, the time that ranks stand in collectives of each axis, and compute, which is the rest. Time along
-    the pipeline is waiting for the rank before as much as it is sending. Derived: of that time the bubble is what the
-    schedule makes a rank idle for the time it is busy, by its timeline, at most all of it; the rest is communication.
+    Measured: `comm`, the time ranks spend in collectives of each axis; compute is the rest of the step. Time along the
+    pipeline includes waiting for the rank before as well as sending. Derived: the bubble is the idle share of the
+    schedule's timeline, applied to a rank's busy time, at most all of the pipeline's time; the rest is communication.
     """
     if step is None:
         return None, None, None
@@ -192,16 +193,17 @@ def split(
     if (found := timeline_of(pipeline)) is None:
         return compute, waits, None
     share = bubble_share(found)
+    # Tensor-parallel collectives are part of a pass, so a rank counts as busy in them.
     busy = compute + (comm.get("tp") or 0)
     bubble = min(comm.get("pp") or 0, busy * share / max(1e-9, 1 - share))
     return compute, waits - bubble, bubble
 
 
 def timeline_of(pipeline: dict[str, Any], compute: float = 1.0) -> Timeline | None:
-    """When each pass of a step runs, if messages took no time; None for a schedule that this version does not know.
+    """Return the timeline of a step without message times; None for a schedule that this version does not know.
 
-    `pipeline` is result.json's. Passes take time in proportion to their FLOPs: a backward pass twice a forward one,
-    three times where it computes the blocks again. `compute` is the seconds that a rank computes in a step, on average.
+    `pipeline` is result.json's. Durations are proportional to FLOPs: a backward pass takes twice a forward one, three
+    times with full recomputation. `compute` is the mean seconds that a rank computes in a step.
     """
     ranks, micro_batches, flops = pipeline["ranks"], pipeline["micro_batches"], pipeline["stage_flops"]
     schedule = pipeline["schedule"]
@@ -216,23 +218,23 @@ def timeline_of(pipeline: dict[str, Any], compute: float = 1.0) -> Timeline | No
 
 
 def bubble_share(found: Timeline) -> float:
-    """The share of the step that the ranks wait, on average."""
+    """Return the mean share of the step in which a rank is idle."""
     return sum(map(found.bubble, range(found.ranks))) / found.ranks
 
 
 def schedule_words(pipeline: dict[str, Any]) -> str:
-    """`1f1b, 2 ranks, 8 micro-batches`."""
+    """Return a description such as `1f1b, 2 ranks, 8 micro-batches`."""
     stages = pipeline["stages_per_rank"]
     each = f", {stages} stages a rank" * (stages > 1)
     return f"{pipeline['schedule']}, {pipeline['ranks']} ranks{each}, {pipeline['micro_batches']} micro-batches"
 
 
 def agreement(pairs: Sequence[Sequence[float]]) -> float | None:
-    """Spearman's rank correlation, 1 for the same order. Lengths within 5% of each other are ties. None for fewer than
-    four pairs, or where all are tied."""
+    """Return Spearman's rank correlation, 1 for the same order. Values within 5% of each other are ties. None for fewer
+    than four pairs, or if all are tied."""
 
     def ranks(values: Sequence[float]) -> list[float]:
-        """Of each value how many are less, ties counted by half."""
+        """Return for each value the number of smaller ones, with ties counted half."""
         of_all = [[0.5 if abs(a - b) <= ALIKE * max(a, b) else float(b < a) for b in values] for a in values]
         return list(map(sum, of_all))
 

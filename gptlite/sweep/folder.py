@@ -1,7 +1,7 @@
-"""A sweep's folder: its records, and the locks of the processes that work in it. No torch here.
+"""A sweep's folder: records of its cells, and locks against concurrent processes. No torch here.
 
-sweep.json has the sweep and its records, whole at every moment. Whoever runs cell 3 writes records/3.json, and its
-output to records/3.log.
+sweep.json holds the sweep and its records, and is complete at every moment. The process that runs cell 3 writes
+records/3.json, and its output to records/3.log.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from gptlite.errors import ConfigError
 from gptlite.files import unwritable, write_whole
 
 OK, OUT_OF_MEMORY, PRUNED, FAILED, INTERRUPTED = "ok", "out of memory", "pruned", "failed", "interrupted"
-FINISHED = (OK, OUT_OF_MEMORY, PRUNED)  # not run again when the sweep goes on
+FINISHED = (OK, OUT_OF_MEMORY, PRUNED)  # not run again when the sweep is resumed
 VERSION = 1
 
 
 @dataclass
 class Record:
-    """A cell and how it ended. `status` is one of the five above, `reason` a line where there is one to give.
+    """A cell and its result. `status` is one of the five above, `reason` an optional line of explanation.
 
-    `name` is what differs from the other cells; `layout` is in words. `wall_seconds` is over all attempts. `result` is
-    the run's result.json, {} where it wrote none; `predicted` the fields of the planner's Prediction. `digest` is of
-    the resolved configuration, by which a sweep that goes on knows what it has.
+    `name` is the difference from the other cells; `layout` is a description. `wall_seconds` is the sum over all
+    attempts. `result` is the run's result.json, {} if it wrote none; `predicted` the fields of the planner's
+    Prediction. `digest` is a hash of the resolved configuration, by which a resumed sweep recognizes its cells.
     """
 
     number: int
@@ -49,21 +49,21 @@ class Record:
 
     @property
     def finished(self) -> bool:
-        """Whether the cell is not to be run again."""
+        """True if the cell is not to be run again."""
         return self.status in FINISHED
 
 
 class SweepFolder:
-    """Reads and writes what a sweep keeps. Several processes may, each its own cell."""
+    """Access to a sweep's folder. Several processes may use it at a time, each for its own cell."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.stop = path / ".stop"  # there once a signal has come: what runs saves and ends, no other cell starts
+        self.stop = path / ".stop"  # created by a signal: running cells save and end, no other cell starts
         self._lock: TextIO | None = None
 
     @property
     def header(self) -> dict[str, Any]:
-        """What sweep.json says of the sweep as a whole, {} where there is none. Raises ConfigError if damaged."""
+        """The sweep's entry in sweep.json, {} if there is none. Raises ConfigError for a damaged file."""
         path = self.path / "sweep.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -78,7 +78,8 @@ class SweepFolder:
             ) from None
 
     def record(self, number: int, digest: str | None = None) -> Record | None:
-        """A cell's record. None if it has none, one of another `digest`, or one that cannot be read: it runs again."""
+        """Return a cell's record. None if there is none, if its `digest` differs, or if it cannot be read; the cell
+        runs again."""
         try:
             values = json.loads((self.path / "records" / f"{number}.json").read_text(encoding="utf-8"))
             record = Record(**{each.name: values[each.name] for each in fields(Record) if each.name in values})
@@ -87,7 +88,7 @@ class SweepFolder:
             return None
 
     def refuse(self) -> None:
-        """Raises ConfigError for a folder that cannot be written, or is a run's. Leaves nothing behind."""
+        """Raise ConfigError for a folder that cannot be written, or that is a run's. Leaves no files behind."""
         where = f"hydra.sweep.dir={self.path}"
         if (self.path / "config.yaml").exists() and not self.header:
             raise ConfigError(
@@ -97,9 +98,10 @@ class SweepFolder:
             raise ConfigError(f"{where}: {reason}")
 
     def open(self, header: dict[str, Any]) -> None:
-        """Makes the folder and holds it until this process ends. Raises ConfigError if another process has it."""
+        """Create the folder and lock it until this process ends. Raises ConfigError if another process has locked
+        it."""
         (self.path / "records").mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("a")  # the kernel drops the lock with this process
+        self._lock = (self.path / ".lock").open("a")  # the kernel releases the lock when this process ends
         if not _try_lock(self._lock):
             owner = f"hydra.sweep.dir={self.path}: {self.owner} runs a sweep in it"
             raise ConfigError(f"{owner}; wait, stop it, or give another folder")
@@ -110,18 +112,18 @@ class SweepFolder:
             pass
 
     def keep(self, record: Record) -> None:
-        """Writes a cell's record."""
+        """Write a cell's record."""
         write_whole(self.path / "records" / f"{record.number}.json", json.dumps(asdict(record), indent=2) + "\n")
 
     def forget(self, number: int) -> None:
-        """Takes a cell's record away."""
+        """Delete a cell's record."""
         (self.path / "records" / f"{number}.json").unlink(missing_ok=True)
 
     @contextmanager
     def updating(self, header: dict[str, Any] | None = None) -> Iterator[list[Record]]:
-        """Writes sweep.json from the records there are, and yields them; other processes wait until the block is over.
+        """Write sweep.json from the records, and yield them; other processes wait until the end of the block.
 
-        Without locks on that file system they do not.
+        On a file system without locks they do not wait.
         """
         with (self.path / ".update").open("a") as file:
             with suppress(OSError):
@@ -134,18 +136,18 @@ class SweepFolder:
 
     @contextmanager
     def running(self, number: int) -> Iterator[bool]:
-        """Holds a cell; yields whether no other process does."""
+        """Lock a cell; yield True unless another process has locked it."""
         with (self.path / "records" / f".{number}.lock").open("a") as file:
             yield _try_lock(file)
 
     @property
     def owner(self) -> str:
-        """`process 123 on node1`: who holds the folder, or did."""
+        """The process that holds the folder, or held it last, such as `process 123 on node1`."""
         return (self.path / ".lock").read_text(encoding="utf-8").strip() or "another process"
 
     @property
     def deserted(self) -> bool:
-        """Whether the process that held the folder was of this machine, and is gone."""
+        """True if the process that held the folder was on this machine and has ended."""
         with suppress(ValueError, PermissionError):
             _, number, _, node = self.owner.split()
             try:
@@ -156,7 +158,7 @@ class SweepFolder:
 
 
 def _try_lock(file: TextIO) -> bool:
-    """Whether nobody else holds the file, which this process does now; also where there are no locks."""
+    """Lock a file; return False if another process has locked it, True also on file systems without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""One cell of a sweep, run on ranks of its own. Whatever becomes of it is a record, and the sweep goes on."""
+"""One cell of a sweep, run on its own ranks. Every outcome becomes a record, and the sweep goes on."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from gptlite.sweep.report import publish
 
 LONGEST_REASON = 400
 LOOK_SECONDS = 0.2
-# Of a cell by itself these would make a sweep again, so its folder remembers that it is one run.
+# With these overrides a cell on its own would be a sweep again, so its folder stores hydra.mode=RUN.
 SWEEPING = ("+sweep=", "experiment=")
 
 
 def run_cell(raw: DictConfig) -> float | None:
-    """The job that Hydra calls for each cell: runs it if it has not been, and returns its loss for a sweeper to judge.
+    """The job that Hydra calls for each cell: run it unless it is finished, and return its loss for the sweeper.
 
     After a signal a job in the sweep's own process exits.
     """
@@ -48,7 +48,7 @@ def run_cell(raw: DictConfig) -> float | None:
         return None
     with folder.running(cell.number) as free:
         if not free:
-            print(f"cell {cell.number} ({cell.name}) is run by another process still: left to it", flush=True)
+            print(f"cell {cell.number} ({cell.name}) is still being run by another process; skipped", flush=True)
             return None
         record = folder.record(cell.number, cell.digest)
         if record is None or not record.finished:
@@ -58,7 +58,7 @@ def run_cell(raw: DictConfig) -> float | None:
                 record = attempt(raw, cell, log, before or 0.0)
             folder.keep(record)
             publish(folder, final=False)
-    if folder.deserted:  # joblib's process would wait minutes for another cell
+    if folder.deserted:  # an idle joblib worker would wait minutes for another cell
         sys.stdout.flush()
         os._exit(EXIT_TERMINATED)
     if here and record.status == INTERRUPTED and record.exit_code:
@@ -67,7 +67,7 @@ def run_cell(raw: DictConfig) -> float | None:
 
 
 def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
-    """Runs a cell, its output in `log`, and tells what came of it. `before` are the seconds of earlier attempts."""
+    """Run a cell with its output in `log`, and return its record. `before` is the seconds of earlier attempts."""
     from gptlite.config.checks import check_world
     from gptlite.launch.elastic import Ended
     from gptlite.launch.launcher import planned, start_ranks
@@ -77,14 +77,14 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     try:
         config, world = planned(typed(raw), None)
     except ConfigError as error:
-        return told(replace(cell, run_dir=""), PRUNED, str(error))
+        return with_status(replace(cell, run_dir=""), PRUNED, str(error))
     layout = check_world(config, world)
     cell.world_size, cell.layout = world, layout.describe(config.parallelism)
     cell.predicted = predicted(config, layout)
     sweeping = any(each.startswith(SWEEPING) for each in cell.overrides)
     config.run.overrides = [*cell.overrides, *["hydra.mode=RUN"] * sweeping]
     result = Path(cell.run_dir, "result.json")
-    result.unlink(missing_ok=True)  # an earlier attempt's
+    result.unlink(missing_ok=True)  # may be an earlier attempt's
     try:
         with output_in(log):
             ended = start_ranks(config, world, started)
@@ -97,21 +97,21 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     cell.wall_seconds = time.monotonic() - started + before
     with suppress(OSError, ValueError):
         cell.result = json.loads(result.read_text(encoding="utf-8"))
-    if not result.parent.exists():  # it came to nothing before there was anything to keep
+    if not result.parent.exists():  # the run failed before it created its folder
         cell.run_dir = ""
-    said = cell.result.get("status", "")
+    status = cell.result.get("status", "")
     if ended.exit_code == 0:
-        return told(cell, OK, said.removeprefix("done"))
+        return with_status(cell, OK, status.removeprefix("done"))
     if ended.exit_code > 128:
-        return told(cell, INTERRUPTED, "stopped by a signal; goes on from its checkpoint")
+        return with_status(cell, INTERRUPTED, "stopped by a signal; resumes from its checkpoint")
     if ended.out_of_memory:
-        return told(cell, OUT_OF_MEMORY, ended.reason)
-    # A run that ended in order says why in its result; of one that died, the launcher knows which rank was the first.
-    return told(cell, FAILED, ended.reason or said.removeprefix("failed: ") or f"exit code {ended.exit_code}")
+        return with_status(cell, OUT_OF_MEMORY, ended.reason)
+    # A run that ends regularly writes the reason to its result; after a crash the launcher knows the first failed rank.
+    return with_status(cell, FAILED, ended.reason or status.removeprefix("failed: ") or f"exit code {ended.exit_code}")
 
 
-def told(record: Record, status: str, reason: str) -> Record:
-    """The record with its status and reason, the reason said on the terminal."""
+def with_status(record: Record, status: str, reason: str) -> Record:
+    """Return the record with its status and reason set, and print them."""
     record.status, record.reason = status, " ".join(reason.split())[:LONGEST_REASON]
     words = f"{status}{f': {record.reason}' if record.reason else ''}"
     print(f"cell {record.number} ({record.name}): {words}", flush=True)
@@ -119,20 +119,20 @@ def told(record: Record, status: str, reason: str) -> Record:
 
 
 def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
-    """The fields of the plan's Prediction for a run on `cluster`; None where the plan knows too little of that.
+    """Return the fields of the plan's Prediction for a run on `cluster`; None if the plan cannot be made.
 
-    `assumed`: the vocabulary, where it is a guess, and why.
+    `assumed`: the vocabulary size and the reason, if it is a guess.
     """
     from gptlite.plan.cost import predict
     from gptlite.plan.local import this_machine
     from gptlite.plan.planning import given_keys, vocabulary_of, with_planned_vocabulary, workload_of
 
-    def unsaid(text: str) -> None:
-        """How to measure the machine is for who asks for a plan."""
+    def discard(text: str) -> None:
+        """Discard a log line: hints on calibration are for `gptlite plan`."""
 
     try:
-        cluster = this_machine(config.cluster, unsaid, given=given_keys(config, "cluster"))
-        sized, assumed = with_planned_vocabulary(config, unsaid)
+        cluster = this_machine(config.cluster, discard, given=given_keys(config, "cluster"))
+        sized, assumed = with_planned_vocabulary(config, discard)
         found = asdict(predict(workload_of(sized, layout, cluster), cluster))
     except ConfigError:
         return None
@@ -141,7 +141,7 @@ def predicted(config: Config, layout: Layout) -> dict[str, Any] | None:
 
 @contextmanager
 def output_in(path: Path) -> Iterator[None]:
-    """Standard output of this process and of those that it starts goes into a file, errors to the terminal still."""
+    """Redirect standard output of this process and its children to a file; errors still go to the terminal."""
     sys.stdout.flush()
     terminal = os.dup(1)
     try:
@@ -156,10 +156,10 @@ def output_in(path: Path) -> Iterator[None]:
 
 @contextmanager
 def passing_on_stops(folder: SweepFolder) -> Iterator[None]:
-    """While a cell runs in a process of its own: its ranks' launcher gets SIGTERM once the sweep is to stop, or dead.
+    """Send SIGTERM to the launcher of a cell in its own process once the sweep is stopped or has ended.
 
-    The launcher has the signals as soon as it runs. One that comes before waits for it here. The handlers stay: of
-    joblib's workers an idle one that a Ctrl-C ended would have all others killed.
+    The launcher handles signals as soon as it runs; earlier ones are stored here until then. The handlers stay
+    installed afterwards, since an idle joblib worker that is ended by Ctrl-C would make joblib kill all others.
     """
     asked, over = threading.Event(), threading.Event()
 
@@ -171,7 +171,7 @@ def passing_on_stops(folder: SweepFolder) -> Iterator[None]:
             handler = signal.getsignal(signal.SIGTERM)
             if handler is not receive and (asked.is_set() or folder.stop.exists() or folder.deserted):
                 launcher = getattr(handler, "__self__", None)
-                if getattr(launcher, "received", None) is None:  # else Ctrl-C has reached it by itself
+                if getattr(launcher, "received", None) is None:  # else it has already received Ctrl-C itself
                     os.kill(os.getpid(), signal.SIGTERM)
                 return
 

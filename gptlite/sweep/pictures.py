@@ -1,4 +1,4 @@
-"""A sweep's pictures: speed and memory of each cell, their losses, each rank's memory, the pipelines' timelines."""
+"""Charts of a sweep: speed and memory of each cell, losses, memory of each rank, pipeline timelines."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 MOST_BARS, MOST_CURVES, MOST_TIMELINES = 40, 12, 8
-SAME = 1e-9  # a loss that differs by less is drawn as this
+SAME = 1e-9  # smaller differences of losses are drawn at this value, as the axis is logarithmic
 DPI = 150
 BLUE, PALE, GREY, ORANGE = TIME["compute"], "#a9c3e3", "#c3c8d0", TIME["communication"]
-# Okabe and Ito's colours, which the colour-blind can tell apart, without their yellow.
+# Okabe and Ito's palette for colour-blind readers, without its yellow.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#23272e")
 
 
 class Picture(NamedTuple):
-    """A PNG of the sweep's folder, and what the page says with it."""
+    """A PNG in the sweep's folder, with its title and caption on the page."""
 
     file: str
     title: str
@@ -46,7 +46,7 @@ class Picture(NamedTuple):
 def draw_all(
     folder: Path, found: Comparison, attempting: Callable[[str], AbstractContextManager[None]]
 ) -> list[Picture]:
-    """Draws what the cells have figures for, into the folder, each in `attempting` so that one fails alone."""
+    """Draw the charts that the cells have figures for, each within `attempting` so that one fails alone."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -56,9 +56,9 @@ def draw_all(
         ("losses.png", "Losses", _losses),
         ("memory.png", "Memory of each rank", _memory),
     )
-    # No name is a formula, and nothing global is left behind: a style for these figures, and no pyplot.
+    # Names are not parsed as formulas. A local style and no pyplot, so that no global state is changed.
     with matplotlib.rc_context({**STYLE, "text.parse_math": False}), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of letters that the font does not have
+        warnings.simplefilter("ignore")  # warnings of characters missing in the font
         for file, title, draw in plots:
             with attempting(file):
                 figure = Figure(figsize=(11, 4.4), dpi=DPI, facecolor="white", layout="constrained")
@@ -80,13 +80,14 @@ def draw_all(
 
 
 def run_folder(row: Row, folder: Path) -> Path:
-    """The cell's run folder, which may not be there; a relative one may be the sweep's or the shell's."""
+    """Return the cell's run folder, which may not exist; a relative path may start at the sweep's folder or the
+    shell's."""
     inside = folder / row["run_dir"]
     return inside if inside.exists() else Path(row["run_dir"]).absolute()
 
 
 def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
-    """Bars of tokens a second and of memory, the fastest first; cells without figures say why."""
+    """Draw bars of tokens per second and of memory, the fastest first; cells without figures show their reason."""
     rows = sorted(found.rows, key=lambda row: -(row[SPEED] or -1))[:MOST_BARS]
     if all(row[SPEED] is None for row in rows):
         return ""
@@ -127,8 +128,8 @@ def _speed_words(row: Row) -> str:
 
 
 def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
-    """The curves over each other; beside them the validation losses of cells that train different models, and of cells
-    that train the same one how far each is from the baseline's."""
+    """Draw all loss curves in one plot. Beside it, draw validation losses if cells train different models, else each
+    cell's distance from the baseline."""
     files = [(row, run_folder(row, folder) / "metrics.jsonl") for row in found.rows]
     runs = [(row, read_rows(path)) for row, path in files if path.is_file()]
     curves = [(row, curve, _curve(rows, "val_loss")) for row, rows in runs if (curve := _curve(rows, "loss"))]
@@ -143,7 +144,7 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
             "marker": "o" if len(curve) == 1 else "",
         }
         label = shorten(row["name"], 30) if index < MOST_CURVES else None
-        # The last curve lies on top and the first is the widest, so that equal ones all show.
+        # The last curve is on top and the first is the widest, so that identical curves are all visible.
         loss.plot(*zip(*curve.items(), strict=True), label=label, linewidth=max(1.1, 4.5 - 0.45 * index), **style)
         if found.axes and held_out:
             apart.plot(*zip(*held_out.items(), strict=True), **style | {"marker": "o"})
@@ -164,12 +165,12 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     if found.axes:
         return f"Cells that differ in {' or '.join(found.axes)} train different models."
-    same = "Every cell trains the same model: the curves lie on each other, and differ by rounding."
+    same = "Every cell trains the same model: the curves coincide up to rounding."
     return f"{same} Distances below {SAME:g} are drawn there."
 
 
 def _memory(figure: Figure, found: Comparison, folder: Path) -> str:
-    """A bar for each rank, stacked by category; of many, for each cell's rank that has most."""
+    """Draw a stacked bar for each rank, by category; with too many ranks, only for the fullest rank of each cell."""
     bars = [(f"{row['name']}  rank {rank}", sizes) for row in found.rows for rank, sizes in enumerate(row["ranks"])]
     if len(bars) > MOST_BARS:
         bars = [(row["name"], row["fullest"]) for row in found.rows if row["ranks"]][:MOST_BARS]
@@ -193,7 +194,7 @@ def _memory(figure: Figure, found: Comparison, folder: Path) -> str:
 def _finish(
     axes: Axes, title: str, names: list[str], ends: Array, words: Iterable[str], form: Callable[[float], str]
 ) -> None:
-    """Names and words of horizontal bars, the first on top; words stand at `ends`."""
+    """Add names and labels to horizontal bars, the first on top; labels are placed at `ends`."""
     invisible = axes.barh(range(len(names)), np.nan_to_num(ends), alpha=0)
     axes.bar_label(invisible, list(words), padding=7, fontsize=8)
     axes.set_yticks(range(len(names)), [shorten(name, 30) for name in names])
@@ -211,6 +212,6 @@ def _values(rows: Sequence[Row], key: str) -> Array:
 
 
 def _curve(rows: Sequence[Row], key: str) -> dict[int, float]:
-    """Losses by step."""
+    """Return losses by step."""
     known = ((row["step"], row.get(key)) for row in rows)
     return {step: loss for step, loss in known if isinstance(loss, float) and math.isfinite(loss)}

@@ -1,5 +1,5 @@
-"""A sweep's reports: sweep.json, the table on the terminal, sweep.csv, pictures, and sweep.html, which has all of them
-on one page that needs no network and no script."""
+"""A sweep's reports: sweep.json, the table on the terminal, sweep.csv, charts, and sweep.html, a single page with all
+of them that needs no network and no script."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ COLORS = {OK: "ok", "failed": "bad", "out of memory": "bad"}
 
 
 def publish(folder: SweepFolder, final: bool, log: Callable[[str], None] = print) -> list[Record]:
-    """Brings the reports up to date, after each cell and at the end; returns the records.
+    """Update the reports, after each cell and at the end; return the records.
 
-    Each file is whole or as it was. Of a thousand cells' results none is lost for a picture of them: what goes wrong is
-    a line for `log`.
+    Files are replaced atomically. An error in one report is logged as a warning, so that it cannot lose results of
+    other cells.
     """
 
     @contextmanager
@@ -38,7 +38,7 @@ def publish(folder: SweepFolder, final: bool, log: Callable[[str], None] = print
         if not records:
             return records
         found = compare(records)
-        if final or len(records) != folder.header.get("cells"):  # else it is the next thing said
+        if final or len(records) != folder.header.get("cells"):  # after the last cell the final table follows
             print(f"\n{table(found, final=final, bold=sys.stdout.isatty())}", flush=True)
         pictures: list[Picture] = []
         with attempting("sweep.csv"):
@@ -51,7 +51,7 @@ def publish(folder: SweepFolder, final: bool, log: Callable[[str], None] = print
 
 
 def page(folder: Path, found: Comparison, pictures: Sequence[Picture], final: bool) -> str:
-    """The whole page, report.html filled in. Names and reasons are the user's and are escaped."""
+    """Return the whole page from report.html. Names and reasons come from the user and are escaped."""
     from jinja2 import Environment, PackageLoader
 
     def link(row: Row) -> str:
@@ -60,6 +60,7 @@ def page(folder: Path, found: Comparison, pictures: Sequence[Picture], final: bo
     def encoded(picture: Picture) -> str:
         return base64.b64encode((folder / picture.file).read_bytes()).decode("ascii")
 
+    # A page that is opened from disk must not run what a name or an error message contains.
     pages = Environment(loader=PackageLoader("gptlite.sweep", ""), autoescape=True, trim_blocks=True)
     columns = [each for each in COLUMNS if each.title]
     return pages.get_template("report.html").render(

@@ -1,4 +1,4 @@
-"""The table of a sweep's cells: its columns, on the terminal and in sweep.csv."""
+"""Table of a sweep's cells, on the terminal and in sweep.csv: its columns and their formats."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NAME_WIDTH, REASON_LENGTH = 24, 400
 
 
 class Column(NamedTuple):
-    """A figure of a cell: its key in sweep.csv, its title and explanation on the page, and how it is written.
+    """A figure of a cell: its key in sweep.csv, its title and explanation on the page, and its format.
 
-    Without a title it is of sweep.csv alone. Beside a prediction stands how far it is above what was `measured`.
+    Without a title it is only in sweep.csv. A prediction is followed by its deviation from the value in `measured`.
     """
 
     key: str
@@ -33,7 +33,7 @@ class Column(NamedTuple):
     measured: str = ""
 
     def text(self, row: Row) -> str:
-        """The figure of a cell in words; where it has none, `n/a` if the cell ran and `-` if it did not."""
+        """Return a cell's figure as text; without one, `n/a` if the cell ran and `-` if it did not."""
         value = row[self.key]
         if value in (None, "", []):
             return "n/a" if row["status"] == OK else "-"
@@ -42,7 +42,7 @@ class Column(NamedTuple):
 
 
 def seconds(value: float) -> str:
-    """A short time in three digits: `0.52 ms`, `98.1 ms`, `1.23 s`, then as format_duration has it."""
+    """Return a short time with three digits: `0.52 ms`, `98.1 ms`, `1.23 s`; longer ones as format_duration does."""
     if not value:
         return "0"
     if value >= 99.95:
@@ -53,7 +53,7 @@ def seconds(value: float) -> str:
 
 
 def difference(value: float) -> str:
-    """A loss less another's, with its sign: `+1.2e-07`, `0`."""
+    """Return the difference of two losses, with its sign: `+1.2e-07`, `0`."""
     return f"{value:+.1e}" if value else "0"
 
 
@@ -81,31 +81,32 @@ COLUMNS = (
     *(Column(f"memory_{name}_bytes") for name in CATEGORIES),
     Column("step_seconds", "step", "Measured, at the median speed.", seconds),
     Column("compute_seconds", "compute", "The step less communication and bubble; with the optimizer.", seconds),
-    Column("communication_seconds", "communication", "Standing in collectives, the ranks' mean, less the bubble. Along "
-           "a pipeline to stand is to wait for the rank before as much as to send.", seconds),
-    Column("bubble_seconds", "bubble", "Derived: the part of the time along a pipeline that its schedule makes a rank "
-           "idle, with passes as long as their FLOPs.", seconds),
+    Column("communication_seconds", "communication", "Time in collectives, the mean over ranks, without the bubble. "
+           "Along a pipeline it includes waiting for the rank before.", seconds),
+    Column("bubble_seconds", "bubble", "Derived: the time along a pipeline in which its schedule leaves a rank idle, "
+           "with durations of passes in proportion to their FLOPs.", seconds),
     Column("loss", "loss", "Of the last step.", LOSS),
     Column("loss_step"),
     Column("val_loss", "validation", "Loss: nats per token over held-out data after the last step.", LOSS),
     Column("val_bits_per_byte", "bits per byte", "The same, by bytes of text.", LOSS),
     Column("loss_minus_baseline", "difference", "The loss less the baseline's at the same step. The baseline is the "
            "cell named single, else the first that is ok.", difference),
-    Column("predicted_step_seconds", "planned", "The step by the plan, before the run, and how far above the measured "
-           "one.", seconds, "step_seconds"),
-    Column("predicted_memory_bytes", "planned memory", "The same of the tensors.", format_bytes, "memory_tensor_bytes"),
+    Column("predicted_step_seconds", "planned", "Step time predicted before the run, and its deviation from the "
+           "measured one.", seconds, "step_seconds"),
+    Column("predicted_memory_bytes", "planned memory", "Predicted memory of tensors, and its deviation.", format_bytes,
+           "memory_tensor_bytes"),
     Column("predicted_assumed"),
     Column("wall_seconds", "wall", "Start and end of the cell included, over all attempts.", format_duration),
     Column("run_dir", "run folder"),
     Column("overrides"),
 )  # fmt: skip
-# On the terminal, the most needed first: those from the first that does not fit on are left out.
+# Columns on the terminal, the most important first; those that do not fit the width are dropped from the end.
 TERMINAL = ("name", "status", SPEED, "step_seconds", "memory_peak_bytes", "val_loss", "loss", "loss_minus_baseline",
             "mfu", "predicted_step_seconds", "utilization", "wall_seconds")  # fmt: skip
 
 
 def csv_text(found: Comparison) -> str:
-    """A line for each cell, every figure in seconds, bytes and fractions, empty where there is none."""
+    """Return a line per cell, with every figure in seconds, bytes and fractions, empty if there is none."""
     out = io.StringIO()
     writer = csv.DictWriter(out, [each.key for each in COLUMNS], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -116,9 +117,10 @@ def csv_text(found: Comparison) -> str:
 
 
 def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
-    """The sweep in lines for the terminal, of 80 characters but for a command.
+    """Return the sweep as lines for the terminal, of 80 characters except for a command.
 
-    The final one says also why cells have no figures (pruned ones were told before the first ran), and what is best.
+    The final table also has the reasons of cells without figures (except pruned ones, which were printed before the
+    first ran), and the best cell.
     """
     by_key = {each.key: each for each in COLUMNS}
     columns = [by_key[key] for key in TERMINAL if any(row[key] is not None for row in found.rows)]
@@ -145,12 +147,12 @@ def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
 
 
 def command(row: Row) -> str:
-    """The line that runs a cell alone."""
+    """Return the command line that runs a cell alone."""
     return " ".join([written("train"), *map(shlex.quote, row["overrides"])])
 
 
 def shorten(text: str, width: int) -> str:
-    """Text in at most `width` characters, `..` for its middle."""
+    """Return the text in at most `width` characters, with `..` in place of its middle."""
     head = (width - 2) // 2
     return text if len(text) <= width else f"{text[:head]}..{text[head - width + 2 :]}"
 

@@ -116,7 +116,7 @@ def test_the_shard_that_is_off_is_named_with_its_ranks_and_so_is_one_held_by_nob
     step = dataclasses.replace(reference[0], gradients=reference[0].gradients | {UP: Whole(value, boxes, [])})
     assert differences(step, reference[0])[0].endswith("in 1 of 4 shards, most in rows 32 to 63 on ranks 1, 5")
     value[32:64] = torch.nan
-    assert differences(step, reference[0])[0].endswith("some of it is held by no rank, or not a number")
+    assert differences(step, reference[0])[0].endswith("some elements are held by no rank, or are NaN")
 
 
 def test_copies_must_be_the_same_bits_and_all_ranks_report_the_same(reference):

@@ -28,8 +28,8 @@ def taken(config: Config, world: int) -> int:
 
 def suggested(lines: list[str]) -> list[list[str]]:
     """The overrides of each way."""
-    (line,) = [line for line in lines if line.startswith("what would have fitted: ")]
-    ways = line.removeprefix("what would have fitted: ").split("; ")
+    (line,) = [line for line in lines if line.startswith("overrides that would have fitted: ")]
+    ways = line.removeprefix("overrides that would have fitted: ").split("; ")
     return [way[: way.index(" (")].split() for way in ways]
 
 
@@ -60,7 +60,7 @@ def test_no_way_has_an_override_that_is_not_needed() -> None:
 
 def test_where_nothing_fits_the_least_is_said() -> None:
     lines = memory_advice(load([*RUN, "trainer.host_memory_limit=0.51"]), 1)
-    assert lines[1].startswith("nothing here would have fitted; the least: ")
+    assert lines[1].startswith("no override tried would have fitted; the least: ")
     assert "data.micro_batch_size=1" in lines[1]
 
 

@@ -1,1 +1,1 @@
-"""The parts of tools/bench_gpu.py, a module each: what it measures on a GPU, and a model of a step that needs none."""
+"""Parts of tools/bench_gpu.py, one module each: measurements on a GPU, and a model of a step that needs none."""

@@ -1,7 +1,7 @@
-"""The least time of a traced step on an H200: launches, bytes and FLOPs of each op at rates that are stated here.
+"""Lower bound of a traced step's time on an H200: launches, bytes and FLOPs of each op, at the rates stated here.
 
-No rate is better than a ceiling that was measured on such a chip: a copy moves 4.3 TB/s, read and written, and a bf16
-product of 8192 cubed runs at 790 TFLOP/s. What is not known to be slower runs at the ceiling, so the sum is a floor.
+No rate exceeds a ceiling that was measured on such a GPU: a copy moves 4.3 TB/s, read and written, and a bf16 product
+of 8192 cubed runs at 790 TFLOP/s. Ops that are not known to be slower run at the ceiling, so the sum is a lower bound.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ COPY, PRODUCT = 4.3e12, 790e12  # bytes and FLOPs a second
 # FlashAttention 2 and 3 take 617 and 394 ns a token for 12 layers of 12 heads of 64 over 2048 positions, 2662 and 1557
 # for 24 layers of 16 heads of 128.
 ATTENTION = {"FA3": {64: 335e12, 128: 452e12}, "FA2": {64: 214e12, 128: 265e12}}
-# Products with an operand or result whose rows do not start at 16 bytes: cuBLAS leaves its fast kernels. The audit
-# put the head's three at 700 to 1000 ns a token where 340 are possible: a factor of 2.1 to 2.9.
+# Slowdown of products with rows that are not aligned to 16 bytes: cuBLAS cannot use its fast kernels. The audit
+# estimated 700 to 1000 ns a token for the head's three, where 340 are possible: a factor of 2.1 to 2.9.
 MISALIGNED = 2.5
 ALIGNED = 8  # elements of 16 bits
-# Shares of a copy that kernels are aimed at; all other kernels, at 1.
+# Target shares of a copy's rate; 1 for all other kernels.
 NARROW, NORM_NARROW, NORM_WIDE, NORM_BACKWARD, LOSS = 1024, 0.88, 0.97, 0.88, 0.98
 
 CLASSES = (
     *("GEMM block", "GEMM head", "attention", "dQKV copy", "norm + residual", "GELU", "bias sums", "loss"),
     *("copy/cast", "optimizer", "other"),
 )
-# ns a token of GPT-3 Small as the audit of e6369ae put it, and why this model says otherwise.
+# ns a token of GPT-3 Small by the audit of e6369ae, and the reason for each difference of this model.
 AUDIT = {
     "GEMM block": (850, "charged here at 790 TFLOP/s, the rate of 8192 cubed; the audit took about 600 for K=768"),
     "GEMM head": (850, "the audit's middle of 700 to 1000, at 680 TFLOP/s when aligned; here 790 and the penalty"),
@@ -56,18 +56,18 @@ PRODUCTS: dict[str, Callable[..., int]] = {
 }
 COPIES = ("copy_", "clone", "_to_copy", "cat", "stack", "slice_backward", "contiguous", "zero_", "fill_", "zeros")
 WRITE_ONLY = ("copy_", "zero_", "fill_")
-OURS = (  # by what the op's name holds, the first that it does
+OURS = (  # class by the first substring that the op's name contains
     *(("gelu", "GELU"), ("cross_entropy", "loss"), ("adamw", "optimizer"), ("_norm", "norm + residual")),
     *(("norm", "optimizer"), ("sum", "bias sums")),
 )
 
 
 def _of_lists(length: int, each: int, extra: int, lists: int) -> Callable[[Op], int]:
-    """Launches of a kernel over `lists` lists of tensors, which takes `length` of each in its arguments."""
+    """Return the launches of a kernel over `lists` lists of tensors, which takes up to `length` of each per launch."""
     return lambda op: extra + each * -(-max(1, len(op.operands) // lists) // length)
 
 
-# What a call launches: ours by their launchers in kernels/cuda, torch's where it is not one.
+# Launches of a call: of our ops by their launchers in kernels/cuda, of torch's if it is more than one.
 LAUNCHES: dict[str, int | Callable[[Op], int]] = {
     **dict.fromkeys(("gptlite.layer_norm", "gptlite.residual_norm", "gptlite.bias_gelu", "gptlite.dropout"), 1),
     **dict.fromkeys(("gptlite.layer_norm_backward", "gptlite.residual_norm_backward", "gptlite.bias_gelu_backward"), 2),
@@ -99,40 +99,40 @@ class Row:
 
 @dataclass
 class Model:
-    """A step's rows and what follows from them."""
+    """A step's rows and the quantities derived from them."""
 
     trace: Trace
     rows: list[Row]
 
     def by_class(self, slower: bool = False) -> dict[str, float]:
-        """ns a token of each class; `slower`: with FlashAttention 2."""
+        """Return the ns a token of each class; `slower`: with FlashAttention 2."""
         sums = dict.fromkeys(CLASSES, 0.0)
         for row in self.rows:
             sums[row.group] += (row.slower_ns if slower else row.ns) / self.trace.tokens
         return sums
 
     def ns_a_token(self, slower: bool = False) -> float:
-        """The sum."""
+        """Return the ns a token of the whole step."""
         return sum(self.by_class(slower).values())
 
     @property
     def launches(self) -> int:
-        """Of a step."""
+        """Launches of a step."""
         return sum(row.launches for row in self.rows)
 
     @property
     def misaligned(self) -> list[Row]:
-        """Products off 16 bytes."""
+        """Products with operands that are not aligned to 16 bytes."""
         return [row for row in self.rows if row.misaligned]
 
     @property
     def undeclared(self) -> list[str]:
-        """Ops of ours whose launches are not in LAUNCHES."""
+        """Our ops that are missing in LAUNCHES."""
         return sorted({row.op for row in self.rows if row.op.startswith("gptlite.") and row.op not in LAUNCHES})
 
 
 def model_of_trace(trace: Trace) -> Model:
-    """Adds up a trace."""
+    """Return the model of a trace."""
     rows: dict[tuple[str, ...], Row] = {}
     for op in trace.ops:
         if op.view or all(each.host for each in op.tensors):
@@ -152,7 +152,7 @@ def model_of_trace(trace: Trace) -> Model:
 
 
 def bytes_of(op: Op) -> int:
-    """Read and written in the device's memory; results count once, operands written in place twice."""
+    """Return the bytes read and written in device memory; results count once, operands written in place twice."""
     name, results = op.name.partition(".")[2], sum(each.touched for each in op.results)
     if name == "embedding":  # the rows looked up, not the table
         return 2 * results + op.operands[1].touched
@@ -165,7 +165,7 @@ def bytes_of(op: Op) -> int:
 
 
 def flops_of(op: Op) -> int:
-    """Of products and attention, by torch's formulas; of causal attention half."""
+    """Return the FLOPs of products and attention, by torch's formulas; half of them for causal attention."""
     shapes: list[Any] = [each.shape for each in op.operands if each.read]
     if op.name in PRODUCTS:
         return int(PRODUCTS[op.name](*shapes))
@@ -177,14 +177,14 @@ def flops_of(op: Op) -> int:
 
 
 def misaligned(op: Op) -> bool:
-    """Whether a product has a 16-bit operand or result whose rows, or columns if it is stored by them, do not start at
-    16 bytes."""
+    """Return True if a product has a 16-bit operand or result whose rows, or columns if it is stored by them, are not
+    aligned to 16 bytes."""
     matrices = [each.stride[-2:] for each in op.tensors if len(each.shape) >= 2 and each.item == 2]
     return op.name in PRODUCTS and any((rows if columns == 1 else columns) % ALIGNED for rows, columns in matrices)
 
 
 def seconds_of(op: Op, trace: Trace, moved: int, flops: int, attention: str) -> float:
-    """The least time of a call."""
+    """Return the least time of a call."""
     if "attention" in op.name and flops:
         return flops / ATTENTION[attention][128 if trace.head_dim >= 128 else 64]
     seconds = max(moved / (COPY * share_of_copy(op)), flops / PRODUCT)
@@ -192,7 +192,7 @@ def seconds_of(op: Op, trace: Trace, moved: int, flops: int, attention: str) -> 
 
 
 def share_of_copy(op: Op) -> float:
-    """Of a copy's rate that a kernel of ours is aimed at."""
+    """Return the target share of a copy's rate for a kernel of ours."""
     if op.name.startswith("gptlite.cross_entropy"):
         return LOSS
     if op.name.startswith(("gptlite.layer_norm", "gptlite.residual_norm")):
@@ -203,7 +203,7 @@ def share_of_copy(op: Op) -> float:
 
 
 def class_of(op: Op, trace: Trace) -> str:
-    """Which of CLASSES a call belongs to."""
+    """Return the class of a call, one of CLASSES."""
     space, _, name = op.name.partition(".")
     shapes = [each.shape for each in op.tensors]
     largest = max(shapes, key=prod, default=[])

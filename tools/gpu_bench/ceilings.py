@@ -1,4 +1,4 @@
-"""part=ceilings: what this device reaches at best: a copy, a large product, the head's products."""
+"""part=ceilings: upper bounds of this device's speed: a copy, a large product, the head's products."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPEATS = 30
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Prints and keeps bytes and FLOPs a second."""
+    """Print and record bytes and FLOPs per second."""
     device, size = torch.device(options.device), 2**20 if options.size == "tiny" else 4 * 2**30
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     task = Task(lambda pair: pair[1].copy_(pair[0]))
@@ -31,7 +31,7 @@ def run(part: Part, options: Arguments) -> None:
     part.table(("bf16 product, random data", "ms", "TFLOP/s"), rows)
     for name, a, b in products(device, options.size == "tiny"):
         if part.over:
-            part.failed(f"the time was over before {name}")
+            part.failed(f"no time left for {name}")
             break
         product = Task(lambda out, a=a, b=b: torch.mm(a, b, out=out))
         seconds = measure({name: product}, [a @ b], REPEATS, clock_of(device))[name]
@@ -42,7 +42,8 @@ def run(part: Part, options: Arguments) -> None:
 
 
 def products(device: torch.device, tiny: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """A large one; and the head's: logits, the gradients of its input and of its table, rows of odd length or not."""
+    """Yield a large product, and the head's: logits, the gradients of its input and of its table, with aligned and
+    unaligned rows."""
     side, tokens = (128, 64) if tiny else (8192, 16384)
     random = partial(torch.randn, dtype=torch.bfloat16, device=device)
     yield f"{side} cubed", random(side, side), random(side, side)

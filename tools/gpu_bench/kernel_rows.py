@@ -1,4 +1,4 @@
-"""part=kernels: each kernel and direction alone, as a share of a copy's rate, beside what else there is."""
+"""part=kernels: each kernel and direction alone, as a share of a copy's rate, beside other implementations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .report import Part, markdown_table
 if TYPE_CHECKING:
     from bench_gpu import Arguments
 
-# Shares of a copy to reach, in percent, by op, direction and the least width.
+# Target shares of a copy's rate, in percent, by op, direction and minimum width.
 GOALS = (
     ("layer_norm", "forward", 2048, 97),
     ("layer_norm", "forward", 0, 88),
@@ -23,11 +23,12 @@ GOALS = (
     ("causal_softmax", "", 2048, 97),
     ("cross_entropy_", "", 32768, 98),
 )
-FIRST = "layer_norm,cross_entropy_,causal_softmax,residual_norm,bias_gelu"  # which torch.compile is worth its minutes
+# Ops that are also timed with torch.compile, which takes minutes.
+FIRST = "layer_norm,cross_entropy_,causal_softmax,residual_norm,bias_gelu"
 
 
 def run(part: Part, options: Arguments) -> None:
-    """All ops beside eager torch; then, while there is time, some beside compiled torch."""
+    """Time all ops beside eager torch, then, while there is time, some beside compiled torch."""
     tiny, device = options.size == "tiny", options.device
     loaded = load(device, part.text)
     if isinstance(loaded, Unavailable):
@@ -41,7 +42,7 @@ def run(part: Part, options: Arguments) -> None:
 
 
 def measured(part: Part, key: str, options: bench.Options) -> None:
-    """A table, row by row while there is time. Ratios are others' time over ours."""
+    """Add a table row by row while there is time. Ratios are other implementations' time over ours."""
     head, rows = (*bench.HEADER, "dtype", "goal"), []
     part.table(head, rows)
     part.put(key, [])
@@ -58,6 +59,6 @@ def measured(part: Part, key: str, options: bench.Options) -> None:
 
 
 def goal_of(op: str, direction: str, width: int) -> int | None:
-    """The share of a copy to reach, in percent, where there is one."""
+    """Return the target share of a copy's rate, in percent, if there is one."""
     goals = (goal for name, way, least, goal in GOALS if name == op and way in ("", direction) and width >= least)
     return next(goals, None)

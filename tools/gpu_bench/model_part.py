@@ -1,4 +1,5 @@
-"""part=model: launches, bytes, FLOPs and the least time of a step, traced without a GPU; another tree's too."""
+"""part=model: launches, bytes, FLOPs and the least time of a step, traced without a GPU, also for another source
+tree."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from bench_gpu import Arguments
 
 BATCH = {"small": 16, "xl": 16, "tiny": 2}
-ROWS = 28  # of the table of ops; the JSON has all
-# ns a token where all that can be fused is, and products are aligned; pointwise ops together stand under the norms.
+ROWS = 28  # rows shown of the table of ops; the JSON has all
+# ns a token with every possible fusion and aligned products; all pointwise ops are counted with the norms.
 FUSED = ("GEMM block", "GEMM head", "attention", "norm + residual", "loss", "optimizer")
 LIMITS: dict[str, dict[str, float]] = {
     "small": dict(zip(FUSED, (645.0, 293.0, 394.0, 103.0, 47.0, 28.0), strict=True)),
@@ -43,7 +44,7 @@ print(json.dumps(asdict(trace_step(sys.argv[1], int(sys.argv[2])))))
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Traces each model here and, in another process, in `tree`, another commit's source tree."""
+    """Trace each model here and, in another process, in `tree`, the source tree of another commit."""
     part.text(
         "A dispatch trace of the trainer's own step (forward, backward, gradient norm, clipping, AdamW) on tensors "
         f"without data, with the ops a GPU takes. Rates: memory {rules.COPY / 1e12:g} TB/s, products "
@@ -64,13 +65,13 @@ def run(part: Part, options: Arguments) -> None:
 
 
 def rates(attention: str) -> str:
-    """`335 and 452 TFLOP/s for heads of 64 and 128`."""
+    """Return a text such as `335 and 452 TFLOP/s for heads of 64 and 128`."""
     narrow, wide = rules.ATTENTION[attention].values()
     return f"{narrow / 1e12:.0f} and {wide / 1e12:.0f} TFLOP/s for heads of 64 and 128"
 
 
 def traced_in(tree: Path, size: str) -> Trace:
-    """What another source tree traces of its own step."""
+    """Return the trace that another source tree records of its own step."""
     path = os.pathsep.join([str(tree), str(tree / "tools"), child_environment()["PYTHONPATH"]])
     command = [sys.executable, "-c", TRACE, size, str(BATCH[size])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tree, env={**os.environ, "PYTHONPATH": path})
@@ -117,7 +118,7 @@ def _say(part: Part, size: str, models: dict[str, Model]) -> None:
 
 
 def _classes(part: Part, bars: dict[str, dict[str, float]], audit: bool) -> None:
-    """ns a token of each class, and their sum."""
+    """Add a table of the ns a token of each class, and their sum."""
     columns = [{**bar, "sum": sum(bar.values())} for bar in bars.values()]
     rows = [[name, *(f"{column[name]:.0f}" for column in columns)] for name in (*CLASSES, "sum")]
     head = ["class", "ns a token", *list(bars)[1:]]

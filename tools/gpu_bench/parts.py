@@ -1,4 +1,5 @@
-"""Runs the parts: one here, or all in turn, each in a process of its own, so that none can take another down."""
+"""Runner of the parts: one in this process, or all in sequence, each in its own process so that a crash affects no
+other."""
 
 from __future__ import annotations
 
@@ -23,23 +24,23 @@ from .report import Part, add_failure, assemble
 if TYPE_CHECKING:
     from bench_gpu import Arguments
 
-# Minutes of each where all run, after the kernels were built; together at most 20.
+# Minutes of each part when all run, without building the kernels; 20 in total at most.
 SHARES = {"gates": 4.5, "ceilings": 0.7, "kernels": 3.3, "steps": 5.0, "profile": 1.5, "peer": 2.0, "model": 1.5}
 BUILD = 1.5
-GRACE = 15.0  # seconds over its time after which a part is ended
-CPU_PARTS = ("gates", "model")  # that say something of use without a GPU at full size
-MODULES = {"kernels": "kernel_rows", "profile": "profiled", "model": "model_part"}  # others are called as their part
+GRACE = 15.0  # seconds beyond its time after which a part is killed
+CPU_PARTS = ("gates", "model")  # useful without a GPU at full size
+MODULES = {"kernels": "kernel_rows", "profile": "profiled", "model": "model_part"}  # others have their part's name
 
 
 def run(options: Arguments) -> int:
-    """Runs what is asked for. Returns the exit code. Raises ConfigError."""
+    """Run the requested parts. Returns the exit code. Raises ConfigError."""
     check(options)
     folder = Path(options.output or f"outputs/bench_gpu/{time.strftime('%Y-%m-%d_%H-%M-%S')}").expanduser()
     return _all(options, folder) if options.part == "all" else _one(options, folder)
 
 
 def check(options: Arguments) -> None:
-    """Raises ConfigError, one line, for what cannot run here."""
+    """Raise ConfigError for options that cannot run here."""
     names = (*SHARES, "all", "wheels")
     if options.part not in names:
         raise ConfigError(f"part={options.part} is not one of {', '.join(names)}{did_you_mean(options.part, names)}")
@@ -65,7 +66,7 @@ def check(options: Arguments) -> None:
 
 
 def _all(options: Arguments, folder: Path) -> int:
-    """Every part with its share of the time. A part that fails or hangs is recorded, and the rest goes on."""
+    """Run every part with its share of the time. A part that fails or hangs is recorded, and the others go on."""
     names = [name for name in SHARES if name != "peer" or options.peer]
     started = time.monotonic()
     _build_kernels()
@@ -79,13 +80,13 @@ def _all(options: Arguments, folder: Path) -> int:
 
 
 def _build_kernels() -> None:
-    """Compiles them before the parts' time runs. What goes wrong here the parts say: this fails nothing."""
-    print(f"== building the kernels, where they are not; at most {60 * BUILD:.0f} s", flush=True)
+    """Build the kernels before the parts' time starts. Errors are ignored here, as the parts report them."""
+    print(f"== building the kernels, unless they are built; at most {60 * BUILD:.0f} s", flush=True)
     command = [sys.executable, "-m", "gptlite.kernels", "build"]
     try:
         subprocess.run(command, env=child_environment(), timeout=60 * BUILD)
     except subprocess.TimeoutExpired:
-        print("the kernels are not built yet: the first part goes on with it", flush=True)
+        print("the kernels are not built yet: the first part will build them", flush=True)
 
 
 def _in_a_process(options: Arguments, name: str, folder: Path) -> None:
@@ -103,11 +104,11 @@ def _in_a_process(options: Arguments, name: str, folder: Path) -> None:
         add_failure(folder, name, f"the part was ended after {limit:.0f} s")
         return
     if code and not _failures(folder, name):
-        add_failure(folder, name, f"the part ended with exit code {code} and said no more")
+        add_failure(folder, name, f"the part ended with exit code {code} and no message")
 
 
 def _failures(folder: Path, name: str) -> list[str]:
-    """What a part has recorded."""
+    """Return the failures that a part has recorded."""
     file = folder / f"{name}.json"
     return json.loads(file.read_text())["failures"] if file.exists() else []
 
@@ -127,10 +128,10 @@ def _one(options: Arguments, folder: Path) -> int:
 
 
 def words(options: Arguments) -> str:
-    """What this was taken on, and when."""
+    """Return a line with the device, the versions and the time of the measurement."""
     device = "the CPU alone"
     if options.device == "cuda" and torch.cuda.is_available():
-        its = torch.cuda.get_device_properties(0)
-        device = f"{its.name}, {its.total_memory / 2**30:.0f} GiB, {its.multi_processor_count} multiprocessors"
+        gpu = torch.cuda.get_device_properties(0)
+        device = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} multiprocessors"
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return f"{when}, {device}, torch {torch.__version__}, Python {sys.version.split()[0]}."

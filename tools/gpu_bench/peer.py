@@ -1,4 +1,4 @@
-"""part=peer: nanoGPT's compiled step, as its train.py takes it, and ours at the same shapes on the same device."""
+"""part=peer: nanoGPT's compiled step, as in its train.py, and ours at the same shapes on the same device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from bench_gpu import Arguments
 
 BATCH = {"small": 16, "xl": 16, "tiny": 2}
-VOCABULARY = 50304  # nanoGPT pads GPT-2's to it
+VOCABULARY = 50304  # GPT-2's, as nanoGPT pads it
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Times both, models of no biases, the compiled forms first."""
+    """Time both on models without biases, the compiled forms first."""
     tiny, device = options.size == "tiny", torch.device(options.device)
     contenders = ("nanoGPT", "gptlite") if tiny else ("nanoGPT compiled", "gptlite compiled", "gptlite")
     part.text("Both without biases and with a vocabulary that needs no padding; AdamW, clipping at 1, no data loader.")
@@ -34,7 +34,7 @@ def run(part: Part, options: Arguments) -> None:
     for index, (size, who) in enumerate(cells):
         part.progress(index, len(cells), f"{who}, {size}")
         if part.over:
-            part.failed(f"the time was over before {who}, {size}")
+            part.failed(f"no time left for {who}, {size}")
             break
         config = replace(model_of(size), vocab_size=256 if tiny else VOCABULARY, bias=False)
         try:
@@ -52,7 +52,7 @@ def run(part: Part, options: Arguments) -> None:
 
 
 def step_of(who: str, config: GPTConfig, micro_batch: int, device: torch.device, folder: Path) -> Callable[[], Any]:
-    """A contender's step."""
+    """Return a contender's step."""
     if who.startswith("gptlite"):
         return build_step(config, Mesh(device), micro_batch, compile="compiled" in who)
     shape = (config.vocab_size or 0, config.d_model, config.num_heads, config.num_layers, config.sequence_length)

@@ -1,4 +1,4 @@
-"""The report's pictures, legible at 900 pixels."""
+"""Charts of the report, legible at a width of 900 pixels."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ COLOURS = {
 }
 PLAIN = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}  # behind a number on a line
 DARK = ("GEMM block", "attention", "loss", "optimizer")
-NARROWEST = 0.04  # of the axis: a narrower piece has no number on it
+NARROWEST = 0.04  # share of the axis below which a segment has no number on it
 
 
 def stacked_classes(file: Path, title: str, bars: Mapping[str, Mapping[str, float]], goal: float | None) -> None:
-    """A bar for each name, its classes beside one another in ns a token; `goal` is a line."""
+    """Draw a stacked bar per name, with its classes in ns a token; `goal` is drawn as a line."""
     figure = Figure(figsize=(9.0, 4.2), dpi=100)
     axes, names = figure.subplots(), list(bars)[::-1]
     most = max(sum(bar.values()) for bar in bars.values())
@@ -51,16 +51,16 @@ def stacked_classes(file: Path, title: str, bars: Mapping[str, Mapping[str, floa
 
 
 def beside_floor(file: Path, title: str, measured: Mapping[str, float], floor: Mapping[str, float]) -> None:
-    """For each class the measured ns a token over the least possible."""
+    """Draw for each class the measured ns a token and its lower bound."""
     axes = Figure(figsize=(9.0, 4.2), dpi=100).subplots()
     drawn = axes.barh([row - 0.2 for row in range(len(measured))], list(measured.values()), 0.38, color="#4477aa")
     axes.barh([row + 0.2 for row in range(len(floor))], list(floor.values()), 0.38, color="#ccbb44", label="floor")
     drawn.set_label("measured")
-    words = [
-        f"{its:.0f}   {its / floor[name]:.1f}x the floor" if floor[name] > 0.5 else f"{its:.0f}"
-        for name, its in measured.items()
+    labels = [
+        f"{ns:.0f}   {ns / floor[name]:.1f}x the floor" if floor[name] > 0.5 else f"{ns:.0f}"
+        for name, ns in measured.items()
     ]
-    axes.bar_label(drawn, words, padding=4, fontsize=8)
+    axes.bar_label(drawn, labels, padding=4, fontsize=8)
     axes.set_yticks(range(len(measured)), list(measured))
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max([*measured.values(), *floor.values(), 1e-9]))

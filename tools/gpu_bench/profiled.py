@@ -1,4 +1,4 @@
-"""part=profile: the kernels of a step by torch's profiler: the longest, and each class beside its floor."""
+"""part=profile: the kernels of a step by torch's profiler: the longest ones, and each class beside its lower bound."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BATCH = {"small": 16, "tiny": 2}
 STEPS, WARM_UP, TOP = 3, 3, 20
 NAME = 70  # characters of a kernel's name
-# Where no op is known that launched a kernel, by what its name holds.
+# Classes by substrings of a kernel's name, for kernels whose launching op is unknown.
 BY_NAME = (
     *(("flash", "attention"), ("fmha", "attention"), ("cross_entropy", "loss"), ("whole_kernel", "loss")),
     *(("adamw", "optimizer"), ("square_sums", "optimizer"), ("gelu", "GELU"), ("norm", "norm + residual")),
@@ -33,7 +33,7 @@ BY_NAME = (
 
 
 class Slice(NamedTuple):
-    """Time on the device: a kernel, and the op that launched it with the shapes of what it was given."""
+    """A kernel's time on the device, and the op that launched it with the shapes of its arguments."""
 
     kernel: str
     op: str
@@ -42,7 +42,7 @@ class Slice(NamedTuple):
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Profiles the step of GPT-3 Small, bf16, eager."""
+    """Profile the step of GPT-3 Small, bf16, eager."""
     size, device = "tiny" if options.size == "tiny" else "small", torch.device(options.device)
     model, config = model_of_trace(trace_step(size, BATCH[size])), model_of(size)
     slices = slices_of(build_step(config, Mesh(device), BATCH[size]), device.type == "cuda")
@@ -59,7 +59,7 @@ def run(part: Part, options: Arguments) -> None:
 
 
 def slices_of(step: Callable[[], Any], cuda: bool) -> list[Slice]:
-    """What STEPS steps do on the device; on a CPU an op's own time stands for a kernel."""
+    """Return the device's activity over STEPS steps; on a CPU an op's own time stands for a kernel's."""
     for _ in range(WARM_UP):
         step()
     if cuda:
@@ -81,7 +81,7 @@ def _ops(events: Iterable[Any]) -> Iterable[Slice]:
 
 
 def _kernels(events: list[Any]) -> Iterable[Slice]:
-    """Of each op the kernels it launched, and kernels that no op is known of."""
+    """Yield the kernels that each op launched, and kernels whose op is unknown."""
     attributed: Counter[str] = Counter()
     for event in events:
         if event.device_type == DeviceType.CPU:
@@ -102,7 +102,7 @@ def _shapes(event: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def group_of(each: Slice, trace: Trace) -> str:
-    """Which of CLASSES it belongs to."""
+    """Return the class of a kernel, one of CLASSES."""
     if each.op:
         operands = [Operand(list(shape), [1] * len(shape), 2) for shape in each.shapes]
         return class_of(Op(each.op.replace("::", ".", 1), "", operands, [], False), trace)
@@ -137,8 +137,8 @@ def _classes(part: Part, slices: list[Slice], model: Model, tokens: int) -> None
     part.table(
         ("class", "ns a token", "floor", "times the floor"),
         [
-            (name, f"{its:.1f}", f"{least:.1f}", f"{its / least:.2f}" if least > 0 else "")
-            for name, (its, least) in pairs.items()
+            (name, f"{ns:.1f}", f"{least:.1f}", f"{ns / least:.2f}" if least > 0 else "")
+            for name, (ns, least) in pairs.items()
         ],
     )
     part.put("classes", {name: {"ns_a_token": measured[name], "floor": floor[name]} for name in CLASSES})

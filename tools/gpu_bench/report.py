@@ -1,4 +1,4 @@
-"""The report of a run: Markdown, JSON and pictures in one folder. What a part has found is written at once."""
+"""Report of a benchmark: Markdown, JSON and charts in one folder. The results of a part are written at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TITLES = {
 
 
 class Part:
-    """One part's section: text, tables, pictures, and numbers for the JSON; and the time that it has."""
+    """One part's section: text, tables, charts, numbers for the JSON, and its time limit."""
 
     def __init__(self, folder: Path, name: str, minutes: float, log: Callable[[str], None] = print) -> None:
         self.folder, self.name, self.log, self.seconds = folder, name, log, 60 * minutes
@@ -39,42 +39,43 @@ class Part:
 
     @property
     def over(self) -> bool:
-        """Whether there is no time left."""
+        """True if no time is left."""
         return self.spent >= self.seconds
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """One line with how far the part is and when it will be over."""
+        """Log a line with the part's progress and ETA."""
         eta = f"{self.spent * (total - done) / done:.0f} s" if done else "unknown"
         self.log(f"{self.name}: {done}/{total}, {what}; {self.spent:.0f} s so far, ETA {eta}")
 
     def text(self, line: str) -> None:
-        """A paragraph, printed too."""
+        """Add a paragraph, and print it."""
         self.log(line)
         self._add(lambda: line)
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table, printed too. Rows that are added to an empty one are written from then on, and not printed."""
+        """Add a table, and print it. Rows appended to an empty one later are written with the next update, but not
+        printed."""
         if rows:
             self.log(markdown_table(head, rows))
         self._add(lambda: markdown_table(head, rows))
 
     def picture(self, file: Path, alt: str) -> None:
-        """A picture in the folder."""
+        """Add a picture from the folder."""
         self._add(lambda: f"![{alt}]({file.name})")
 
     def failed(self, what: str) -> None:
-        """Records a failure: the exit code will be 1."""
+        """Record a failure: the exit code will be 1."""
         self.failures.append(what)
         self.log(f"{self.name}: FAILED: {what}")
         self._add(lambda: f"**Failed:** {what}")
 
     def put(self, key: str, value: Any) -> None:
-        """A value of the JSON."""
+        """Set a value of the JSON."""
         self.data[key] = value
         self.flush()
 
     def flush(self) -> None:
-        """Writes NAME.md, then NAME.json."""
+        """Write NAME.md, then NAME.json."""
         self.data["seconds"] = round(self.spent, 1)
         text = "\n\n".join([f"## {TITLES[self.name]}", *(block() for block in self._blocks)])
         write_whole(self.folder / f"{self.name}.md", text + "\n")
@@ -86,7 +87,7 @@ class Part:
 
 
 def add_failure(folder: Path, name: str, failure: str) -> None:
-    """Adds a failure to what a part, which is gone, has written."""
+    """Add a failure to the files of a part whose process has ended."""
     file, section = folder / f"{name}.json", folder / f"{name}.md"
     if not file.exists():
         Part(folder, name, 0).failed(failure)
@@ -98,12 +99,12 @@ def add_failure(folder: Path, name: str, failure: str) -> None:
     print(f"{name}: FAILED: {failure}", flush=True)
 
 
-def assemble(folder: Path, words: str) -> Path:
-    """Joins what the parts have written into report.md and report.json. Returns the first."""
+def assemble(folder: Path, lead: str) -> Path:
+    """Join the files of all parts into report.md and report.json. Returns the first."""
     files = {name: folder / f"{name}.json" for name in TITLES}
     data = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    failures = [f"- {name}: {each}" for name, its in data.items() for each in its["failures"]]
-    head = ["# GPU report", words, "Failures:\n" + "\n".join(failures) if failures else "No failures."]
+    failures = [f"- {name}: {each}" for name, section in data.items() for each in section["failures"]]
+    head = ["# GPU report", lead, "Failures:\n" + "\n".join(failures) if failures else "No failures."]
     sections = [(folder / f"{name}.md").read_text().rstrip() for name in data]
     report = folder / "report.md"
     write_whole(report, "\n\n".join([*head, *sections]) + "\n")
@@ -112,7 +113,7 @@ def assemble(folder: Path, words: str) -> Path:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their longest cell, numbers to the right."""
+    """Return a Markdown table with columns as wide as their longest cell, numbers right-aligned."""
     cells = [[str(cell).replace("|", "/") for cell in row] for row in rows]
     columns = list(zip(head, *cells, strict=True))
     widths = [max(map(len, column)) for column in columns]

@@ -1,4 +1,4 @@
-"""Every op of ours once, on small shapes with edges in all dims: what compute-sanitizer watches."""
+"""Program for compute-sanitizer: every op of ours once, on small shapes with edge cases in all dims."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def main(device: str = "cuda") -> int:
-    """Returns the exit code."""
+    """Run the ops; return the exit code."""
     loaded = load(device)
     if isinstance(loaded, Unavailable):
         print(f"no kernels: {loaded.reason}", file=sys.stderr)

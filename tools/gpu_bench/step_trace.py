@@ -1,4 +1,4 @@
-"""Every op that a training step dispatches, on tensors without data: a trace of the trainer's own step."""
+"""Trace of every op that a training step of the trainer dispatches, on tensors without data."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from gptlite.parallelism.mesh import Mesh
 
 META = torch.device("meta")
 ATEN = torch.ops.aten
-# What makes a number on the host of a tensor on the device: the host waits for all that was launched before.
+# Methods that copy a tensor's value to the host, and so wait for everything that was launched before.
 READS = tuple(
     getattr(Tensor, name)
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__contains__")
 )
 
-# Arguments that a kernel of ours writes without reading them: AdamW's 16-bit copies of weights.
+# Arguments that our kernels write without reading: AdamW's 16-bit copies of weights.
 WRITTEN_ALONE = ("copies",)
-# Reads of values that were copied without a wait a step before: a GPU's have arrived.
+# Reads of values whose copy was started a step before do not block: on a GPU it has finished by then.
 ARRIVED = "parallelism/host_copy.py"
 
 
-MEMORY = ("_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "set_")  # ops that only describe it
+MEMORY = ("_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "set_")  # ops that touch no memory
 
 
 @dataclass
 class Operand:
-    """A tensor as an op sees it."""
+    """A tensor argument or result of an op."""
 
     shape: list[int]
     stride: list[int]
@@ -49,7 +49,7 @@ class Operand:
 
     @property
     def touched(self) -> int:
-        """Bytes of it that exist: an expanded dim is one element."""
+        """Bytes of the tensor that exist in memory: an expanded dim counts as one element."""
         count = self.item
         for size, stride in zip(self.shape, self.stride, strict=True):
             count *= size if stride or size == 0 else 1
@@ -58,7 +58,7 @@ class Operand:
 
 @dataclass
 class Op:
-    """One dispatched op: `operands` are those given, `results` those that are new memory."""
+    """One dispatched op: `operands` are its arguments, `results` the ones that are new memory."""
 
     name: str  # "aten.mm", "gptlite.layer_norm"
     phase: str  # forward, backward or update
@@ -69,13 +69,14 @@ class Op:
 
     @property
     def tensors(self) -> list[Operand]:
-        """All of them."""
+        """Operands and results."""
         return [*self.operands, *self.results]
 
 
 @dataclass
 class Trace:
-    """A step: its ops in order, and where the host waited for the device, or copied from it without waiting."""
+    """A step: its ops in order, and the places at which the host waited for the device, or copied from it without
+    waiting."""
 
     model: str
     micro_batch: int
@@ -89,7 +90,7 @@ class Trace:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Trace:
-        """What `asdict` made of one, maybe another commit's with more fields."""
+        """Return a trace from the dict that `asdict` made of it, possibly at another commit with more fields."""
         trace = _of(Trace, data)
         trace.ops = [_of(Op, op) for op in data["ops"]]
         for op in trace.ops:
@@ -102,14 +103,14 @@ def _of(kind: type[Any], data: Any) -> Any:
 
 
 def trace_step(size: str, micro_batch: int) -> Trace:
-    """Traces the second step of a model, bf16, with the ops that a GPU takes. Loads the kernels for their shapes."""
+    """Trace the second step of a model, bf16, with the ops of a GPU. Loads the kernels for their shape functions."""
     from real_step import build_step, model_of
 
     config = model_of(size)
     step = build_step(config, Mesh(META), micro_batch, ops=gpu_ops())
     shape = (micro_batch * config.sequence_length, config.d_model, config.head_dim, config.vocab_size or 0)
     with _Functions(Trace(size, micro_batch, *shape)):
-        step()  # what only the first one does is left out
+        step()  # untraced, to leave out work that only the first step does
     trace = Trace(size, micro_batch, *shape)
     with _Functions(trace), _Dispatch(trace):
         step()
@@ -117,7 +118,7 @@ def trace_step(size: str, micro_batch: int) -> Trace:
 
 
 def gpu_ops() -> Ops:
-    """The ops that a GPU with all kernels takes."""
+    """Return the ops that a GPU with all kernels uses."""
     loaded = load("cpu", lambda line: print(line, file=sys.stderr))
     if isinstance(loaded, Unavailable):
         raise RuntimeError(f"the trace needs the kernels' schemas: {loaded.reason}")
@@ -125,7 +126,8 @@ def gpu_ops() -> Ops:
 
 
 class _Functions(TorchFunctionMode):
-    """Answers what a tensor without data cannot: numbers on the host. SDPA becomes its flash kernel, as on a GPU."""
+    """A function mode that supplies the values on the host that a tensor without data lacks. SDPA becomes its flash
+    kernel, as on a GPU."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -149,7 +151,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Dispatch(TorchDispatchMode):
-    """Writes down what is dispatched, and runs it."""
+    """A dispatch mode that records ops and runs them."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -208,7 +210,7 @@ def _operand(tensor: Tensor, read: bool, written: bool) -> Operand:
 
 
 def _on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What stands for the data where an op brings it from the device to the host."""
+    """Return a stand-in for the data if an op copies it from the device to the host, else None."""
     kinds = [each.device.type for each in args[:2] if isinstance(each, Tensor)]
     if func is ATEN._local_scalar_dense.default and kinds[0] == "meta":
         return 1.0
@@ -220,7 +222,7 @@ def _on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _caller() -> str:
-    """The innermost frame of the project's own code."""
+    """Return the innermost frame of the project's own code."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename.replace("\\", "/")

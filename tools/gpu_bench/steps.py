@@ -1,4 +1,4 @@
-"""part=steps: the trainer's step of GPT-3 Small and XL, beside what the planner predicted of it beforehand."""
+"""part=steps: the trainer's step of GPT-3 Small and XL, beside the planner's prediction."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
         return f"{self.size}, {self.precision}, micro-batch {self.micro_batch}, {blocks}"
 
 
-# The most informative first: what is not reached in the time is missed least.
+# The most informative first, as the time may not suffice for all.
 CELLS = (
     Cell("small", 16),
     Cell("xl", 16),
@@ -62,7 +62,7 @@ TINY = (Cell("tiny", 2), Cell("tiny", 2, "fp8"))
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Predicts all cells, then measures them in order until the time is over."""
+    """Predict all cells, then measure them in order until the time is over."""
     device, cells = torch.device(options.device), TINY if options.size == "tiny" else CELLS
     expected = {cell: predicted(cell) for cell in cells}
     part.text(
@@ -73,8 +73,13 @@ def run(part: Part, options: Arguments) -> None:
     part.table(
         ("cell", "predicted ms", "predicted tokens/s", "predicted GiB"),
         [
-            (cell, f"{its['seconds'] * 1e3:.1f}", f"{tokens_of(cell) / its['seconds']:,.0f}", gib(its["memory"]))
-            for cell, its in expected.items()
+            (
+                cell,
+                f"{prediction['seconds'] * 1e3:.1f}",
+                f"{tokens_of(cell) / prediction['seconds']:,.0f}",
+                gib(prediction["memory"]),
+            )
+            for cell, prediction in expected.items()
         ],
     )
     rows: list[tuple[str, ...]] = []
@@ -91,7 +96,7 @@ def run(part: Part, options: Arguments) -> None:
         words = ""
         try:
             found = measured(cell, device, ops)
-        except torch.OutOfMemoryError:  # a result: the prediction stands beside it
+        except torch.OutOfMemoryError:  # a result to compare with the predicted memory
             words = "out of memory"
             found = {"error": words}
         except Exception as error:
@@ -99,19 +104,19 @@ def run(part: Part, options: Arguments) -> None:
             part.failed(f"{cell}: {type(error).__name__}: {(str(error).strip() or words).splitlines()[0]}")
         rows.append(row(cell, expected[cell], words, **found))
         part.put(str(cell), {**found, "predicted": expected[cell]})
-        if part.failures and "CUDA error" in part.failures[-1]:  # the context is gone: no cell after it would run
+        if part.failures and "CUDA error" in part.failures[-1]:  # the CUDA context is unusable for further cells
             break
         forget(device)
     part.log(markdown_table(HEAD, rows))
 
 
 def tokens_of(cell: Cell) -> int:
-    """Tokens of a step."""
+    """Return the tokens of a step."""
     return cell.micro_batch * model_of(cell.size).sequence_length
 
 
 def predicted(cell: Cell) -> dict[str, float]:
-    """The planner's seconds and bytes of the cell on one H200, whichever device it is then measured on."""
+    """Return the planner's seconds and bytes of the cell on one H200, whatever device it is measured on."""
     from gptlite.config import load
     from gptlite.ops.config import Attention
     from gptlite.optimizer.config import AdamWConfig
@@ -132,12 +137,12 @@ def predicted(cell: Cell) -> dict[str, float]:
         dtype="bf16",
         attention=Attention.sdpa,
     )
-    its = predict(work, load(["cluster=h200"]).cluster)
-    return {"seconds": its.step_seconds, "memory": its.memory.total}
+    prediction = predict(work, load(["cluster=h200"]).cluster)
+    return {"seconds": prediction.step_seconds, "memory": prediction.memory.total}
 
 
 def measured(cell: Cell, device: torch.device, ops: Ops) -> dict[str, Any]:
-    """Builds the cell's step and times it. `memory`: the most that torch's allocator held. Raises OutOfMemoryError."""
+    """Build the cell's step and time it. `memory`: peak of torch's allocator. Raises OutOfMemoryError."""
     cuda, config = device.type == "cuda", model_of(cell.size)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -151,20 +156,21 @@ def measured(cell: Cell, device: torch.device, ops: Ops) -> dict[str, Any]:
 
 
 def step_seconds(step: Callable[[], Any]) -> float:
-    """The mean of steps in a row, as a run takes them: a step may end on the host before it does on the device."""
+    """Return the mean seconds of consecutive steps, as in a run: a step may end on the host before it does on the
+    device."""
     step()
     timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
-    return timer.timeit(REPEATS).mean  # after two more that are not timed
+    return timer.timeit(REPEATS).mean  # runs two more steps first, untimed
 
 
 def mfu(rate: float, config: GPTConfig, device: torch.device) -> float | None:
-    """Of tokens a second; None where the device's peak is not known."""
+    """Return the MFU of tokens per second; None if the device's peak is unknown."""
     peak = device_peak_flops(device, torch.bfloat16)
     return None if peak is None else rate * flops_per_token(config, config.sequence_length) / peak
 
 
 def launches(step: Callable[[], Any], cuda: bool) -> int:
-    """Kernels and copies that a step starts on a GPU; on a CPU the ops it calls."""
+    """Return the number of kernels and copies that a step launches on a GPU; on a CPU, of ops it calls."""
     from torch.profiler import DeviceType, ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
@@ -176,7 +182,7 @@ def launches(step: Callable[[], Any], cuda: bool) -> int:
 
 
 def syncs(step: Callable[[], Any], cuda: bool) -> int:
-    """How often a step's host waits for the device, by torch's own warning."""
+    """Return the number of times that a step's host waits for the device, by torch's own warning."""
     if not cuda:
         return 0
     with warnings.catch_warnings(record=True) as found:
@@ -190,7 +196,7 @@ def syncs(step: Callable[[], Any], cuda: bool) -> int:
 
 
 def forget(device: torch.device) -> None:
-    """Gives back what the last cell held."""
+    """Free the memory of the last cell."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
@@ -198,12 +204,12 @@ def forget(device: torch.device) -> None:
 
 
 def gib(size: float) -> str:
-    """Bytes in a table."""
+    """Return bytes as GiB for a table."""
     return f"{size / 2**30:.1f}"
 
 
 def row(cell: Cell, expected: dict[str, float], words: str, **found: Any) -> tuple[str, ...]:
-    """A cell's row of the table; `words` where it was not measured."""
+    """Return a cell's row of the table; `words` is shown if it was not measured."""
     what = (cell.size, cell.precision, str(cell.micro_batch), "compiled" if cell.compile else "eager")
     before = f"{expected['seconds'] * 1e3:.1f}"
     if words:

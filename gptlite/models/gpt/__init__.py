@@ -1,1 +1,1 @@
-"""The GPT of the papers: module, initial weights, FLOPs, generation, Hugging Face names."""
+"""GPT as in the papers: module, initial weights, FLOPs, generation, Hugging Face names."""

@@ -1,22 +1,22 @@
-"""An estimate of the memory that activations take, for the banner."""
+"""Estimate of activation memory, for the banner."""
 
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.micro_batch import MicroBatch
 from gptlite.ops.config import QUERY_BLOCK, Attention, logit_rows
 
-# Attention that writes its scores to memory.
+# Attention implementations that materialize their scores.
 WRITTEN_OUT = (Attention.matmul, Attention.fused_softmax)
 
 
 def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -> int:
-    """What autograd keeps of one block for the backward pass.
+    """Return the bytes that autograd keeps of one block for the backward pass.
 
     Korthikanti et al. (2022, arXiv:2205.05198) count s b h (10 + 24/t + 5 a s / (h t)) bytes in 16 bits, with t ranks
-    sharing a layer; with sequence parallelism the 10 is divided by t too. Ours has the 24 (queries, keys, values, what
-    attention gives to its projection, and both sides of the GELU) and 8 of the 10 (what enters norms and matrices). The
-    other 2, dropout's masks, and the attention's 5 (probabilities, their mask, and both multiplied) are there only with
-    dropout. Without, probabilities are kept only by matmul attention of one block of queries.
-    `recompute`: "full" keeps a block's input, "selective" also what its matrices give.
+    sharing a layer; with sequence parallelism the 10 is divided by t too. Ours has the 24 (queries, keys, values, input
+    of attention's projection, and both sides of the GELU) and 8 of the 10 (inputs of norms and matrices). The other 2,
+    dropout's masks, and attention's 5 (probabilities, their mask, and their product) exist only with dropout. Without
+    dropout, probabilities are kept only by matmul attention of one block of queries. `recompute`: "full" keeps a
+    block's input, "selective" also the outputs of its matrices.
     """
     width, inner, ranks = config.d_model, config.ffn_size, batch.tensor
     between = ranks if batch.sequence else 1
@@ -40,8 +40,8 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
 
 
 def scores_bytes(config: GPTConfig, batch: MicroBatch) -> int:
-    """What attention by matmul takes while it runs, in one block: scores, their probabilities and gradients, of some
-    queries at a time. SDPA takes next to nothing."""
+    """Return the temporary bytes of matmul attention in one block: scores, their probabilities and gradients, of a
+    block of queries at a time. SDPA needs almost none."""
     if batch.attention not in WRITTEN_OUT:
         return 0
     rows = batch.sequences * (config.num_heads // batch.tensor) * min(batch.length, QUERY_BLOCK)
@@ -49,8 +49,8 @@ def scores_bytes(config: GPTConfig, batch: MicroBatch) -> int:
 
 
 def head_bytes(config: GPTConfig, batch: MicroBatch) -> int:
-    """What the head takes: logits of as many tokens as it takes at a time, the gradients it makes with the loss, and
-    the final norm's input."""
+    """Return the bytes of the head: logits of as many tokens as it processes at a time, the gradients that it computes
+    with the loss, and the final norm's input."""
     rows = config.padded_vocab_size // batch.tensor
     logits = min(batch.tokens, logit_rows(batch.device, batch.tokens, rows, batch.itemsize)) * rows * batch.itemsize
     return logits + (rows + 3 * batch.tokens) * config.d_model * batch.itemsize

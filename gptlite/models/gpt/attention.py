@@ -15,34 +15,35 @@ from gptlite.ops.select import Ops
 
 
 class SequenceCut(Protocol):
-    """What a model knows of the ranks its layers are cut over."""
+    """The tensor axis as a model sees it: the ranks that share its layers."""
 
-    sequence: bool  # whether activations between layers are slices of the sequence
+    sequence: bool  # True if activations between layers are slices of the sequence
     rank: int
     size: int
 
 
 class ContextCut(Protocol):
-    """What a model knows of the ranks that its sequences are cut over: each has two chunks, an early and a late one."""
+    """The context axis as a model sees it: the ranks that share its sequences, each with an early and a late chunk."""
 
-    size: int  # how many ranks
-    whole: bool  # no sequence is cut for now
+    size: int  # number of ranks
+    whole: bool  # True while sequences are not sharded
 
     def starts(self, length: int) -> tuple[int, int]:
-        """Where this rank's chunks begin, of the `length` positions that are here."""
+        """Return the first positions of this rank's two chunks, of `length` local positions."""
         ...
 
     def positions(self, first: int, count: int, length: int) -> tuple[int, int]:
-        """Of `count` positions from `first` on, of the `length` that are here: where they begin, and by how much more
-        the second half of them is further on."""
+        """Map `count` local positions from `first` on, of `length` local ones, to the sequence: return the first one's
+        position, and the additional offset of their second half."""
         ...
 
     def keys_and_values(self, qkv: Tensor) -> tuple[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], list[Tensor]]:
-        """For each chunk the keys and values [B, H, its end, D] that its queries may see; and the memory of both."""
+        """Return for each chunk the keys and values [B, H, its end, D] that its queries may attend to, and the memory
+        of both."""
         ...
 
     def give_back(self, out: Tensor, qkv: Tensor, memory: list[Tensor]) -> Tensor:
-        """`out`, made from `memory`, which is wanted no more before the backward pass."""
+        """Return `out`, computed from `memory`, which can be freed until the backward pass."""
         ...
 
 
@@ -56,10 +57,10 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.tensor_axis: SequenceCut | None = None  # set where this rank holds only some of the heads
+        self.tensor_axis: SequenceCut | None = None  # set if this rank holds only some of the heads
         self.dropout = config.dropout
         self.implementation, self.fused_scores = ops.attention, ops.fused_scores
-        self.context: ContextCut | None = None  # set where sequences are cut over ranks
+        self.context: ContextCut | None = None  # set if sequences are sharded over ranks
         self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.bias, fused=ops.linear)
         self.proj = Linear(config.d_model, config.d_model, bias=config.bias, fused=ops.linear)
 
@@ -72,14 +73,15 @@ class CausalSelfAttention(nn.Module):
         *,
         bias: bool = True,
     ) -> Tensor:
-        """`mask` bool [B, 1, S, S of the whole sequence], True where a query is not to see a key before it; or, without
-        dropout and context ranks, the spans that it is to keep to. Without `bias` the last layer's is left for an op
-        that adds it."""
+        """Return attention's output. `mask` is bool [B, 1, S, S of the whole sequence], True for earlier keys that a
+        query must not attend to; or, without dropout and context ranks, the spans that it is limited to. Without `bias`
+        the bias of the last layer is left to an op that adds it."""
         # The local number of heads follows from the tensor, so a shard of the heads needs no other code.
         qkv = self.qkv(x)
         batch, length, _ = qkv.shape  # not x's, which may be a slice of the sequence
         qkv = qkv.view(batch, length, -1, 3, self.head_dim)
         if key is not None:
+            # Masks are keyed by global heads, so that they do not depend on the layout.
             key = replace(key, first_head=0 if self.tensor_axis is None else self.tensor_axis.rank * qkv.shape[2])
         if self.context is not None and not self.context.whole:
             assert not isinstance(mask, Spans)
@@ -94,7 +96,7 @@ class CausalSelfAttention(nn.Module):
         return self.proj(out) if bias else self.proj.project(out)
 
     def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, mask: Tensor | None, context: ContextCut) -> Tensor:
-        """qkv [B, s, H, 3, D] of this rank's two chunks -> [B, s, H, D]. No query meets a key after its chunk."""
+        """qkv [B, s, H, 3, D] of this rank's two chunks -> [B, s, H, D]. Queries attend to no key after their chunk."""
         length = qkv.shape[1]
         pairs, memory = context.keys_and_values(qkv)
         queries = qkv[:, :, :, 0].transpose(1, 2).chunk(2, 2)

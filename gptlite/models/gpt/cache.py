@@ -1,10 +1,10 @@
-"""Keys and values of the tokens already read, so that generation computes each token once."""
+"""Key-value cache of generation, so that each token is computed once."""
 
 from torch import Tensor
 
 
 class LayerCache:
-    """One layer's keys and values, [B, H, capacity, D], filled from the left."""
+    """Keys and values of one layer, [B, H, capacity, D], filled from the left."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -13,7 +13,7 @@ class LayerCache:
         self.values: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds k, v [B, H, S, D]; returns all so far. Raises ValueError past the capacity."""
+        """Append k, v [B, H, S, D] and return all so far. Raises ValueError beyond the capacity."""
         end = self.length + k.shape[2]
         if end > self.capacity:
             raise ValueError(f"{end} tokens do not fit a cache of {self.capacity}")

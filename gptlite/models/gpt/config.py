@@ -1,4 +1,4 @@
-"""The shape of a GPT. No torch here: composing a configuration must stay fast."""
+"""Configuration of a GPT. No torch here: composing a configuration must stay fast."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from gptlite.models.config import ModelConfig
 
 
 class Activation(Enum):
-    """The MLP's nonlinearity; `gelu_tanh` is GPT-2's approximation, `gelu_erf` the exact form."""
+    """Nonlinearity of the MLP; `gelu_tanh` is GPT-2's approximation, `gelu_erf` the exact form."""
 
     gelu_tanh = "gelu_tanh"
     gelu_erf = "gelu_erf"
@@ -18,9 +18,9 @@ class Activation(Enum):
 class GPTConfig(ModelConfig):
     """A pre-LN GPT: learned positions, fused QKV, GELU MLP.
 
-    `vocab_size: null` takes the tokenizer's. The embedding is always padded to a multiple of
-    `vocab_multiple`, whatever the layout, and padded columns get no probability.
-    `peak_lr` is the published learning rate of this size: `optimizer.lr` takes it by interpolation.
+    `vocab_size: null` takes the tokenizer's. The embedding is always padded to a multiple of `vocab_multiple`, whatever
+    the layout, and padded columns get no probability. `peak_lr` is the published learning rate of this size:
+    `optimizer.lr` takes it by interpolation.
     """
 
     name: str = "custom"

@@ -1,37 +1,39 @@
-"""The arithmetic of a training step, for MFU and for a pipeline's balance."""
+"""FLOPs of a training step, for MFU and for the balance of pipeline stages."""
 
 from gptlite.models.gpt.config import GPTConfig
 
 
 def matmul_parameters(config: GPTConfig) -> int:
-    """Weights that multiply every token: the blocks' four matrices and the head (no embeddings, norms, biases)."""
+    """Return the number of weights that multiply every token: the blocks' four matrices and the head, without
+    embeddings, norms and biases."""
     per_layer = 4 * config.d_model**2 + 2 * config.d_model * config.ffn_size
     return config.num_layers * per_layer + config.d_model * (config.vocab_size or config.padded_vocab_size)
 
 
 def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
-    """FLOPs of forward and backward per token: 6 per matmul weight, and 6·L·d·S of causal attention.
+    """Return the FLOPs of forward and backward per token: 6 per matmul weight, and 6·L·d·S of causal attention.
 
     A weight costs a multiply and an add in the forward pass, twice that in the backward. Attention does the same with
-    two S×S matmuls a layer, half of them masked (PaLM's 12·L·d·S, arXiv:2204.02311 appendix B, halved).
-    Recomputation is not counted: MFU is of the model's FLOPs, not the hardware's.
+    two S×S matmuls a layer, half of them masked (PaLM's 12·L·d·S, arXiv:2204.02311 appendix B, halved). Recomputation
+    is not counted: MFU is based on the model's FLOPs, not the hardware's.
     """
     return config.num_layers * layer_flops(config, sequence_length) + head_flops(config)
 
 
 def layer_flops(config: GPTConfig, sequence_length: int | None = None) -> int:
-    """A block's share of `flops_per_token`; by default at the longest sequence."""
+    """Return a block's share of `flops_per_token`; by default at the longest sequence."""
     matrices = 4 * config.d_model**2 + 2 * config.d_model * config.ffn_size
     return 6 * matrices + 6 * config.d_model * (sequence_length or config.sequence_length)
 
 
 def head_flops(config: GPTConfig) -> int:
-    """The output head's share of `flops_per_token`."""
+    """Return the output head's share of `flops_per_token`."""
     return 6 * config.d_model * (config.vocab_size or config.padded_vocab_size)
 
 
 def num_parameters(config: GPTConfig) -> int:
-    """All parameters of the whole model, the embedding's padding rows among them. `vocab_size` must be known."""
+    """Return the number of parameters of the whole model, including the embedding's padding rows. `vocab_size` must be
+    set."""
     width, inner, rows = config.d_model, config.ffn_size, config.padded_vocab_size
     norm = width * (2 if config.bias else 1)
     matrices = 4 * width**2 + 2 * width * inner

@@ -1,4 +1,4 @@
-"""Sampling text from a model, one token after the other."""
+"""Text generation by sampling, one token at a time."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -21,11 +21,11 @@ def generate(
     stop: int | None = None,
     cache: bool = True,
 ) -> Iterator[int]:
-    """Yields up to `max_tokens` tokens that continue `prompt`, and ends before the first `stop`.
+    """Yield up to `max_tokens` tokens that continue `prompt`, ending before the first `stop`.
 
-    Past the learned positions the older half of the context is dropped, with and without the cache alike, so both give
-    the same tokens (exactly, but for rounding). Where a model is cut over ranks, all of them call this and get the same
-    tokens. Raises ValueError for an empty prompt.
+    Beyond the learned positions the older half of the context is dropped, with and without the cache alike, so both
+    give the same tokens, up to rounding. If the model is sharded over ranks, all of them call this function and get the
+    same tokens. Raises ValueError for an empty prompt.
     """
     if not prompt:
         raise ValueError("an empty prompt: give at least one token, such as the end of a document")
@@ -43,11 +43,12 @@ def generate(
         unread = [token]
         if len(context) > limit:
             context = context[limit // 2 + 1 :]
+            # All positions have changed, so cached keys and values are invalid.
             unread, caches = context, _caches(runner) if cache else None
 
 
 def _logits(runner: StageRunner, context: list[int], caches: list[list[LayerCache]] | None) -> Tensor:
-    """Logits [V] of the next token where this rank holds the last part, else an empty tensor."""
+    """Return logits [V] of the next token on the rank with the last part, else an empty tensor."""
     tokens = torch.tensor([context], device=runner.mesh.device)
     shape, dtype = (1, len(context), _first(runner).config.d_model), _first(runner).compute_dtype
 
@@ -67,13 +68,13 @@ def _first(runner: StageRunner) -> GPT:
 
 
 def _caches(runner: StageRunner) -> list[list[LayerCache]]:
-    """A cache for each layer of each of this rank's parts."""
+    """Return a cache for each layer of each of this rank's parts."""
     limit = _first(runner).config.sequence_length
     return [[LayerCache(limit) for _ in part.layers] for part in runner.parts if isinstance(part, GPT)]
 
 
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from logits [V]."""
+    """Draw one token from logits [V]."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     logits = logits / sampling.temperature

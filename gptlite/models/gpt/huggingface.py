@@ -1,7 +1,7 @@
-"""A GPT in the words of Hugging Face's GPT-2: the names of its parameters, their shapes, config.json.
+"""Conversion of a GPT to Hugging Face's GPT-2: parameter names, shapes, config.json.
 
-There a matrix is stored as [in, out] (`Conv1D`), the fused projection of queries, keys and values as q | k | v, ours by
-head, and the embedding has as many rows as the vocabulary.
+In GPT-2 a matrix is stored as [in, out] (`Conv1D`), the fused projection of queries, keys and values as q | k | v,
+while ours is grouped by head, and the embedding has as many rows as the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from gptlite.models.huggingface import Adapter, Weight, unchanged
 if TYPE_CHECKING:
     from torch import Tensor
 
-PREFIX = "transformer."  # GPT2LMHeadModel writes it, GPT2Model does not
+PREFIX = "transformer."  # of names in a GPT2LMHeadModel; GPT2Model has none
 # Masks that older versions stored beside the weights.
 _BUFFERS = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)")
 
-# The first of each of ours is what is written.
+# An export writes the first name of each activation.
 ACTIVATIONS = {
     "gelu_new": Activation.gelu_tanh,
     "gelu_pytorch_tanh": Activation.gelu_tanh,
     "gelu": Activation.gelu_erf,
     "relu": Activation.relu,
 }
-# Keys that change what the weights mean, and the one value of each that is this model.
+# Keys that change the meaning of the weights, with the only value of each that matches this model.
 FIXED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -48,7 +48,7 @@ class GPT2(Adapter[GPTConfig]):
     title = "GPT-2"
 
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
-        """Biases too, which GPT-2 always has. A tied head is none."""
+        """Yield every parameter, with biases, which GPT-2 always has. A tied head is not a separate parameter."""
         width, inner, vocab_size, rows = config.d_model, config.ffn_size, config.vocab_size, config.padded_vocab_size
         assert vocab_size is not None
         table, unpadded = ((vocab_size, width), (rows, width)), partial(_rows, count=vocab_size)
@@ -57,7 +57,7 @@ class GPT2(Adapter[GPTConfig]):
         yield Weight(f"{PREFIX}wte.weight", table[0], "token_embedding.weight", table[1], unpadded)
         yield Weight(f"{PREFIX}wpe.weight", positions, "position_embedding.weight", positions)
         for layer in range(config.num_layers):
-            there, here = f"{PREFIX}h.{layer}.", f"layers.{layer}."
+            their_prefix, our_prefix = f"{PREFIX}h.{layer}.", f"layers.{layer}."
             for name, ours, size, matrix, vector in (
                 ("ln_1", "attn_norm", (width,), unchanged, unchanged),
                 ("attn.c_attn", "attn.qkv", (width, 3 * width), qkv, qkv),
@@ -66,9 +66,9 @@ class GPT2(Adapter[GPTConfig]):
                 ("mlp.c_fc", "mlp.up", (width, inner), _transposed, unchanged),
                 ("mlp.c_proj", "mlp.down", (inner, width), _transposed, unchanged),
             ):
-                yield Weight(f"{there}{name}.weight", size, f"{here}{ours}.weight", size[::-1], matrix)
-                bias = f"{here}{ours}.bias" if config.bias else None
-                yield Weight(f"{there}{name}.bias", size[-1:], bias, size[-1:], vector)
+                yield Weight(f"{their_prefix}{name}.weight", size, f"{our_prefix}{ours}.weight", size[::-1], matrix)
+                bias = f"{our_prefix}{ours}.bias" if config.bias else None
+                yield Weight(f"{their_prefix}{name}.bias", size[-1:], bias, size[-1:], vector)
         yield Weight(f"{PREFIX}ln_f.weight", (width,), "final_norm.weight", (width,))
         yield Weight(f"{PREFIX}ln_f.bias", (width,), "final_norm.bias" if config.bias else None, (width,))
         if not config.tied_embeddings:
@@ -81,7 +81,7 @@ class GPT2(Adapter[GPTConfig]):
         return {"lm_head.weight": "wte.weight"}
 
     def to_json(self, config: GPTConfig, torch_dtype: str, eod: int | None) -> dict[str, Any]:
-        """The content of config.json. What ends a document begins one too there."""
+        """Return the content of config.json. The end-of-document token is also GPT-2's beginning-of-document token."""
         activations = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
         return {
             "architectures": [self.model_class],
@@ -103,10 +103,9 @@ class GPT2(Adapter[GPTConfig]):
         }
 
     def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
-        """The model that a config.json describes. Raises ConfigError, naming the key, for any but a GPT-2.
+        """Return the model that a config.json describes. Raises ConfigError with the key for anything but a GPT-2.
 
-        What is missing and has a default in GPT-2 takes it; sizes have none here. One dropout stands for its three: the
-        largest.
+        Missing keys take GPT-2's default; sizes have no default here. GPT-2's three dropouts become one: the largest.
         """
         for key, value in FIXED.items():
             found = content.get(key, value)
@@ -149,7 +148,7 @@ def _transposed(ours: Tensor) -> Tensor:
 
 
 def _qkv(ours: Tensor, num_heads: int) -> Tensor:
-    """By head q, k, v of D rows each -> the columns q of all heads, k of all, v of all."""
+    """Per head q, k, v of D rows each -> the columns q of all heads, k of all, v of all."""
     grouped = ours.unflatten(0, (num_heads, 3, -1))  # [H, 3, D, d], or [H, 3, D]
     return grouped.permute(3, 1, 0, 2) if ours.dim() == 2 else grouped.permute(1, 0, 2)
 

@@ -1,4 +1,4 @@
-"""The position-wise MLP."""
+"""Position-wise MLP."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ class MLP(nn.Module):
         self.down = Linear(config.ffn_size, config.d_model, bias=config.bias, fused=ops.linear)
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
-        """Without `bias` the last layer's is left for an op that adds it."""
+        """Return the MLP's output. Without `bias` the bias of the last layer is left to an op that adds it."""
         hidden = self._hidden(x)
         return self.down(hidden) if bias else self.down.project(hidden)
 
@@ -28,6 +28,6 @@ class MLP(nn.Module):
         if self.activation is Activation.relu:
             return F.relu(self.up(x))
         approximate = "tanh" if self.activation is Activation.gelu_tanh else "none"
-        # In the activations' dtype, whatever the product was computed in.
+        # Back to the activations' dtype: under Apex's O1 the product has another one.
         projected, bias = self.up.project(x).to(x.dtype), self.up.local_bias(x.dtype)
         return bias_gelu(projected, bias, approximate, self.fused_gelu)

@@ -24,14 +24,14 @@ from gptlite.ops.select import Ops
 if TYPE_CHECKING:
     from gptlite.precision import Policy
 
-# Dropout sites, unique in the model: the embedding is 0, block i has 3i+1 ... 3i+3.
+# Dropout sites have unique numbers in the model: the embedding is 0, block i has 3i+1 ... 3i+3.
 EMBEDDING_SITE, SITES_PER_BLOCK = 0, 3
-FLASH_WIDTH = 256  # of a head, the most that flash attention of spans takes; a multiple of 8
+FLASH_WIDTH = 256  # largest head width of flash attention with spans; widths must be multiples of 8
 
 
 def positions(tensor: SequenceCut | None, context: ContextCut | None, count: int) -> tuple[int, int]:
-    """Where the `count` positions that activations between layers have here are in the sequence: the first's number,
-    and how many are left out between the first half of them and the second."""
+    """Return the position of the first of `count` local activations in the sequence, and the number of positions
+    skipped between the first half of them and the second."""
     index, slices = (tensor.rank, tensor.size) if tensor is not None and tensor.sequence else (0, 1)
     if context is None or context.whole:
         return index * count, 0
@@ -44,8 +44,8 @@ def _norm(config: GPTConfig, ops: Ops) -> LayerNorm:
 
 
 class Stream(NamedTuple):
-    """A residual stream x [B, S, d], to which added + bias, with dropout, is still to be added: the next norm reads and
-    writes both in one pass."""
+    """A residual stream x [B, S, d] with a pending addition: added + bias, with dropout. The next norm adds and
+    normalizes in one pass over memory."""
 
     x: Tensor
     added: Tensor
@@ -53,11 +53,11 @@ class Stream(NamedTuple):
     key: DropoutKey | None
 
     def normed(self, norm: LayerNorm, p: float) -> tuple[Tensor, Tensor]:
-        """The norm of the sum, and the sum."""
+        """Return the norm of the sum, and the sum."""
         return norm.after_residual(self.added, self.x, p, self.key, self.bias)
 
     def sum(self, p: float, fused: bool) -> Tensor:
-        """The stream, all added."""
+        """Return the stream with the pending addition."""
         added = self.added if self.bias is None else self.added + self.bias
         return self.x + dropout(added, p, self.key, fused)
 
@@ -65,7 +65,7 @@ class Stream(NamedTuple):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); x [B, S, d].
 
-    With `deferred_add` the second sum is left to what follows, and biases of both are added with the sums.
+    With `deferred_add` the second sum is left to the next block, and the biases of both are added with the sums.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops, seed: int) -> None:
@@ -87,7 +87,8 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         mask: Tensor | Spans | None = None,
     ) -> Tensor | Stream:
-        """Dropout needs the batch's sample_ids [B] and the numbers of its sites [3]. `mask` is attention's."""
+        """Return the block's output. Dropout needs the batch's sample_ids [B] and the numbers of its sites [3]. `mask`
+        is attention's."""
         normed, x = x.normed(self.attn_norm, self.dropout) if isinstance(x, Stream) else (self.attn_norm(x), x)
         first, gap = positions(self.tensor_axis, self.context, x.shape[1])
         attention_key = self._key(0, sample_ids, sites, 0)  # attention sees all positions
@@ -111,10 +112,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model, or a part of a pipeline, which lacks what comes before or after it.
+    """The whole model, or a part of a pipeline without the modules before or after it.
 
     `seed` keys the dropout masks; `compute_dtype` is the activations' dtype. Layers are stored under their global
-    number, so that a part keeps the names of the whole.
+    number, so that a part has the same parameter names as the whole.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops | None = None, seed: int = 0) -> None:
@@ -123,8 +124,8 @@ class GPT(nn.Module):
         self.config, self.seed, self.fused_dropout, self.fused_table = config, seed, ops.dropout, ops.table
         self.varlen = ops.varlen and config.head_dim % 8 == 0 and config.head_dim <= FLASH_WIDTH
         self.compute_dtype = torch.float32
-        self.tensor_axis: SequenceCut | None = None  # set where layers are cut over ranks
-        self.context: ContextCut | None = None  # set where sequences are
+        self.tensor_axis: SequenceCut | None = None  # set if layers are sharded over ranks
+        self.context: ContextCut | None = None  # set if sequences are sharded over ranks
         width, rows = config.d_model, config.padded_vocab_size
         self.token_embedding: nn.Module | None = nn.Embedding(rows, width)
         self.position_embedding: nn.Embedding | None = nn.Embedding(config.sequence_length, width)
@@ -135,11 +136,11 @@ class GPT(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def blocks(self) -> list[Block]:
-        """The layers that this part holds, in order."""
+        """Return the layers of this part, in order."""
         return list(self.layers.values())  # type: ignore[arg-type]
 
     def keep(self, layers: range) -> None:
-        """Makes the whole model the part that holds these layers: all else is dropped."""
+        """Reduce the whole model to the part with these layers."""
         if layers.start > 0:
             self.token_embedding = self.position_embedding = None
         if layers.stop < self.config.num_layers:
@@ -156,13 +157,14 @@ class GPT(nn.Module):
         documents: Documents | None = None,
         upstream: float | None = None,
     ) -> Tensor:
-        """The sum of the token losses, fp32, in nats; without targets, logits [B, V] of the token after the last.
+        """Return the sum of the token losses, fp32, in nats; without targets, logits [B, V] of the token after the
+        last.
 
-        A part without the head gives its activations [B, S, d]. x: tokens [B, S] int64, or the activations of the
-        part before. targets [B, S] int64 (-100 counts nothing); sample_ids [B], the global sample numbers that
-        dropout is drawn from while training. With caches, one a layer, `x` continues what they hold. `documents` of the
-        whole sequence, wherever it is cut: positions are counted from the first of each, and attention does not look
-        back past it. `upstream`: the gradient that the sum will get, where it is known; see LossGradient.
+        A part without the head returns its activations [B, S, d]. x: tokens [B, S] int64, or the activations of the
+        part before. targets [B, S] int64 (-100 is ignored); sample_ids [B], the global sample numbers that key dropout
+        in training. With caches, one per layer, `x` continues their content. `documents` describes the whole sequence,
+        even if it is sharded: positions are counted from the start of each document, and attention does not look back
+        beyond it. `upstream`: the gradient of the sum, if it is known in advance; see LossGradient.
         """
         shared = None if targets is None else self._table_gradient()
         hidden = self.hidden(x, sample_ids, caches, documents, shared)
@@ -174,7 +176,7 @@ class GPT(nn.Module):
         return self.head(hidden, targets, vocab_size, LossGradient(upstream, shared))
 
     def logits(self, tokens: Tensor, caches: list[LayerCache] | None = None) -> Tensor:
-        """Logits [B, V] of the token after the last."""
+        """Return logits [B, V] of the token after the last."""
         return self(tokens, None, caches=caches)
 
     def hidden(
@@ -185,14 +187,15 @@ class GPT(nn.Module):
         documents: Documents | None = None,
         shared: TableGradient | None = None,
     ) -> Tensor:
-        """The last layer's output [B, S, d], normed in the last part. Raises ValueError past the learned positions."""
+        """Return the last layer's output [B, S, d], normed in the last part. Raises ValueError beyond the learned
+        positions."""
         dropping = sample_ids is not None and self.training and self.config.dropout > 0.0
         if self.token_embedding is not None:
             start = caches[0].length if caches else 0
             x = self._embed(x, sample_ids if dropping else None, start, documents, shared)
         sites, mask = None, None if documents is None else self._documents_mask(documents, dropping)
         if dropping:
-            # A tensor: as a Python number it would be compiled into each block, a graph a layer.
+            # A tensor, since torch.compile would specialize on a Python number: one graph per layer.
             count = SITES_PER_BLOCK * self.config.num_layers
             sites = EMBEDDING_SITE + 1 + torch.arange(count, device=x.device).view(-1, SITES_PER_BLOCK)
         for i, (number, block) in enumerate(self.layers.items()):
@@ -208,8 +211,8 @@ class GPT(nn.Module):
         return x.normed(cast(LayerNorm, self.final_norm), self.config.dropout)[0]
 
     def _documents_mask(self, documents: Documents, dropping: bool) -> Tensor | Spans:
-        """Attention's mask: bool [B, 1, positions that are here, S], True where the key is of another document; or the
-        spans of documents, where flash attention computes them apart."""
+        """Return attention's mask: bool [B, 1, local positions, S], True for keys of other documents; or the spans of
+        documents, if flash attention computes them separately."""
         whole = self.context is None or self.context.whole
         if self.varlen and documents.ends is not None and whole and not dropping:
             return Spans(F.pad(documents.ends.flatten(), (1, 0)), documents.longest)
@@ -224,8 +227,11 @@ class GPT(nn.Module):
         return (mine[:, :, None] != documents[:, None, :]).unsqueeze(1)
 
     def _table_gradient(self) -> TableGradient | None:
-        """Where the head's gradient goes whose table is the embedding's too, if the embedding is to take it: only of
-        whole fp32 tables, since it would round what autograd adds up in fp32."""
+        """Return an accumulator for the head's gradient of a tied table, if the embedding's backward pass can take it
+        over.
+
+        Only for whole fp32 tables: with 16-bit ones it would round what autograd adds up in fp32.
+        """
         if not self.fused_table or self.token_embedding is None or not isinstance(self.head, Head):
             return None
         table = self.head.weight
@@ -240,13 +246,13 @@ class GPT(nn.Module):
         documents: Documents | None,
         shared: TableGradient | None = None,
     ) -> Tensor:
-        """tokens [B, S] from position `start` on -> [B, S, d], or this rank's slice of the sequence; of a sequence that
-        is cut over ranks, the tokens that are here."""
+        """tokens [B, S] from position `start` on -> [B, S, d], or this rank's slice of the sequence; with sequences
+        sharded over ranks, the local tokens."""
         assert self.token_embedding is not None
         assert self.position_embedding is not None
         if (end := start + tokens.shape[1]) > self.config.sequence_length:
             raise ValueError(f"{end} positions, but model.sequence_length={self.config.sequence_length}")
-        # Each cast before they are added, as FSDP2 casts parameters before they are used.
+        # Cast both before adding them, as FSDP2 casts parameters before use.
         table = self.token_embedding
         x = copied_rows(tokens, cast(Tensor, table.weight), self.compute_dtype) if shared is None else None
         if x is None:
@@ -273,11 +279,11 @@ class GPT(nn.Module):
 
 
 def prepare(part: nn.Module, policy: "Policy", recomputes: bool) -> None:
-    """Tells a part what it computes in, which decides what its blocks may leave to the op that follows."""
+    """Set a part's dtypes, which also determine the additions that its blocks may defer to the next op."""
     assert isinstance(part, GPT)
     part.compute_dtype = policy.stream_dtype
-    part.varlen &= policy.stream_dtype in (torch.bfloat16, torch.float16)  # flash attention's
+    part.varlen &= policy.stream_dtype in (torch.bfloat16, torch.float16)  # dtypes of flash attention
     for block in part.blocks():
-        # One kernel norms, adds and biases in one dtype. Where a block is computed again its input is kept: one tensor,
-        # not the two of a sum that is left open.
+        # The fused kernel normalizes and adds in a single dtype. A recomputed block keeps its input, and
+        # with a pending addition it would be two tensors instead of one.
         block.deferred_add &= policy.stream_dtype == policy.compute_dtype and not policy.fp32_norms and not recomputes

@@ -1,4 +1,4 @@
-"""The GPT as a ModelSpec. Torch is imported where a method needs it."""
+"""ModelSpec of the GPT. Methods import torch only when they need it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EDGES = ("token_embedding.weight", "position_embedding.weight", "head.weight")
 
 
 class GPTSpec(ModelSpec[GPTConfig]):
-    """The GPT of the papers."""
+    """Spec of the GPT of the papers."""
 
     name = "gpt"
     schema = GPTConfig
@@ -132,7 +132,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return {"head.weight": "token_embedding.weight"} if config.tied_embeddings else {}
 
     def initial(self, config: GPTConfig, name: str, shape: tuple[int, ...]) -> Normal | Constant:
-        """GPT-2's: N(0, init_std), residual projections by 1/sqrt(2 * layers) less, biases 0, norms 1."""
+        """Return GPT-2's: N(0, init_std), residual projections scaled by 1/sqrt(2 * layers), biases 0, norms 1."""
         if name.endswith("norm.weight"):
             return Constant(1.0)
         if name.endswith("bias"):
