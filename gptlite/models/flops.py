@@ -44,7 +44,7 @@ def count_flops(model: Model, length: int) -> int:
                 inputs = Inputs(tokens, torch.zeros(1, dtype=torch.int64))
                 model.spec.forward(part, tokens, inputs).backward()
         except Exception as error:  # a model may raise anything, and unknown ops often cannot run without data
-            if not unknown.names:
+            if not unknown.names:  # else the unknown op is the better explanation, reported below
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise Uncounted(f"a pass on the meta device fails: {reason}; give the spec `flops`") from error
     if unknown.names:

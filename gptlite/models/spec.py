@@ -236,7 +236,7 @@ class ModelSpec(Generic[C]):
 
 def spec_of(config: Any) -> ModelSpec:
     """Return the spec of a model's configuration. Raises TypeError for a class without one."""
-    from gptlite.models.registry import SPECS
+    from gptlite.models.registry import SPECS  # here, since the registry imports this module
 
     for spec in SPECS:
         if spec.schema is type(config):

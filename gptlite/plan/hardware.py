@@ -155,6 +155,7 @@ class Links:
             return payload / self._speed(link) + link.latency
         speed = self._speed(inside) if group.inside > 1 else math.inf
         if group.nodes > 1:
+            # Each rank of the group on a node sends through the network link of its own device.
             speed = min(speed, self._speed(between) * group.inside)
         share = (group.ranks - 1) / group.ranks
         # All-reduces over many nodes run along trees, whose depth is logarithmic.

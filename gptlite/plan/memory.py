@@ -62,7 +62,7 @@ def _parameters(work: Workload, held: list[Stage], pp_rank: int) -> tuple[int, i
         work.gather_item * shards * (shard_elements(stage.others, shards) if zero == 3 else stage.sharded(shards))
         for stage in held
     ]
-    done = [0 if work.on_host else size for size in sizes]
+    done = [0 if work.on_host else size for size in sizes]  # offload moves reduced gradients to the host
     if zero < 2:
         reduced = [work.reduce_item * stage.sharded(1) for stage in held]
     elif work.layout.size("dp_replicate") > 1:  # sums of a part of the ranks, in the dtype they are made in

@@ -92,7 +92,7 @@ def _moved(func: Any, args: Any, out: Any) -> int:
     new = [value for each, value in zip(schema.returns, results, strict=False) if each.alias_info is None]
     written, read = sum(_bytes([*mutated, *new])), _bytes(args)
     if name in WRITES or name in LOOKUPS:
-        read = read[1:]
+        read = read[1:]  # a write reads nothing of its target, a lookup only the rows that it copies
     return written + sum(read) + (written if name in LOOKUPS else 0)
 
 

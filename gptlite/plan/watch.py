@@ -77,7 +77,7 @@ class Watch(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # a DTensor runs ops on its local tensors, which are dispatched here in turn
         if func is torch.ops.prim.device.default:
-            return func(*args)
+            return func(*args)  # a query: computes and allocates nothing
         if func is torch.ops.aten._local_scalar_dense.default:
             return ANSWER
         moment = self._transferred(func._opname, args) if func.namespace == "c10d" else moment_bytes(func, args)

@@ -76,7 +76,7 @@ def _caches(runner: StageRunner) -> list[list[LayerCache]]:
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw one token from logits [V]."""
     if sampling.temperature == 0:
-        return int(logits.argmax())
+        return int(logits.argmax())  # the limit of low temperatures
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], float("-inf"))
