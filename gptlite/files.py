@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 
 @contextmanager
@@ -55,6 +55,23 @@ def sync_tree(folder: Path) -> None:
             with open(Path(parent, name), "rb") as file:
                 os.fsync(file.fileno())
         sync_folder(Path(parent))
+
+
+def try_lock(file: IO[Any], *, shared: bool = False, wait: bool = False) -> bool | None:
+    """Lock an open file until it is closed, or its process ends in whatever way.
+
+    Returns True if the lock is held, False if another process holds it, None if the file system has no locks. With
+    `wait`, waits for another process instead of returning False.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return True
 
 
 def existing(folder: Path) -> Path:

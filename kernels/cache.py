@@ -1,7 +1,6 @@
 """Where compiled libraries are kept: compiled once for a machine, however many processes want it at once."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from gptlite.files import replacing, write_whole
+from gptlite.files import replacing, try_lock, write_whole
 from gptlite.kernels.toolchain import BuildError
 from gptlite.progress import Log
 
@@ -104,14 +103,10 @@ def keep(library: Path, record: Record, compiled: Path) -> Record:
 def locked(folder: Path, log: Log) -> Iterator[None]:
     """Holds the folder's lock, which dies with its process; where the file system has none, several may compile."""
     with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if (alone := try_lock(file)) is False:
             log("kernels: another process is compiling them: waiting")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass
-        else:
+            try_lock(file, wait=True)
+        elif alone:
             for leftover in folder.glob(f"{UNFINISHED}*"):  # of a process that was killed: the lock is ours
                 shutil.rmtree(leftover, ignore_errors=True)
         yield

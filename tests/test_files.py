@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gptlite.files import replacing, write_whole
+from gptlite.files import replacing, try_lock, write_whole
 
 
 @pytest.mark.parametrize("content", ["text: \u6f22\n", b"\0bytes", ""])
@@ -54,3 +54,21 @@ def test_the_name_comes_last_and_the_bytes_are_on_the_disk_before_it(tmp_path, m
         (temporary,) = tmp_path.iterdir()
         assert Path(file.name) == temporary
     assert done == ["fsync", "replace", "fsync"]
+
+
+def test_a_lock_is_held_alone_or_shared_and_a_file_system_without_locks_is_told_apart(tmp_path: Path, monkeypatch):
+    with open(tmp_path / "lock", "w") as first, open(tmp_path / "lock", "w") as second:
+        assert try_lock(first) is True
+        assert try_lock(second) is False
+        assert try_lock(second, shared=True) is False
+        assert try_lock(first, shared=True, wait=True) is True
+        assert try_lock(second, shared=True) is True
+        assert try_lock(second) is False
+    with open(tmp_path / "lock", "w") as third:
+        assert try_lock(third) is True  # released with the files
+
+        def unsupported(*_: object) -> None:
+            raise OSError(95, "Operation not supported")
+
+        monkeypatch.setattr("fcntl.flock", unsupported)
+        assert try_lock(third) is None

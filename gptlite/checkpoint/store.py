@@ -1,16 +1,15 @@
 """The checkpoints folder on disk: names, atomic commit, leftovers. Knows nothing of what a checkpoint holds."""
 
 import errno
-import fcntl
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from gptlite.files import sync_folder, write_whole
+from gptlite.files import sync_folder, try_lock, write_whole
 from gptlite.progress import Log
 
 SMALL_FILES = 1 << 20  # bytes that a checkpoint takes beside its tensors, more or less
@@ -46,17 +45,12 @@ def writing(root: Path, log: Log) -> Iterator[None]:
     """
     root.mkdir(parents=True, exist_ok=True)
     with open(root / ".lock", "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            pass
-        else:
+        if try_lock(lock):
             for path in (*root.glob(".tmp-*"), *root.glob(".trash-*")):
                 log(f"checkpoint: removing {path.name}, left by a process that ended while writing")
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         # Nothing of ours exists yet, so it does no harm that an exclusive lock is let go before it is shared.
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_SH)
+        try_lock(lock, shared=True, wait=True)
         yield
 
 

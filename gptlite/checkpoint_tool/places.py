@@ -1,6 +1,5 @@
 """From the paths a person gives to checkpoints and configurations. Nothing here reads tensors, or needs torch."""
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from gptlite.checkpoint.find import damage, is_step
 from gptlite.checkpoint.manifest import read_file
 from gptlite.config import from_yaml, to_dict
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.files import try_lock
 from gptlite.metrics.console import format_duration
 from gptlite.progress import log
 
@@ -77,14 +77,11 @@ def leftovers(root: Path) -> Iterator[Path]:
 
 def has_writer(root: Path) -> bool | None:
     """Whether a process holds the lock that writers share; None where the file system has no locks."""
-    try:
-        with open(root / ".lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (FileNotFoundError, BlockingIOError) as error:
-        return isinstance(error, BlockingIOError)
-    except OSError:
-        return None
-    return False
+    if not (root / ".lock").exists():
+        return False
+    with open(root / ".lock") as lock:
+        alone = try_lock(lock)
+    return None if alone is None else not alone
 
 
 def size_on_disk(path: Path) -> int:

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from gptlite.errors import ConfigError
-from gptlite.files import sync_folder, sync_tree
+from gptlite.files import sync_folder, sync_tree, try_lock
 from gptlite.progress import Log
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -90,11 +89,9 @@ def _locked(root: Path, name: str, notice: str, log: Log) -> Iterator[None]:
 def _hold(path: Path, notice: str, log: Log) -> TextIO:
     while True:
         file = path.open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if try_lock(file) is False:
             log(notice)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try_lock(file, wait=True)
         # Its last holder may have removed the file meanwhile: then this locks a name that others no longer see.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):

@@ -1,6 +1,5 @@
 """Preprocessing from end to end: settings to a prepared folder."""
 
-import fcntl
 import json
 import shutil
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.files import sync_folder, sync_tree, write_synced, write_whole
+from gptlite.files import sync_folder, sync_tree, try_lock, write_synced, write_whole
 from gptlite.preprocess.blocks import Block, Piece, Place, read_blocks
 from gptlite.preprocess.encode import Bad, Encoded, Encoder
 from gptlite.preprocess.inputs import STDIN
@@ -228,8 +227,6 @@ def _trash(output: Path) -> Path:
 def _locked(partial: Path) -> Iterator[None]:
     """Refuses a second process at the same work."""
     with open(partial / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{partial} is being written by another process; wait for it") from None
+        if try_lock(file) is False:
+            raise ConfigError(f"{partial} is being written by another process; wait for it")
         yield

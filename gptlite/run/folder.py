@@ -24,7 +24,7 @@ from gptlite.config.warm_start import too_few_ids
 from gptlite.data.order_log import OrderRow, note_order, note_spike
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
-from gptlite.files import existing, unwritable, write_whole
+from gptlite.files import existing, try_lock, unwritable, write_whole
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_all, from_main
@@ -279,19 +279,14 @@ class RunFolder:
     def _try_lock(self, file: TextIO) -> bool:
         """Return True if the lock was taken, False without lock support. Raises ConfigError if another process has
         it."""
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            who = "another process"
+        locked = try_lock(file)
+        if locked is False:
+            owner = "another process"
             with suppress(OSError):
-                who = (self.path / OWNER).read_text(encoding="utf-8").strip()
+                owner = (self.path / OWNER).read_text(encoding="utf-8").strip()
             where = f"run.dir={self.config.run.dir}"
-            raise ConfigError(f"{where}: {who} trains in it; wait, stop it, or give another run.dir") from None
-        except (ImportError, OSError):
-            return False
+            raise ConfigError(f"{where}: {owner} trains in it; wait, stop it, or give another run.dir")
+        return bool(locked)
 
     def _refuse_busy(self) -> None:
         """Raise ConfigError if a process trains in the folder, before reading its checkpoints, which may be deleted

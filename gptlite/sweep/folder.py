@@ -6,7 +6,6 @@ records/3.json, and its output to records/3.log.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gptlite.errors import ConfigError
-from gptlite.files import unwritable, write_whole
+from gptlite.files import try_lock, unwritable, write_whole
 
 OK, OUT_OF_MEMORY, PRUNED, FAILED, INTERRUPTED = "ok", "out of memory", "pruned", "failed", "interrupted"
 FINISHED = (OK, OUT_OF_MEMORY, PRUNED)  # not run again when the sweep is resumed
@@ -102,7 +101,7 @@ class SweepFolder:
         it."""
         (self.path / "records").mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / ".lock").open("a")  # the kernel releases the lock when this process ends
-        if not _try_lock(self._lock):
+        if try_lock(self._lock) is False:
             owner = f"hydra.sweep.dir={self.path}: {self.owner} runs a sweep in it"
             raise ConfigError(f"{owner}; wait, stop it, or give another folder")
         self._lock.truncate(0)
@@ -126,8 +125,7 @@ class SweepFolder:
         On a file system without locks they do not wait.
         """
         with (self.path / ".update").open("a") as file:
-            with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)
+            try_lock(file, wait=True)
             numbers = sorted(int(path.stem) for path in (self.path / "records").glob("*.json") if path.stem.isdigit())
             records = [record for number in numbers if (record := self.record(number))]
             whole = {"version": VERSION, "sweep": header or self.header, "cells": [asdict(each) for each in records]}
@@ -138,7 +136,7 @@ class SweepFolder:
     def running(self, number: int) -> Iterator[bool]:
         """Lock a cell; yield True unless another process has locked it."""
         with (self.path / "records" / f".{number}.lock").open("a") as file:
-            yield _try_lock(file)
+            yield try_lock(file) is not False
 
     @property
     def owner(self) -> str:
@@ -155,14 +153,3 @@ class SweepFolder:
             except ProcessLookupError:
                 return node == platform.node()
         return False
-
-
-def _try_lock(file: TextIO) -> bool:
-    """Lock a file; return False if another process has locked it, True also on file systems without locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True

@@ -203,7 +203,7 @@ def test_without_file_locks_leftovers_stay(save, checkpointer, monkeypatch):
     def unsupported(*args):
         raise OSError(errno.ENOTSUP, "not supported")
 
-    monkeypatch.setattr(store.fcntl, "flock", unsupported)
+    monkeypatch.setattr("fcntl.flock", unsupported)
     left = checkpointer.root / ".tmp-step-00000050-x"
     left.mkdir(parents=True)
     assert save(100) == checkpointer.find("auto")
