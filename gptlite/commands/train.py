@@ -1,5 +1,7 @@
 """Command `gptlite train`: compose, check, launch. Each kind of failure has an exit code and a one-line message."""
 
+import contextlib
+import io
 import os
 import re
 import sys
@@ -21,6 +23,7 @@ from gptlite.errors import ConfigError
 from gptlite.launch.starter import is_main, let_main_speak, refuse_sweep
 
 SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}  # Hydra's flags without a run
+COMPLETION = {"--shell-completion", "-sc"}
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -73,7 +76,7 @@ def command() -> int:
         overrides = [*saved_overrides(overrides), *overrides]
         import_plugins(named_in(overrides))
         sys.argv[1:] = [*flags, *with_model(overrides, print_once)]
-        return jobs()
+        return completions() if COMPLETION & set(flags) else jobs()
 
 
 def sweep(flags: list[str], overrides: list[str]) -> int:
@@ -86,6 +89,14 @@ def sweep(flags: list[str], overrides: list[str]) -> int:
     import_plugins(named_in(overrides))
     sys.argv += with_model(overrides, print_once)
     return jobs()
+
+
+def completions() -> int:
+    """Answer the shell's tab completion: Hydra's answer without the schemas that presets start from."""
+    with contextlib.redirect_stdout(io.StringIO()) as answer:
+        jobs()
+    print(re.sub(r"\S+_schema( |$)", "", answer.getvalue(), flags=re.MULTILINE), end="")
+    return 0
 
 
 def print_once(text: str) -> None:

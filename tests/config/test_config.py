@@ -1,5 +1,6 @@
 """Composition: every preset composes, what is saved reads back equal, what is wrong is one line."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gptlite.config import CONF_DIR, SCHEMAS, from_yaml, load, saved_overrides, to_yaml
+from gptlite.config import CONF_DIR, SCHEMAS, from_yaml, load, presets_of, saved_overrides, to_yaml
 from gptlite.config.command_line import parse_arguments
 from gptlite.errors import ConfigError
 from gptlite.ops import apex
@@ -187,3 +188,14 @@ def processor_seconds(command: list[str]) -> float:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return min(seconds)
+
+
+def test_tab_completion_offers_presets_and_keys_and_no_schemas():
+    def completed(line: str) -> list[str]:
+        environment = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}
+        command = [sys.executable, str(CONF_DIR.parent / "train.py"), "-sc", "query=bash"]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        return result.stdout.split()
+
+    assert completed("python train.py schedule=") == [f"schedule={name}" for name in presets_of("schedule")]
+    assert completed("python train.py optimizer.wei") == ["optimizer.weight_decay="]
