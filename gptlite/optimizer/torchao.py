@@ -1,4 +1,4 @@
-"""torchao, found without importing it, which takes seconds. No errors are raised here: rooms say what they wanted."""
+"""Detection of torchao without importing it, which takes seconds. Callers raise the errors."""
 
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -7,11 +7,11 @@ from pathlib import Path
 
 OLDEST = (0, 18)
 INSTALL = "pip install 'torchao>=0.18'"
-OPTIMIZER_STATE = "optim/subclass_8bit.py"  # the file of what is used of it
+OPTIMIZER_STATE = "optim/subclass_8bit.py"  # the file with the class that gptlite uses
 
 
 def why_not() -> str:
-    """Why torchao cannot be used here, and how to mend that; empty where it can, as far as files tell."""
+    """Return the reason why torchao cannot be used here, and the fix. Empty if it can, as far as files show."""
     found = find_spec("torchao")
     if found is None:
         return f"torchao is not installed; {INSTALL}"
