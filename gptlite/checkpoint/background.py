@@ -39,7 +39,7 @@ class Background:
         if self.running:
             raise TimeoutError(
                 f"{self._name} is not written after checkpoint.timeout_seconds={self._limit:g}: "
-                "its file system hangs, or is slow; look there, or allow more"
+                "its file system hangs or is slow; check it, or raise the limit"
             )
         self._outcome.result()
 

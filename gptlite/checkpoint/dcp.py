@@ -85,7 +85,7 @@ def read(folder: Path, metadata: Metadata, parts: Parts, log: Log) -> None:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except pickle.UnpicklingError as error:  # torch's message explains how to load it unsafely
-        raise DamagedCheckpoint(folder, "what stands in place of a tensor is none") from error
+        raise DamagedCheckpoint(folder, "a stored object is not a tensor") from error
     except Exception as error:
         words = (str(error).splitlines() or [""])[0]
         reason = f"a tensor cannot be read: {type(error).__name__}: {words:.150}"

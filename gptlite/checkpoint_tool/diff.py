@@ -88,7 +88,7 @@ def differences(a: Side, b: Side, values: bool) -> Iterator[str]:
     if values:
         yield from _value_lines(a.path, a.manifest.tensors, b.path, b.manifest.tensors)
     elif _data_hashes(a.manifest) != _data_hashes(b.manifest):
-        yield "values: the files of tensors differ; values=true says which tensors, and how far"
+        yield "values: the files of tensors differ; values=true lists the tensors and their distances"
 
 
 def _rows(a: dict[str, Any], b: dict[str, Any], spell: Callable[[Any], str]) -> list[tuple[str, ...]]:

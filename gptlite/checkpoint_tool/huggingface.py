@@ -85,7 +85,7 @@ def export(
     model = from_yaml(read_config(step)).model
     adapter = (spec := spec_of(model)).huggingface()
     if adapter is None:
-        raise ConfigError(f"{step}: the {spec.name} model has no form in Hugging Face's; give its spec `huggingface`")
+        raise ConfigError(f"{step}: the {spec.name} model has no Hugging Face adapter; add `huggingface` to its spec")
     with _errors_of_the_disk(f"target={target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with store.staged(target) as folder:
@@ -140,7 +140,7 @@ def _weight(step: Path, weight: Weight, log: Log) -> Tensor:
     ours = torch.empty(weight.our_shape, dtype=getattr(torch, stored.get("dtype", "float32")))
     load_tensors(step, {key: ours}, strict=False, verified=True, log=log)
     if problem := not_finite(ours):
-        raise ConfigError(f"{step}: {key} {problem}; export a checkpoint from before")
+        raise ConfigError(f"{step}: {key} {problem}; export an earlier checkpoint")
     return weight.view(ours)
 
 
@@ -176,7 +176,7 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
         step = Checkpointer(CheckpointConfig(keep=0), run_dir).save(tensors, _META, to_yaml(config), None, log, beside)
     words = ", ".join(sorted(Path(name).name for name in beside))
     log(f"imported {source} to {step}; kept for an export: {words}")
-    log("its tokenizer is not used here: token ids must mean there what they meant here")
+    log("its tokenizer is not used: the training data must have the same token ids")
     start = [f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
     line = f"{command('train')} {shlex.join([*start, *overrides])}"
     log(f"go on with any data=... of at most {spec_of(model).vocab_size(model)} token ids: {line}")
@@ -223,7 +223,7 @@ def _refuse_another_model(
     copies = adapter.copies()
     for name in sorted(stored.keys() - weights.keys()):
         if name not in copies:
-            raise ConfigError(f"source={source}: {name} is nothing that a {adapter.title} of its config.json has")
+            raise ConfigError(f"source={source}: {name} is not a tensor of the {adapter.title} in its config.json")
         if not torch.equal(stored[name].read(), stored[copies[name]].read()):
             raise ConfigError(
                 f"source={source}: {name} is not {copies[name]}; set tie_word_embeddings=false in its config.json"

@@ -75,10 +75,10 @@ def _row(folder: Path, reason: str, hashes: bool, auto: bool) -> tuple[str, ...]
 
 def _about(left: Path, alive: bool | None) -> str:
     if left.name.startswith("damaged-"):
-        return "a damaged one that made room for a new save; yours to delete"
+        return "damaged, moved aside by a new save; delete it by hand"
     if left.name.startswith("superseded-"):
-        return "from after samples that the run then skipped for a spike; yours to delete"
+        return "set aside after a loss spike, superseded by the run; delete it by hand"
     word = "written" if left.name.startswith(".tmp-") else "deleted"
     if alive is None:
-        return f"being {word}, or left so: this file system has no locks to tell"
+        return f"being {word}, or left by a process that died; this file system has no locks"
     return f"being {word}" if alive else "left by a process that died; the next save removes it, and so does prune"

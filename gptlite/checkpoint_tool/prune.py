@@ -76,7 +76,7 @@ def plan(root: Path, keep: int, every: int, damaged: bool) -> tuple[Path | None,
         elif folder in old:
             goes[folder] = f"older than the newest {keep}"
         else:
-            stays[folder] = "every byte is right" if folder == newest else "one to keep"
+            stays[folder] = "every byte is verified" if folder == newest else "among those to keep"
     for left in leftovers(root):
         if left.name.startswith("damaged-"):
             (goes if damaged else stays)[left] = "set aside as damaged"

@@ -138,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.scaled_by is not None:
             # A schedule that splits the backward pass runs it twice: for hidden's gradient, then for the weight's.
             if ctx.shared is not None:
-                raise RuntimeError("the backward pass a second time: the table's gradient has been given away")
+                raise RuntimeError("second backward pass: the table's gradient has already been passed on")
             factor = grad / ctx.scaled_by
             return dhidden * factor, dweight * factor, None, None, None
         ctx.scaled_by = grad

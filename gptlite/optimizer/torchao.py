@@ -24,5 +24,5 @@ def why_not() -> str:
         return f"torchao {its} is older than 0.18, the first that this was tried with; {INSTALL}"
     folders = [Path(folder) for folder in found.submodule_search_locations or []]
     if not any((folder / OPTIMIZER_STATE).is_file() for folder in folders):
-        return f"torchao {its} has no {OPTIMIZER_STATE}: it is newer than this knows; pip install 'torchao==0.18.*'"
+        return f"torchao {its} has no {OPTIMIZER_STATE}: this version is not supported; pip install 'torchao==0.18.*'"
     return ""
