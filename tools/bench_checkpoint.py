@@ -1,11 +1,11 @@
-"""Time checkpoints on this machine: the disk's rate beside dd's, and what an asynchronous save costs the training.
+"""Benchmark of checkpoints on this machine: disk throughput beside dd, and the cost of asynchronous saves to training.
 
 python tools/bench_checkpoint.py [megabytes=1000] [steps=100] [repeats=5] [folder=PATH] [any override of train.py]
 
-First, `megabytes` of tensors saved synchronously, in turn with `dd conv=fsync` of as many bytes, into the same folder
-(a temporary one in the working directory, unless given). Then the configured run, by default the default run: intervals
-of `steps` steps without a save and with an asynchronous one at their beginning, in turn. Medians of `repeats`.
-megabytes=0 or steps=0 leaves a part out.
+The first part saves `megabytes` of tensors synchronously, alternating with `dd conv=fsync` of the same bytes into the
+same folder (by default a temporary one in the working directory). The second part trains the configured run, by default
+the default run, in intervals of `steps` steps, alternately without a save and with an asynchronous save at the start.
+Results are medians of `repeats`. megabytes=0 or steps=0 skips a part.
 """
 
 import os
@@ -27,7 +27,7 @@ from gptlite.errors import ConfigError
 
 @dataclass
 class Arguments:
-    """The tool's own part of the command line."""
+    """Arguments of the tool itself."""
 
     megabytes: int = 1000
     steps: int = 100
@@ -36,7 +36,7 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    """Measures and prints. Raises ConfigError for what cannot be measured."""
+    """Measure and print. Raises ConfigError for invalid arguments."""
     given, overrides = own_arguments(Arguments, arguments, __doc__)
     if not Path(given.folder).is_dir():
         raise ConfigError(f"folder={given.folder} is not a folder; give one on the disk to measure")
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
 
 
 def against_dd(folder: Path, megabytes: int, repeats: int) -> None:
-    """Synchronous saves in turn with dd."""
+    """Measure synchronous saves, alternating with dd."""
     import torch
 
     from gptlite.checkpoint.checkpointer import Checkpointer
@@ -60,7 +60,7 @@ def against_dd(folder: Path, megabytes: int, repeats: int) -> None:
     tensors = {f"w{index}": torch.randn(megabytes * 250_000 // 20) for index in range(20)}
     checkpointer = Checkpointer(CheckpointConfig(keep=0), folder)
     size, saved, target = sum(tensor.nbytes for tensor in tensors.values()), [], folder / "dd"
-    # The same bytes for dd, out of memory: a disk may be quick with zeros.
+    # dd copies the same bytes from memory, since a disk may write zeros faster.
     with tempfile.NamedTemporaryFile(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as source:
         for tensor in tensors.values():
             source.write(tensor.numpy().data)
@@ -91,10 +91,10 @@ def against_dd(folder: Path, megabytes: int, repeats: int) -> None:
 
 
 def intervals(folder: Path, overrides: list[str], steps: int, repeats: int) -> None:
-    """Intervals of training without and with an asynchronous save."""
+    """Measure intervals of training without and with an asynchronous save."""
     from gptlite.launch.launcher import keep_freed_memory
 
-    keep_freed_memory()  # first, as where ranks start
+    keep_freed_memory()  # before any tensor is created: torch reads its huge page setting only once
     from gptlite.checkpoint.checkpointer import Checkpointer
     from gptlite.checkpoint.config import CheckpointConfig
     from gptlite.config import to_yaml
@@ -126,7 +126,7 @@ def intervals(folder: Path, overrides: list[str], steps: int, repeats: int) -> N
         return took
 
     kinds = {"without": lambda: interval(False), "with": lambda: interval(True)}
-    times = in_turn(kinds, repeats, warm_up=1)  # the first one allocates the copy
+    times = in_turn(kinds, repeats, warm_up=1)  # the first save allocates the copy
     checkpointer.close()
     state.loader.close()
     without, block = median(times["without"]), median(blocked[1:])

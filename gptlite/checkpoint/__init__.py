@@ -1,1 +1,1 @@
-"""Checkpoints: committed whole or not at all, verified before they are loaded. Start reading at `checkpointer.py`."""
+"""Checkpoints, with atomic commits and verification before loading. Start reading at `checkpointer.py`."""

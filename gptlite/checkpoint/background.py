@@ -1,4 +1,4 @@
-"""A save beside the training: one thread, and what became of it."""
+"""Background save in one thread, with its result."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
-NICENESS = 10  # about a tenth of a core that training wants, too
+NICENESS = 10  # on a core that training also uses, the thread gets about a tenth
 
 
 class Background:
-    """Runs an action in a thread at once. `name` is what it is called where it takes longer than `limit` seconds.
+    """Action that runs in a thread at once. `name` describes it in the error if it takes longer than `limit` seconds.
 
-    `yielding`: training computes on this machine's cores, so the thread takes those only that it leaves.
+    `yielding`: training computes on this machine's cores, so the thread runs at low priority.
     """
 
     def __init__(self, action: Callable[[], None], name: str, limit: float, *, yielding: bool) -> None:
@@ -25,27 +25,27 @@ class Background:
 
     @property
     def failed(self) -> bool:
-        """Whether `result` would raise: the action has, or its time is over."""
+        """True if `result` would raise: the action has raised, or its time is over."""
         return time.monotonic() >= self._end if self.running else self._outcome.exception() is not None
 
     @property
     def running(self) -> bool:
-        """Whether the action has not ended yet."""
+        """True while the action has not ended."""
         return not self._outcome.done()
 
     def result(self) -> None:
-        """Waits for the end, and raises what the action raised; TimeoutError where it takes longer than the limit."""
+        """Wait for the end and raise the action's exception. Raises TimeoutError if it takes longer than the limit."""
         wait([self._outcome], max(0.0, self._end - time.monotonic()))
         if self.running:
             raise TimeoutError(
                 f"{self._name} is not written after checkpoint.timeout_seconds={self._limit:g}: "
-                "its file system hangs, or is slow; look there, or allow more"
+                "its file system hangs or is slow; check it, or raise the limit"
             )
         self._outcome.result()
 
     def _run(self) -> None:
         if self._yielding:
-            with suppress(AttributeError, OSError):  # Linux: a thread has a priority of its own
+            with suppress(AttributeError, OSError):  # on Linux, threads have separate priorities
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self._outcome.set_result(self._action())

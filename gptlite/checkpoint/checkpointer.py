@@ -1,4 +1,4 @@
-"""Checkpoints of one run: saving them, keeping the newest, finding the one to go on from."""
+"""Checkpoints of one run: saving, retaining the newest, and finding the one to resume from."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from gptlite.progress import Log
 
 
 class SavesItself(Protocol):
-    """What a tokenizer is to a checkpoint."""
+    """Interface that checkpoints require of a tokenizer."""
 
     def save(self, folder: Path) -> None:
-        """Writes its files into an existing folder."""
+        """Write its files into an existing folder."""
 
 
 class Checkpointer:
-    """Writes to and finds in `<run_dir>/checkpoints`. Making one touches nothing on disk.
+    """Reader and writer of `<run_dir>/checkpoints`. Construction does not access the disk.
 
-    All ranks of `mesh` make it and call `save`, `finish`, `size`, `find` and `close` together. `layout` is what the
-    manifest says of the mesh.
+    All ranks of `mesh` construct it and call `save`, `finish`, `size`, `find` and `close` together. `layout` is the
+    description of the mesh for the manifest.
     """
 
     def __init__(self, config: CheckpointConfig, run_dir: Path, mesh: Mesh = ALONE, layout: str = ONE_RANK):
         self.config, self.mesh, self.layout = config, mesh, layout
         self.root = Path(run_dir) / "checkpoints"
-        self.save_seconds = 0.0  # of the longest save so far, from its beginning to its commit
+        self.save_seconds = 0.0  # the longest save so far, from its start to its commit
         self._pending: Background | None = None
         self._buffers: dict[str, Tensor] = {}
-        # On the CPU, whatever the run computes on, and with a limit of its own: the ranks write for different times.
+        # A CPU group with its own timeout, since the ranks write for different times.
         self._group: dist.ProcessGroup | None = None
         if mesh.world_size > 1:
             limit = timedelta(seconds=config.timeout_seconds)
@@ -62,17 +62,19 @@ class Checkpointer:
         log: Log,
         beside: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Commits a checkpoint of step `meta["step"]` and returns its folder; older ones beyond `keep` go after that.
+        """Commit a checkpoint of step `meta["step"]`, then remove older ones beyond `keep`. Returns its folder.
 
-        `tensors` are under global names, a tied weight once; a rank gives those it has, or has a part of. `meta` is
-        JSON; `beside` are small files by their path in the folder. An intact checkpoint of that step is left as it is.
-        Until the last rename everything has a hidden name: a failure at any point leaves the checkpoints as they were.
+        `tensors` have global names, a tied weight only one. Each rank passes the tensors that it has whole or in part.
+        `meta` is JSON; `beside` has small files by their path in the folder. An intact checkpoint of that step is not
+        written again. Until the final rename, all files are under hidden names, so a failure leaves the existing
+        checkpoints unchanged.
 
-        Rank 0 makes the folder, names it in the end, and its `meta` and all but the tensors are what is stored. What
-        one rank raises, all raise: OSError (disk full, say), TypeError (`meta` is not JSON).
+        Rank 0 creates and renames the folder; all contents except tensors are rank 0's. An exception on one rank is
+        raised on all: OSError (e.g. a full disk), TypeError (`meta` is not JSON).
 
-        With `async_save` it returns once the tensors are copied, and a thread does the rest; one save at a time, so it
-        first waits for the one before. What that one raised, or this one will, `finish` and the next `save` raise.
+        With `async_save`, it returns once the tensors are copied, and a thread does the rest. Only one save runs at a
+        time, so it first waits for the previous one. An exception in the thread is raised by `finish` or the next
+        `save`.
         """
         self.finish()
         began = time.monotonic()
@@ -80,7 +82,7 @@ class Checkpointer:
         final = self.root / store.step_name(meta["step"])
 
         def complete(folder: Path, files: Entries) -> None:
-            """All but the tensors, whose files are there; the manifest last."""
+            """Write all files except tensors, which exist already. The manifest is last."""
             for name, content in {"config.yaml": config_yaml.encode(), **(beside or {})}.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
@@ -101,21 +103,21 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has gone wrong or takes too long: then `finish` raises. Ranks may differ in it."""
+        """True if the save in progress has failed or timed out, so that `finish` raises. May differ between ranks."""
         return self._pending is not None and self._pending.failed
 
     def finish(self) -> None:
-        """Waits for the save in flight, if there is one, and raises what it raised; OSError if it takes too long."""
+        """Wait for the save in progress, if any, and raise its exception. Raises TimeoutError if it takes too long."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
                 pending.result()
             finally:
-                if pending.running:  # its time is over, or Ctrl-C
-                    self._group = None  # not to be destroyed: the thread is still in there
+                if pending.running:  # timeout or Ctrl-C
+                    self._group = None  # must not be destroyed while the thread still uses it
 
     def close(self, log: Log = print) -> None:
-        """Waits for the save in flight and logs its failure; gives back what ranks agree by. Nothing is saved later."""
+        """Wait for the save in progress and log its failure. Releases the process group; no save may follow."""
         try:
             self.finish()
         except BaseException as error:
@@ -129,17 +131,17 @@ class Checkpointer:
                 self._group = None
 
     def size(self, tensors: Mapping[str, Tensor]) -> int:
-        """Bytes of tensors in a checkpoint of all ranks."""
+        """Return the bytes of tensors in a checkpoint of all ranks."""
         return self._shared(tensors).total_bytes
 
     def find(self, resume: str, log: Log = print) -> Path | None:
-        """The verified step folder to start from; None for a fresh start. Each one rejected is logged with the reason.
+        """Return the verified step folder to start from, or None for a fresh start. Logs the reason of every rejection.
 
-        Rank 0 looks, and all ranks hash a share of the files.
+        Rank 0 searches, and every rank hashes a share of the files.
 
         `resume`: auto (the newest intact one of this run), never, or the path of a step, checkpoints or run folder.
-        Raises ConfigError if a path holds no intact checkpoint, if all of this run's are damaged (starting over
-        is for a person to decide), or if this run already holds steps that the new start would run into.
+        Raises ConfigError if a path holds no intact checkpoint, if all of this run's are damaged (starting over is the
+        user's decision), or if the run already holds steps that the new start would reach.
         """
         held = from_main(self.mesh, lambda: store.step_folders(self.root))
         check = partial(verify_together, log=log, mesh=self.mesh)
@@ -155,8 +157,11 @@ class Checkpointer:
         return found
 
     def rewind(self, position: int, start: Path | None, log: Log = print) -> Path | None:
-        """The newest intact checkpoint with `consumed_samples` of at most `position`, this run's or `start`, which it
-        came from; None if there is none. This run's later ones are renamed, so that nothing resumes from them."""
+        """Return the newest intact checkpoint with `consumed_samples` of at most `position`, or None if there is none.
+
+        The candidates are this run's checkpoints and `start`, which the run began from. Later checkpoints of this run
+        are renamed, so that nothing resumes from them.
+        """
         self.finish()
         held = from_main(self.mesh, lambda: store.step_folders(self.root))
         known = [*held, *([start] if start else [])]
@@ -178,7 +183,7 @@ class Checkpointer:
 
     def _refuse_running_into(self, held: list[Path], found: Path | None, resume: str) -> None:
         start = read_manifest(found).meta["step"] if found and self.config.load == "all" else 0
-        # What holds a step 0 holds imported weights, which a fresh start would not look at.
+        # A step 0 contains imported weights, which a fresh start would ignore.
         if held and (store.step_of(held[0]) or 0) >= start + (found is not None):
             key = f"checkpoint.load={self.config.load}" if resume == "auto" else f"checkpoint.resume={resume}"
             fix = "take another run.dir, or checkpoint.resume=auto checkpoint.load=all to go on from there"
@@ -187,7 +192,7 @@ class Checkpointer:
             raise ConfigError(f"{key} starts from step {start}, but {self.root} already holds {held[0].name}; {fix}")
 
     def _shared(self, tensors: Mapping[str, Tensor]) -> Parts:
-        """This rank's parts, and which of them it writes. Raises, on all ranks, TypeError for anything but a tensor."""
+        """Return this rank's parts and the keys it writes. Raises TypeError on all ranks if one is not a tensor."""
         parts = together(self.mesh, lambda: Parts(tensors))
         parts.share(from_all(self.mesh, lambda: parts.offers), self.mesh.rank)
         return parts
@@ -201,7 +206,7 @@ class Checkpointer:
         began: float,
         agree: dist.ProcessGroup | None,
     ) -> None:
-        """Writes, completes and commits; the ranks agree over the store, or in a thread over a group."""
+        """Write, complete and commit a checkpoint. The ranks agree over the store, or over a group if in a thread."""
         mesh = self.mesh
         with ExitStack() as lock, ExitStack() as staging:  # rank 0's; empty on the others
             folder = from_main(mesh, lambda: self._begin(final, parts.total_bytes, lock, staging, log), agree)
@@ -221,7 +226,7 @@ class Checkpointer:
             self._retain(final, log, agree)
 
     def _begin(self, final: Path, size: int, lock: ExitStack, staging: ExitStack, log: Log) -> Path | None:
-        """The folder to write in, with one for the tensors; None if the step is there intact."""
+        """Return the folder to write in, with a subfolder for tensors, or None if the step exists and is intact."""
         lock.enter_context(store.writing(self.root, log))
         if not _make_way(final, log):
             return None
@@ -231,7 +236,7 @@ class Checkpointer:
         return folder
 
     def _retain(self, saved: Path, log: Log, agree: dist.ProcessGroup | None) -> None:
-        """Removes checkpoints that are not to be kept, once the newest has been read back from the disk."""
+        """Remove checkpoints beyond the configured number, after the newest one was read back from disk."""
         keep, every = self.config.keep, self.config.keep_every
         going = from_main(self.mesh, lambda: beyond(self.root, saved, keep, every, log), agree)
         if not going:
@@ -245,7 +250,7 @@ class Checkpointer:
 
 
 def _samples(folder: Path) -> int:
-    """How many samples a checkpoint has read; 0 where it does not say: it is rejected when it is verified."""
+    """Return the samples a checkpoint has consumed; 0 if unreadable, since verification rejects it later."""
     try:
         return read_manifest(folder).meta["consumed_samples"]
     except DamagedCheckpoint:
@@ -253,7 +258,7 @@ def _samples(folder: Path) -> int:
 
 
 def _make_way(final: Path, log: Log) -> bool:
-    """Whether the step is to be written: not if it is there intact. A damaged one is moved aside, not deleted."""
+    """Return True if the step must be written: it is missing or damaged. A damaged one is moved aside, not deleted."""
     if not final.exists():
         return True
     if reason := damage(final, log, hashes=True):

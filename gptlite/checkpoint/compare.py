@@ -1,4 +1,4 @@
-"""Whether a run may go on under a configuration that differs from its checkpoint's."""
+"""Comparison of a run's configuration with its checkpoint's, to decide whether the run may continue."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class Effect(Enum):
-    """What a difference does to a resumed run.
+    """Effect of a difference on a resumed run.
 
-    refused: it would be another model or other data. changes_numbers: the curve leaves that of an uninterrupted run.
-    reshards: the same work, cut otherwise over ranks and micro-batches; the same run up to rounding.
-    safe: the same run to the last bit.
+    refused: another model or other data. changes_numbers: the curve differs from that of an uninterrupted run.
+    reshards: the same work, split differently over ranks and micro-batches; the same run up to rounding. safe: the same
+    run to the last bit.
     """
 
     refused = "refused"
@@ -20,38 +20,38 @@ class Effect(Enum):
     safe = "safe"
 
 
-# The longest prefix of a key decides; a key without one changes numbers: of optimizer, schedule, precision, ops, say.
+# The longest matching prefix decides. Other keys, such as optimizer, schedule, precision and ops, change numbers.
 EFFECTS: dict[str, Effect] = {
     "seed": Effect.refused,
     "model": Effect.refused,
     "model.dropout": Effect.changes_numbers,
     "model.name": Effect.safe,
-    "model.peak_lr": Effect.safe,  # only ever a default of optimizer.lr, which is compared itself
+    "model.peak_lr": Effect.safe,  # only the default of optimizer.lr, which is compared itself
     "model.init_std": Effect.safe,  # the weights come from the checkpoint
     "data.corpus": Effect.refused,
     "data.path": Effect.refused,
     "data.tokenizer": Effect.refused,
     "data.vocab_size": Effect.refused,
-    "data.sequence_length": Effect.changes_numbers,  # these two begin an era of the data's order: docs/data_order.md
+    "data.sequence_length": Effect.changes_numbers,  # like blend, begins an era of data order: docs/data_order.md
     "data.blend": Effect.changes_numbers,
     "data.validation_fraction": Effect.refused,
     "data.num_tokens": Effect.refused,
-    "data.micro_batch_size": Effect.reshards,  # the loss is a sum over the global batch, however it is cut
+    "data.micro_batch_size": Effect.reshards,  # the loss is a sum over the global batch, however it is split
     "data.cache_dir": Effect.safe,
     "data_identity": Effect.refused,
     "data_identity.sequence_length": Effect.changes_numbers,
     "parallelism": Effect.reshards,
-    "parallelism.prefetch": Effect.safe,  # when something moves, not what is added to what
+    "parallelism.prefetch": Effect.safe,  # changes the time of transfers, not the order of sums
     "parallelism.timeout_seconds": Effect.safe,
     "parallelism.offload_path": Effect.safe,  # scratch space
     "parallelism.offload_buffer_mib": Effect.safe,
-    "parallelism.activation_checkpointing": Effect.safe,  # the same operations, some of them twice
+    "parallelism.activation_checkpointing": Effect.safe,  # the same operations, some of them recomputed
     "trainer": Effect.safe,
     "trainer.compile": Effect.changes_numbers,
     "trainer.spike": Effect.changes_numbers,
     "checkpoint": Effect.safe,
     "logger": Effect.safe,
-    "cluster": Effect.safe,  # what a plan assumes of the hardware
+    "cluster": Effect.safe,  # hardware assumptions of the planner
     "run": Effect.safe,
     # The class of each section, as gptlite.config.to_dict names it.
     "schemas": Effect.safe,
@@ -61,18 +61,18 @@ EFFECTS: dict[str, Effect] = {
     "schemas.schedule": Effect.changes_numbers,
 }
 
-# Taking the weights alone leaves the data and the optimizer free; what a token id means is still part of the model.
+# With weights alone, data and optimizer may differ. The meaning of token ids still belongs to the model.
 _TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size", "data_identity.tokenizer")
 _REFUSED_FOR_WEIGHTS = ("model", *_TOKENIZER_KEYS)
-_SAME_STATE = ("adamw_schema", "adamw_8bit_schema")  # in a checkpoint
+_SAME_STATE = ("adamw_schema", "adamw_8bit_schema")  # these have the same state in a checkpoint
 _ABSENT = "absent"
-_FOLDERS = "data_identity.folders."  # prepared folders by name, each with the hashes of its tokens
-_NO_TOKENIZER = (None, "none")  # how a checkpoint that was made elsewhere names it
+_FOLDERS = "data_identity.folders."  # prepared folders by name, each with its token hashes
+_NO_TOKENIZER = (None, "none")  # the tokenizer of an imported checkpoint
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One key and its values, as `"absent"` where a configuration lacks it, and what that does."""
+    """Key with its two values and their effect. A value is `"absent"` if a configuration lacks the key."""
 
     key: str
     old: Any
@@ -84,14 +84,14 @@ class Difference:
 
 
 class Differences(list[Difference]):
-    """The differing keys of two configurations, in the order of the newer one."""
+    """Differing keys of two configurations, in the order of the newer one."""
 
     def of(self, effect: Effect) -> list[Difference]:
-        """Those with one effect."""
+        """Return the differences with one effect."""
         return [each for each in self if each.effect is effect]
 
     def refusal(self, load: str = "all") -> str:
-        """The line for a ConfigError, by `checkpoint.load`; empty if nothing is refused."""
+        """Return the line for a ConfigError, given `checkpoint.load`; empty if nothing is refused."""
         fix = "set it back, or start anew with checkpoint.resume=never in another run.dir"
         if load == "weights":
             fix = "give data of the checkpoint's tokenizer, or leave checkpoint.resume and checkpoint.load out"
@@ -100,25 +100,25 @@ class Differences(list[Difference]):
         return _line("", self.of(Effect.refused), f"another model or other data; {fix}")
 
     def notice(self) -> str:
-        """The line for the log about numbers that change; empty if none does."""
+        """Return the log line about changed numbers; empty if there are none."""
         words = "the curve will not be that of an uninterrupted run"
         return _line("resuming with ", self.of(Effect.changes_numbers), words)
 
     def resharding(self) -> str:
-        """The line for the log about work that is cut otherwise; empty if it is not."""
+        """Return the log line about work that is split differently; empty if there is none."""
         return _line("reshards: ", self.of(Effect.reshards), "the same run up to rounding")
 
     def harmless(self) -> str:
-        """The line for the log about what changes nothing, but for the run's own names; empty if nothing does."""
+        """Return the log line about safe differences, without the run's own names; empty if there are none."""
         safe = [each for each in self.of(Effect.safe) if not each.key.startswith("run.")]
         return _line("safe: ", safe, "the same run")
 
 
 def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], load: str = "all") -> Differences:
-    """Sorts the differences between a checkpoint's configuration and this run's by what they do to training.
+    """Return the differences between a checkpoint's configuration and this run's, with their effects on training.
 
-    Both are nested dicts of resolved values. `load` is checkpoint.load: with `weights`, optimizer, schedule, seed
-    and data may be others.
+    Both are nested dicts of resolved values. `load` is checkpoint.load: with `weights`, optimizer, schedule, seed and
+    data may differ.
     """
     before, after = flatten(old), flatten(new)
     return Differences(
@@ -129,20 +129,20 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], load: str = 
 
 
 def effect_of(key: str) -> Effect:
-    """What another value of a key does, whatever the values are."""
+    """Return the effect of a changed key, independent of its values."""
     return EFFECTS.get(next((p for p in _prefixes(key) if p in EFFECTS), ""), Effect.changes_numbers)
 
 
 def _effect(key: str, before: dict[str, Any], after: dict[str, Any], load: str) -> Effect:
     effect, one_sided = effect_of(key), key not in before or key not in after
     if key.startswith("optimizer.") and one_sided:
-        effect = Effect.refused  # only another class has other fields
+        effect = Effect.refused  # fields differ only between classes
     if key == "schemas.optimizer" and before.get(key) in _SAME_STATE and after.get(key) in _SAME_STATE:
         effect = Effect.changes_numbers
     if key == "data.path" and {each.get("schemas.data") for each in (before, after)} == {"tokens_schema"}:
-        effect = Effect.safe  # folders may move: what is in them is compared
+        effect = Effect.safe  # folders may move: their contents are compared
     if key.startswith(_FOLDERS) and one_sided and _share_data(before, after):
-        effect = Effect.changes_numbers  # one joins or leaves the blend
+        effect = Effect.changes_numbers  # a folder joins or leaves the blend
     if key == "trainer.max_steps" and (_follows_length(before) or _follows_length(after)):
         effect = Effect.changes_numbers
     if effect is Effect.refused and load == "weights" and not _tied_to_weights(key, before):
@@ -151,37 +151,37 @@ def _effect(key: str, before: dict[str, Any], after: dict[str, Any], load: str) 
 
 
 def _tied_to_weights(key: str, before: dict[str, Any]) -> bool:
-    """Whether weights alone make no sense with another value. Token ids that nothing tells the meaning of are free."""
+    """Return True if the weights make no sense with another value. Token ids of unknown meaning are not tied."""
     if key in _TOKENIZER_KEYS and any(before.get(name, "") in _NO_TOKENIZER for name in _TOKENIZER_KEYS):
         return False
     return any(prefix in _REFUSED_FOR_WEIGHTS for prefix in _prefixes(key))
 
 
 def _share_data(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether any folder's training tokens are those of a folder before."""
+    """Return True if both configurations have a folder with the same training tokens."""
     then, now = ({each[k] for k in each if k.startswith(_FOLDERS) and k.endswith(".train")} for each in (before, after))
     return bool(then & now)
 
 
 def _follows_length(config: dict[str, Any]) -> bool:
-    """Whether the schedule takes its length from trainer.max_steps: it does where a field of it is null."""
+    """Return True if the schedule's length is trainer.max_steps, as it is if one of its fields is null."""
     return any(key.startswith("schedule.") and value is None for key, value in config.items())
 
 
 def _prefixes(key: str) -> list[str]:
-    """`a.b.c`, `a.b`, `a`."""
+    """Return `a.b.c`, `a.b`, `a`."""
     parts = key.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with dotted keys."""
+    """Return nested dicts as one dict with dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{name}.")
         else:
-            # An enum is written to YAML by its name, so a typed and a read configuration must compare equal.
+            # YAML has an enum's name. Names make a typed configuration equal to one that was read.
             flat[f"{prefix}{name}"] = value.name if isinstance(value, Enum) else value
     return flat
 

@@ -1,16 +1,16 @@
-"""When checkpoints are written, how many stay, and what a run starts from."""
+"""Settings of saving, retaining and loading checkpoints."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class CheckpointConfig:
-    """`resume`: auto (the newest valid one in run.dir), never, or the path of a checkpoint or run.
+    """Checkpoint settings. `resume`: auto (the newest valid one in run.dir), never, or the path of a checkpoint or run.
 
-    `load`: everything, or `weights` (fresh optimizer, schedule and data position).
-    `interval: 0` saves only at the end and when stopped; `keep: 0` keeps all; `keep_every: 1000` keeps those of steps
-    1000, 2000, ... besides. `async_save`: training goes on while a copy of the state is written. `timeout_seconds` is
-    how long a save may take, or a rank wait for the others in one.
+    `load`: all, or `weights` (new optimizer, schedule and data position). `interval: 0` saves only at the end and when
+    the run is stopped. `keep: 0` keeps all checkpoints; `keep_every: 1000` also keeps those of steps 1000, 2000, ...
+    `async_save`: training continues while a copy of the state is written. `timeout_seconds` limits the duration of a
+    save, and the time that a rank waits for others in one.
     """
 
     interval: int = 250

@@ -1,11 +1,11 @@
-"""The seam to torch.distributed.checkpoint (DCP): what its defaults leave open is closed here and in `metadata`.
+"""Interface to torch.distributed.checkpoint (DCP). It closes gaps in DCP's defaults, together with `metadata`.
 
-Seen in torch 2.13: it wraps every error, Ctrl-C too, into a BaseException; it syncs `.metadata` before its buffer is
-flushed (the manifest syncs all files again, so DCP's own sync is off); it sends errors between ranks in a form that
-does not always pickle, and then they all wait. So it never sees an error of writing: that is kept, and told afterwards.
+Observed in torch 2.13: DCP wraps every error, Ctrl-C too, in a BaseException. It syncs `.metadata` before its buffer is
+flushed (the manifest syncs all files again, so DCP's sync is off). It sends errors between ranks in a form that does
+not always pickle, and then all ranks hang. Write errors are therefore kept from DCP and raised afterwards.
 
-DCP gets plain local tensors and the boxes of the whole that they are, so that `.metadata` knows keys, global shapes and
-boxes, and nothing of ranks, meshes or DTensors. A box that several ranks hold is written by one of them.
+DCP gets plain local tensors and their boxes in the whole. `.metadata` then contains keys, global shapes and boxes, and
+is independent of ranks, meshes and DTensors. If several ranks hold a box, one of them writes it.
 """
 
 import os
@@ -47,7 +47,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_all
 from gptlite.progress import Log
 
-# Said at every save and load of one process. For good: warnings.catch_warnings is not for threads.
+# Emitted at every save and load of one process. Filtered globally: warnings.catch_warnings is not thread-safe.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
@@ -59,11 +59,11 @@ def write(
     group: dist.ProcessGroup | None,
     agree: dist.ProcessGroup | None = None,
 ) -> Entries:
-    """Writes tensors, each under its global key, into the new folder `data` of a step folder: each box once.
+    """Write tensors, each under its global key, into the new folder `data` of a step folder. Each box is written once.
 
-    Returns, on every rank, what a manifest holds of the files that all ranks wrote. To be called by all ranks; DCP
-    talks over `group`, None for one rank, and errors are agreed on as `main_rank.from_all` does it, over `agree`. What
-    one of them raises, all raise: OSError for a full disk, say; ValueError where an element is in no box, or in two.
+    Returns, on every rank, the manifest entries of the files of all ranks. All ranks call this. DCP communicates over
+    `group`, None for one rank; errors are exchanged as in `rank_sync.from_all`, over `agree`. An exception on one rank
+    is raised on all: OSError, e.g. for a full disk; ValueError if an element is in no box, or in two.
     """
     writer, planner = _Writer(folder / "data"), _SavePlanner(parts, log)
     with _plain_errors():
@@ -74,9 +74,9 @@ def write(
 
 
 def read(folder: Path, metadata: Metadata, parts: Parts, log: Log) -> None:
-    """Reads this rank's parts in place from a step folder. Keys, shapes and dtypes must have been compared before.
+    """Read this rank's parts in place from a step folder. Keys, shapes and dtypes must have been compared before.
 
-    Raises DamagedCheckpoint, in one line, where something stored is no such tensor.
+    Raises DamagedCheckpoint, in one line, if stored data is not the expected tensor.
     """
     reader, planner = _Reader(folder / "data", metadata), _LoadPlanner(parts, log)
     try:
@@ -84,8 +84,8 @@ def read(folder: Path, metadata: Metadata, parts: Parts, log: Log) -> None:
             load(parts.local, storage_reader=reader, planner=planner, no_dist=True)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except pickle.UnpicklingError as error:  # not in torch's words: they tell how to load it with the door open
-        raise DamagedCheckpoint(folder, "what stands in place of a tensor is none") from error
+    except pickle.UnpicklingError as error:  # torch's message explains how to load it unsafely
+        raise DamagedCheckpoint(folder, "a stored object is not a tensor") from error
     except Exception as error:
         words = (str(error).splitlines() or [""])[0]
         reason = f"a tensor cannot be read: {type(error).__name__}: {words:.150}"
@@ -94,7 +94,7 @@ def read(folder: Path, metadata: Metadata, parts: Parts, log: Log) -> None:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Lets the original exception out: a full disk stays an OSError, Ctrl-C a KeyboardInterrupt."""
+    """Unwrap the original exception: a full disk stays an OSError, Ctrl-C a KeyboardInterrupt."""
     try:
         yield
     except CheckpointException as error:
@@ -103,7 +103,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 class _Files(FileSystem):
-    """Files of tensors are hashed on their way to the disk, and their entries kept."""
+    """File system that hashes tensor files while they are written, and collects their entries."""
 
     def __init__(self) -> None:
         self.entries: Entries = {}
@@ -124,26 +124,26 @@ class _Files(FileSystem):
 
 
 class _Writer(FileSystemWriter):
-    """Hashes what this rank writes, and keeps what goes wrong for `outcome`."""
+    """Writer that hashes this rank's files and keeps errors for `outcome`."""
 
     def __init__(self, folder: Path):
-        # One thread: an error in a second one is lost, and the checkpoint is committed without its tensors.
+        # One thread: DCP loses an error in a second one, and commits the checkpoint without its tensors.
         super().__init__(folder, thread_count=1, sync_files=False, overwrite=False)
         self.fs = self._files = _Files()
         self._error: BaseException | None = None
 
     def outcome(self) -> Entries:
-        """The manifest's entries of the files written here. Raises what went wrong."""
+        """Return the manifest entries of the files written here. Raises the error of the write, if any."""
         if self._error is not None:
             raise self._error
         return self._files.entries
 
     def storage_meta(self) -> StorageMeta | None:
-        # DCP would pickle the staging path: stale after the rename, and a pathlib class is no portable format.
+        # DCP would pickle the staging path, which is stale after the rename, and a pathlib class is not portable.
         return None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # the folder is there, and new
+        return plan  # the folder exists and is new
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
@@ -162,8 +162,8 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Takes the metadata that has been read with care, and wants each stored box as that says. It holds one at a time,
-    DCP's own loop two."""
+    """Reader that uses the checked metadata and verifies that each stored box matches it. It holds one box at a time,
+    where DCP's own loop holds two."""
 
     def __init__(self, path: Path, metadata: Metadata):
         super().__init__(path)
@@ -186,7 +186,7 @@ class _Reader(FileSystemReader):
         sizes = self._metadata.state_dict_metadata[index.fqn].chunks[index.index].sizes
         if not isinstance(stored, Tensor) or stored.shape != sizes:
             raise ValueError(f"{index.fqn} is not stored as its metadata says")
-        if stored.dtype != target.dtype:  # copy_ would cast without a word
+        if stored.dtype != target.dtype:  # copy_ would cast silently
             raise ValueError(f"{index.fqn} is stored as {stored.dtype}")
         target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
         planner.commit_tensor(item, target)
@@ -199,7 +199,7 @@ def _done(result: Any) -> Future[Any]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Offers the boxes that are this rank's to write."""
+    """Planner that offers the boxes assigned to this rank."""
 
     def __init__(self, parts: Parts, log: Log):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -219,7 +219,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Asks for this rank's boxes, from whichever stored ones hold them."""
+    """Planner that requests this rank's boxes from the stored boxes that overlap them."""
 
     def __init__(self, parts: Parts, log: Log):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,4 +1,4 @@
-"""From a path that a person gives to the verified checkpoint it means."""
+"""Resolution of a user's path to a verified checkpoint."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,23 +12,23 @@ from gptlite.progress import Log
 
 
 def find_checkpoint(path: str, key: str, log: Log = print) -> Path:
-    """The verified step folder at `path`: that folder itself, or the newest intact one of a checkpoints or run folder.
+    """Return the verified step folder at `path`: itself, or the newest intact one of a checkpoints or run folder.
 
-    Each one rejected on the way is logged with the reason. Raises ConfigError naming `key`, the setting that `path`
-    is the value of, where there is none.
+    Every rejected checkpoint is logged with the reason. Raises ConfigError with `key`, the setting whose value is
+    `path`, if there is none.
     """
     return first_intact(candidates(path, key), path, key, log, partial(verify, log=log))
 
 
 def is_step(folder: Path) -> bool:
-    """Whether a folder is one checkpoint, whatever its name."""
+    """Return True if a folder is one checkpoint, whatever its name."""
     return (folder / FILE_NAME).exists() or store.step_of(folder) is not None
 
 
 def candidates(path: str, key: str, *, words: tuple[str, ...] = ()) -> list[Path]:
-    """The step folders that `path` may mean, the first first, none of them looked into. As for find_checkpoint.
+    """Return the step folders that `path` may refer to, best first, without reading them. Raises ConfigError.
 
-    `words` are the other values that `key` takes.
+    `words` are the other legal values of `key`, for the error message.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
@@ -47,7 +47,7 @@ def candidates(path: str, key: str, *, words: tuple[str, ...] = ()) -> list[Path
 
 
 def first_intact(folders: list[Path], path: str, key: str, log: Log, check: Callable[[Path], object]) -> Path:
-    """Of the `candidates` for `path`, the one to take. Raises ConfigError; DamagedCheckpoint if `path` is a step."""
+    """Return the first intact one of the `candidates` for `path`. Raises ConfigError; DamagedCheckpoint for a step."""
     if folders == [Path(path).expanduser()]:
         check(folders[0])
         return folders[0]
@@ -55,9 +55,9 @@ def first_intact(folders: list[Path], path: str, key: str, log: Log, check: Call
 
 
 def newest_intact(folders: list[Path], where: str, fix: str, log: Log, check: Callable[[Path], object]) -> Path:
-    """The first of `folders` that `check` does not find damaged.
+    """Return the first of `folders` that passes `check`.
 
-    Raises ConfigError, saying `where` they are and the `fix`, if none is intact.
+    Raises ConfigError, with their location `where` and the `fix`, if none is intact.
     """
     found, reason = passing_over(folders, log, check)
     if found is None:
@@ -67,9 +67,9 @@ def newest_intact(folders: list[Path], where: str, fix: str, log: Log, check: Ca
 
 
 def passing_over(folders: list[Path], log: Log, check: Callable[[Path], object]) -> tuple[Path | None, str]:
-    """The first of `folders` that `check` does not find damaged, and what is wrong with the first one that it does.
+    """Return the first of `folders` that passes `check`, and the reason of the first rejection.
 
-    Each one rejected is logged with the reason.
+    Every rejected checkpoint is logged with the reason.
     """
     reason = ""
     for folder in folders:
@@ -84,7 +84,7 @@ def passing_over(folders: list[Path], log: Log, check: Callable[[Path], object])
 
 
 def damage(folder: Path, log: Log, *, hashes: bool = False) -> str:
-    """What is wrong with a checkpoint; empty if nothing is, going by sizes or, with `hashes`, by every byte."""
+    """Return the damage of a checkpoint, empty if intact, judged by file sizes or, with `hashes`, by every byte."""
     try:
         verify(folder, log, hashes=hashes)
     except DamagedCheckpoint as error:
@@ -93,10 +93,10 @@ def damage(folder: Path, log: Log, *, hashes: bool = False) -> str:
 
 
 def beyond(root: Path, saved: Path, keep: int, every: int, log: Log) -> list[Path]:
-    """Folders beyond the newest `keep` intact ones, but for multiples of `every` steps and `saved`. 0 keeps all.
+    """Return the folders older than the newest `keep` intact ones, except multiples of `every` and `saved`.
 
-    Intact by sizes. A damaged one neither counts nor goes: it may be all that is left of something, which a person
-    decides.
+    Intact is judged by file sizes. `keep=0` keeps all. A damaged checkpoint is neither counted nor returned: it may be
+    the only copy left, and deleting it is the user's decision.
     """
     if keep == 0:
         return []

@@ -1,4 +1,4 @@
-"""A new file whose SHA-256 is taken from the bytes on their way to it, not from what can be read back."""
+"""New file with a SHA-256 of the bytes passed to it, not of the bytes read back."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-PIECE = 1 << 22  # bytes that are hashed and written at a time; a multiple of any disk's blocks
+PIECE = 1 << 22  # bytes hashed and written at a time; a multiple of any disk's block size
 
 
 class HashedFile:
-    """Takes bytes as a binary file does, but only in a row; the file must not be there yet.
+    """Binary file for sequential writes, hashed as it is written. The file must not exist yet.
 
-    Hashing and the disk run at about the same rate, so one thread hashes and one writes a piece, while this one fills
-    the next. Where the file system can, writing goes past the page cache, which takes time, and memory that training
-    has a use for. `entry` is the file's in a manifest, once it is closed and on the disk.
+    Hashing and the disk have about the same throughput, so one thread hashes and one writes a piece while the caller
+    fills the next. If the file system supports it, writes bypass the page cache, which costs time and memory that
+    training can use. `entry` is the file's manifest entry, set when it is closed and on disk.
     """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._set_direct(True)
         self._threads, self._digest = ThreadPoolExecutor(2, "checkpoint file"), hashlib.sha256()
-        # Memory that starts at a page, which is what writing past the page cache asks for: filled, and under way.
+        # Two page-aligned buffers, as direct I/O requires: one is filled while the other is written.
         self._filling, self._sent = mmap.mmap(-1, PIECE), mmap.mmap(-1, PIECE)
         self._under_way: list[Future[None]] = []
         self._size = self._filled = 0
-        self.error: OSError | None = None  # the first of writing: torch's zip writer raises another over it
+        self.error: OSError | None = None  # the first write error; torch's zip writer hides it behind another
         self.entry: dict[str, Any] = {}
 
     def write(self, data: Any) -> int:
-        """Takes all of a bytes-like object. Raises OSError, maybe that of an earlier write."""
+        """Write all of a bytes-like object. Raises OSError, possibly from an earlier write."""
         if self.error is not None:
             raise self.error
         view = memoryview(data).cast("B")
@@ -50,24 +50,24 @@ class HashedFile:
         return len(view)
 
     def tell(self) -> int:
-        """How many bytes were written."""
+        """Return the number of bytes written."""
         return self._size
 
     def flush(self) -> None:
-        """Does nothing: torch asks for it after each tensor, and only the end matters."""
+        """Do nothing: torch calls it after each tensor, and only the end needs a flush."""
 
     def close(self) -> None:
-        """Does nothing: DCP asks for it before the block is over, whose end does what is left."""
+        """Do nothing: DCP calls it before the with block ends, and `__exit__` does the work."""
 
     def __enter__(self) -> HashedFile:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """Brings all to the disk, if nothing has gone wrong, and closes the file. Raises OSError."""
+        """Bring all data to disk, unless an exception was raised, and close the file. Raises OSError."""
         try:
             if kind is None:
                 self._wait()
-                self._set_direct(False)  # the end of a file is no whole block
+                self._set_direct(False)  # the end of a file is not a whole block
                 self._send()
                 self._wait()
                 os.fsync(self._descriptor)
@@ -77,7 +77,7 @@ class HashedFile:
             os.close(self._descriptor)
 
     def _send(self) -> None:
-        """Hands over the piece that was filled, once the one before is done."""
+        """Submit the filled piece once the previous one is done."""
         self._wait()
         self._filling, self._sent = self._sent, self._filling
         view = memoryview(self._sent)[: self._filled]
@@ -96,21 +96,21 @@ class HashedFile:
             raise
 
     def _put(self, view: memoryview, offset: int) -> None:
-        """In the writer's thread."""
+        """Write a piece, in the writer's thread."""
         while len(view):
             try:
                 count = os.pwrite(self._descriptor, view, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                self._set_direct(False)  # it said it could
+                self._set_direct(False)  # the file system accepted O_DIRECT, but the write failed
                 continue
             view, offset = view[count:], offset + count
             if len(view):
-                self._set_direct(False)  # what is left may be no whole block
+                self._set_direct(False)  # the rest may not be a whole block
 
     def _set_direct(self, on: bool) -> None:
-        """Past the page cache, or not; where there is no such thing, not."""
+        """Turn direct I/O, which bypasses the page cache, on or off. It stays off where unsupported."""
         self._direct = False
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)

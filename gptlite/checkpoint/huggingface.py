@@ -1,8 +1,8 @@
-"""The weights in a Hugging Face folder: one safetensors file, several with an index, or an older pickle.
+"""Weights in a Hugging Face folder: one safetensors file, several with an index, or an older pickle.
 
-The safetensors package wants all tensors at once to write a file; here no more than one is held. The format is eight
+To write a file, the safetensors package needs all tensors at once; here at most one is in memory. The format is eight
 bytes, little-endian, with the length of a JSON header; the header, `{name: {"dtype", "shape", "data_offsets": [begin,
-end]}}`; and the data, row by row and little-endian, offsets counted from its first byte.
+end]}}`; and the data, row-major and little-endian, with offsets counted from its first byte.
 """
 
 import json
@@ -27,13 +27,13 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-BLOCK_BYTES = 1 << 24  # converted and written at a time
-MOST_HEADER_BYTES = 100_000_000  # the package's own limit
+BLOCK_BYTES = 1 << 24  # bytes converted and written at a time
+MOST_HEADER_BYTES = 100_000_000  # the safetensors package's limit
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that lies in a folder or is to: its full name there, and how to read it."""
+    """Tensor in a folder, stored or to be written: its full name there, and a function that reads it."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,21 +42,21 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file."""
+        """Size in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def write_weights(folder: Path, tensors: Sequence[Stored], max_shard_bytes: int, log: Log) -> None:
-    """Writes tensors into one file, or into several with an index where they are more than `max_shard_bytes`.
+    """Write tensors into one file, or into several with an index if they exceed `max_shard_bytes`.
 
-    Each is asked for when its turn comes, and let go: `read` gives one of any shape, strides and floating dtype whose
-    elements, row by row, are those to store. Raises ConfigError where a number becomes infinite by conversion, OSError
-    for a full disk.
+    Each tensor is read when its turn comes, then released. `read` may return any shape, strides and floating dtype; its
+    elements, row by row, are stored. Raises ConfigError if a number becomes infinite by conversion, OSError for a full
+    disk.
     """
     progress = Progress("export", sum(each.num_bytes for each in tensors), log)
     shards: list[list[Stored]] = [[]]
     size = 0
-    for each in tensors:  # in order, each shard as full as may be; a larger tensor has one to itself
+    for each in tensors:  # in order, filling each shard; a larger tensor gets its own
         if shards[-1] and size + each.num_bytes > max_shard_bytes:
             shards.append([])
             size = 0
@@ -82,7 +82,7 @@ def _write(path: Path, tensors: Sequence[Stored], progress: Progress) -> None:
         offsets = [end, end := end + each.num_bytes]
         header[each.name] = {"dtype": names[each.dtype], "shape": list(each.shape), "data_offsets": offsets}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    text += b" " * (-len(text) % 8)  # aligns the data
     with open(path, "xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for each in tensors:
@@ -104,9 +104,9 @@ def _write_tensor(file: BinaryIO, stored: Stored, progress: Progress) -> None:
 
 
 def open_weights(folder: Path, canonical: Callable[[str], str | None]) -> dict[str, Stored]:
-    """The tensors stored in a folder, by canonical name; those without one are left out.
+    """Return the tensors stored in a folder, by canonical name, without those that have none.
 
-    Raises ConfigError, naming the file, for one that is missing or damaged, or for a name that is there twice.
+    Raises ConfigError, with the file, for one that is missing or damaged, or for a name that occurs twice.
     """
     readers = {SINGLE: _of_file, INDEX: _of_index, PICKLE: _of_pickle}
     for name, reader in readers.items():
@@ -126,7 +126,7 @@ def open_weights(folder: Path, canonical: Callable[[str], str | None]) -> dict[s
 
 
 def _of_file(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, which stay on the disk until they are read."""
+    """Return the tensors of a safetensors file. They stay on disk until they are read."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -146,7 +146,7 @@ def _of_file(path: Path) -> dict[str, Stored]:
 
 
 def _entry(path: Path, name: str, entry: dict[str, Any], data: int, size: int) -> Stored:
-    """A tensor by its entry in the header. Raises ValueError, among others, for one that cannot be."""
+    """Return a tensor from its header entry. Raises ValueError, among others, for an invalid one."""
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} is of dtype {entry['dtype']}")
@@ -172,7 +172,7 @@ def _of_index(path: Path) -> dict[str, Stored]:
         raise ConfigError(f"{path} has no weight_map from names to files; fetch it again")
     files: dict[str, dict[str, Stored]] = {}
     for file in sorted(set(where.values())):
-        if Path(file).name != file:  # no file outside of the folder
+        if Path(file).name != file:  # reject files outside the folder
             raise ConfigError(f"{path}: {file} is no name of a file beside it; fetch it again")
         files[file] = _of_file(path.with_name(file))
     for name, file in where.items():
@@ -182,12 +182,12 @@ def _of_index(path: Path) -> dict[str, Stored]:
 
 
 def _of_pickle(path: Path) -> dict[str, Stored]:
-    """Of a state dict, all of it in memory, whose unpickling runs no code."""
+    """Return the tensors of a state dict, all in memory. Unpickling runs no code."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a pickle of anything raises anything
+    except Exception as error:  # a hostile pickle can raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        # torch's own words are how to unpickle it after all, which would run what is in it.
+        # torch's message explains how to unpickle it anyway, which would run its code.
         if isinstance(error, pickle.UnpicklingError):
             reason = "it holds something else, which is not unpickled; save its state dict with save_pretrained"
         raise ConfigError(f"{path} cannot be read as a state dict of tensors: {reason}") from None
@@ -199,7 +199,7 @@ def _of_pickle(path: Path) -> dict[str, Stored]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file. Raises ConfigError naming the file."""
+    """Return the object in a JSON file. Raises ConfigError with the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint back: verified by all ranks, its tensors in place, its meta data, its configuration."""
+"""Loading of a checkpoint: verification by all ranks, tensors in place, metadata and configuration."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,17 +35,17 @@ def load_tensors(
     verified: bool = False,
     mesh: Mesh = ALONE,
 ) -> None:
-    """Fills the tensors of `into` from the step folder `path`, in place and bit for bit: of each, this rank's part.
+    """Fill this rank's part of the tensors of `into` from the step folder `path`, in place and bit for bit.
 
-    Every key of `into` must be stored with the same global shape and dtype. With `strict`, nothing may be stored that
-    no rank asks for; without, the rest is left alone (weights without their optimizer state, say). Nothing is
-    unpickled, and no tensor touched, before every byte matched its SHA-256.
+    Every key of `into` must be stored with the same global shape and dtype. With `strict`, every stored key must be
+    requested by a rank; otherwise the rest is ignored (e.g. optimizer state when loading weights). Nothing is unpickled
+    and no tensor is written before every byte matched its SHA-256.
 
-    `verified` says that this process has found the folder intact (`find_checkpoint`, `Checkpointer.find`): then the
-    files' sizes and the little that is unpickled are checked again, and the tensors are not hashed a second time.
+    `verified` states that this process has found the folder intact (`find_checkpoint`, `Checkpointer.find`). Then only
+    the file sizes and the small unpickled files are checked again, and tensors are not hashed a second time.
 
-    To be called by all ranks of `mesh`, which verify together. What one rank raises, all raise: DamagedCheckpoint for a
-    damaged folder, ConfigError for a checkpoint of another model.
+    All ranks of `mesh` call this and verify together. An exception on one rank is raised on all: DamagedCheckpoint for
+    a damaged folder, ConfigError for a checkpoint of another model.
     """
     if verified:
         manifest = from_main(mesh, lambda: verify(path, log, hashes=False))
@@ -59,7 +59,7 @@ def load_tensors(
 
 
 def whole_tensors(path: Path, log: Log) -> Callable[[str], Tensor]:
-    """Reads whole tensors of a step folder by their keys. Only where their bytes lie is verified here."""
+    """Return a function that reads whole tensors of a step folder by key. Only the tensors' locations are verified."""
     manifest = read_manifest(path)
     metadata = read_metadata(path, manifest)
 
@@ -73,9 +73,9 @@ def whole_tensors(path: Path, log: Log) -> Callable[[str], Tensor]:
 
 
 def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup | None = None) -> Manifest:
-    """`manifest.verify` with the files shared among the ranks, for one reads a large checkpoint for minutes.
+    """Run `manifest.verify` with the files divided among the ranks: one rank needs minutes for a large checkpoint.
 
-    Rank 0's reading of the manifest counts. Raises DamagedCheckpoint, on all ranks what the first of them found.
+    Rank 0's manifest is used. Raises DamagedCheckpoint on all ranks, with the finding of the first rank that has one.
     """
     if mesh.world_size == 1:
         return verify(folder, log)
@@ -92,7 +92,7 @@ def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup
 
 
 def not_finite(tensor: Tensor) -> str:
-    """`holds 3 numbers that are NaN or infinite, the first at [0, 7]`; empty where it holds none."""
+    """Return `holds 3 numbers that are NaN or infinite, the first at [0, 7]`, or an empty string if there are none."""
     if tensor.isfinite().all():
         return ""
     places = (~tensor.isfinite()).nonzero()
@@ -100,7 +100,7 @@ def not_finite(tensor: Tensor) -> str:
 
 
 def read_config(path: Path) -> str:
-    """The resolved configuration of the run that wrote the checkpoint, as YAML. Raises DamagedCheckpoint."""
+    """Return the resolved configuration of the run that wrote the checkpoint, as YAML. Raises DamagedCheckpoint."""
     return read_file(path, "config.yaml").decode("utf-8")
 
 

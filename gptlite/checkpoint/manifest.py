@@ -1,6 +1,6 @@
-"""MANIFEST.json: what a checkpoint folder must hold. It is written last and checked before anything is loaded.
+"""MANIFEST.json: the required contents of a checkpoint folder. It is written last and checked before loading.
 
-torch comes only with what describes tensors and this machine: checkpoints are listed without it.
+torch is imported only to describe tensors and this machine, so that checkpoints are listed without it.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 FILE_NAME = "MANIFEST.json"
 FORMAT_VERSION = 1
-MOST_THREADS = 8  # that hash files at a time
+MOST_THREADS = 8  # threads that hash files
 Entries = dict[str, dict[str, Any]]
 
 
 class DamagedCheckpoint(ConfigError):
-    """A checkpoint folder that is not what its manifest says. `reason` names the file and what is wrong with it."""
+    """Error for a checkpoint folder that differs from its manifest. `reason` has the file and the problem."""
 
     def __init__(self, folder: Path, reason: str):
         super().__init__(f"checkpoint {folder} cannot be used: {reason}; take another one")
         self.folder, self.reason = folder, reason
 
     def __reduce__(self) -> tuple[type, tuple[Path, str]]:
-        return type(self), (self.folder, self.reason)  # from rank to rank: pickle would call it with the message
+        return type(self), (self.folder, self.reason)  # for transfer between ranks; pickle would pass the message
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of MANIFEST.json, beside a checksum of itself.
+    """Content of MANIFEST.json, besides its own checksum.
 
-    `meta` is the caller's (step, tokens, ...). `environment` is where the numbers were made. `files` maps a path
+    `meta` is the caller's (step, tokens, ...). `environment` describes the machine and versions. `files` maps a path
     relative to the folder to its size in bytes and SHA-256, `tensors` a key to its global shape and dtype.
     """
 
@@ -61,22 +61,22 @@ class Manifest:
 
 
 def describe(tensor: Tensor) -> dict[str, Any]:
-    """Shape and dtype, of a DTensor those of the whole, as the manifest spells them."""
+    """Return shape and dtype in the manifest's form; for a DTensor, those of the whole."""
     return spell(tensor.shape, tensor.dtype)
 
 
 def spell(shape: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
-    """An entry of `Manifest.tensors`."""
+    """Return an entry of `Manifest.tensors`."""
     return {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
 
 
 def in_words(entry: dict[str, Any] | None) -> str:
-    """`float32 [7, 4]`, from an entry of `Manifest.tensors`."""
+    """Return `float32 [7, 4]` for an entry of `Manifest.tensors`."""
     return f"{entry['dtype']} {entry['shape']}" if entry else "absent"
 
 
 def environment(layout: str = ONE_RANK) -> dict[str, Any]:
-    """Everything besides the configuration that decides the last bit of a floating-point result."""
+    """Return everything besides the configuration that determines the last bit of a floating-point result."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -94,7 +94,7 @@ def environment(layout: str = ONE_RANK) -> dict[str, Any]:
 
 
 def environment_changes(manifest: Manifest, layout: str = ONE_RANK) -> list[str]:
-    """What differs from where the checkpoint was written, as "threads: 8 then, 4 now". Empty: resuming is bit-exact."""
+    """Return differences from the writer's environment, as "threads: 8 then, 4 now". Empty: resuming is bit-exact."""
     then, now = {"layout": ONE_RANK} | manifest.environment, environment(layout)
     keys = [*now, *(key for key in then if key not in now)]
     return [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
@@ -103,10 +103,10 @@ def environment_changes(manifest: Manifest, layout: str = ONE_RANK) -> list[str]
 def write_manifest(
     folder: Path, tensors: Entries, written: Entries, meta: dict[str, Any], layout: str = ONE_RANK
 ) -> None:
-    """Writes the manifest over every file below `folder`, all hashed and brought to the disk.
+    """Write the manifest of all files below `folder`, after hashing and syncing them.
 
-    `tensors` are described, all ranks' together; `written` has the files that ranks have hashed already.
-    Raises TypeError if `meta` is not JSON, OSError if the disk is full or fails, or a rank's file is not there.
+    `tensors` are the descriptions of all ranks; `written` has the files that ranks have hashed already. Raises
+    TypeError if `meta` is not JSON, OSError if the disk is full or fails, or if a rank's file is missing.
     """
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     for name, entry in written.items():
@@ -131,7 +131,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a step folder, itself intact; the files are not looked at. Raises DamagedCheckpoint."""
+    """Return the manifest of a step folder after checking its checksum, not the files. Raises DamagedCheckpoint."""
     try:
         content = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         checksum = content.pop("sha256")
@@ -153,7 +153,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _well_formed(content: dict[str, Any]) -> bool:
-    """Whether it has all that a manifest has, and no file outside its folder: the checksum is anyone's to compute."""
+    """Return True if a manifest is complete and has no file outside its folder. Anyone can compute a checksum."""
     try:
         return (
             set(content) == {field.name for field in fields(Manifest)}
@@ -168,17 +168,17 @@ def _well_formed(content: dict[str, Any]) -> bool:
 
 
 def _inside(name: str) -> bool:
-    """Whether a file's name is one below its folder, and one that a file system takes."""
+    """Return True if a file name is below its folder and accepted by file systems."""
     parts = name.split("/")
     return "\0" not in name and len(name) < 1000 and all(part not in ("", "..") and len(part) < 256 for part in parts)
 
 
 def verify(folder: Path, log: Log, *, hashes: bool = True) -> Manifest:
-    """Checks that every file is there with its size and, with `hashes`, every byte. Raises DamagedCheckpoint."""
+    """Check that every file exists with its size and, with `hashes`, its SHA-256. Raises DamagedCheckpoint."""
     manifest = read_manifest(folder)
     if step_of(folder) not in (None, step := manifest.meta["step"]):
         raise DamagedCheckpoint(folder, f"{FILE_NAME} is of step {step}")
-    # Sizes first: a missing or truncated file is known before gigabytes are read.
+    # Sizes first, to find a missing or truncated file before reading gigabytes.
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.is_file():
@@ -191,7 +191,7 @@ def verify(folder: Path, log: Log, *, hashes: bool = True) -> Manifest:
 
 
 def check_hashes(folder: Path, manifest: Manifest, names: Sequence[str], log: Log, threads: int = 1) -> None:
-    """Compares every byte of some files, as the disk has them, with the manifest. Raises DamagedCheckpoint."""
+    """Compare every byte of some files, read from disk, with the manifest. Raises DamagedCheckpoint."""
     total = sum(manifest.files[name]["bytes"] for name in names)
     progress = Progress(f"checkpoint: verifying {folder.name}", total, log)
 
@@ -209,7 +209,7 @@ def check_hashes(folder: Path, manifest: Manifest, names: Sequence[str], log: Lo
 
 
 def read_file(folder: Path, name: str) -> bytes:
-    """A small file of a step folder, checked against the manifest. Raises DamagedCheckpoint."""
+    """Return the content of a small file of a step folder, checked by its hash. Raises DamagedCheckpoint."""
     entry = read_manifest(folder).files.get(name)
     try:
         content = (folder / name).read_bytes()
@@ -225,7 +225,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _hash(path: Path, progress: Progress) -> str:
-    """SHA-256 of a file, read from the disk."""
+    """Return the SHA-256 of a file, read from disk: cached pages are dropped first."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(max(1, min(path.stat().st_size, 1 << 20))))
     with open(path, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):

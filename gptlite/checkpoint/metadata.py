@@ -1,7 +1,7 @@
-"""data/.metadata, where the elements of all tensors lie: read with care, and checked.
+"""data/.metadata, the location of all tensor elements: restricted unpickling and checks.
 
-torch.distributed.checkpoint (DCP), seen in torch 2.13, unpickles it without limits, and loads a gap in a tensor's
-chunks without a word.
+torch.distributed.checkpoint (DCP), as of torch 2.13, unpickles it without restrictions, and silently loads tensors
+whose chunks leave gaps.
 """
 
 import io
@@ -35,12 +35,12 @@ _ALLOWED = {
 
 
 def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
-    """The metadata of a step folder. Raises DamagedCheckpoint, in one line, for anything but a pickle of DCP's own
-    classes, and unless each element of each tensor is in exactly one box of a file."""
+    """Return the metadata of a step folder. Raises DamagedCheckpoint, in one line, unless it is a pickle of DCP's own
+    classes with each element of each tensor in exactly one box of a file."""
     content = read_file(folder, NAME)
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
-    except Exception as error:  # a pickle of anything raises anything
+    except Exception as error:  # a hostile pickle can raise anything
         words = " ".join(str(error).split())
         raise DamagedCheckpoint(folder, f"{NAME}: {type(error).__name__}: {words}"[:300]) from None
     try:
@@ -53,15 +53,14 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
 
 
 def boxes_of(metadata: Metadata, key: str) -> list[tuple[ChunkStorageMetadata, _StorageInfo]]:
-    """The boxes of a tensor, and where each is stored."""
+    """Return the boxes of a tensor and the location of each."""
     entry = metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     return [(box, metadata.storage_data[MetadataIndex(key, box.offsets)]) for box in entry.chunks]
 
 
 def check_metadata(metadata: Metadata, tensors: Entries, files: Entries) -> None:
-    """Raises ValueError unless these tensors of a manifest are stored and no others, each element in exactly one box,
-    within one of these files."""
+    """Raise ValueError unless exactly these tensors of a manifest are stored, each element in one box of a file."""
     found = metadata.state_dict_metadata
     if extra := found.keys() - tensors.keys():
         raise ValueError(f"checkpoint key {min(extra)!r:.100} is not in the manifest")
@@ -108,7 +107,7 @@ def _refuse_overlap(key: str, boxes: Sequence[ChunkStorageMetadata]) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of DCP's metadata and no others, so that a foreign checkpoint cannot run code here."""
+    """Unpickler limited to the classes of DCP's metadata, so that an untrusted checkpoint cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -120,7 +119,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Enum:
-    """A member of an Enum by its name. Raises pickle.UnpicklingError for an attribute of anything else."""
+    """Return a member of an Enum by its name. Raises pickle.UnpicklingError for an attribute of anything else."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError(f"{NAME} asks for {name} of {kind}, which no checkpoint needs")
     return kind[name]

@@ -1,4 +1,4 @@
-"""A rank's parts of the tensors of a checkpoint, and which of them it writes."""
+"""A rank's parts of a checkpoint's tensors, and the choice of the rank that writes each of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,10 +13,10 @@ from gptlite.progress import Log, Progress
 
 
 class Parts:
-    """By key: the elements that this rank holds (`local`), and what DCP wants to know of them and the whole (`offers`).
+    """Parts by key: the elements on this rank (`local`), and their description for DCP (`offers`).
 
-    Once the ranks have `share`d, `written` are the keys whose box this rank writes, `described` the tensors of all
-    ranks as a manifest has them, and `total_bytes` their size. Raises TypeError for anything but a tensor.
+    After the ranks have `share`d, `written` lists the keys whose box this rank writes, `described` the tensors of all
+    ranks in the form of a manifest, and `total_bytes` their size. Raises TypeError for values that are not tensors.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
@@ -31,7 +31,7 @@ class Parts:
             if shape != tuple(self.local[key].shape):
                 held = list(self.local[key].shape)
                 raise ValueError(f"checkpoint key {key}: this rank holds {held}, its layout says {list(shape)}")
-            # An empty part of something is not stored, nor read; of nothing, it says that there is the key.
+            # An empty part of a non-empty tensor is not stored. An empty tensor is, so that its key exists.
             if self.local[key].numel() or not tensor.numel():
                 box = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
                 self.offers[key] = TensorWriteData(box, TensorProperties(tensor.dtype), tensor.shape)
@@ -40,9 +40,9 @@ class Parts:
         self.total_bytes = 0
 
     def share(self, offers: Sequence[Mapping[str, TensorWriteData]], rank: int) -> None:
-        """Leaves each box to one of the ranks that hold it, the one with the least to write so far; all decide alike.
+        """Assign each box to one of the ranks that hold it, the one with the least to write so far. All ranks agree.
 
-        `offers` are those of all ranks, in their order. Raises ValueError where ranks mean different tensors by a key.
+        `offers` are those of all ranks, in rank order. Raises ValueError if ranks have different tensors under one key.
         """
         holders: dict[tuple[str, torch.Size], list[int]] = {}
         for each, offered in enumerate(offers):
@@ -62,7 +62,7 @@ class Parts:
         self.total_bytes = sum(load)
 
     def stage(self, buffers: dict[str, Tensor]) -> None:
-        """Copies what this rank writes, so that training may go on. `buffers` are kept from one save to the next."""
+        """Copy the tensors that this rank writes, so that training may go on. `buffers` are reused by later saves."""
         for key in self.written:
             source = self.local[key]
             buffer = buffers.get(key)
@@ -74,5 +74,5 @@ class Parts:
         self.local = {key: buffers[key] for key in self.written}
 
     def progress(self, label: str, log: Log, keys: Iterable[str]) -> Progress:
-        """For work on this rank's elements of some keys."""
+        """Return the progress of work on this rank's elements of some keys."""
         return Progress(f"checkpoint: {label}", sum(self.local[key].nbytes for key in keys), log)

@@ -1,1 +1,1 @@
-"""The command `gptlite checkpoint`: looking at checkpoints, checking and converting them. Start at `command.py`."""
+"""The command `gptlite checkpoint`, which lists, checks, compares and converts checkpoints. Start at `command.py`."""

@@ -1,4 +1,4 @@
-"""The command line `gptlite checkpoint`: its subcommands, a module each."""
+"""Command line of `gptlite checkpoint`, with one module per subcommand."""
 
 from typing import NoReturn
 
@@ -15,21 +15,21 @@ SUBCOMMANDS = {
 }
 
 HELP = """\
-Checkpoints of runs: what there is, whether it is whole, how two differ; tidying up, and Hugging Face's format.
+List, verify, compare and remove checkpoints of runs, and convert them from and to Hugging Face's format.
 
-  ls PATH ...                  the checkpoints of runs, in a table
-  inspect RUN_OR_STEP          what is in one: step, layout, sizes, configuration, tensors
-  verify RUN_OR_STEP ...       reads every byte again and compares
-  diff A B                     what differs between two runs, checkpoints or config.yaml files
+  ls PATH ...                  lists the checkpoints of runs in a table
+  inspect RUN_OR_STEP          prints step, layout, sizes, configuration and tensors of a checkpoint
+  verify RUN_OR_STEP ...       reads every byte and compares it with the manifest
+  diff A B                     compares two runs, checkpoints or config.yaml files
   prune RUN keep=K             removes all but the newest K
   export RUN_OR_STEP TARGET    writes the weights as a Hugging Face folder
-  import HF_FOLDER RUN_DIR     makes a checkpoint of a Hugging Face folder
+  import HF_FOLDER RUN_DIR     creates a checkpoint from a Hugging Face folder
 
-A RUN is a run's folder or its checkpoints folder, a STEP a folder step-00000100. Options are key=value;
+A RUN is a run folder or its checkpoints folder, a STEP is a folder such as step-00000100. Options are key=value;
 `gptlite checkpoint SUBCOMMAND --help` lists them.
 Exit codes: 0 fine, 1 damaged or different, 2 refused."""
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     run_subcommand(SUBCOMMANDS, HELP)

@@ -1,15 +1,15 @@
-"""What differs between two checkpoints or configurations: diff A B [values=true]
+"""Compare two checkpoints or configurations: diff A B [values=true]
 
-A and B are each a run (its newest checkpoint), a checkpoint, or a config.yaml. Configurations differ in classes, by
-what resuming A under B's would do:
+A and B are each a run (its newest checkpoint), a checkpoint, or a config.yaml. Differences of the configuration have a
+class, the effect of resuming A under the configuration of B:
 
   refused              another model or other data
-  changes the numbers  the curve leaves that of an uninterrupted run
-  reshards             the same run up to rounding: its work is cut otherwise over ranks and micro-batches
+  changes the numbers  the curve differs from that of an uninterrupted run
+  reshards             the same run up to rounding: its work is split differently over ranks and micro-batches
   safe                 the same run to the last bit
 
-Of two checkpoints also: where they were made, how far they are, and keys, shapes and dtypes of tensors. values=true
-reads all tensors, both sides, and says how far they are apart. Exit codes: 0 the same, 1 different.
+For two checkpoints, the environment, the progress, and the keys, shapes and dtypes of tensors are compared too.
+values=true reads all tensors of both and prints their distances. Exit codes: 0 the same, 1 different.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,14 +30,14 @@ MOST = 20  # rows of a table
 
 @dataclass
 class Options:
-    """What may follow the paths."""
+    """Options of the subcommand."""
 
     values: bool = False
 
 
 @dataclass(frozen=True)
 class Side:
-    """A configuration, and the checkpoint it lies in if there is one."""
+    """Configuration, and the checkpoint that contains it, if any."""
 
     path: Path
     config: dict[str, Any]
@@ -45,7 +45,7 @@ class Side:
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Prints the differences. Returns 1 if there are any."""
+    """Print the differences. Return 1 if there are any."""
     a, b = map(read_side, paths)
     lines = list(differences(a, b, options.values))
     print(f"a  {a.path}", f"b  {b.path}", *(lines or ["no difference"]), sep="\n")
@@ -53,7 +53,7 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def read_side(path: str) -> Side:
-    """What a path stands for. Raises ConfigError, DamagedCheckpoint."""
+    """Return the configuration or checkpoint at a path. Raises ConfigError, DamagedCheckpoint."""
     found = existing(path)
     if found.is_file():
         try:
@@ -68,11 +68,11 @@ def read_side(path: str) -> Side:
 
 
 def differences(a: Side, b: Side, values: bool) -> Iterator[str]:
-    """The lines to print; none if there is no difference."""
+    """Yield the lines to print; none if there is no difference."""
     if values and (a.manifest is None or b.manifest is None):
         missing = a.path if a.manifest is None else b.path
         raise ConfigError(f"values=true: {missing} is a configuration and holds no tensors; give two checkpoints")
-    # What was typed does not count: all that came of it is compared itself.
+    # The typed overrides are ignored: the values that they set are compared.
     found = [each for each in compare_configs(a.config, b.config) if each.key != "run.overrides"]
     found.sort(key=lambda each: list(Effect).index(each.effect))
     rows = [(each.effect.value, each.key, _cut(each.old), _cut(each.new)) for each in found]
@@ -88,11 +88,11 @@ def differences(a: Side, b: Side, values: bool) -> Iterator[str]:
     if values:
         yield from _value_lines(a.path, a.manifest.tensors, b.path, b.manifest.tensors)
     elif _data_hashes(a.manifest) != _data_hashes(b.manifest):
-        yield "values: the files of tensors differ; values=true says which tensors, and how far"
+        yield "values: the files of tensors differ; values=true lists the tensors and their distances"
 
 
 def _rows(a: dict[str, Any], b: dict[str, Any], spell: Callable[[Any], str]) -> list[tuple[str, ...]]:
-    """What differs between two dicts, the first one's keys first."""
+    """Return the differing items of two dicts, in the order of the first one."""
     keys = [*a, *(key for key in b if key not in a)]
     return [(key, spell(a.get(key)), spell(b.get(key))) for key in keys if a.get(key) != b.get(key)]
 
@@ -100,7 +100,7 @@ def _rows(a: dict[str, Any], b: dict[str, Any], spell: Callable[[Any], str]) -> 
 def _titled(
     title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], most: int | None = None, right: str = ""
 ) -> Iterator[str]:
-    """A table under its title, of so many rows at most; nothing where there is none."""
+    """Yield a table below its title, with at most `most` rows; nothing if there are no rows."""
     if rows:
         yield title
         yield from table(header, rows[:most], right=right)
@@ -118,7 +118,7 @@ def _data_hashes(manifest: Manifest) -> dict[str, str]:
 
 
 def _value_lines(a: Path, ours: Entries, b: Path, theirs: Entries) -> Iterator[str]:
-    """Of tensors of one shape, those whose values differ, the farthest apart first."""
+    """Yield a table of the tensors with equal shape and different values, largest distance first."""
     from gptlite.checkpoint.load import whole_tensors
     from gptlite.checkpoint_tool.statistics import distance
 

@@ -1,8 +1,8 @@
-"""Writes the weights for Hugging Face: export RUN_OR_STEP TARGET [dtype=fp32] [max_shard_bytes=5000000000]
+"""Write the weights as a Hugging Face folder: export RUN_OR_STEP TARGET [dtype=fp32] [max_shard_bytes=5000000000]
 
-TARGET becomes a folder that transformers' from_pretrained reads, GPT2LMHeadModel's for a GPT: safetensors, config.json
-and, where it has that form, the tokenizer. RUN_OR_STEP is read whole and verified; of a run it is the newest intact
-checkpoint.
+TARGET becomes a folder for from_pretrained of transformers (for a GPT, GPT2LMHeadModel): safetensors, config.json and,
+if it can be converted, the tokenizer. RUN_OR_STEP is verified completely; for a run, the newest intact checkpoint is
+exported.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from gptlite.progress import log
 
 @dataclass
 class Options:
-    """What may follow the paths."""
+    """Options of the subcommand."""
 
     dtype: str = "fp32"
     max_shard_bytes: int = 5_000_000_000
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Exports."""
+    """Export a checkpoint and print the target."""
     from gptlite.checkpoint_tool.huggingface import export
 
     source, target = paths

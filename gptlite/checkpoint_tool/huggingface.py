@@ -1,4 +1,4 @@
-"""Checkpoints to Hugging Face's form and back, of any model whose spec has an adapter: folders of transformers."""
+"""Conversion of checkpoints to and from Hugging Face folders, for models whose spec has an adapter."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from gptlite.progress import Log
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENIZER = "gptlite_tokenizer"
-KEPT = "huggingface"  # the folder of a checkpoint with what an import had no use for, and an export gives back
+KEPT = "huggingface"  # folder of a checkpoint with files that an import does not use and an export writes back
 KEPT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 MOST_KEPT_BYTES = 1 << 28
-NO_TOKENIZER = "none"  # as compare.py knows it: whoever goes on from these weights says what a token is
-# Keys that take their value from the model's where it has such a key.
+NO_TOKENIZER = "none"  # see compare.py; training from these weights sets the tokenizer
+# Keys whose default is the model's value, if the model has such a key.
 DEFAULTS_OF_MODELS = {"peak_lr": "optimizer.lr", "sequence_length": "data.sequence_length"}
-# What a checkpoint says besides its tensors (trainer/state.py), before the first step.
+# Metadata of a checkpoint (trainer/state.py) before the first step.
 _META: dict[str, Any] = {
     "step": 0,
     "consumed_samples": 0,
@@ -65,12 +65,12 @@ def export(
     max_shard_bytes: int = 5_000_000_000,
     log: Log = print,
 ) -> None:
-    """Writes a checkpoint's model as the new folder `target`, which `from_pretrained` of transformers loads.
+    """Write a checkpoint's model as the new folder `target`, for `from_pretrained` of transformers.
 
     `checkpoint` is a step folder, or a run folder for its newest; it is verified here. One tensor is in memory at a
-    time. `dtype` is fp32, bf16 or fp16; weights of more bytes than `max_shard_bytes` go into several files. `target`
-    gets its name when all is on the disk. Raises ConfigError for a model without an adapter, for what is not there,
-    damaged, or in the way, for a full disk, and for numbers that `dtype` cannot hold.
+    time. `dtype` is fp32, bf16 or fp16; weights of more than `max_shard_bytes` bytes are split into several files.
+    `target` gets its name once all is on disk. Raises ConfigError for a model without an adapter, for missing, damaged
+    or existing paths, for a full disk, and for numbers that overflow `dtype`.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} is not one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
@@ -79,13 +79,13 @@ def export(
     target = Path(target).expanduser()
     if target.exists() or target.is_symlink():
         raise ConfigError(f"target={target} exists; nothing is overwritten, give a new folder")
-    if store.step_folders(target.parent):  # a run removes unfinished folders that it finds there
+    if store.step_folders(target.parent):  # a run would remove the unfinished folder there
         raise ConfigError(f"target={target} is among checkpoints; give a folder elsewhere")
     step = find_checkpoint(str(checkpoint), "checkpoint", log)
     model = from_yaml(read_config(step)).model
     adapter = (spec := spec_of(model)).huggingface()
     if adapter is None:
-        raise ConfigError(f"{step}: the {spec.name} model has no form in Hugging Face's; give its spec `huggingface`")
+        raise ConfigError(f"{step}: the {spec.name} model has no Hugging Face adapter; add `huggingface` to its spec")
     with _errors_of_the_disk(f"target={target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with store.staged(target) as folder:
@@ -102,9 +102,9 @@ def export(
 
 
 def _files(step: Path, adapter: Adapter, model: ModelConfig, dtype: str, log: Log) -> Mapping[str, str | bytes]:
-    """config.json, generation_config.json, and the tokenizer's files: as they are, and for AutoTokenizer if it can.
+    """Return config.json, generation_config.json and the tokenizer's files, ours and, if possible, AutoTokenizer's.
 
-    Of an imported checkpoint they are those of its source, but for config.json's dtype and class.
+    For an imported checkpoint, these are the files of its source, except for config.json's dtype and class.
     """
     dtype_name, held = str(DTYPES[dtype]).removeprefix("torch."), read_manifest(step).files
     kept = {name.removeprefix(f"{KEPT}/"): read_file(step, name) for name in held if name.startswith(f"{KEPT}/")}
@@ -122,7 +122,7 @@ def _files(step: Path, adapter: Adapter, model: ModelConfig, dtype: str, log: Lo
     if isinstance(tokenizer, SentencePieceTokenizer):
         try:
             files |= tokenizer_files(tokenizer)
-        except ConfigError as error:  # the weights are worth having without it
+        except ConfigError as error:  # the weights are useful without a tokenizer
             log(f"no tokenizer for AutoTokenizer: {error}")
     return files | {f"{TOKENIZER}/{name.removeprefix('tokenizer/')}": content for name, content in ours.items()}
 
@@ -132,7 +132,7 @@ def _json(content: dict[str, Any]) -> str:
 
 
 def _weight(step: Path, weight: Weight, log: Log) -> Tensor:
-    """A tensor of a checkpoint in the form that it has there. Raises ConfigError for one that is not finite."""
+    """Return a tensor of a checkpoint in Hugging Face's form. Raises ConfigError if it is not finite."""
     if weight.ours is None:
         return torch.zeros(weight.shape)
     key = f"model.{weight.ours}"
@@ -140,21 +140,21 @@ def _weight(step: Path, weight: Weight, log: Log) -> Tensor:
     ours = torch.empty(weight.our_shape, dtype=getattr(torch, stored.get("dtype", "float32")))
     load_tensors(step, {key: ours}, strict=False, verified=True, log=log)
     if problem := not_finite(ours):
-        raise ConfigError(f"{step}: {key} {problem}; export a checkpoint from before")
+        raise ConfigError(f"{step}: {key} {problem}; export an earlier checkpoint")
     return weight.view(ours)
 
 
 def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Log = print) -> Path:
-    """Makes a checkpoint of step 0 in the new `run_dir` from a folder of transformers; returns its folder.
+    """Create a checkpoint of step 0 in the new `run_dir` from a folder of transformers. Returns its folder.
 
-    `source` holds config.json and model.safetensors, model.safetensors.index.json with its files, or pytorch_model.bin.
-    The model is the one whose adapter is for the config.json's model_type; modules named by `plugins` may register it.
-    Weights are stored in fp32, and the small files beside them, a tokenizer's too, for `export` to give back. Nothing
-    here reads those: the checkpoint has no tokenizer. The vocabulary is padded with rows of zeros. The model is in
-    memory once (with pytorch_model.bin, twice). The last line logged is the command that goes on from it.
+    `source` contains config.json and model.safetensors, model.safetensors.index.json with its files, or
+    pytorch_model.bin. The model is the one whose adapter matches config.json's model_type; modules in `plugins` may
+    register it. Weights are stored in fp32. The small files beside them, including a tokenizer, are stored for `export`
+    but not interpreted: the checkpoint has no tokenizer. The vocabulary is padded with rows of zeros. The model is in
+    memory once (with pytorch_model.bin, twice). The last log line is the command that trains from it.
 
-    Raises ConfigError, naming the key or tensor, for a model that is not quite the adapter's, and where `run_dir` is
-    not empty; nothing has been written then.
+    Raises ConfigError, with the key or tensor, for a model that differs from the adapter's, and if `run_dir` is not
+    empty. Nothing has been written then.
     """
     source, run_dir = Path(source).expanduser(), Path(run_dir).expanduser()
     if not (source / "config.json").is_file():
@@ -176,7 +176,7 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
         step = Checkpointer(CheckpointConfig(keep=0), run_dir).save(tensors, _META, to_yaml(config), None, log, beside)
     words = ", ".join(sorted(Path(name).name for name in beside))
     log(f"imported {source} to {step}; kept for an export: {words}")
-    log("its tokenizer is not used here: token ids must mean there what they meant here")
+    log("its tokenizer is not used: the training data must have the same token ids")
     start = [f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
     line = f"{command('train')} {shlex.join([*start, *overrides])}"
     log(f"go on with any data=... of at most {spec_of(model).vocab_size(model)} token ids: {line}")
@@ -184,7 +184,10 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
 
 
 def _other_files(source: Path) -> dict[str, bytes]:
-    """What lies beside the weights by name: config.json, generation_config.json, a tokenizer's files. ConfigError."""
+    """Return the files beside the weights by name: config.json, generation_config.json, tokenizer files.
+
+    Raises ConfigError if they are too large.
+    """
     indices = (INDEX, f"{PICKLE}.index.json")
     paths = [path for path in sorted(source.iterdir()) if path.suffix in KEPT_SUFFIXES and path.name not in indices]
     paths = [path for path in (*paths, *sorted((source / TOKENIZER).glob("*"))) if path.is_file()]
@@ -195,7 +198,7 @@ def _other_files(source: Path) -> dict[str, bytes]:
 
 
 def _adapter_of(content: Mapping[str, Any]) -> Adapter:
-    """The adapter for a config.json. Raises ConfigError for a model_type that none is for."""
+    """Return the adapter for a config.json. Raises ConfigError for a model_type without one."""
     found = content.get("model_type")
     adapters = [each for spec in SPECS if (each := spec.huggingface()) is not None]
     for adapter in adapters:
@@ -208,7 +211,7 @@ def _adapter_of(content: Mapping[str, Any]) -> Adapter:
 def _refuse_another_model(
     source: Path, stored: Mapping[str, Stored], weights: Mapping[str, Weight], adapter: Adapter
 ) -> None:
-    """Raises ConfigError where tensors lack, are too many, or are not of the shapes that config.json says."""
+    """Raise ConfigError if tensors are missing, unexpected, or differ in shape from config.json."""
     for name, weight in weights.items():
         if name not in stored:
             raise ConfigError(f"source={source}: {name} is missing, which a {adapter.title} of its config.json has")
@@ -220,7 +223,7 @@ def _refuse_another_model(
     copies = adapter.copies()
     for name in sorted(stored.keys() - weights.keys()):
         if name not in copies:
-            raise ConfigError(f"source={source}: {name} is nothing that a {adapter.title} of its config.json has")
+            raise ConfigError(f"source={source}: {name} is not a tensor of the {adapter.title} in its config.json")
         if not torch.equal(stored[name].read(), stored[copies[name]].read()):
             raise ConfigError(
                 f"source={source}: {name} is not {copies[name]}; set tie_word_embeddings=false in its config.json"
@@ -228,8 +231,8 @@ def _refuse_another_model(
 
 
 def _ours(source: Path, weight: Weight, stored: Stored) -> Tensor:
-    """Our form of a tensor, fp32; rows of the vocabulary that are padding stay zero. ConfigError for NaN in it, and for
-    numbers that this model has no place for."""
+    """Return a tensor in our form, fp32, with zero rows for the vocabulary's padding. Raises ConfigError for NaN, and
+    for non-zero values without a counterpart in this model."""
     ours = torch.zeros(weight.our_shape)
     view = weight.view(ours)
     theirs = stored.read()
@@ -242,7 +245,7 @@ def _ours(source: Path, weight: Weight, stored: Stored) -> Tensor:
 
 
 def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[str]) -> tuple[list[str], Config]:
-    """What train.py needs to be told to train this model, and the configuration that the checkpoint is of."""
+    """Return the overrides of train.py for this model, and the checkpoint's configuration."""
     default, overrides = load().model, [f"plugins=[{','.join(plugins)}]"] if plugins else []
     if type(default) is not type(model):
         overrides.append(f"model={spec_of(model).name}_schema")
@@ -250,7 +253,7 @@ def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[st
     names = [field.name for field in dataclasses.fields(model)]
     changed = [key for key in names if getattr(model, key) != getattr(default, key)]
     overrides += [f"model.{key}={override_value(getattr(model, key))}" for key in changed]
-    # Where the model has no such key, train.py asks for these: of the checkpoint here nothing is trained.
+    # train.py requires these keys if the model has no default. This checkpoint is not trained, so any value will do.
     unknown = [f"{key}=1" for mine, key in DEFAULTS_OF_MODELS.items() if mine not in names]
     config = load([*overrides, *unknown, f"run.name={name}", f"run.dir={hydra_value(str(run_dir))}"])
     assert config.model == model

@@ -1,7 +1,7 @@
-"""Makes a checkpoint of a Hugging Face folder, of a GPT-2 say: import HF_FOLDER RUN_DIR [plugins=[MODULE,...]]
+"""Create a checkpoint from a Hugging Face folder, e.g. of a GPT-2: import HF_FOLDER RUN_DIR [plugins=[MODULE,...]]
 
-HF_FOLDER holds config.json and model.safetensors, whole or in shards. RUN_DIR becomes a run with one checkpoint of step
-0. The modules that plugins names register models of one's own. Train on from its weights: gptlite train
+HF_FOLDER contains config.json and model.safetensors, whole or in shards. RUN_DIR becomes a run with one checkpoint of
+step 0. The modules in plugins register custom models. To train from its weights: gptlite train
 checkpoint.resume=RUN_DIR checkpoint.load=weights model=... data=...
 """
 
@@ -14,13 +14,13 @@ from gptlite.progress import log
 
 @dataclass
 class Options:
-    """What may follow the paths."""
+    """Options of the subcommand."""
 
     plugins: list[str] = field(default_factory=list)
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Imports."""
+    """Import a model and print the checkpoint's folder."""
     from gptlite.checkpoint_tool.huggingface import import_
 
     source, target = paths

@@ -1,8 +1,9 @@
-"""What is in a checkpoint: inspect RUN_OR_STEP [tensors=true] [tensor=NAME] [json=true]
+"""Print the contents of a checkpoint: inspect RUN_OR_STEP [tensors=true] [tensor=NAME] [json=true]
 
-Step, layout, versions, sizes, configuration and the largest tensors, of the newest checkpoint if a run is given.
-tensors=true lists all of them. tensor=NAME reads one: its statistics, and which file holds which box. json=true prints
-the same for scripts. Files are checked by size; `verify` reads them. Exit code 1 if a file is missing or cut short.
+The output has step, layout, versions, sizes, configuration and the largest tensors; for a run, those of its newest
+checkpoint. tensors=true lists all tensors. tensor=NAME reads one and prints its statistics, and the file of each box.
+json=true prints JSON for scripts. Files are checked by size; `verify` reads them. Exit code 1 if a file is missing or
+truncated.
 """
 
 import json
@@ -22,13 +23,13 @@ from gptlite.progress import log
 LARGEST = 5
 NONE = "n/a"
 KINDS = {"model": "model.", "optimizer": "optim."}
-# Of the dtypes whose name does not end with it.
+# Bits of the dtypes whose names do not end with them.
 BITS = {"bool": 8, "float8_e4m3fn": 8, "float8_e5m2": 8, "complex64": 64, "complex128": 128}
 
 
 @dataclass
 class Options:
-    """What may follow the path."""
+    """Options of the subcommand."""
 
     tensors: bool = False
     tensor: str | None = None
@@ -36,7 +37,7 @@ class Options:
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Prints it. Returns 1 if the checkpoint is damaged."""
+    """Print a summary or a tensor. Return 1 if the checkpoint is damaged."""
     folder = one_checkpoint(paths[0])
     manifest, reason = read_manifest(folder), damage(folder, log)
     if options.tensor is not None:
@@ -52,14 +53,14 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def tensor_bytes(entry: dict[str, Any]) -> int:
-    """Bytes of a tensor, from its entry in the manifest."""
+    """Return the bytes of a tensor from its manifest entry."""
     name = entry["dtype"]
     bits = BITS.get(name) or int("".join(char for char in name if char.isdigit()))
     return prod(entry["shape"]) * bits // 8
 
 
 def summary(folder: Path, manifest: Manifest, reason: str) -> dict[str, Any]:
-    """All that is said of a checkpoint, for JSON."""
+    """Return all facts about a checkpoint, for JSON."""
     return {
         "path": str(folder),
         "damage": reason or None,
@@ -113,7 +114,7 @@ def _print_summary(facts: dict[str, Any]) -> None:
 
 
 def _print_facts(*pairs: tuple[str, str]) -> None:
-    """Lines of a word and what it says; an empty one is left out."""
+    """Print a line for each name and text. Pairs with an empty text are omitted."""
     print(*(f"  {word:<11} {text}" for word, text in pairs if text), sep="\n")
 
 
@@ -127,7 +128,7 @@ def _short(value: object) -> str:
 
 
 def _config_facts(config: dict[str, Any]) -> list[tuple[str, str]]:
-    """The configuration in three lines."""
+    """Return the configuration in three lines."""
     flat = flatten(config)
 
     def of(key: str, instead: str = NONE) -> str:

@@ -1,9 +1,10 @@
-"""The checkpoints of runs, newest first: ls PATH ... [hashes=true]
+"""List the checkpoints of runs, newest first: ls PATH ... [hashes=true]
 
-PATH is a run folder, its checkpoints folder, or a folder of runs, three levels deep. `<- auto` marks the one that
-resuming takes. A checkpoint is intact if all its files are there with their sizes; hashes=true reads every byte, as
-resuming does. Then follows what is being written or deleted (.tmp-, .trash-), or was when its process died, and what
-was set aside (damaged-, superseded-). Times are UTC. Exit code 1 if one is damaged.
+PATH is a run folder, its checkpoints folder, or a folder of runs, searched three levels deep. `<- auto` marks the
+checkpoint that resuming uses. A checkpoint is intact if all its files exist with their sizes; hashes=true reads every
+byte, as resuming does. The table is followed by files that are being written or deleted (.tmp-, .trash-), or were when
+their process died, and by checkpoints that were set aside (damaged-, superseded-). Times are UTC. Exit code 1 if a
+checkpoint is damaged.
 """
 
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ HEADER = ("step", "tokens", "written", "age", "size", "best val", "layout", "sta
 
 @dataclass
 class Options:
-    """What may follow the paths."""
+    """Options of the subcommand."""
 
     hashes: bool = False
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Prints a table for each run. Returns 1 if a checkpoint is damaged."""
+    """Print a table for each run. Return 1 if a checkpoint is damaged."""
     any_damaged = False
     for root in dict.fromkeys(root for path in paths for root in roots(path)):
         print(root)
@@ -74,10 +75,10 @@ def _row(folder: Path, reason: str, hashes: bool, auto: bool) -> tuple[str, ...]
 
 def _about(left: Path, alive: bool | None) -> str:
     if left.name.startswith("damaged-"):
-        return "a damaged one that made room for a new save; yours to delete"
+        return "damaged, moved aside by a new save; delete it by hand"
     if left.name.startswith("superseded-"):
-        return "from after samples that the run then skipped for a spike; yours to delete"
+        return "set aside after a loss spike, superseded by the run; delete it by hand"
     word = "written" if left.name.startswith(".tmp-") else "deleted"
     if alive is None:
-        return f"being {word}, or left so: this file system has no locks to tell"
+        return f"being {word}, or left by a process that died; this file system has no locks"
     return f"being {word}" if alive else "left by a process that died; the next save removes it, and so does prune"

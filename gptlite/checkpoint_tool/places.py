@@ -1,4 +1,4 @@
-"""From the paths a person gives to checkpoints and configurations. Nothing here reads tensors, or needs torch."""
+"""Resolution of a user's paths to checkpoints and configurations. This module does not import torch."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,12 +17,12 @@ from gptlite.files import try_lock
 from gptlite.metrics.console import format_duration
 from gptlite.progress import log
 
-DEPTH = 3  # levels below a folder of runs that runs are looked for: a sweep has date/time/job
+DEPTH = 3  # levels of the search for runs in a folder: a sweep has date/time/job
 LEFT = (".tmp-*", ".trash-*", "damaged-*", "superseded-*")
 
 
 def existing(path: str) -> Path:
-    """The folder or file at `path`. Raises ConfigError."""
+    """Return the folder or file at `path`. Raises ConfigError."""
     found = Path(path).expanduser()
     if not found.exists():
         names = [each.name for each in found.parent.iterdir()] if found.parent.is_dir() else []
@@ -31,7 +31,7 @@ def existing(path: str) -> Path:
 
 
 def roots(path: str) -> list[Path]:
-    """The checkpoints folders at `path`: itself, a run's, or those of the runs below it. Raises ConfigError."""
+    """Return the checkpoints folders at `path`: itself, a run's, or those of the runs below it. Raises ConfigError."""
     folder = existing(path)
     if is_step(folder):
         raise ConfigError(f"{path} is one checkpoint; give its run, or use inspect")
@@ -47,7 +47,7 @@ def roots(path: str) -> list[Path]:
 
 
 def checkpoints(path: str) -> list[Path]:
-    """The step folders at `path`, newest first within a run, none of them looked into. Raises ConfigError."""
+    """Return the step folders at `path`, newest first within a run, without reading them. Raises ConfigError."""
     folder = existing(path)
     if is_step(folder):
         return [folder]
@@ -58,7 +58,7 @@ def checkpoints(path: str) -> list[Path]:
 
 
 def one_checkpoint(path: str) -> Path:
-    """The checkpoint that `path` is, or the newest of a run that has all its files. Raises ConfigError."""
+    """Return the checkpoint at `path`, or a run's newest one that has all its files. Raises ConfigError."""
     folders = checkpoints(path)
     if len({each.parent for each in folders}) > 1:
         raise ConfigError(f"{path} is a folder of several runs; give one of them")
@@ -70,13 +70,13 @@ def one_checkpoint(path: str) -> Path:
 
 
 def leftovers(root: Path) -> Iterator[Path]:
-    """What is being written or deleted, or was when its process died; and what was set aside as damaged."""
+    """Yield paths that are being written or deleted, or were when the process died, and those that were set aside."""
     for pattern in LEFT:
         yield from sorted(root.glob(pattern))
 
 
 def has_writer(root: Path) -> bool | None:
-    """Whether a process holds the lock that writers share; None where the file system has no locks."""
+    """Return True if a process holds the writers' lock, None if the file system has no locks."""
     if not (root / ".lock").exists():
         return False
     with open(root / ".lock") as lock:
@@ -85,21 +85,21 @@ def has_writer(root: Path) -> bool | None:
 
 
 def size_on_disk(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder."""
+    """Return the bytes of a file, or of all files below a folder."""
     total = 0
     for each in [path] if path.is_file() else path.rglob("*"):
-        with suppress(OSError):  # gone meanwhile
+        with suppress(OSError):  # deleted in the meantime
             total += each.stat().st_size if each.is_file() else 0
     return total
 
 
 def checkpoint_config(folder: Path) -> dict[str, Any]:
-    """The configuration in a checkpoint. Raises DamagedCheckpoint, ConfigError."""
+    """Return the configuration in a checkpoint. Raises DamagedCheckpoint, ConfigError."""
     return config_of(read_file(folder, "config.yaml").decode("utf-8"), str(folder / "config.yaml"))
 
 
 def config_of(text: str, where: str) -> dict[str, Any]:
-    """A configuration as nested dicts: completed as resuming does or, if another version wrote it, as it stands."""
+    """Return a configuration as nested dicts, completed as in resuming, or unchanged if another version wrote it."""
     try:
         return to_dict(from_yaml(text))
     except ConfigError:
@@ -113,7 +113,7 @@ def config_of(text: str, where: str) -> dict[str, Any]:
 
 
 def when(created: str) -> tuple[str, str]:
-    """A manifest's `created` to the minute, UTC, and how long ago that is; what cannot be read stands as it is."""
+    """Return a manifest's `created` in UTC to the minute, and its age. An unreadable value is returned unchanged."""
     try:
         then = datetime.fromisoformat(created)
         age = (datetime.now(UTC) - then).total_seconds()

@@ -1,8 +1,9 @@
-"""Removes old checkpoints of a run: prune RUN keep=K [every=M] [damaged=true] [yes=true]
+"""Remove old checkpoints of a run: prune RUN keep=K [every=M] [damaged=true] [yes=true]
 
-Says what would stay and what would go; yes=true then does it. The newest K stay, and with every=M those of steps M, 2M,
-3M, ... The newest one whose every byte is right always stays, and nothing goes if there is none. Damaged ones neither
-count nor go, unless damaged=true. What dead processes left (.tmp-, .trash-) goes too. A run may be training meanwhile.
+Prints the checkpoints to keep and to remove; yes=true then removes them. The newest K are kept, and with every=M also
+those of steps M, 2M, 3M, ... The newest checkpoint whose every byte is verified is always kept; without one, nothing is
+removed. Damaged ones are neither counted nor removed, except with damaged=true. Leftovers of dead processes (.tmp-,
+.trash-) are removed too. A run may be training meanwhile.
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from gptlite.progress import log
 
 @dataclass
 class Options:
-    """What may follow the path."""
+    """Options of the subcommand."""
 
     keep: int | None = None
     every: int = 0
@@ -28,7 +29,7 @@ class Options:
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Prints the plan and, with `yes`, carries it out."""
+    """Print the plan and, with `yes`, carry it out."""
     if options.keep is None:
         raise ConfigError("keep is not set; give keep=K, the number of checkpoints that stay")
     if options.keep < 1 or options.every < 0:
@@ -50,9 +51,9 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def plan(root: Path, keep: int, every: int, damaged: bool) -> tuple[Path | None, dict[Path, str], dict[Path, str]]:
-    """The newest checkpoint that is right in every byte; what stays, with the reason, and what goes.
+    """Return the newest checkpoint whose every byte is verified, the paths to keep and those to remove, with reasons.
 
-    Reads checkpoints whole, newest first, until one is right. Raises ConfigError if there are checkpoints and none is.
+    Reads whole checkpoints, newest first, until one is intact. Raises ConfigError if there are some and none is intact.
     """
     folders = store.step_folders(root)
     reasons = {folder: damage(folder, log) for folder in folders}
@@ -75,7 +76,7 @@ def plan(root: Path, keep: int, every: int, damaged: bool) -> tuple[Path | None,
         elif folder in old:
             goes[folder] = f"older than the newest {keep}"
         else:
-            stays[folder] = "every byte is right" if folder == newest else "one to keep"
+            stays[folder] = "every byte is verified" if folder == newest else "among those to keep"
     for left in leftovers(root):
         if left.name.startswith("damaged-"):
             (goes if damaged else stays)[left] = "set aside as damaged"
@@ -89,7 +90,7 @@ def plan(root: Path, keep: int, every: int, damaged: bool) -> tuple[Path | None,
 
 
 def _remove(root: Path, newest: Path | None, goes: Iterable[Path]) -> None:
-    with store.writing(root, log):  # which removes what dead processes left; a living one's is not ours to touch
+    with store.writing(root, log):  # removes leftovers of dead processes, never files of a live one
         for folder in goes:
             if not folder.name.startswith("."):
                 store.remove(folder)

@@ -1,4 +1,4 @@
-"""Numbers that describe a tensor, and how far two are apart."""
+"""Statistics of a tensor, and distances between two tensors."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ BLOCK = 1 << 24  # elements converted to fp64 at a time
 
 
 def statistics(tensor: Tensor) -> dict[str, float | int | None]:
-    """Elements, least, largest, mean, standard deviation, norm, zeros, and how many are not finite.
+    """Return the number of elements, min, max, mean, standard deviation, norm, zeros, and non-finite elements.
 
-    The others are of the finite elements, in fp64; None where there are none.
+    Statistics are of the finite elements, in fp64; None if there are none.
     """
     count = zeros = nan = infinite = 0
     total = squares = 0.0
@@ -47,7 +47,7 @@ def statistics(tensor: Tensor) -> dict[str, float | int | None]:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two tensors are apart: elements that differ, the largest |a - b|, and |a - b| / |a| by norms."""
+    """Distance between two tensors: elements that differ, the largest |a - b|, and |a - b| / |a| by norms."""
 
     differing: int
     largest: float
@@ -55,7 +55,7 @@ class Distance:
 
 
 def distance(a: Tensor, b: Tensor) -> Distance:
-    """Of two tensors of one shape. Equal NaNs are equal; where one alone is NaN, they are infinitely apart."""
+    """Return the distance between two tensors of one shape. NaNs in both are equal; a NaN in one is infinitely far."""
     differing, largest, apart, norm = 0, 0.0, 0.0, 0.0
     for x, y in _blocks(a, b):
         same = (x == y) | (x.isnan() & y.isnan())

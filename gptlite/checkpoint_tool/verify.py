@@ -1,9 +1,9 @@
-"""Reads every byte again: verify RUN_OR_STEP ... [hashes=false]
+"""Verify checkpoints by reading every byte: verify RUN_OR_STEP ... [hashes=false]
 
-Of each checkpoint: that the files are those of its manifest, with their sizes and SHA-256, read past the page cache
-where the system allows; that every element of every tensor lies in exactly one box of a file; that no weight is NaN or
-infinite. All checkpoints of a run, or of a folder of runs, newest first. hashes=false reads neither bytes nor weights.
-Exit code 1 if one is damaged, or holds such a weight.
+The checks of a checkpoint: its files match the manifest in size and SHA-256, read past the page cache where the system
+allows it; every element of every tensor lies in exactly one box of a file; no weight is NaN or infinite. For a run, or
+a folder of runs, all checkpoints are verified, newest first. With hashes=false, neither bytes nor weights are read.
+Exit code 1 if a checkpoint is damaged or has such a weight.
 """
 
 import time
@@ -19,13 +19,13 @@ from gptlite.progress import log
 
 @dataclass
 class Options:
-    """What may follow the paths."""
+    """Options of the subcommand."""
 
     hashes: bool = True
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Prints a line for each checkpoint. Returns 1 if one is damaged."""
+    """Print a line for each checkpoint. Return 1 if one is damaged."""
     folders = list(dict.fromkeys(folder for path in paths for folder in checkpoints(path)))
     results = [_verify(folder, options.hashes) for folder in folders]
     if len(results) > 1:

@@ -1,1 +1,1 @@
-"""One public function per op: a reference now, a fused path where there is one. Import the op's own module."""
+"""Ops of the models, one public function each, with a reference and a fused path. Import an op from its own module."""

@@ -1,4 +1,4 @@
-"""NVIDIA Apex, found without importing it. No errors are raised here: rooms say what they wanted it for."""
+"""Detection of NVIDIA Apex without importing it. Callers raise the errors."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,14 +7,14 @@ BUILD = (
     "build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation . "
     "in a clone of https://github.com/NVIDIA/apex"
 )
-# What each of its parts that are used here is compiled into.
+# Extension modules of the Apex components used here.
 OPTIMIZERS, LAYER_NORM = "amp_C", "fused_layer_norm_cuda"
 
 
 def why_not(extension: str) -> str:
-    """Why a part of Apex cannot be used here, and how to mend that; empty where it can, as far as files tell.
+    """Return the reason why a part of Apex cannot be used here, and the fix. Empty if it can, as far as files show.
 
-    PyPI's `apex` is another project's. A build without CUDA extensions can be imported, and raises when it is used.
+    PyPI's `apex` is a different project. A build without CUDA extensions can be imported, but raises when it is used.
     """
     found = find_spec("apex")
     if found is None:

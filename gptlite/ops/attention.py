@@ -1,4 +1,4 @@
-"""Causal self-attention, by whatever computes it fastest on a device."""
+"""Causal self-attention with a choice of implementations."""
 
 import math
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ from gptlite.ops.config import QUERY_BLOCK, Attention
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.softmax import causal_softmax, future, masked_softmax
 
-# As newer torch names the causal mask, and as 2.10 did.
+# The argument for the causal mask, in newer torch and in 2.10.
 CAUSAL: dict[str, Any] = (
     {"window_size": (-1, 0)} if "window_size" in signature(varlen_attn).parameters else {"is_causal": True}
 )
@@ -25,8 +25,10 @@ ONE_QUERY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 
 class Spans(NamedTuple):
-    """Documents that B sequences of S positions, laid end to end, consist of: where each begins, and the last one's
-    end, int32 [N + 1]; some may be empty, and none has more than `longest` positions."""
+    """Documents in B sequences of S positions that are laid end to end: their starts and the last end, int32 [N + 1].
+
+    Documents may be empty. None has more than `longest` positions.
+    """
 
     cumulative: Tensor
     longest: int
@@ -42,12 +44,13 @@ def causal_attention(
     mask: Tensor | None = None,
     fused_scores: bool = False,
 ) -> Tensor:
-    """softmax(q kᵀ / sqrt(D) + causal mask) v.
+    """Return softmax(q kᵀ / sqrt(D) + causal mask) v.
 
-    q [B, H, Sq, D]; k, v [B, H, Sk, D], Sq <= Sk: the queries are the last Sq positions. Returns [B, H, Sq, D].
-    `mask`, bool and broadcast to [B, H, Sq, Sk], hides more where it is True; a query that sees nothing gets zeros.
-    Dropout always writes the scores out, since SDPA's own would depend on the layout; so do masks, but for SDPA.
-    `fused_scores`: scores that are written out take our softmax and dropout kernels, as they do for the two fused ones.
+    q [B, H, Sq, D]; k, v [B, H, Sk, D], Sq <= Sk: the queries are the last Sq positions. Returns [B, H, Sq, D]. `mask`,
+    bool and broadcast to [B, H, Sq, Sk], hides further entries where it is True; a fully masked query gets zeros.
+    Dropout always computes explicit scores, since SDPA's dropout would depend on the layout. Masks do too, except with
+    SDPA. `fused_scores`: explicit scores use our softmax and dropout kernels, as they always do for the two fused
+    choices.
     """
     dropping = dropout_p > 0.0 and key is not None
     if mask is not None and choice is Attention.sdpa and not dropping:
@@ -73,9 +76,9 @@ def packed_causal_attention(
     mask: Tensor | Spans | None = None,
     fused_scores: bool = False,
 ) -> Tensor:
-    """The same of a projection's output qkv [B, S, H, 3, D]. Returns [B, S, H, D], as the next projection takes it.
+    """Return causal attention of a projection's output qkv [B, S, H, 3, D], as [B, S, H, D] for the next projection.
 
-    `mask` may be the spans that attention keeps to, for flash attention without dropout.
+    `mask` may be `Spans`, for flash attention restricted to documents, without dropout.
     """
     if isinstance(mask, Spans):
         spans = (mask.cumulative, mask.cumulative, mask.longest, mask.longest)
@@ -89,7 +92,7 @@ def packed_causal_attention(
 
 
 def heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [B, H, S, D], views of qkv [B, S, H, 3, D], whose gradient is written in one pass."""
+    """Return q, k and v [B, H, S, D], views of qkv [B, S, H, 3, D]. Their gradient is written in one pass."""
     return _Heads.apply(qkv)
 
 
@@ -104,15 +107,18 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, choice: Attention) -> Tensor:
 
 
 def _backends(choice: Attention, device: torch.device, several: bool) -> list[SDPBackend]:
-    """The kernels of SDPA that may run, none for all of them; `several` queries, or one as in generation."""
-    if not several:  # cuDNN would plan anew for every number of keys
+    """Return the SDPA kernels that may run, empty for all. `several`: more than one query; generation has one."""
+    if not several:  # cuDNN would build a new plan for every number of keys
         return ONE_QUERY if device.type == "cuda" else []
     return {Attention.cudnn: [SDPBackend.CUDNN_ATTENTION], Attention.fa3: [SDPBackend.FLASH_ATTENTION]}.get(choice, [])
 
 
 def _takes_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether flash attention takes fewer queries than keys here, which it masks by itself: torch's causal_lower_right,
-    whose tensor subclass cannot be made while ops are watched, as in selective checkpointing."""
+    """Return True if flash attention supports fewer queries than keys here, with its own mask.
+
+    torch's causal_lower_right does this too, but its tensor subclass cannot be created under a dispatch mode, such as
+    the one of selective checkpointing.
+    """
     aligned = q.device.type == "cuda" and q.shape[-1] % 8 == 0
     return aligned and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, False))
 
@@ -129,7 +135,7 @@ def _written_out(
 
 
 class _Heads(torch.autograd.Function):
-    """Autograd's own gradient of these views is a stack of three, and then a copy into the order of memory."""
+    """Views of q, k and v. Autograd's own gradient would stack three tensors and then copy them into memory order."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, ...]:
@@ -142,7 +148,7 @@ class _Heads(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The CPU kernel on heads q, k, v, which may lie anywhere, or on [B, S, H, 3, D], in place of three copies."""
+    """CPU kernel on heads q, k, v with any strides, or on packed [B, S, H, 3, D], which saves three copies."""
 
     @staticmethod
     def forward(ctx: Any, *qkv: Tensor) -> Tensor:
@@ -154,14 +160,14 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):
-        saved = ctx.saved_tensors  # once: recomputation gives them only once
+        saved = ctx.saved_tensors  # read once: checkpoint recomputation allows only one access
         ops, packed = torch.ops.gptlite, len(saved) == 3
         backward = ops.attention_packed_backward if packed else ops.attention_backward
         return backward(grad, *saved, 1.0 / math.sqrt(grad.shape[-1]))
 
 
 def _probabilities(q: Tensor, k: Tensor, start: int, end: int, scale: float) -> Tensor:
-    """Attention probabilities [N, end-start, end'] of one block of queries, keys after the block left out."""
+    """Return the attention probabilities [N, end-start, end'] of one block of queries, without keys after the block."""
     keys = end + k.shape[1] - q.shape[1]
     bias = torch.zeros(end - start, keys, dtype=q.dtype, device=q.device)
     bias.masked_fill_(future(end - start, keys, q.device), float("-inf"))
@@ -169,8 +175,11 @@ def _probabilities(q: Tensor, k: Tensor, start: int, end: int, scale: float) -> 
 
 
 class _MatmulAttention(torch.autograd.Function):
-    """Attention of [N, S, D] tensors, a block of queries at a time. The backward pass recomputes the scores
-    (FlashAttention's trade, arXiv:2205.14135), but for a single block, whose probabilities it keeps."""
+    """Attention of [N, S, D] tensors, one block of queries at a time.
+
+    The backward pass recomputes the scores (as FlashAttention does, arXiv:2205.14135), except for a single block, whose
+    probabilities are saved.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

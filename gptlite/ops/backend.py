@@ -1,4 +1,4 @@
-"""Which of its attention kernels torch's SDPA takes on a device, and why not another."""
+"""Report of the attention kernel that torch's SDPA chooses on a device, and the reasons against the others."""
 
 import warnings
 from collections.abc import Callable
@@ -22,10 +22,10 @@ CHECKS: dict[str, Callable[..., bool]] = {
 
 
 def sdpa_words(device: torch.device, dtype: torch.dtype, heads: int, length: int, width: int) -> str:
-    """`cuDNN for bfloat16 heads of 64; flash can run; efficient cannot: ...`, of causal attention while training."""
+    """Return `cuDNN for bfloat16 heads of 64; flash can run; efficient cannot: ...` for causal training."""
     qkv = torch.empty(1, length, heads, 3, width, device=device, dtype=dtype, requires_grad=True)
     q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
-    # torch has no public name for its choice.
+    # torch has no public function for its choice.
     choice: Any = torch._fused_sdp_choice  # type: ignore[attr-defined]
     taken = NAMES.get(SDPBackend(choice(q, k, v, is_causal=True)), "another")
     words = [f"{taken} for {str(dtype).removeprefix('torch.')} heads of {width}"]
@@ -36,7 +36,7 @@ def sdpa_words(device: torch.device, dtype: torch.dtype, heads: int, length: int
 
 
 def _whether(name: str, parameters: cuda.SDPAParams) -> str:
-    """Whether a kernel could run; torch warns of the reasons why it cannot."""
+    """Return `NAME can run`, or the reasons why it cannot, which torch reports as warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if CHECKS[name](parameters, True):

@@ -1,4 +1,4 @@
-"""Bias and GELU, the pointwise middle of the MLP."""
+"""Bias and GELU: the elementwise part of the MLP, between its two products."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch.autograd.function import once_differentiable
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str, fused: bool = False) -> Tensor:
-    """gelu(x + bias), arXiv:1606.08415. x [..., F]; bias [F]; `approximate` is "tanh" (GPT-2's) or "none" (exact).
+    """Return gelu(x + bias), arXiv:1606.08415. x [..., F]; bias [F]; `approximate` is "tanh" (GPT-2) or "none" (exact).
 
-    The fused kernel keeps x alone for the backward pass, not the sum, and does not round the sum.
+    The fused kernel saves only x for the backward pass, not the sum, and does not round the sum.
     """
     if fused:
         return _BiasGelu.apply(x, bias, approximate == "tanh")

@@ -1,25 +1,25 @@
-"""Which implementation of each op runs."""
+"""Choice of the implementation of each op."""
 
 from dataclasses import dataclass
 from enum import Enum
 
-QUERY_BLOCK = 256  # queries whose scores matmul attention writes out at once: bounds memory, skips the upper triangle
-# The most logits held at once. The kernel's CPU chunk stays in a cache of some 100 MB between matrix products; on a GPU
-# 32,768 tokens of GPT-2's vocabulary are one chunk (3.3 GB in 16 bits).
-# A step on the meta device is traced for a GPU.
+QUERY_BLOCK = 256  # queries per block of matmul attention: bounds memory, and skips most of the upper triangle
+# Limit of the logits held at once. The kernel's CPU chunk stays in a cache of some 100 MB between matrix products. On a
+# GPU, 32,768 tokens with GPT-2's vocabulary are one chunk (3.3 GB in 16 bits).
+# The meta device stands for a GPU when a step is traced.
 LOGIT_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30, "meta": 4 * 2**30}
-# fp32 logits at a time: a CPU's fit its cache.
+# Limit of the fp32 logits of a softmax block. On a CPU they fit the cache.
 SOFTMAX_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20, "meta": 256 * 2**20}
-CHUNK_ROWS = 128  # a chunk's rows are a multiple of it where products are aligned: the tile of a GPU's
+CHUNK_ROWS = 128  # with aligned products, a chunk's rows are a multiple of it: the tile of a GPU's matrix product
 
 
 @dataclass(frozen=True)
 class Products:
-    """How matrix products are given to a kind of device.
+    """Alignment and output dtype of matrix products on a type of device.
 
-    `multiple`: every operand's sides and strides are multiples of so many elements. cuBLAS copies by TMA only what is
-    aligned to 16 bytes, and falls back to slower kernels for the rest. 1: as they come.
-    `fp32`: a product of 16-bit operands can be written, or added to what is there, in fp32.
+    `multiple`: the sides and strides of every operand are multiples of this number of elements, 1 for no alignment.
+    cuBLAS uses TMA only for data aligned to 16 bytes, and falls back to slower kernels otherwise. `fp32`: a product of
+    16-bit operands can be written, or accumulated, in fp32.
     """
 
     multiple: int = 1
@@ -27,11 +27,11 @@ class Products:
 
     @property
     def aligned(self) -> bool:
-        """Whether operands are padded."""
+        """True if operands are padded."""
         return self.multiple > 1
 
     def up(self, size: int) -> int:
-        """The next multiple."""
+        """Return `size` rounded up to a multiple."""
         return -(-size // self.multiple) * self.multiple
 
 
@@ -40,10 +40,10 @@ PRODUCTS = {"cpu": Products(), "cuda": ON_GPU, "meta": ON_GPU}
 
 
 def logit_rows(device: str, tokens: int, columns: int, itemsize: int) -> int:
-    """Tokens whose logits, of so many `columns`, exist at a time: of every chunk but the last.
+    """Return the number of tokens per chunk of logits, with this many `columns`. The last chunk may have fewer.
 
-    Where products are aligned chunks are of about equal size, so that none is a small product; rounding up may exceed
-    the limit by CHUNK_ROWS.
+    With aligned products, chunks have about equal size, so that none is a small product. Rounding up may exceed the
+    limit by CHUNK_ROWS.
     """
     most = LOGIT_BYTES[device]
     if not PRODUCTS[device].aligned:
@@ -53,7 +53,7 @@ def logit_rows(device: str, tokens: int, columns: int, itemsize: int) -> int:
 
 
 class Implementation(Enum):
-    """`auto` takes the fused kernel where it runs here; asking for one that cannot run is an error."""
+    """Implementation of an op. `auto` uses the fused kernel if it can run; `fused` is an error if it cannot."""
 
     auto = "auto"
     fused = "fused"
@@ -61,7 +61,7 @@ class Implementation(Enum):
 
 
 class LayerNorm(Enum):
-    """`apex` is NVIDIA Apex's kernel, the others as Implementation's."""
+    """Implementation of layer norm. `apex` is NVIDIA Apex's kernel; the others are as in Implementation."""
 
     auto = "auto"
     fused = "fused"
@@ -70,7 +70,7 @@ class LayerNorm(Enum):
 
 
 class CrossEntropy(Enum):
-    """`reference` writes all logits out in fp32; `chunked` is plain torch, a chunk of rows at a time and in place."""
+    """Implementation of the loss. `reference` computes all logits in fp32; `chunked` is plain torch, chunk by chunk."""
 
     auto = "auto"
     fused = "fused"
@@ -79,10 +79,11 @@ class CrossEntropy(Enum):
 
 
 class Attention(Enum):
-    """`auto` picks by device. `fused` is ours for CPUs, the others are:
+    """Implementation of attention. `auto` chooses by device. `fused` is our CPU kernel.
 
-    `sdpa`: torch's, which picks a kernel; `cudnn` and `fa3` (FlashAttention 3): that kernel of torch's, on GPUs;
-    `fused_softmax` and `matmul`: the scores written out, for any mask and dropout, by our softmax kernel or by torch.
+    `sdpa`: torch's SDPA, which chooses a kernel. `cudnn` and `fa3` (FlashAttention 3): that SDPA kernel, on GPUs.
+    `fused_softmax` and `matmul`: explicit scores, which support any mask and dropout, with our softmax kernel or in
+    plain torch.
     """
 
     auto = "auto"
@@ -96,13 +97,13 @@ class Attention(Enum):
 
 @dataclass
 class OpsConfig:
-    """`implementation` is what the keys below it mean by `auto`."""
+    """Implementation of each op. `implementation` is the default for the keys that are `auto`."""
 
     implementation: Implementation = Implementation.auto
     attention: Attention = Attention.auto
-    layer_norm: LayerNorm = LayerNorm.auto  # that with the residual before it, too
+    layer_norm: LayerNorm = LayerNorm.auto  # also for a residual addition with layer norm
     bias_gelu: Implementation = Implementation.auto
     dropout: Implementation = Implementation.auto
-    linear: Implementation = Implementation.auto  # its weight's gradient: on GPUs, in bf16 on CPUs with AVX512-BF16
+    linear: Implementation = Implementation.auto  # weight gradients: on GPUs, and for bf16 on CPUs with AVX512-BF16
     cross_entropy: CrossEntropy = CrossEntropy.auto
-    adamw: Implementation = Implementation.auto  # and Adam; the gradient norm, too
+    adamw: Implementation = Implementation.auto  # AdamW, Adam and the gradient norm

@@ -1,4 +1,4 @@
-"""The output head and its loss in one op, so that the logits of a batch never exist in fp32, or all at once."""
+"""Output head and loss in one op, so that a batch's logits are never held in fp32, or all at once."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The rows of the table that a rank holds, where several share one.
+    """Rows of the table on this rank, if the table is sharded over ranks.
 
-    `first` is the first row's number and `longest` the most rows any rank holds. `gather` takes a tensor [N, 3] and
-    returns every rank's, [ranks, N, 3].
+    `first` is the index of the first row and `longest` the largest number of rows on a rank. `gather` takes a tensor
+    [N, 3] and returns those of all ranks, [ranks, N, 3].
     """
 
     first: int
@@ -32,10 +32,10 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What is added to -log softmax(logits)[target].
+    """Terms in addition to -log softmax(logits)[target].
 
-    Label smoothing e takes e of the target's weight and spreads it over the whole vocabulary (arXiv:1512.00567);
-    z_loss times the square of log sum exp keeps the logits from drifting (arXiv:2204.02311).
+    Label smoothing e spreads a fraction e of the target's weight over the whole vocabulary (arXiv:1512.00567). z_loss
+    times the square of log sum exp keeps the logits from drifting (arXiv:2204.02311).
     """
 
     label_smoothing: float = 0.0
@@ -44,11 +44,11 @@ class LossTerms:
 
 @dataclass(frozen=True)
 class LossGradient:
-    """What is known beforehand of the gradients of a loss.
+    """Information about the gradients of a loss that is known in advance.
 
-    `upstream`: what they will be multiplied by, so that the logits' can be, in the pass that makes them; another
-    factor that then comes costs a pass over the table's gradient, as any does on a GPU. `table`: takes that gradient,
-    where the table is an embedding's too: there is none for autograd then.
+    `upstream`: the factor of the gradients, so that the pass that computes the logits' gradients can apply it. A
+    different factor in the backward pass costs a pass over the table's gradient; on a GPU any factor does. `table`:
+    receives the table's gradient if the table is also an embedding's; autograd then gets none from this op.
     """
 
     upstream: float | None = None
@@ -70,23 +70,23 @@ def linear_cross_entropy(
     fused_linear: bool = False,
     known: LossGradient = NOTHING_KNOWN,
 ) -> Tensor:
-    """Sum over tokens of -log softmax(hidden weightᵀ)[target] and the other terms, fp32.
+    """Return the sum over tokens of -log softmax(hidden weightᵀ)[target] and the other terms, fp32.
 
-    hidden [N, D]; weight [V', D], multiplied in hidden's dtype, rows from `vocab_size` on are padding and get no
-    probability and no gradient; targets [N] int64, IGNORE counts nothing. `reference` writes the logits out in fp32, as
-    the formula has it. Otherwise gradients are computed in the forward pass, where the logits are at hand (as in Liger
-    Kernel, arXiv:2410.10989), and scaled by the upstream gradient in the backward, if that is not the one that was
-    `known`. Where products are aligned (see Products) they take the padding along, as zeros.
+    hidden [N, D]; weight [V', D], multiplied in hidden's dtype; rows from `vocab_size` on are padding, without
+    probability or gradient; targets [N] int64, IGNORE is not counted. `reference` computes all logits in fp32, as in
+    the formula. The other paths compute gradients in the forward pass, while the logits exist (as in Liger Kernel,
+    arXiv:2410.10989). The backward pass scales them by the upstream gradient, unless that is the `known` one. Aligned
+    products (see Products) include the padding, as zeros.
 
-    With a `shard`, weight is its rows alone: the ranks exchange three floats a token (the logarithm of the sum of
-    exponentials, the target's logit, the logits' sum), every rank returns the whole loss, and hidden's gradient is its
-    share. No path writes whole logits then.
+    With a `shard`, weight holds only its rows. The ranks exchange three floats per token (log sum exp, the target's
+    logit, the sum of logits). Every rank returns the whole loss, and hidden's gradient is this rank's share. No path
+    computes whole logits then.
     """
     if not PRODUCTS[hidden.device.type].aligned:
-        weight = as_dtype(weight, hidden.dtype)  # else the cast writes the aligned table
+        weight = as_dtype(weight, hidden.dtype)  # otherwise the cast is part of writing the aligned table
     if choice is CrossEntropy.reference and shard is None:
         return _written_out(hidden @ weight[:vocab_size].to(hidden.dtype).t(), targets, terms)
-    # In fp16 the gradients of single logits, divided by a batch's number of tokens, would be lost.
+    # In fp16, gradients of single logits divided by a batch's number of tokens would underflow.
     upstream = None if hidden.dtype == torch.float16 else known.upstream
     loss = _Loss(vocab_size, shard, choice is CrossEntropy.fused, terms, fused_linear, upstream)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -113,14 +113,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows, table = loss.rows(weight), loss.table(weight, hidden.dtype)
         losses, dhidden, dtable = [], [], None
         chunks = list(loss.chunks(hidden, targets, weight))
-        # Chunks add up in fp32: a sum of many in bf16 would lose the small ones.
+        # Chunks are summed in fp32: a bf16 sum of many would lose small terms.
         dtype = torch.float32 if len(chunks) > 1 else torch.promote_types(weight.dtype, hidden.dtype)
         for h, t in chunks:
             logits = h @ table.t()
-            losses.append(loss.of(logits[:, :rows], t, want_grad=True))  # the padding's are 0, and stay
+            losses.append(loss.of(logits[:, :rows], t, want_grad=True))  # the padding's logits are 0 and stay 0
             dhidden.append(logits @ table)
             dtable = loss.table_gradient(logits, h, table, dtype, dtable)
-            del logits  # before the next are there
+            del logits  # free them before the next chunk
         assert dtable is not None
         if len(dtable) >= len(weight):
             dweight = dtable[: len(weight)].to(weight.dtype)
@@ -136,17 +136,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor):
         dhidden, dweight = ctx.saved_tensors
         if ctx.scaled_by is not None:
-            # A schedule that splits the backward pass comes twice: for hidden's gradient, then for the weight's.
+            # A schedule that splits the backward pass runs it twice: for hidden's gradient, then for the weight's.
             if ctx.shared is not None:
-                raise RuntimeError("the backward pass a second time: the table's gradient has been given away")
+                raise RuntimeError("second backward pass: the table's gradient has already been passed on")
             factor = grad / ctx.scaled_by
             return dhidden * factor, dweight * factor, None, None, None
         ctx.scaled_by = grad
         factor = grad if ctx.upstream is None else grad / ctx.upstream
-        # To look at a factor on a GPU would be to wait for it, tens of milliseconds of work behind: there they are
-        # multiplied whatever it is, 0.4 GB at GPT-3 Small, 95 us of a micro-batch's 55 ms on an H200.
+        # Reading the factor on a GPU would synchronize, after tens of milliseconds of queued work. So a GPU always
+        # multiplies: 0.4 GB at GPT-3 Small, 95 us of a micro-batch's 55 ms on an H200.
         if ctx.upstream is None or grad.device.type != "cpu" or factor != 1:
-            # In place: the forward pass made them for this alone. `.data`, or autograd would refuse them next time.
+            # In place: nothing else uses them. `.data`, since autograd would reject modified saved tensors next time.
             dhidden.data.mul_(factor)
             dweight.data.mul_(factor)
         if ctx.shared is None:
@@ -157,31 +157,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Loss:
-    """The sum of the losses of logits [N, V], and their gradient in the logits' place."""
+    """Sum of the losses of logits [N, V]. Their gradient overwrites the logits."""
 
     vocab_size: int
     shard: VocabShard | None
     fused: bool
     terms: LossTerms
     fused_linear: bool
-    upstream: float | None  # what the gradient is multiplied by, if anything
+    upstream: float | None  # factor of the gradient; None for 1
 
     @property
     def scale(self) -> float:
-        """Of the logits' gradient."""
+        """Factor of the logits' gradient."""
         return 1.0 if self.upstream is None else self.upstream
 
     def rows(self, weight: Tensor) -> int:
-        """How many of a table's rows are no padding."""
+        """Return the number of rows of a table that are not padding."""
         return min(len(weight), max(0, self.vocab_size - (self.shard.first if self.shard else 0)))
 
     def table(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The right operand of the logits' product, in its dtype: the rows that are no padding.
+        """Return the right operand of the logits' product, in its dtype: the rows that are not padding.
 
-        Where products are aligned they and zeros for the rest, up to a multiple: a copy, which a cast is anyway. What
-        is in the padding must not come into hidden's gradient: 0 times NaN is NaN. With zeros there, the padding's
-        logits are 0, and are its gradients. (Where the table has the dtype already the copy moves 154 MB at GPT-3
-        Small, 36 us on an H200, of a micro-batch's 55 ms.)
+        With aligned products, the result is a copy, padded with zeros to a multiple; a cast would copy anyway. The
+        padding's contents must not reach hidden's gradient, since 0 times NaN is NaN. With zeros, the padding's logits
+        are 0 and equal their gradients. (If the table already has the dtype, the copy moves 154 MB at GPT-3 Small, 36
+        us on an H200, of a micro-batch's 55 ms.)
         """
         rows, products = self.rows(weight), PRODUCTS[weight.device.type]
         if not products.aligned:
@@ -196,15 +196,15 @@ class _Loss:
     def table_gradient(
         self, dlogits: Tensor, hidden: Tensor, table: Tensor, dtype: torch.dtype, before: Tensor | None
     ) -> Tensor:
-        """That of a chunk and of the chunks `before`; of one chunk alone maybe in the products' dtype."""
+        """Return the gradient of a chunk plus that of the chunks `before`. One alone may be in the products' dtype."""
         if PRODUCTS[table.device.type].aligned:
             return product(dlogits.t(), hidden, dtype, before)
         part = linear_gradients(dlogits, hidden, table, None, self.fused_linear)[0]
         return part if before is None else before.float().add_(part)
 
     def chunks(self, hidden: Tensor, targets: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of `hidden` and `targets` whose logits exist at a time; one empty chunk where there are no rows."""
-        # The same on every rank, so that all exchange equally often.
+        """Return the rows of `hidden` and `targets` per chunk of logits. Without rows, there is one empty chunk."""
+        # The number of chunks must be the same on every rank, so that collectives match.
         device = hidden.device.type
         whole = len(weight) if PRODUCTS[device].aligned else self.vocab_size
         columns = self.shard.longest if self.shard else whole
@@ -212,7 +212,7 @@ class _Loss:
         return zip(hidden.split(rows), targets.split(rows), strict=True)
 
     def of(self, logits: Tensor, targets: Tensor, want_grad: bool) -> Tensor:
-        """With `want_grad` the logits become their gradient."""
+        """Return the sum of the losses. With `want_grad`, the gradient overwrites the logits."""
         if self.shard is not None:
             return self._sharded(logits, targets, self.shard, want_grad)
         if self.fused:
@@ -224,8 +224,8 @@ class _Loss:
         losses = []
         for x, t in _cache_sized(logits, targets):
             p = torch.softmax(x, dim=-1, dtype=torch.float32)
-            # log(sum exp x) = max x - log(max p), from the exponentials softmax has computed: a log_softmax would take
-            # them again for the gradient. The largest p is at least 1/V, so its logarithm is accurate.
+            # log(sum exp x) = max x - log(max p) reuses the exponentials of softmax; with log_softmax, the gradient
+            # would compute them again. The largest p is at least 1/V, so its logarithm is accurate.
             log_sum = x.amax(1).float() - p.amax(1).log()
             valid = t != IGNORE
             index = t.masked_fill(~valid, 0).unsqueeze(1)
@@ -236,7 +236,7 @@ class _Loss:
         return torch.stack(losses).sum()
 
     def _sum(self, log_sum: Tensor, target_logit: Tensor, total: Tensor | None, valid: Tensor) -> Tensor:
-        """From each row's log sum exp, its target's logit and, for label smoothing, the sum of its logits."""
+        """Return the loss from each row's log sum exp, target logit and, for label smoothing, sum of logits."""
         smoothing = self.terms.label_smoothing
         loss = log_sum - (1 - smoothing) * target_logit
         if smoothing and total is not None:
@@ -246,7 +246,7 @@ class _Loss:
         return torch.where(valid, loss, 0.0).sum()
 
     def _gradient(self, p: Tensor, log_sum: Tensor, index: Tensor, mine: Tensor, valid: Tensor) -> Tensor:
-        """From probabilities [N, V], in their place. `mine`: rows whose target is the column `index` [N, 1]."""
+        """Compute the gradient in place of probabilities [N, V]. `mine`: rows whose target is column `index` [N, 1]."""
         terms = self.terms
         if terms.z_loss:
             p.mul_((1 + 2 * terms.z_loss * log_sum).unsqueeze(1))
@@ -258,7 +258,7 @@ class _Loss:
         return p.masked_fill_(~valid.unsqueeze(1), 0.0)
 
     def _sharded(self, logits: Tensor, targets: Tensor, shard: VocabShard, want_grad: bool) -> Tensor:
-        """The same of the columns from `shard.first` on; all ranks return the whole loss."""
+        """Return the loss from this rank's columns, `shard.first` on. All ranks return the whole loss."""
         columns, valid = logits.shape[1], targets != IGNORE
         column = targets - shard.first
         mine = valid & (column >= 0) & (column < columns)
@@ -280,7 +280,7 @@ class _Loss:
 
 
 def _stats(logits: Tensor, index: Tensor, mine: Tensor) -> Tensor:
-    """[N, 3] fp32: log sum exp, the target's logit or 0, the sum of the logits; of no columns -inf, 0, 0."""
+    """Return [N, 3] fp32: log sum exp, the target's logit or 0, the sum of the logits. Without columns: -inf, 0, 0."""
     if logits.shape[1] == 0:
         stats = logits.new_zeros(len(logits), 3, dtype=torch.float32)
         stats[:, 0] = -torch.inf
@@ -291,6 +291,6 @@ def _stats(logits: Tensor, index: Tensor, mine: Tensor) -> Tensor:
 
 
 def _cache_sized(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of a few rows of each at a time."""
+    """Yield views of a few rows of each tensor at a time."""
     rows = max(1, SOFTMAX_BYTES[logits.device.type] // (max(1, logits.shape[1]) * 4))
     return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)

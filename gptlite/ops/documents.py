@@ -1,4 +1,4 @@
-"""Where documents are in the sequences that they share: made by the loader, on the host, for the model's attention."""
+"""Positions of documents in packed sequences, computed by the loader on the host for the model's attention."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Documents:
-    """`starts` int64 [B, S]: the first position of each position's document.
+    """Document boundaries of a batch. `starts` int64 [B, S]: the first position of each position's document.
 
-    `ends` int32 [B, K]: where each document ends, rows laid end to end; a row of fewer than K repeats its own end, as
-    documents of no length. `longest`: no document has more positions. K and `longest` are powers of two, or S, so that
-    few shapes are met and attention takes both without a word from the device.
+    `ends` int32 [B, K]: the end of each document, with rows laid end to end. A row with fewer than K documents repeats
+    its own end, as documents of length 0. `longest`: an upper bound on the length of a document. K and `longest` are
+    powers of two, or S, so that there are few distinct shapes and attention gets both without a device synchronization.
     """
 
     starts: Tensor
@@ -24,12 +24,12 @@ class Documents:
     longest: int = 0
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Documents:
-        """The same with both tensors changed."""
+        """Return a copy with `change` applied to both tensors."""
         return Documents(change(self.starts), None if self.ends is None else change(self.ends), self.longest)
 
 
 def joined(batches: Sequence[Documents]) -> Documents:
-    """The rows of several micro-batches, one below the other; `ends` count from the start of each micro-batch."""
+    """Return the rows of several micro-batches, concatenated. `ends` count from the start of each micro-batch."""
     import torch
 
     starts = torch.cat([each.starts for each in batches])

@@ -1,8 +1,8 @@
-"""Dropout whose mask is a pure function of where an element stands, not of who computes it.
+"""Dropout with a mask that is a pure function of an element's position, independent of the rank that computes it.
 
-The mask comes from the counter-based generator Philox4x32-10 (Salmon et al., SC'11): key (seed, site), counter
-(element // 4, position, sample id, head). So it does not depend on the layout, needs no state in a
-checkpoint, and recomputation under activation checkpointing replays it.
+The mask comes from the counter-based generator Philox4x32-10 (Salmon et al., SC'11): key (seed, site), counter (element
+// 4, position, sample id, head). It therefore does not depend on the layout, needs no state in a checkpoint, and is the
+same when activation checkpointing recomputes it.
 """
 
 from dataclasses import dataclass, replace
@@ -17,10 +17,10 @@ from gptlite.ops.philox import WORD, philox
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What names a mask: the run's seed, the place in the model, and the global sample numbers of the batch.
+    """Key of a mask: the run's seed, the dropout's site in the model, and the global sample numbers of the batch.
 
-    A tensor that is a piece of a whole says where it starts, and gets the whole's mask for that piece. Its positions
-    are one run, or two equally long ones with `gap` left out between them.
+    For a shard of a tensor, `first_position` and `first_head` are its offsets; it gets the corresponding part of the
+    whole mask. Its positions are contiguous, or two halves of equal length that are `gap` positions apart.
     """
 
     seed: int  # 0 <= seed < 2**32
@@ -32,7 +32,7 @@ class DropoutKey:
 
 
 def keep_mask(shape: torch.Size, p: float, key: DropoutKey) -> Tensor:
-    """A bool mask [B, S, C] or [B, H, S, C], False with probability p."""
+    """Return a bool mask [B, S, C] or [B, H, S, C], False with probability p."""
     device = key.sample_ids.device
     batch, positions, width = shape[0], shape[-2], shape[-1]
     lanes = -(-width // 4)
@@ -43,20 +43,20 @@ def keep_mask(shape: torch.Size, p: float, key: DropoutKey) -> Tensor:
     head = torch.zeros_like(sample)
     if len(shape) == 4:
         head = torch.arange(key.first_head, key.first_head + shape[1], device=device).view(-1, 1, 1)
-    # Sample numbers may pass 2**32: their upper half shares a word with the head.
+    # Sample numbers may exceed 2**32, so their upper half shares a counter word with the head.
     counter = (torch.arange(lanes, device=device), position, sample & WORD, head + ((sample >> 32) << 16))
     words = torch.broadcast_tensors(*philox(counter, (key.seed, key.site)))
     return torch.stack(words, dim=-1).flatten(-2)[..., :width] >= int(p * 2**32)
 
 
 def dropout(x: Tensor, p: float, key: DropoutKey | None, fused: bool = False) -> Tensor:
-    """x [B, S, C] or [B, H, S, C] with elements zeroed with probability p and the rest scaled by 1/(1-p).
+    """Return x [B, S, C] or [B, H, S, C] with elements zeroed with probability p and the rest scaled by 1/(1-p).
 
     `key=None` (evaluation) or p=0 returns x itself.
     """
     if key is None or p == 0.0:
         return x
-    if fused and key.gap:  # the kernel knows one run
+    if fused and key.gap:  # the kernel supports one contiguous run
         halves = x.split(x.shape[-2] // 2, -2)
         return torch.cat([_Dropout.apply(h, *kernel_key(p, k)) for h, k in zip(halves, runs(key, x), strict=True)], -2)
     if fused:
@@ -66,7 +66,7 @@ def dropout(x: Tensor, p: float, key: DropoutKey | None, fused: bool = False) ->
 
 
 def kernel_key(p: float, key: DropoutKey | None) -> tuple[float, int, Tensor | None, Tensor | None, int, int]:
-    """What a kernel is told of a mask: p, seed, site, sample ids, first position, first head; p is 0 without a key."""
+    """Return a kernel's arguments for a mask: p, seed, site, sample ids, first position and head. No key: p is 0."""
     if key is None or p == 0.0:
         return 0.0, 0, None, None, 0, 0
     site = key.site if isinstance(key.site, Tensor) else torch.full((), key.site, device=key.sample_ids.device)
@@ -74,13 +74,13 @@ def kernel_key(p: float, key: DropoutKey | None) -> tuple[float, int, Tensor | N
 
 
 def runs(key: DropoutKey, x: Tensor) -> tuple[DropoutKey, DropoutKey]:
-    """The keys of the two halves of the positions of x [..., S, C]."""
+    """Return the keys of the two halves of the positions of x [..., S, C]."""
     second = key.first_position + x.shape[-2] // 2 + key.gap
     return replace(key, gap=0), replace(key, first_position=second, gap=0)
 
 
 class _Dropout(torch.autograd.Function):
-    """No mask is kept: the backward pass draws it again."""
+    """Dropout by the kernel. The mask is not saved; the backward pass computes it again."""
 
     @staticmethod
     def forward(

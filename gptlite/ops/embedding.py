@@ -1,7 +1,7 @@
-"""Rows of a table that the output head shares: one gradient for both, where the step of a CPU would else make two.
+"""Embedding with a table shared by the output head, and one gradient for both, where a CPU step would make two.
 
-A dense gradient of the embedding is zeros but for a row a token. To write it, and to add it to the head's, moves 16
-bytes for each number of the table.
+A dense gradient of the embedding is zero except for one row per token. Writing it and adding it to the head's gradient
+would move 16 bytes per element of the table.
 """
 
 from typing import Any
@@ -15,33 +15,33 @@ from gptlite.ops.weight_copies import copy_of
 
 
 class TableGradient:
-    """Of one forward pass: what the head adds to the gradient of the table, until the embedding takes it.
+    """Holder of the head's gradient of the table in one pass, until the embedding's backward pass takes it.
 
-    Autograd gives the table its gradient from the embedding alone, whose backward pass comes after the head's.
+    Autograd gets the table's gradient only from the embedding, whose backward pass runs after the head's.
     """
 
     def __init__(self) -> None:
         self._value: Tensor | None = None
 
     def put(self, gradient: Tensor) -> None:
-        """Of the head's backward pass; `gradient` is the table's from now on, to be written to."""
+        """Store a gradient, in the head's backward pass. The holder then owns it, and it may be written to."""
         self._value = gradient
 
     def take(self) -> Tensor | None:
-        """What was put, once."""
+        """Return the stored gradient and clear it."""
         value, self._value = self._value, None
         return value
 
 
 def embedding(tokens: Tensor, table: Tensor, shared: TableGradient) -> Tensor:
-    """The rows [..., D] of the table [V, D] that tokens [...] name. The head puts its gradient of it into `shared`."""
+    """Return the rows [..., D] of table [V, D] at tokens [...]. The head puts its gradient of it into `shared`."""
     return _Embedding.apply(tokens, table, shared)
 
 
 def copied_rows(tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Those rows in a 16-bit dtype, read from the table's copy of it, see weight_copies.py; None if there is none.
+    """Return the same rows in a 16-bit dtype from the table's copy (weight_copies.py), or None without a valid copy.
 
-    As rows of the table that are then cast, in a third of the bytes. The table's gradient is summed in its own dtype.
+    The result equals a cast of the table's rows, at a third of the bytes. The gradient is summed in the table's dtype.
     """
     copy = copy_of(table)
     return None if copy is None or copy.dtype != dtype else _CopiedRows.apply(tokens, table, copy)
@@ -73,6 +73,6 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor):
         (tokens,) = ctx.saved_tensors
         gradient = ctx.shared.take()
-        if gradient is None:  # no loss was taken of this pass
+        if gradient is None:  # no loss was computed in this pass
             gradient = ctx.like.new_zeros(ctx.shape)
         return None, gradient.to(ctx.like.dtype).index_add_(0, tokens.flatten(), dy.flatten(0, -2)), None

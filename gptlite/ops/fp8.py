@@ -1,11 +1,11 @@
-"""A linear layer whose three products run in fp8 (Micikevicius et al. 2022, arXiv:2209.05433).
+"""Linear layer whose three products run in fp8 (Micikevicius et al. 2022, arXiv:2209.05433).
 
-Each tensor has one scale, by which its largest element becomes the largest of its format: e4m3 for inputs and weights,
-whose precision counts, e5m2 for gradients, whose range does. Sums are taken in fp32.
+Each tensor has one scale, which maps its largest magnitude to the largest value of its format: e4m3 for inputs and
+weights, which need precision, e5m2 for gradients, which need range. Sums are in fp32.
 
-Both operands of a product are read along the summed dimension, so that what is read in two products is written in two
-layouts, when it is quantized. The scale is of the tensor itself, not of earlier ones (delayed scaling): that would save
-a reading of it, and need state in each layer that checkpoints and layouts carry.
+Both operands of a product must be contiguous along the summed dimension. A tensor used in two products is therefore
+written in two layouts when it is quantized. The scale comes from the tensor itself, not from earlier ones (delayed
+scaling). Delayed scaling would save a read of the tensor, but needs state per layer in checkpoints and layouts.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import ScalingType
 
 INPUT, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # the hardware's: every side of a product is a multiple of this
-SMALLEST_AMAX = 1e-12  # a tensor of zeros has a scale, too
+MULTIPLE = 16  # required by the hardware for every side of a product
+SMALLEST_AMAX = 1e-12  # avoids a scale of 0 for a tensor of zeros
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] weight [out, in]ᵀ + bias [out], in x's dtype; `in` and `out` are multiples of MULTIPLE.
+    """Return x [..., in] weight [out, in]ᵀ + bias [out], in x's dtype. `in` and `out` are multiples of MULTIPLE.
 
-    The backward pass multiplies in fp8, too; what it keeps of x and weight takes a byte an element.
+    The backward pass also multiplies in fp8. Its saved copies of x and weight take one byte per element.
     """
     rows = _Fp8Product.apply(x.reshape(-1, x.shape[-1]), weight, torch.is_grad_enabled())
     out = rows.view(*x.shape[:-1], len(weight))
@@ -35,31 +35,32 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x / scale in an fp8 dtype, and that scale, 0-dim fp32."""
+    """Return x / scale in an fp8 dtype, and the scale, 0-dim fp32."""
     most = torch.finfo(dtype).max
     scale = x.abs().amax().float().clamp(min=SMALLEST_AMAX) / most
     return (x.float() / scale).clamp(-most, most).to(dtype), scale
 
 
 def both_layouts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """As `quantized`, with the transposed tensor beside, that too row by row in memory."""
+    """Return the result of `quantized` with its transpose in between, which is contiguous too."""
     quotient, scale = quantized(x, dtype)
     return quotient, quotient.t().contiguous(), scale
 
 
 def _best(quantize: Callable[..., tuple[Tensor, ...]], x: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-    """The same, compiled where x is on a GPU: eager passes move 33 bytes an element, fused ones 5; transposing 2."""
-    if not x.is_cuda or torch.compiler.is_compiling():  # then what is around it is compiled, and it too
+    """Return `quantize`, compiled on a GPU. Per element, eager passes move 33 bytes, fused ones 5; transposing adds
+    2."""
+    if not x.is_cuda or torch.compiler.is_compiling():  # already inside a compiled region
         return quantize
     return compiled(quantize) if find_spec("triton") else quantize
 
 
 @cache
 def compiled(quantize: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Compiled once for all shapes."""
+    """Return the function compiled once for all shapes."""
     from torch._inductor import config  # takes a second
 
-    exact = "eager_numerics.division_rounding"  # else Triton's quotients may be off by a unit in the last place
+    exact = "eager_numerics.division_rounding"  # else Triton's division may be off by one ulp
     options: dict[str, Any] = {exact: True} if exact in config.get_config_copy() else {}
     return torch.compile(quantize, dynamic=True, fullgraph=True, options=options)
 
@@ -83,12 +84,12 @@ class _Fp8Product(torch.autograd.Function):
 
 
 def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [N, K], row by row, times b [K, M], column by column in memory, as the hardware asks for them."""
+    """Return a [N, K], row-major, times b [K, M], column-major, the layouts that the hardware requires."""
     whole = ScalingType.TensorWise
     return F.scaled_mm(a, b, a_scale, whole, b_scale, whole, output_dtype=dtype)
 
 
 def _filled(x: Tensor) -> Tensor:
-    """Zeros beside the columns, which are summed over, up to a multiple."""
+    """Return x with zero columns appended up to a multiple. The columns are the summed dimension."""
     missing = -x.shape[1] % MULTIPLE
     return torch.cat([x, x.new_zeros(len(x), missing)], 1) if missing else x

@@ -1,4 +1,4 @@
-"""What a model is given of a micro-batch beside its tokens."""
+"""Model inputs of a micro-batch besides its tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Targets int64 [B, S], where -100 counts nothing, and what a model may use of the rest.
+    """Targets int64 [B, S], where -100 is ignored, and optional inputs.
 
-    `sample_ids` int64 [B]: the global sample numbers that dropout is drawn from; none outside training. `documents`:
-    those of whole sequences, where attention keeps to them. `upstream`: the gradient that the sum of losses will get,
-    where it is known.
+    `sample_ids` int64 [B]: global sample numbers for the dropout masks; None outside training. `documents`: document
+    boundaries of whole sequences, if attention is restricted to documents. `upstream`: the gradient with respect to the
+    sum of losses, if it is known in advance.
     """
 
     targets: Tensor

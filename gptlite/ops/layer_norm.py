@@ -1,4 +1,4 @@
-"""Layer norm over the last dimension, alone or of a residual stream that something is added to first."""
+"""Layer norm over the last dimension, alone or after an addition to the residual stream."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from gptlite.ops.dropout import DropoutKey, dropout, kernel_key
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused: bool = False, apex: bool = False
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, arXiv:1607.06450. x [..., D]; weight, bias [D].
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias, arXiv:1607.06450. x [..., D]; weight, bias [D].
 
-    `fused`: by our kernel; `apex`: by NVIDIA Apex's, which needs a bias.
+    `fused` uses our kernel; `apex` uses NVIDIA Apex's, which needs a bias.
     """
     if apex:
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine  # type: ignore[import-not-found]
@@ -38,11 +38,13 @@ def residual_norm(
     apex: bool = False,
     x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """h = residual + dropout(x + x_bias), and its layer norm: (norm, h), all [B, S, D]; x_bias [D]. `key=None` drops
-    nothing."""
+    """Return the layer norm of h = residual + dropout(x + x_bias), and h: both [B, S, D]; x_bias [D].
+
+    `key=None` turns dropout off.
+    """
     if x_bias is not None and not (fused and (key is None or not key.gap)):
         x, x_bias = x + x_bias, None
-    if fused and key is not None and key.gap:  # the kernel knows one run of positions
+    if fused and key is not None and key.gap:  # the kernel supports one run of positions
         x, p, key = dropout(x, p, key, fused), 0.0, None
     if fused:
         return _ResidualNorm.apply(x, x_bias, residual, weight, bias, eps, p, key)
@@ -80,7 +82,7 @@ class _ResidualNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         p, seed, site, sample_ids, first, _ = kernel_key(p, key)
         ctx.key, ctx.has_biases = (p, seed, first), (x_bias is not None, bias is not None)
-        ctx.set_materialize_grads(False)  # of the last sum, which nothing else reads, there is no gradient
+        ctx.set_materialize_grads(False)  # the last sum is not used elsewhere and has no gradient
         y, h, mean, rstd = torch.ops.gptlite.residual_norm(
             x, x_bias, residual, weight, bias, eps, p, seed, site, sample_ids, first
         )

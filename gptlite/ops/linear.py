@@ -1,7 +1,7 @@
-"""Linear layers. Only the gradients of the parameters are ours: on a CPU with AMX torch's take twice as long.
+"""Linear layers with our own parameter gradients: on a CPU with AMX, torch's take twice as long.
 
-By AVX512-BF16 alone the kernel wins a few percent, and the pass that turns its result into fp32. On a GPU the product
-is cuBLAS's, told to write fp32: rounding to 16 bits and widening again would be a pass over all gradients.
+With AVX512-BF16 alone, the kernel gains a few percent, and saves the pass that converts its result to fp32. On a GPU,
+cuBLAS computes the product and writes fp32: rounding to 16 bits and widening again would be a pass over all gradients.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ from gptlite.ops.weight_copies import as_dtype
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fused: bool = False) -> Tensor:
-    """x weightᵀ + bias, in x's dtype. x [..., in]; weight [out, in]; bias [out].
+    """Return x weightᵀ + bias, in x's dtype. x [..., in]; weight [out, in]; bias [out].
 
-    `fused`: parameters get their gradients in their own dtype. The CPU kernel is for bf16 alone; on a GPU there is
-    nothing to gain unless the weight is an fp32 master.
+    `fused`: parameters get their gradients in their own dtype. The CPU kernel supports only bf16; on a GPU it gains
+    nothing unless the weight is an fp32 master.
     """
     if fused and (weight.dtype != x.dtype if PRODUCTS[x.device.type].fp32 else x.dtype == torch.bfloat16):
         return _Linear.apply(x, weight, bias)
@@ -27,9 +27,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fused: bool = 
 
 
 def linear_gradients(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> tuple[Tensor, Any]:
-    """Gradients of weight and bias, rounded to x's dtype and given in theirs. dy [..., out]; x [..., in].
+    """Return the gradients of weight and bias, rounded to x's dtype and cast to theirs. dy [..., out]; x [..., in].
 
-    `bias` None: it has none. A GPU's are summed in fp32 and rounded once, to theirs.
+    `bias=None` means no bias. On a GPU, sums are in fp32 and rounded once, to the parameters' dtype.
     """
     on_gpu = PRODUCTS[x.device.type].fp32
     if fused and x.dtype == torch.bfloat16 and not on_gpu:
@@ -45,9 +45,9 @@ def linear_gradients(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype, onto: Tensor | None = None) -> Tensor:
-    """a b in `dtype`, the operands' or fp32, added to `onto`, in its place, if that is given.
+    """Return a b in `dtype` (the operands' dtype or fp32), added in place to `onto` if given.
 
-    Where a GPU's product is asked for fp32 it writes its sums as they are: one pass less than rounding and widening.
+    A GPU writes an fp32 product from its sums directly, which saves the pass of rounding and widening.
     """
     if a.dtype == dtype:
         return a @ b if onto is None else onto.addmm_(a, b)
@@ -60,12 +60,12 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype, onto: Tensor | None = None
 
 
 def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A bias that may be missing, in a dtype."""
+    """Return an optional bias in a dtype."""
     return None if tensor is None else as_dtype(tensor, dtype)
 
 
 class _Linear(torch.autograd.Function):
-    """The cast of the parameters included: the kernel writes their gradients as they want them."""
+    """Linear layer including the cast of its parameters: the kernel writes gradients in the parameters' dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

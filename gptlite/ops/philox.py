@@ -1,6 +1,6 @@
-"""The counter-based generator Philox4x32-10 (Salmon et al., SC'11): random words as a pure function of a counter.
+"""Counter-based generator Philox4x32-10 (Salmon et al., SC'11): random words as a pure function of a counter.
 
-What is drawn for a coordinate does not depend on who draws it, in what order, or on which device.
+The words for a coordinate do not depend on the rank, the order or the device that draws them.
 """
 
 from torch import Tensor
@@ -12,14 +12,11 @@ _ROUNDS = 10
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int | Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four 32-bit random words (in int64 tensors) for each counter.
-
-    The four counter words are int64 tensors below 2**32 that broadcast together.
-    """
+    """Return four 32-bit random words (in int64 tensors) for each counter."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The 64-bit product may wrap into the sign bit: the bits are right, and the masks drop the sign's copies.
+        # The 64-bit product may wrap into the sign bit. Its bits are right, and the masks drop the sign extension.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         high0, high1 = (product0 >> 32) & WORD, (product1 >> 32) & WORD
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & WORD, high0 ^ c3 ^ k1, product0 & WORD

@@ -1,4 +1,4 @@
-"""Which implementation of each op a model uses, decided once and said in the banner."""
+"""Selection of the implementation of each op, made once and reported in the banner."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,16 +11,16 @@ from gptlite.kernels.library import Loaded, Unavailable, load
 from gptlite.ops import apex
 from gptlite.ops.config import Attention, CrossEntropy, Implementation, LayerNorm, OpsConfig
 
-BF16_PRODUCTS = "avx512_bf16"  # of a CPU; one with AMX has it too
-MASKED = (Attention.sdpa, Attention.fused_softmax, Attention.matmul)  # attention that can keep to documents
+BF16_PRODUCTS = "avx512_bf16"  # CPU feature; CPUs with AMX have it too
+MASKED = (Attention.sdpa, Attention.fused_softmax, Attention.matmul)  # support document masks
 SDPA = (Attention.sdpa, Attention.cudnn, Attention.fa3)
-# The keys whose choice is between our kernel and a reference.
+# Ops with a choice between our kernel and a reference.
 PLAIN = ("layer_norm", "bias_gelu", "dropout", "adamw")
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The chosen path of each op, True for the kernel, with the reasons: `attention fused (...)`."""
+    """Selected path of each op, True for the kernel, with the reasons: `attention fused (...)`."""
 
     attention: Attention = Attention.matmul
     cross_entropy: CrossEntropy = CrossEntropy.chunked
@@ -28,39 +28,39 @@ class Ops:
     bias_gelu: bool = False
     dropout: bool = False
     linear: bool = False
-    fused_scores: bool = False  # attention that drops or masks beside SDPA writes its scores out through the kernels
-    deferred_add: bool = False  # a block's last sum and its biases are left to the layer norm kernel that follows
-    varlen: bool = False  # documents are kept apart by flash attention of spans, where nothing is dropped
+    fused_scores: bool = False  # with dropout or a mask beside SDPA, explicit scores use the kernels
+    deferred_add: bool = False  # a block's last sum and its biases are computed by the next layer norm kernel
+    varlen: bool = False  # documents are separated by variable-length flash attention, without dropout
     adamw: bool = False
-    table: bool = False  # a tied embedding takes the head's gradient instead of adding its own, dense one
-    weight_copies: bool = False  # weights have 16-bit copies that AdamW's kernel writes; else each forward pass casts
-    apex_norm: bool = False  # layer norm by Apex; `layer_norm` is then False
+    table: bool = False  # a tied embedding adds its rows to the head's gradient, without a dense one of its own
+    weight_copies: bool = False  # AdamW's kernel writes 16-bit weight copies; otherwise each forward pass casts
+    apex_norm: bool = False  # Apex's layer norm; `layer_norm` is then False
     reasons: tuple[str, ...] = ()
 
 
 def select_ops(
     config: OpsConfig, device: torch.device, log: Callable[[str], None] = print, documents: bool = False
 ) -> Ops:
-    """The ops that run on a device. Raises ConfigError where a path asked for cannot run. `documents`: attention is to
-    keep to documents, and needs a mask.
+    """Return the ops that run on a device. Raises ConfigError if a requested path cannot run.
 
-    Builds the kernels where they are wanted and not built yet, which takes half a minute and is told to `log`.
+    `documents`: attention is restricted to documents and needs a mask. Builds the kernels if they are needed and not
+    built yet, which takes half a minute and is reported to `log`.
     """
     library = load(device.type, log) if _wants_kernels(config, device) else Unavailable("nothing asks for them")
     return choose_ops(config, device, library, documents)
 
 
 def choose_ops(config: OpsConfig, device: torch.device, library: Loaded | Unavailable, documents: bool = False) -> Ops:
-    """The ops that run on a device with these kernels; the device itself need not be here. Raises ConfigError."""
+    """Return the ops for a device and these kernels. The device need not be on this machine. Raises ConfigError."""
     here = _Selection(config, device, library, documents)
     linear, apex_norm = here.linear(), here.apex_norm()
     paths = {key: here.path(key) == "fused" for key in PLAIN if key not in here.chosen}
     cross_entropy = CrossEntropy(here.path("cross_entropy", otherwise="chunked"))
     attention = here.attention()
     table = device.type == "cpu" and cross_entropy is CrossEntropy.fused
-    # A CPU asked for SDPA by name keeps the reference: it is there to compare with.
+    # On a CPU, SDPA requested by name keeps the reference, since its purpose is comparison.
     fused_scores = device.type != "cpu" and attention in SDPA and paths["dropout"]
-    # A CPU keeps the sums apart: its norms follow from the cache.
+    # On a CPU the sums stay separate, since the norms read them from the cache.
     deferred_add = device.type != "cpu" and paths.get("layer_norm", False)
     options = {"linear": linear, "fused_scores": fused_scores, "deferred_add": deferred_add, "table": table}
     options |= {"weight_copies": device.type == "cuda" and paths["adamw"], "apex_norm": apex_norm, **paths}
@@ -69,14 +69,14 @@ def choose_ops(config: OpsConfig, device: torch.device, library: Loaded | Unavai
 
 
 def _has_flash(device: torch.device, attention: Attention) -> bool:
-    """Whether a GPU has flash attention, as all since sm_80 have; one that is not here is taken to be new."""
+    """Return True if the GPU has flash attention (sm_80 or newer). A GPU on another machine is assumed to be new."""
     if device.type != "cuda" or attention is not Attention.sdpa:
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _words(chosen: dict[str, str]) -> Iterable[str]:
-    """`a, b fused (why)`: each path once, with the ops that take it."""
+    """Yield `a, b fused (why)`: each path once, with the ops that use it."""
     paths: dict[str, list[str]] = {}
     for op, path in chosen.items():
         paths.setdefault(path, []).append(op)
@@ -94,7 +94,7 @@ def _wants_kernels(config: OpsConfig, device: torch.device) -> bool:
 
 @dataclass
 class _Selection:
-    """What is asked for, of which device and kernels. `chosen`: the path of each op and why, in words."""
+    """Selection in progress: configuration, device and kernels. `chosen` maps each op to its path and the reason."""
 
     config: OpsConfig
     device: torch.device
@@ -103,7 +103,7 @@ class _Selection:
     chosen: dict[str, str] = field(default_factory=dict)
 
     def path(self, key: str, otherwise: str = "reference") -> str:
-        """Of an op: `fused`, another that was asked for, or `otherwise` where there are no kernels."""
+        """Return the path of an op: `fused`, another requested one, or `otherwise` if there are no kernels."""
         own = getattr(self.config, key).value
         choice = self.config.implementation.value if own == "auto" else own
         if choice not in ("auto", "fused"):
@@ -114,29 +114,29 @@ class _Selection:
         return self.say(key, otherwise, self.reason())
 
     def say(self, key: str, path: str, why: str) -> str:
-        """Notes an op's path, and gives it."""
+        """Record an op's path, and return it."""
         self.chosen[key] = f"{path} ({why})"
         return path
 
     def available(self, key: str, wanted: bool) -> bool:
-        """Whether a kernel can run. Raises ConfigError if not and it is `wanted`, asked for by name."""
+        """Return True if a kernel can run. Raises ConfigError if it cannot and is `wanted`, requested by name."""
         if wanted and isinstance(self.library, Unavailable):
             raise ConfigError(f"{key}: {self.library.reason}; mend that, or use {key.partition('=')[0]}=auto")
         return isinstance(self.library, Loaded)
 
     def kernels(self, asked: bool = False) -> str:
-        """The kernels that run, in words."""
+        """Return a description of the kernels that run."""
         assert isinstance(self.library, Loaded)
         words = "CUDA kernels" if self.library.cuda else f"{self.library.isa} kernels"
         return f"asked for, {words}" if asked else words
 
     def reason(self) -> str:
-        """Why none do."""
+        """Return the reason why no kernels run."""
         assert isinstance(self.library, Unavailable)
         return self.library.reason
 
     def apex_norm(self) -> bool:
-        """Whether layer norm is Apex's. Raises ConfigError."""
+        """Return True if layer norm is Apex's. Raises ConfigError."""
         if self.config.layer_norm is not LayerNorm.apex:
             return False
         if self.device.type != "cuda":
@@ -149,7 +149,7 @@ class _Selection:
         return True
 
     def linear(self) -> bool:
-        """Whether linear layers' weight gradients are ours. Raises ConfigError."""
+        """Return True if the weight gradients of linear layers use our path. Raises ConfigError."""
         own = self.config.linear
         if Implementation.reference in (own, self.config.implementation) and own is not Implementation.fused:
             path = self.say("linear", "reference", "asked for")
@@ -160,7 +160,7 @@ class _Selection:
         return path == "fused"
 
     def _linear_of_products(self, asked: bool) -> str:
-        """By products of bf16, which not all CPUs have."""
+        """Return the path that depends on bf16 products, which not all CPUs support."""
         if not self.available("ops.linear=fused", asked):
             return self.say("linear", "reference", self.reason())
         assert isinstance(self.library, Loaded)
@@ -173,11 +173,11 @@ class _Selection:
         return self.say("linear", "reference", lacks)
 
     def attention(self) -> Attention:
-        """Which attention runs. Raises ConfigError."""
+        """Return the attention to run. Raises ConfigError."""
         choice, why = self.config.attention, "asked for"
         if choice is Attention.auto:
             choice, why = self._auto_attention()
-            if self.documents and choice is Attention.fused:  # it knows no mask but the causal one
+            if self.documents and choice is Attention.fused:  # supports only the causal mask
                 choice, why = Attention.fused_softmax, f"{why}; data.packing=documents needs a mask"
         else:
             self._refuse_attention(choice)
@@ -199,7 +199,7 @@ class _Selection:
         return Attention.matmul, "batched matmuls are faster than SDPA on a CPU"
 
     def _refuse_attention(self, choice: Attention) -> None:
-        """Raises ConfigError for an attention that cannot run here."""
+        """Raise ConfigError for an attention that cannot run here."""
         key, device = f"ops.attention={choice.value}", self.device
         if choice in (Attention.fused, Attention.fused_softmax):
             self.available(key, True)

@@ -1,4 +1,4 @@
-"""Softmax of attention scores, with the causal mask or any other. A row that is all masked is zeros."""
+"""Softmax of attention scores with a causal or any other mask. A fully masked row gives zeros."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from torch.autograd.function import once_differentiable
 
 
 def causal_softmax(scores: Tensor, scale: float, fused: bool = False) -> Tensor:
-    """softmax(scale * scores) over the keys that a query sees; scores [..., Sq, Sk].
+    """Return softmax(scale * scores) over the keys visible to a query; scores [..., Sq, Sk].
 
-    The queries are the last Sq positions: query i sees keys 0 .. i + Sk - Sq. The rest is zeros.
+    The queries are the last Sq positions: query i sees keys 0 .. i + Sk - Sq. Other entries are zero.
     """
     if fused:
         return _Softmax.apply(scores, None, scale, True)
@@ -18,27 +18,27 @@ def causal_softmax(scores: Tensor, scale: float, fused: bool = False) -> Tensor:
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, fused: bool = False) -> Tensor:
-    """softmax(scale * scores + mask) over the last dim of scores [B, H, Sq, Sk].
+    """Return softmax(scale * scores + mask) over the last dim of scores [B, H, Sq, Sk].
 
-    mask broadcasts to them: bool, True hides, or of a float dtype, which is added.
+    `mask` is broadcast to the scores. A bool mask hides entries where it is True; a float mask is added.
     """
     if fused:
         return _Softmax.apply(scores, mask, scale, False)
     x = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if mask is not None:
         x = x.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else x + mask
-    # A row of -inf alone would be 0 / 0, in the gradient too.
+    # A row with only -inf would give 0 / 0, in the gradient too.
     empty = (x == -torch.inf).all(-1, keepdim=True)
     return x.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0).to(scores.dtype)
 
 
 def future(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Bool [Sq, Sk], True where the key comes after the query."""
+    """Return a bool mask [Sq, Sk], True where the key comes after the query."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
 
 
 class _Softmax(torch.autograd.Function):
-    """By the kernels. The mask gets no gradient: it is a mask."""
+    """Softmax by the kernels. The mask gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:

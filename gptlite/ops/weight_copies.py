@@ -1,7 +1,7 @@
 """16-bit copies of fp32 weights, which a forward pass uses instead of casting the weights each time.
 
-AdamW's kernel writes a copy with its weight. A copy counts as long as its weight has the version of that moment: what
-else writes the weight (initial values, a checkpoint, a test) makes the copy stale, and nothing needs to be told.
+AdamW's kernel writes a copy together with its weight. A copy is valid while its weight keeps the version recorded then.
+Any other write to the weight (initialization, a checkpoint, a test) changes the version and so makes the copy stale.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from torch.autograd.function import once_differentiable
 
 @dataclass
 class WeightCopy:
-    """`values` are what the weight was rounded to when its version was `version`."""
+    """Copy of a weight: its rounded `values` at the weight's version `version`."""
 
     values: Tensor
     version: int = -1
 
 
 def keep_copies(part: nn.Module, dtypes: Mapping[Any, torch.dtype]) -> None:
-    """Gives these of a part's parameters, which have their memory, copies of a dtype. Those that are stale are written
-    together before each forward pass of the part."""
+    """Give these allocated parameters of a module 16-bit copies, and refresh stale copies before each forward pass."""
     for parameter, dtype in dtypes.items():
         parameter.weight_copy = WeightCopy(torch.empty_like(parameter, dtype=dtype, requires_grad=False))  # type: ignore[attr-defined]
     parameters = list(dtypes)
@@ -34,7 +33,7 @@ def keep_copies(part: nn.Module, dtypes: Mapping[Any, torch.dtype]) -> None:
 
 @torch.no_grad()
 def refresh(parameters: Iterable[Tensor]) -> None:
-    """Writes the copies that are stale."""
+    """Write the copies that are stale."""
     stale = [each for each in parameters if copy_of(each) is None]
     if stale:
         copies: list[WeightCopy] = [each.weight_copy for each in stale]  # type: ignore[attr-defined]
@@ -43,20 +42,20 @@ def refresh(parameters: Iterable[Tensor]) -> None:
 
 
 def mark_written(parameters: Iterable[Tensor]) -> None:
-    """Notes that the copies are what their parameters are rounded to now."""
+    """Mark the copies as up to date with their parameters."""
     for parameter in parameters:
         copy: WeightCopy = parameter.weight_copy  # type: ignore[attr-defined]
         copy.version = parameter._version
 
 
 def copy_of(parameter: Tensor) -> Tensor | None:
-    """A parameter's copy, if it has one that is not stale."""
+    """Return a parameter's copy, or None if it has none or a stale one."""
     copy: WeightCopy | None = getattr(parameter, "weight_copy", None)
     return None if copy is None or copy.version != parameter._version else copy.values
 
 
 def as_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in a dtype: its copy, where that serves, else cast. The gradient comes back in the weight's dtype."""
+    """Return a weight in a dtype: its copy if valid, else a cast. The gradient has the weight's dtype."""
     copy = copy_of(weight)
     if copy is None or copy.dtype != dtype:
         return weight.to(dtype)

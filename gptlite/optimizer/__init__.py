@@ -1,1 +1,1 @@
-"""Optimizers, gradient clipping, learning-rate schedules, and the optimizer state a checkpoint holds."""
+"""Optimizers, gradient clipping, learning-rate schedules, and the optimizer state that a checkpoint stores."""

@@ -1,7 +1,7 @@
 """Adafactor (Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5): second moments by row and by column.
 
-torch's own puts the small number that it divides by elsewhere than the paper: it then matters to gradients of 1e-4. And
-it asks for norms one parameter and one rank after the other.
+torch's implementation applies epsilon at another point than the paper, where it affects gradients as large as 1e-4. It
+also reduces norms one parameter and one rank at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gptlite.parallelism.zero import local_tensor
 
 @dataclass
 class _Work:
-    """One parameter in a step: the number of that step, where its whole is cut, this rank's part of its gradient."""
+    """Work item of one parameter in a step: step number, cuts of the whole, and this rank's part of the gradient."""
 
     parameter: nn.Parameter
     group: dict[str, Any]
@@ -35,42 +35,42 @@ class _Work:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether its second moments are factored."""
+        """True if its second moments are factored."""
         return self.parameter.ndim > 1
 
     @property
     def keep(self) -> float:
-        """beta2 of this step: 1 - t^-decay, which needs no correction of a bias."""
+        """beta2 of this step: 1 - t^-decay, which needs no bias correction."""
         return 1.0 - self.step ** -self.group["decay"]
 
     def along(self, dim: int) -> list[Cut]:
-        """The cuts of a dim."""
+        """Return the cuts of a dim."""
         return [cut for cut in self.cuts if cut.dim == dim]
 
 
 def build(config: AdafactorConfig, context: BuildContext) -> Adafactor:
-    """The optimizer of a configuration."""
+    """Return the optimizer of a configuration."""
     defaults = {"lr": config.lr, "decay": config.decay, "clip_threshold": config.clip_threshold, "weight_decay": 0.0}
     return Adafactor(context.groups, defaults | {"eps": (config.eps1, config.eps2)})
 
 
 class Adafactor(OwnOptimizer):
-    """A step of lr max(eps2, RMS(x)) in the RMS of a parameter, or less: `lr` is the paper's relative step size.
+    """Steps whose RMS is at most lr max(eps2, RMS(x)): `lr` is the paper's relative step size.
 
-    Of a matrix it keeps the mean square of each row's and each column's gradients (`row_var`, `col_var`), of a vector
-    that of each element. Where ranks hold pieces, these means, and the RMS of weights and updates, are summed over
-    ranks: of all parameters together, three times a step. No memory is taken beside these but a moment's for one
-    parameter: a step writes the updates over the gradients.
+    The state of a matrix is the mean square gradient of each row and each column (`row_var`, `col_var`), that of a
+    vector the mean square of each element. If parameters are sharded, these means and the RMS of weights and updates
+    are reduced over ranks, for all parameters together, three times per step. The only other memory is a temporary of
+    one parameter's size: the updates overwrite the gradients.
     """
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Vectors are cut as the dim is that they are of, and the same on all ranks along the other."""
+        """Return the state. A factor is sharded like its dim of the matrix, and replicated along the other one."""
         if parameter.ndim < 2:
             return {"step": step_count(), "variance": torch.zeros_like(parameter)}
         return {"step": step_count(), "row_var": _zeros_along(parameter, 0), "col_var": _zeros_along(parameter, 1)}
 
     def update(self) -> None:
-        """Takes a step."""
+        """Take a step."""
         found = [(group, parameter) for group in self.param_groups for parameter in self.ready(group)]
         if not found:
             return
@@ -86,7 +86,7 @@ class Adafactor(OwnOptimizer):
 
 
 def _zeros_along(parameter: Tensor, dim: int) -> Tensor:
-    """One zero for each index of a dim, cut as that is."""
+    """Return a zero for each index of a dim, sharded like that dim."""
     local = torch.zeros(local_box(parameter)[0][dim], dtype=parameter.dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return local
@@ -96,14 +96,14 @@ def _zeros_along(parameter: Tensor, dim: int) -> Tensor:
 
 
 def _of_vector(placement: Placement, dim: int) -> Placement:
-    """How a vector along a dim of a matrix lies where the matrix is placed so."""
+    """Return the placement of a vector along a dim of a matrix with this placement."""
     if getattr(placement, "dim", None) != dim:
         return Replicate()
-    return placement if dim == 0 else Shard(0)  # of matrices, FSDP2 and so the odd placements cut rows alone
+    return placement if dim == 0 else Shard(0)  # FSDP2, and so a strided placement, shards only rows of matrices
 
 
 def _average(works: Sequence[_Work]) -> None:
-    """Takes the squared gradients into the running means. Vectors are then divided by the roots of theirs."""
+    """Update the running means with the squared gradients. Vectors are then divided by the root of their mean."""
     matrices = [work for work in works if work.is_matrix]
     rows, columns = [], []
     for work in works:
@@ -121,17 +121,17 @@ def _average(works: Sequence[_Work]) -> None:
 
 
 def _divide(matrices: Sequence[_Work]) -> None:
-    """Divides each gradient by the root of R C / mean(R)."""
+    """Divide each gradient by the root of R C / mean(R)."""
     sums = [local_tensor(work.state["row_var"]).sum(dtype=torch.float64) for work in matrices]
     for work, total in zip(matrices, sum_over_cuts(sums, [work.along(0) for work in matrices]), strict=True):
         rows, columns = (local_tensor(work.state[key]) for key in ("row_var", "col_var"))
         mean = (total / work.parameter.shape[0]).to(rows.dtype)
-        # Two roots, not one of the product: that of two small squares is less than fp32 has.
+        # Two roots instead of one root of the product, since the product of two small squares underflows fp32.
         work.gradient.mul_((rows / mean).rsqrt_()[:, None]).mul_(columns.rsqrt()[None, :])
 
 
 def _apply(works: Sequence[_Work]) -> None:
-    """Clips each update by its RMS and takes it, times the RMS of the parameter. Nothing waits for the device."""
+    """Clip each update by its RMS and apply it, times the RMS of the parameter. Does not wait for the device."""
     weights, updates = local_parameters(work.parameter for work in works), [work.gradient for work in works]
     table = torch.stack([square_norms(weights), square_norms(updates)], 1)
     for work, weight, squares in zip(

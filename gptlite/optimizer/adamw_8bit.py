@@ -1,8 +1,8 @@
-"""AdamW with moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861), by torchao's tensors and its update.
+"""AdamW with 8-bit moments (Dettmers et al. 2022, arXiv:2110.02861), computed by torchao's tensors and update.
 
-A moment is cut into blocks of 256 elements of what a rank holds; each element is a code, one of 256 numbers in [-1, 1]
-that are closest together near 0, times the largest size in its block. Tensors that torchao would leave alone, below
-4,096 elements or of no whole number of blocks, have fp32 moments.
+A rank's part of a moment is cut into blocks of 256 elements. Each element is a code for one of 256 numbers in [-1, 1],
+which are densest near 0, times the largest magnitude in its block. As in torchao, tensors with fewer than 4,096
+elements or with an incomplete block have fp32 moments.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from gptlite.parallelism.boxes import cut_like
 from gptlite.parallelism.zero import local_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PIECE = 2**20  # elements stepped at a time where nothing is compiled: bounds the memory of a step
+PIECE = 2**20  # elements stepped at a time in eager mode: bounds the memory of a step
 
 
 def build(config: AdamW8bitConfig, context: BuildContext) -> AdamW8bit:
-    """The optimizer of a configuration."""
+    """Return the optimizer of a configuration."""
     return AdamW8bit(context.groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
 class AdamW8bit(OwnOptimizer):
-    """Other ranks are not asked. State is kept in the form of the local tensors; checkpoints have it in fp32."""
+    """AdamW on local tensors, without communication. State is quantized; checkpoints store it in fp32."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._maps: dict[tuple[bool, torch.device], Tensor] = {}
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """A count, and two moments of what this rank holds."""
+        """Return a step count and two moments of this rank's part."""
         local = local_tensor(parameter)
         moments = {key: self._zeros(local, signed=key == "exp_avg") for key in MOMENTS}
         return {"step": step_count(), **moments}
 
     def stored(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state in fp32, cut as the parameter is: copies."""
+        """Return copies of the state in fp32, sharded like the parameter."""
         state = self.state_of(parameter)
         return {"step": state["step"]} | {key: cut_like(parameter, _wide(state[key])) for key in MOMENTS}
 
     def take(self, parameter: Tensor, stored: dict[str, Tensor]) -> None:
-        """Brings what was written into `stored` back into 8 bits; what came from there is the same to the bit."""
+        """Quantize the values in `stored` again. Unchanged values from `stored` give the same bits."""
         state = self.state_of(parameter)
         for key in MOMENTS:
             state[key].copy_(local_tensor(stored[key]))
 
     def update(self) -> None:
-        """Takes a step."""
+        """Take a step."""
         for group in self.param_groups:
             parameters = self.ready(group)
             self.counted(parameters)
@@ -81,10 +81,10 @@ class AdamW8bit(OwnOptimizer):
         return _torchao().state(codes, scale, self._map(signed, local.device), signed, dtype=torch.float32)
 
     def _map(self, signed: bool, device: torch.device) -> Tensor:
-        """The numbers that codes stand for, [256]; one tensor for all moments of a kind.
+        """Return the values of the codes [256]. All moments of a kind share one tensor.
 
-        torchao's signed ones end at 1 and -0.993. Here it is -1, so that the largest of a block is stored as it is
-        whatever its sign, and what was read from 8 bits goes back to the same codes and scale.
+        torchao's signed values range from -0.993 to 1. Here the lowest is -1, so that the largest magnitude of a block
+        is exact for both signs, and dequantized values quantize to the same codes and scale.
         """
         if (signed, device) not in self._maps:
             numbers = list(_torchao().codes(signed))
@@ -95,12 +95,12 @@ class AdamW8bit(OwnOptimizer):
 
 
 def _wide(moment: Tensor) -> Tensor:
-    """A moment's elements in fp32: a copy."""
+    """Return a copy of a moment in fp32."""
     return moment.clone() if type(moment) is Tensor else moment.dequantize()
 
 
 def _piece(tensor: Tensor, start: int) -> Tensor:
-    """PIECE elements from one on, in the tensor's own memory."""
+    """Return a view of PIECE elements from `start` on."""
     if type(tensor) is Tensor:
         return tensor.view(-1)[start : start + PIECE]
     its: Any = tensor
@@ -109,11 +109,11 @@ def _piece(tensor: Tensor, start: int) -> Tensor:
 
 
 class _Parts:
-    """What is used of torchao: its 8-bit tensor, the numbers of its codes, and its update of one parameter."""
+    """Imported parts of torchao: its 8-bit tensor, the values of its codes, and its update of one parameter."""
 
     def __init__(self) -> None:
         before = logging.root.manager.disable
-        logging.disable(max(before, logging.WARNING))  # of libraries for GPUs that are not here
+        logging.disable(max(before, logging.WARNING))  # torchao warns about missing GPU libraries
         try:
             from torchao.optim.adam import single_param_adam
             from torchao.optim.quant_utils import create_dynamic_map

@@ -1,4 +1,4 @@
-"""NVIDIA Apex's FusedAdam and FusedLAMB, given this rank's part of each parameter."""
+"""NVIDIA Apex's FusedAdam and FusedLAMB, applied to this rank's part of each parameter."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from gptlite.optimizer.config import ApexAdamConfig, ApexLambConfig
 
 
 def build(config: ApexAdamConfig | ApexLambConfig, context: BuildContext) -> ApexOptimizer:
-    """The optimizer of a configuration."""
-    optimizers = import_module("apex.optimizers")  # `check_optimizer` has found it
+    """Return the optimizer of a configuration."""
+    optimizers = import_module("apex.optimizers")  # `check_optimizer` has verified the installation
     options: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps}
     if isinstance(config, ApexAdamConfig):
         return ApexOptimizer(context.groups, optimizers.FusedAdam, config.lr, options | {"adam_w_mode": True})
-    # LAMB clips by itself, by a norm of this rank's gradients, unless its limit cannot be reached.
+    # FusedLAMB clips by the norm of this rank's gradients. An infinite limit turns that off.
     return ApexOptimizer(context.groups, optimizers.FusedLAMB, config.lr, options | {"max_grad_norm": math.inf})
 
 
 class ApexOptimizer(OwnOptimizer):
-    """`kind` is Apex's class, which gets `options`. State, and so checkpoints, are as AdamW's and LAMB's here.
+    """Wrapper of the Apex class `kind`, created with `options`. State and checkpoints are those of AdamW and LAMB here.
 
-    Apex knows no DTensors, and counts steps by group. It is handed local tensors for the time of a step, since FSDP2
-    may move what it pads.
+    Apex does not support DTensors, and counts steps per group. It gets local tensors for each step only, because FSDP2
+    may move the padded storage.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class ApexOptimizer(OwnOptimizer):
         return adam_state(parameter)
 
     def update(self) -> None:
-        """Takes a step."""
+        """Take a step."""
         for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
             parameters = self.ready(mine)
             local = local_parameters(parameters)
             its["params"], its["lr"] = local, mine["lr"]
-            its["step"] = max(self.counted(parameters), default=1) - 1  # the steps before
+            its["step"] = max(self.counted(parameters), default=1) - 1  # steps already taken
             states = zip(*(self.local_states(parameters, key) for key in ("exp_avg", "exp_avg_sq")), strict=True)
             for tensor, gradient, (first, second) in zip(local, local_gradients(parameters), states, strict=True):
                 tensor.grad = gradient

@@ -1,4 +1,4 @@
-"""What the optimizers written here have in common."""
+"""Base classes and helpers of the optimizers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from gptlite.parallelism.zero import local_tensor
 
-Closure = Callable[[], float]  # what torch lets a step compute the loss by
+Closure = Callable[[], float]  # torch's optional argument of `step`, which recomputes the loss
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a rule builds its optimizer from, beside the configuration. kernels: options of torch's optimizers that
-    choose the fastest. See `build_optimizer` for `fused_adam` and `stacked`."""
+    """Arguments that a rule builds its optimizer from, besides the configuration. `kernels` are the options that choose
+    torch's fastest optimizer kernels. See `build_optimizer` for `fused_adam` and `stacked`."""
 
     groups: list[dict[str, Any]]
     fused_adam: bool
@@ -28,75 +28,75 @@ class BuildContext:
 
 
 class OwnOptimizer(Optimizer):
-    """An optimizer over plain tensors and DTensors: it works on local tensors, and asks other ranks for what they have.
+    """Base class of optimizers over plain tensors and DTensors: local computation, and communication as needed.
 
-    A step is collective over the ranks of the parameters' meshes. Of 16-bit gradients and parameters all is computed in
-    their dtype.
+    A step is collective over the ranks of the parameters' meshes. For 16-bit gradients and parameters, all computation
+    is in their dtype.
     """
 
     param_groups: list[dict[str, Any]]
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """One parameter's state before its first step; moments are cut as the parameter is."""
+        """Return one parameter's state before its first step. Moments are sharded like the parameter."""
         raise NotImplementedError
 
     def update(self) -> None:
-        """Takes a step."""
+        """Take a step."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> None:  # type: ignore[override]
-        """Raises ValueError for a closure."""
+        """Take a step. Raises ValueError for a closure."""
         refuse(closure)
         self.update()
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """One parameter's state, made where it is missing."""
+        """Return one parameter's state. Creates it if missing."""
         state = self.state[parameter]
         if not state:
             state.update(self.new_state(parameter))
         return state
 
     def stored(self, parameter: Tensor) -> dict[str, Tensor]:
-        """One parameter's state as a checkpoint has it: live, unless `take` says how to take back a copy."""
+        """Return one parameter's state in checkpoint form: live tensors, or copies if a subclass overrides `take`."""
         return self.state_of(parameter)
 
     def take(self, parameter: Tensor, stored: dict[str, Tensor]) -> None:
-        """To be called after writing into what `stored` gave."""
+        """Copy tensors from `stored` back into the state. Call this after writing into them."""
 
     def ready(self, group: dict[str, Any]) -> list[nn.Parameter]:
-        """The group's parameters that have a gradient."""
+        """Return the group's parameters that have a gradient."""
         return [parameter for parameter in group["params"] if parameter.grad is not None]
 
     def counted(self, parameters: Iterable[Tensor]) -> list[int]:
-        """Counts a step of each parameter, and gives the number of it, from 1. The counts are on the host."""
+        """Increment each parameter's step count, kept on the host, and return the counts. The first step is 1."""
         steps = [self.state_of(parameter)["step"] for parameter in parameters]
         for step in steps:
             step += 1
         return [int(step) for step in steps]
 
     def local_states(self, parameters: Iterable[Tensor], key: str) -> list[Tensor]:
-        """This rank's part of one state of each parameter."""
+        """Return this rank's part of one state tensor of each parameter."""
         return [local_tensor(self.state_of(parameter)[key]) for parameter in parameters]
 
 
 class PiecewiseStep:
-    """What replaces an optimizer's step by steps of pieces, and needs to know on the host whether there is one."""
+    """Mixin that replaces an optimizer's step by steps of pieces. The host must know whether a step is taken."""
 
     @classmethod
     def put_on(cls, optimizer: Optimizer) -> None:
-        """Makes this the optimizer's step."""
+        """Replace the optimizer's step by this class's, by changing the optimizer's class."""
         kind = type(optimizer)
         optimizer.__class__ = type(cls.__name__.removesuffix("Step") + kind.__name__, (cls, kind), {})
 
     def take(self, options: dict[str, Any]) -> None:
-        """Takes the step, each piece's with these options of the optimizer's own step."""
+        """Take the step. `options` are passed to the optimizer's own step of each piece."""
         raise NotImplementedError
 
     def step(
         self, closure: Closure | None = None, *, scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
-        """As FusedStep.step."""
+        """Take the step, as FusedStep.step does."""
         refuse(closure)
         if found_inf is not None and found_inf.item() != 0:
             return
@@ -107,7 +107,7 @@ class PiecewiseStep:
 
 
 class PieceRule:
-    """An optimizer's rule without its hooks, for tensors that are given for each step."""
+    """Update rule of an optimizer, without its hooks, applied to tensors that are passed to each step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = object.__new__(type(optimizer))
@@ -115,7 +115,7 @@ class PieceRule:
         self._hold([], {})
 
     def step(self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]], options: dict[str, Any]) -> None:
-        """Steps the groups' tensors, whose `names` it does not need, and forgets them."""
+        """Step the tensors of the groups, then drop the references to them. The groups' `names` are not used."""
         self._hold([{key: value for key, value in group.items() if key != "names"} for group in groups], state)
         self._optimizer.step(**options)
         self._hold([], {})
@@ -125,28 +125,28 @@ class PieceRule:
 
 
 def refuse(closure: object) -> None:
-    """Raises ValueError for the closure that torch lets a step have: gradients are computed before."""
+    """Raise ValueError for a closure, which torch's interface allows: gradients are computed before the step."""
     if closure is not None:
         raise ValueError("step takes no closure")
 
 
 def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's parts, about to be written: a graph that kept one of them is told."""
+    """Return this rank's parts for writing. Bumps their versions, so that autograd detects stale saved tensors."""
     parameters = list(parameters)
     torch.autograd.graph.increment_version(parameters)
     return [local_tensor(parameter).detach() for parameter in parameters]
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's part of each gradient."""
+    """Return this rank's part of each gradient."""
     return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def adam_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Adam's state before the first step, in the parameter's dtype and cut as it is."""
+    """Return Adam's state before the first step, in the parameter's dtype and sharded like the parameter."""
     return {"step": step_count(), **{key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}}
 
 
 def step_count() -> Tensor:
-    """A count of no steps yet."""
+    """Return a step count of 0, a 0-dim fp32 tensor on the host."""
     return torch.zeros((), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""From a configuration and named parameters to a torch optimizer."""
+"""Construction of a torch optimizer from a configuration and named parameters."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from gptlite.optimizer.base import BuildContext
 from gptlite.optimizer.config import OptimizerConfig
 
-# Where torch has one kernel for the whole update (a single pass over each parameter, its gradient and state).
+# Devices on which torch computes the whole update in one pass over each parameter, its gradient and state.
 FUSED_DEVICES = ("cpu", "cuda")
 
 
@@ -23,15 +23,16 @@ def build_optimizer(
     edges: Sequence[str] = (),
     stacked: Mapping[str, tuple[int, int]] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of `config` over named parameters (`model.named_parameters()`); frozen ones are left out.
+    """Return the optimizer of `config` over named parameters (`model.named_parameters()`), without frozen ones.
 
-    Matrices, embeddings among them, decay by `config.weight_decay`, and vectors (biases and norms) do not. Each group
-    carries `names`, in the order of its `params`, and holds tensors of one mesh: a kernel over many takes no mixture.
+    Matrices, including embeddings, decay by `config.weight_decay`; vectors (biases and norms) do not decay. Each group
+    carries `names`, in the order of its `params`. The tensors of a group are on one mesh, since multi-tensor kernels do
+    not accept a mix of meshes.
 
-    The module `config.rule` builds it. A rule that tells parameters apart has `group_keys(edges, name, parameter)`, by
-    which groups are split further. `fused_adam`: by our kernel, which must be loaded, where it is Adam or AdamW. Muon
-    leaves matrices whose names end in one of `edges` to AdamW, as they are no linear map between hidden activations,
-    and takes those apart whose names end in a key of `stacked`: so many groups of so many matrices in one. Raises
+    The module `config.rule` builds the optimizer. If the rule has `group_keys(edges, name, parameter)`, groups are
+    split further by the returned values. `fused_adam` selects our kernel for Adam and AdamW; it must be loaded. Muon
+    leaves matrices whose names end in one of `edges` to AdamW, since they are not linear maps between hidden
+    activations. It splits parameters whose names end in a key of `stacked` into (groups, matrices per group). Raises
     ValueError if nothing is trainable.
     """
     rule = import_module(config.rule)
@@ -47,9 +48,10 @@ def _parameter_groups(
     weight_decay: float,
     more: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Split by number of dims: decaying a gain or a bias towards 0 regularises nothing, it shifts activations.
+    """Return parameter groups, split by number of dims, by mesh and by the values that `more` returns.
 
-    And by what `more` says of a parameter, which the group then says.
+    Vectors do not decay: decaying a gain or a bias towards 0 does not regularize, it shifts activations. The values of
+    `more` become entries of the group.
     """
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     groups: dict[Any, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""What is known to be wrong with an optimizer or a schedule before anything starts. No torch here."""
+"""Checks of optimizer and schedule settings before a run starts. This module does not import torch."""
 
 from gptlite.errors import ConfigError
 from gptlite.ops import apex
@@ -17,12 +17,12 @@ from gptlite.optimizer.config import (
 )
 from gptlite.optimizer.schedule import resolve_warmup_steps
 
-# What to use in place of Apex's.
+# Alternatives to Apex's optimizers.
 INSTEAD = {"optimizer=apex_adam": "optimizer=adamw", "optimizer=apex_lamb": "optimizer=lamb"}
 
 
 def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_steps: int) -> None:
-    """Raise ConfigError, naming the key and the fix, for values that could not train for `max_steps`."""
+    """Raise ConfigError, with the key and the fix, for values that cannot train for `max_steps`."""
     optimizer.check()
     key = _apex_key(optimizer)
     if key and (reason := apex.why_not(apex.OPTIMIZERS)):
@@ -34,13 +34,13 @@ def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_st
 
 
 def check_device(optimizer: OptimizerConfig, device: str) -> None:
-    """Raise ConfigError for an optimizer that does not run on a kind of device."""
+    """Raise ConfigError for an optimizer that does not run on this type of device."""
     if device != "cuda" and (key := _apex_key(optimizer)):
         raise ConfigError(f"{key} needs a GPU, and this runs on {device}; use {INSTEAD[key]}")
 
 
 def check_placement(optimizer: OptimizerConfig, zero: int, tensor: int, offload: str) -> None:
-    """Raise ConfigError for an optimizer that must have whole parameters, or have them on a GPU."""
+    """Raise ConfigError for an optimizer that needs whole parameters, or needs them on a GPU."""
     if offload != "none" and (key := _apex_key(optimizer)):
         raise ConfigError(
             f"{key} steps on a GPU, and parallelism.offload={offload} has the state elsewhere; use {INSTEAD[key]}"
@@ -70,7 +70,7 @@ def _check_shape(config: ScheduleConfig) -> None:
 
 
 def _check_length(config: ScheduleConfig, max_steps: int) -> None:
-    """The warmup must leave steps at the peak, and no step may have a rate of 0 because the decay ended early."""
+    """Raise ConfigError unless the warmup leaves steps at the peak and the decay does not end early at a rate of 0."""
     warmup = resolve_warmup_steps(config, max_steps)
     fix = f"never reaches the peak rate: trainer.max_steps={max_steps}; set schedule.warmup_steps={max_steps // 10}"
     require(warmup == 0 or warmup < max_steps, "schedule.warmup_steps", warmup, fix)

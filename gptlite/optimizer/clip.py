@@ -1,4 +1,4 @@
-"""The norm of all gradients together, over all ranks, and clipping by it. Nothing here waits for the device."""
+"""Global gradient norm over all ranks, and clipping by it. Nothing here synchronizes with the device."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,16 +7,16 @@ from torch import Tensor, nn
 
 from gptlite.optimizer.base import local_gradients
 
-# One CPU kernel call adds up its squares in fp32, and the rounding grows with their number: a norm of 40M elements
-# came out 3e-3 wrong, in pieces of this size 2e-7, at about the same speed. CUDA's kernel cuts such pieces itself.
+# One CPU kernel call sums squares in fp32, and the rounding error grows with their number: the norm of 40M elements
+# was off by 3e-3, in pieces of this size by 2e-7, at about the same speed. CUDA's kernel splits its input itself.
 CPU_PIECE = 2**16
 
 
 @torch.no_grad()
 def local_grad_norm(parameters: Iterable[nn.Parameter], fused: bool = False) -> Tensor:
-    """The L2 norm of this rank's part of the gradients as if they were one vector: 0-dim, fp32; 0 without gradients.
+    """Return the L2 norm of this rank's part of the gradients, taken as one vector: 0-dim, fp32; 0 without gradients.
 
-    `fused`: by our kernel, in one call.
+    `fused` uses our kernel, in one call.
     """
     gradients = local_gradients(parameters)
     if not gradients:
@@ -24,13 +24,13 @@ def local_grad_norm(parameters: Iterable[nn.Parameter], fused: bool = False) -> 
     if fused:
         return torch.ops.gptlite.norm(gradients)
     pieces = [piece for gradient in gradients for piece in _pieces(gradient)]
-    # 16-bit gradients are summed in fp32 too: fp16 ends at 65504, and bf16 has 8 bits.
+    # 16-bit gradients are summed in fp32 too: fp16 overflows above 65504, and bf16 has only 8 bits of precision.
     norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def square_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The squared L2 norm of each tensor [len(tensors)], fp64; there must be one."""
+    """Return the squared L2 norm of each tensor [len(tensors)], fp64. `tensors` must not be empty."""
     pieces = [_pieces(tensor) for tensor in tensors]
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     norms = torch._foreach_norm([piece for each in pieces for piece in each], 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
@@ -42,11 +42,11 @@ def square_norms(tensors: Sequence[Tensor]) -> Tensor:
 def clip_gradients(
     parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor, loss_scale: float | Tensor = 1.0
 ) -> None:
-    """Scales all gradients in place as `norm`, theirs together, comes down to `max_norm`; 0 leaves them.
+    """Scale all gradients in place so that their global `norm` is at most `max_norm`. 0 turns clipping off.
 
-    Gradients of a loss that was multiplied by `loss_scale` are divided by that.
+    Gradients of a loss that was multiplied by `loss_scale` are also divided by it.
 
-    If the norm is inf or NaN the scaled gradients are worthless: look at it before stepping.
+    If the norm is inf or NaN, the scaled gradients are invalid: check it before stepping.
     """
     factor = clip_factor(max_norm, norm, loss_scale)
     if factor is not None and (gradients := local_gradients(parameters)):
@@ -54,9 +54,9 @@ def clip_gradients(
 
 
 def clip_factor(max_norm: float, norm: Tensor, loss_scale: float | Tensor = 1.0) -> Tensor | None:
-    """What gradients of that norm are multiplied by, at most 1; None for 1.
+    """Return the factor for gradients with this norm, at most 1 before unscaling. None means 1.
 
-    Those of a scaled loss, and so their norm, are `loss_scale` times too large: the factor makes up for that as well.
+    The gradients of a scaled loss, and their norm, are `loss_scale` times too large. The factor corrects for that.
     """
     if not isinstance(loss_scale, Tensor) and loss_scale == 1.0:
         return torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm > 0 else None
@@ -66,7 +66,7 @@ def clip_factor(max_norm: float, norm: Tensor, loss_scale: float | Tensor = 1.0)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Both of the above on one device. Returns the norm before clipping."""
+    """Compute the norm and clip the gradients, on one device. Returns the norm before clipping."""
     parameters = list(parameters)
     norm = local_grad_norm(parameters)
     clip_gradients(parameters, max_norm, norm)
@@ -74,7 +74,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def _pieces(gradient: Tensor) -> Sequence[Tensor]:
-    """Views of at most CPU_PIECE elements on a CPU, elsewhere the gradient itself."""
+    """Return views of at most CPU_PIECE elements on a CPU, and the gradient itself on other devices."""
     if gradient.device.type != "cpu" or gradient.numel() <= CPU_PIECE:
         return (gradient,)
     return gradient.flatten().split(CPU_PIECE)

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules. One dataclass each; an optimizer's has all that others ask of it."""
+"""Configuration of optimizers and learning-rate schedules. An optimizer's class also describes its state."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,18 +10,18 @@ from gptlite.errors import ConfigError
 
 FP32 = 4  # bytes
 BLOCK_8BIT = 256  # elements that share a scale
-LEAST_8BIT = 4096  # with fewer elements a tensor's moments are fp32
-CODES_8BIT = 256  # numbers that 8 bits stand for, in a table for each of the two moments
+LEAST_8BIT = 4096  # moments of smaller tensors are fp32
+CODES_8BIT = 256  # entries in the lookup table of 8-bit codes; each of the two moments has its own table
 
 
 def require(legal: bool, key: str, value: object, fix: str) -> None:
-    """Raises ConfigError with the key, its value and the fix, unless the value is legal."""
+    """Raise ConfigError with the key, its value and the fix, unless the value is legal."""
     if not legal:
         raise ConfigError(f"{key}={'null' if value is None else value} {fix}")
 
 
 class Range(NamedTuple):
-    """Which values of a setting are legal, and what is said of the others."""
+    """Legal values of a setting, and the text of the error for other values."""
 
     legal: Callable[[float], bool]
     fix: str
@@ -45,7 +45,7 @@ BETAS_AND_EPS = {**BETAS, "eps": Range(_positive, "must be above 0, e.g. 1e-8")}
 
 
 class Shard(NamedTuple):
-    """Elements that a rank holds of a parameter, in rows of `width`, `count` times. `in_block`: of a repeated block."""
+    """Part of a parameter on one rank: `elements` in rows of `width`, `count` times. `in_block`: part of a block."""
 
     elements: int
     width: int
@@ -55,20 +55,20 @@ class Shard(NamedTuple):
 
 @dataclass
 class OptimizerConfig:
-    """What every optimizer has. Weight decay skips biases and norms; `clip_norm: 0` turns clipping off.
+    """Fields common to all optimizers. Biases and norms have no weight decay; `clip_norm: 0` turns clipping off.
 
-    rule: the module whose `build(config, context)` makes the optimizer (`build.py`). moments: fp32 numbers of state for
-    each element of a parameter, of those that are always there. counts: whether each parameter has a count of steps.
-    elementwise: each element is updated by its own gradient and state alone, so that any piece of a parameter can be
-    stepped. update_bytes: what clipping and the update read and write for each element, for the planner. ranges: of
-    settings.
+    rule: the module whose `build(config, context)` creates the optimizer (`build.py`). moments: the number of fp32
+    state values per parameter element that every configuration of the optimizer keeps. counts: True if each parameter
+    has a step count. elementwise: True if each element is updated from its own gradient and state alone, so that any
+    piece of a parameter can be stepped. update_bytes: bytes per element that clipping and the update read and write,
+    for the planner. ranges: legal values of the settings.
     """
 
     rule: ClassVar[str] = "gptlite.optimizer.torch_rules"
     moments: ClassVar[int] = 2
     counts: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False
-    update_bytes: ClassVar[int] = 40  # Adam's, in one kernel
+    update_bytes: ClassVar[int] = 40  # Adam in one kernel
     ranges: ClassVar[dict[str, Range]] = {
         "lr": Range(_positive, "must be above 0 and finite, e.g. optimizer.lr=6e-4"),
         "weight_decay": Range(_not_negative, "must be 0 or more"),
@@ -80,23 +80,23 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def check(self) -> None:
-        """Raises ConfigError for values out of range."""
+        """Raise ConfigError for values out of range."""
         for name, (legal, fix) in self.ranges.items():
             require(legal(getattr(self, name)), f"optimizer.{name}", getattr(self, name), fix)
 
     def state_elements(self) -> int:
-        """fp32 numbers of state for each element of a parameter."""
+        """Return the number of fp32 state values per parameter element."""
         return self.moments
 
     def state_bytes(self, shards: Sequence[Shard]) -> int:
-        """Bytes of a rank's state."""
+        """Return the size in bytes of a rank's state."""
         elements = sum(each.elements * each.count for each in shards)
         return FP32 * (self.state_elements() * elements + self.counts * sum(each.count for each in shards))
 
 
 @dataclass
 class _TwoMoments(OptimizerConfig):
-    """Running means of the gradient and of its square."""
+    """Optimizers with running means of the gradient and of its square."""
 
     ranges: ClassVar[dict[str, Range]] = {**OptimizerConfig.ranges, **BETAS_AND_EPS}
 
@@ -136,19 +136,19 @@ class SGDConfig(OptimizerConfig):
     nesterov: bool = False
 
     def check(self) -> None:
-        """Raises ConfigError for values out of range."""
+        """Raise ConfigError for values out of range."""
         super().check()
         fix = "needs a momentum; set optimizer.momentum=0.9 or optimizer.nesterov=false"
         require(self.momentum > 0 or not self.nesterov, "optimizer.nesterov", self.nesterov, fix)
 
     def state_elements(self) -> int:
-        """A momentum, if there is one."""
+        """Return 1 for the momentum buffer, or 0 without momentum."""
         return 1 if self.momentum else 0
 
 
 @dataclass
 class LambConfig(_TwoMoments):
-    """Adam's update as long as the matrix it is for, times the rate (You et al. 2019, arXiv:1904.00962)."""
+    """LAMB: Adam's update, rescaled to the norm of its weight matrix (You et al. 2019, arXiv:1904.00962)."""
 
     rule: ClassVar[str] = "gptlite.optimizer.lamb"
     update_bytes: ClassVar[int] = 128
@@ -160,7 +160,7 @@ class LambConfig(_TwoMoments):
 
 @dataclass
 class ApexAdamConfig(AdamWConfig):
-    """AdamW by NVIDIA Apex's FusedAdam."""
+    """AdamW, computed by NVIDIA Apex's FusedAdam."""
 
     rule: ClassVar[str] = "gptlite.optimizer.apex"
     elementwise: ClassVar[bool] = False
@@ -168,7 +168,7 @@ class ApexAdamConfig(AdamWConfig):
 
 @dataclass
 class ApexLambConfig(LambConfig):
-    """LAMB by NVIDIA Apex's FusedLAMB, whose norms are of what a rank holds."""
+    """LAMB, computed by NVIDIA Apex's FusedLAMB. Its norms cover only a rank's part of each parameter."""
 
     rule: ClassVar[str] = "gptlite.optimizer.apex"
     update_bytes: ClassVar[int] = 40
@@ -176,7 +176,7 @@ class ApexLambConfig(LambConfig):
 
 @dataclass
 class LionConfig(OptimizerConfig):
-    """The sign of a momentum (Chen et al. 2023, arXiv:2302.06675)."""
+    """Lion: an update by the sign of a momentum (Chen et al. 2023, arXiv:2302.06675)."""
 
     rule: ClassVar[str] = "gptlite.optimizer.lion"
     moments: ClassVar[int] = 1
@@ -192,38 +192,38 @@ class LionConfig(OptimizerConfig):
 
 
 def in_8_bits(elements: int) -> bool:
-    """Whether the moments of a local tensor of so many elements are in 8 bits: torchao's rule."""
+    """Return True if a local tensor with this many elements has 8-bit moments. This is torchao's rule."""
     return elements >= LEAST_8BIT and elements % BLOCK_8BIT == 0
 
 
 def state_in_8_bits(elements: int) -> int:
-    """Two moments, a byte an element and a scale a block, or in fp32 where they are; and a count of steps."""
+    """Return the bytes of two moments and a step count. An 8-bit moment has a byte per element, a scale per block."""
     moment = elements + FP32 * elements // BLOCK_8BIT if in_8_bits(elements) else FP32 * elements
     return 2 * moment + FP32
 
 
 @dataclass
 class AdamW8bitConfig(_TwoMoments):
-    """AdamW with moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861), by torchao."""
+    """AdamW with 8-bit moments (Dettmers et al. 2022, arXiv:2110.02861), computed by torchao."""
 
     rule: ClassVar[str] = "gptlite.optimizer.adamw_8bit"
     moments: ClassVar[int] = 0
     update_bytes: ClassVar[int] = 28
 
     def state_bytes(self, shards: Sequence[Shard]) -> int:
-        """Bytes of a rank's state, with the tables of what 8 bits stand for."""
+        """Return the size in bytes of a rank's state, including the lookup tables of the 8-bit codes."""
         return sum(state_in_8_bits(each.elements) * each.count for each in shards) + 2 * FP32 * CODES_8BIT
 
 
 class MuonScale(Enum):
-    """How large an update is: of the RMS of AdamW's, or as Jordan has it, for rates about 0.02."""
+    """Scale of an update: the RMS of AdamW's updates, or Jordan's original scale, for rates of about 0.02."""
 
     match_rms_adamw = "match_rms_adamw"
     original = "original"
 
 
 class MuonDtype(Enum):
-    """What Newton-Schulz computes in; bf16 is faster on GPUs."""
+    """Dtype of the Newton-Schulz iteration. bf16 is faster on GPUs."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -231,11 +231,11 @@ class MuonDtype(Enum):
 
 @dataclass
 class MuonConfig(OptimizerConfig):
-    """Orthogonal momentum for the matrices inside layers (Jordan et al. 2024), AdamW for all else."""
+    """Orthogonalized momentum for matrices inside layers (Jordan et al. 2024), AdamW for all other parameters."""
 
     rule: ClassVar[str] = "gptlite.optimizer.muon"
     moments: ClassVar[int] = 1
-    update_bytes: ClassVar[int] = 84  # what it multiplies and sends is left out
+    update_bytes: ClassVar[int] = 84  # without its matrix products and communication
     ranges: ClassVar[dict[str, Range]] = {
         **OptimizerConfig.ranges,
         **BETAS_AND_EPS,
@@ -255,7 +255,7 @@ class MuonConfig(OptimizerConfig):
     eps: float = 1e-8
 
     def state_bytes(self, shards: Sequence[Shard]) -> int:
-        """One moment of each matrix of a block; Adam's two and a count of all else."""
+        """Return the size in bytes: one moment for a matrix in a block, two moments and a count for the others."""
         matrices = [each for each in shards if each.in_block and each.width > 1]
         others = [each for each in shards if not (each.in_block and each.width > 1)]
         alone = FP32 * sum(each.elements * each.count for each in matrices)
@@ -264,7 +264,7 @@ class MuonConfig(OptimizerConfig):
 
 @dataclass
 class AdafactorConfig(OptimizerConfig):
-    """Second moments by row and column (Shazeer and Stern 2018, arXiv:1804.04235); `lr` is relative to the weights."""
+    """Adafactor: factored second moments, and a relative `lr` (Shazeer and Stern 2018, arXiv:1804.04235)."""
 
     rule: ClassVar[str] = "gptlite.optimizer.adafactor"
     moments: ClassVar[int] = 0
@@ -273,7 +273,7 @@ class AdafactorConfig(OptimizerConfig):
         **OptimizerConfig.ranges,
         "decay": Range(lambda value: 0 < value <= 1, "must be above 0 and at most 1, e.g. 0.8"),
         "clip_threshold": Range(_positive, "must be above 0 and finite, e.g. 1.0"),
-        # fp32 has no normal number below.
+        # The smallest normal fp32 number is about 1.2e-38.
         "eps1": Range(lambda value: 1e-37 <= value < math.inf, "must be 1e-37 or more, e.g. 1e-30"),
         "eps2": Range(_positive, "must be above 0, e.g. 1e-3"),
     }
@@ -283,10 +283,10 @@ class AdafactorConfig(OptimizerConfig):
     decay: float = 0.8  # beta2 of step t is 1 - t^-decay
     clip_threshold: float = 1.0  # on the RMS of each update
     eps1: float = 1e-30  # added to squared gradients
-    eps2: float = 1e-3  # the least RMS a parameter is taken to have
+    eps2: float = 1e-3  # lower bound on the RMS of a parameter
 
     def state_bytes(self, shards: Sequence[Shard]) -> int:
-        """A mean for each row and each column of a matrix, or for each element of a vector (a column of rows)."""
+        """Return the size in bytes: a mean per row and column of a matrix, or per element of a vector (width 1)."""
         columns = (each.width if each.width > 1 else 0 for each in shards)
         numbers = (
             (1 + each.elements // each.width + wide) * each.count for each, wide in zip(shards, columns, strict=True)
@@ -294,7 +294,7 @@ class AdafactorConfig(OptimizerConfig):
         return FP32 * sum(numbers)
 
 
-# By the names of their presets.
+# Keys are the names of the presets.
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
     "adamw": AdamWConfig,
     "adamw_8bit": AdamW8bitConfig,
@@ -311,19 +311,19 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
 
 @dataclass
 class ScheduleConfig:
-    """Linear warmup over `warmup_steps`, then a shape. Rates are fractions of `optimizer.lr`."""
+    """Linear warmup over `warmup_steps`, followed by a decay curve. Rates are fractions of `optimizer.lr`."""
 
     warmup_steps: int | None = 0  # null: a tenth of trainer.max_steps, at most 100
 
 
 @dataclass
 class ConstantConfig(ScheduleConfig):
-    """Warmup, then the peak rate."""
+    """Warmup, then a constant peak rate."""
 
 
 @dataclass
 class CosineConfig(ScheduleConfig):
-    """Half a cosine from the peak to `min_ratio` of it (arXiv:1608.03983, without restarts)."""
+    """Half a cosine from the peak rate to `min_ratio` of it (arXiv:1608.03983, without restarts)."""
 
     min_ratio: float = 0.1
     decay_steps: int | None = None  # the step where min_ratio is reached; null: trainer.max_steps
@@ -331,7 +331,7 @@ class CosineConfig(ScheduleConfig):
 
 @dataclass
 class LinearConfig(ScheduleConfig):
-    """A straight line from the peak to `min_ratio` of it."""
+    """Linear decay from the peak rate to `min_ratio` of it."""
 
     min_ratio: float = 0.0
     decay_steps: int | None = None  # null: trainer.max_steps
@@ -339,7 +339,7 @@ class LinearConfig(ScheduleConfig):
 
 @dataclass
 class WSDConfig(ScheduleConfig):
-    """Warmup-stable-decay (MiniCPM, arXiv:2404.06395): the peak rate, then a linear end of `decay_fraction`."""
+    """Warmup-stable-decay (MiniCPM, arXiv:2404.06395): the peak rate, then a linear decay over `decay_fraction`."""
 
     min_ratio: float = 0.0
     decay_fraction: float = 0.2
@@ -348,12 +348,12 @@ class WSDConfig(ScheduleConfig):
 
 @dataclass
 class InverseSqrtConfig(ScheduleConfig):
-    """Falls as 1/sqrt(step) from the end of the warmup (Vaswani et al. 2017, arXiv:1706.03762, section 5.3)."""
+    """Decay as 1/sqrt(step) from the end of the warmup (Vaswani et al. 2017, arXiv:1706.03762, section 5.3)."""
 
 
 @dataclass
 class WarmupConfig(ScheduleConfig):
-    """DeepSpeed's WarmupLR: from `min_ratio` up to the peak along a log (or linear) curve, then constant."""
+    """DeepSpeed's WarmupLR: a log (or linear) rise from `min_ratio` to the peak rate, then constant."""
 
     min_ratio: float = 0.0
     log: bool = True

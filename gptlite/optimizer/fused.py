@@ -1,4 +1,4 @@
-"""Adam and AdamW by our kernel: one pass over all tensors, which scales the gradients as it reads them."""
+"""Adam and AdamW in our kernel: one pass over all tensors that also scales the gradients as it reads them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,12 +16,12 @@ from gptlite.parallelism.zero import local_tensor
 
 
 class FusedStep:
-    """What replaces the step of torch's Adam. State, and so checkpoints, are as torch's fused kernel has them.
+    """Replacement for the step of torch's Adam. State and checkpoints have the format of torch's fused kernel.
 
-    Weights that have 16-bit copies (ops/weight_copies.py) have them written in the same pass.
+    Weights with 16-bit copies (ops/weight_copies.py) have the copies written in the same pass.
 
-    `scale`, 0-dim, multiplies the gradients; where `found_inf`, 0-dim, is not 0, nothing changes. The device is not
-    waited for.
+    `scale`, 0-dim, multiplies the gradients. If `found_inf`, 0-dim, is not 0, the step changes nothing. The host does
+    not wait for the device.
     """
 
     param_groups: list[dict[str, Any]]
@@ -30,7 +30,7 @@ class FusedStep:
     def step(
         self, closure: Closure | None = None, *, scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
-        """Raises ValueError for a closure."""
+        """Take a step. Raises ValueError for a closure."""
         refuse(closure)
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -50,30 +50,30 @@ class FusedStep:
                 found_inf,
                 [parameters[0].new_empty(0) if copy is None else copy for copy in copies] if copied else None,
             )
-            torch.autograd.graph.increment_version(parameters)  # a graph that kept one is told
+            torch.autograd.graph.increment_version(parameters)  # autograd detects stale saved tensors by it
             mark_written(copied)
 
 
 class FusedAdam(FusedStep, Adam):
-    """torch.optim.Adam with that step."""
+    """torch.optim.Adam with the fused step."""
 
 
 class FusedAdamW(FusedStep, AdamW):
-    """torch.optim.AdamW with that step."""
+    """torch.optim.AdamW with the fused step."""
 
 
 def writes_copies(optimizer: Optimizer) -> bool:
-    """Whether a step leaves no 16-bit copy of a weight stale, or tells that it does: torch's fused kernels do neither,
-    as they change no version."""
+    """Return True if a step updates the 16-bit weight copies. Stale copies are found by version, and torch's fused
+    kernels write weights without changing their versions."""
     return type(optimizer) in (FusedAdam, FusedAdamW)
 
 
 def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether `clip_and_step` can leave out a step by a tensor, `found_inf`, which the host does not read.
+    """Return True if `clip_and_step` can skip a step by a tensor, `found_inf`, that the host does not read.
 
-    By Adam and AdamW, of our kernel or torch's fused one, with parameters on `device`. What takes their steps apart
-    (rounded to bf16, state in files) and all other rules need to know on the host. Torch's takes no found_inf of
-    DTensors.
+    This holds for Adam and AdamW, with our kernel or torch's fused one, and parameters on `device`. Piecewise steps
+    (rounding to bf16, state in files) and all other rules need the value on the host. torch's fused kernel does not
+    accept found_inf for DTensors.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter.device.type != device.type for parameter in parameters):
@@ -92,11 +92,11 @@ def clip_and_step(
     loss_scale: float | Tensor = 1.0,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Takes the step with gradients scaled as their `norm` comes down to `max_norm`; 0 leaves them.
+    """Take a step with gradients clipped to `max_norm` by their `norm`. 0 turns clipping off.
 
-    Gradients and norm are of the loss times `loss_scale`, which is divided out; `max_norm` is without it. The fused
-    step leaves the gradients themselves as they are. Where `found_inf`, 0-dim fp32, is not 0, nothing but they changes:
-    for an optimizer that `decides_on_device`.
+    Gradients and norm are those of the loss times `loss_scale`, which is divided out; `max_norm` refers to the unscaled
+    loss. The fused step does not modify the gradients. If `found_inf`, 0-dim fp32, is not 0, only the gradients may
+    change; this requires `decides_on_device`.
     """
     if isinstance(optimizer, FusedAdam | FusedAdamW):
         held = next((tensor for group in optimizer.param_groups for tensor in group["params"]), norm)
@@ -107,7 +107,7 @@ def clip_and_step(
         if found_inf is None:
             optimizer.step()
         else:
-            optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # how torch's GradScaler says it
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # torch's GradScaler passes it this way
             optimizer.step()
             del optimizer.found_inf  # type: ignore[attr-defined]
 

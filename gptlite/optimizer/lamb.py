@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2019, arXiv:1904.00962, algorithm 2): Adam's update, as long as the parameter times the rate."""
+"""LAMB (You et al. 2019, arXiv:1904.00962, algorithm 2): Adam's update, rescaled to the norm of the parameter."""
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
@@ -17,23 +17,23 @@ from gptlite.parallelism.collectives import sum_over_cuts
 
 
 def build(config: LambConfig, context: BuildContext) -> Lamb:
-    """The optimizer of a configuration."""
+    """Return the optimizer of a configuration."""
     betas = config.beta1, config.beta2
     return Lamb(context.groups, {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": 0.0})
 
 
 class Lamb(OwnOptimizer):
-    """Each matrix x steps by lr |x| / |u| u, with u Adam's update and the weight decay; norms are of whole matrices.
+    """Each matrix x steps by lr |x| / |u| u. u is Adam's update plus the weight decay; norms are of whole matrices.
 
-    Vectors step by lr u: in the authors' own code, what does not decay is not adapted. The norms of all matrices are
-    summed over an axis of the mesh together.
+    Vectors step by lr u: in the authors' own code, parameters without weight decay are not adapted. The norms of all
+    matrices are reduced together, once per mesh axis.
     """
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return adam_state(parameter)
 
     def update(self) -> None:
-        """Takes a step."""
+        """Take a step."""
         groups = [(group, self.ready(group)) for group in self.param_groups]
         updates = [self._updates(group, parameters) for group, parameters in groups]
         parameters = [parameter for _, each in groups for parameter in each]
@@ -44,7 +44,7 @@ class Lamb(OwnOptimizer):
                 torch._foreach_add_(local_parameters(each), its, alpha=-group["lr"])
 
     def _updates(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """m / (sqrt(v) + eps) + weight_decay x, the moments without their bias towards 0."""
+        """Return m / (sqrt(v) + eps) + weight_decay x, with bias-corrected moments."""
         if not parameters:
             return []
         (beta1, beta2), gradients = group["betas"], local_gradients(parameters)
@@ -64,7 +64,7 @@ class Lamb(OwnOptimizer):
 
 
 def _adapt(parameters: Sequence[nn.Parameter], updates: Sequence[Tensor]) -> None:
-    """Makes each matrix's update as long as it; where one of the two is 0 it stays. Nothing waits for the device."""
+    """Rescale each matrix's update to the norm of the matrix, unless one of the two is 0. Does not synchronize."""
     matrices = [
         (parameter, update) for parameter, update in zip(parameters, updates, strict=True) if parameter.ndim > 1
     ]

@@ -11,22 +11,22 @@ from gptlite.optimizer.config import LionConfig
 
 
 def build(config: LionConfig, context: BuildContext) -> Lion:
-    """The optimizer of a configuration."""
+    """Return the optimizer of a configuration."""
     return Lion(context.groups, {"lr": config.lr, "betas": (config.beta1, config.beta2), "weight_decay": 0.0})
 
 
 class Lion(OwnOptimizer):
-    """x -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay x), then m = beta2 m + (1 - beta2) g. One moment, no count.
+    """x -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay x), then m = beta2 m + (1 - beta2) g.
 
-    Element by element, so other ranks are not asked.
+    The state is one moment, without a step count. The rule is elementwise and needs no communication.
     """
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The momentum."""
+        """Return the momentum."""
         return {"exp_avg": torch.zeros_like(parameter, dtype=torch.float32)}
 
     def update(self) -> None:
-        """Takes a step."""
+        """Take a step."""
         for group in self.param_groups:
             parameters = self.ready(group)
             if not parameters:

@@ -1,8 +1,8 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): momentum, made orthogonal.
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): orthogonalized momentum.
 
-Matrices inside the layers step by the nearest orthogonal matrix to their momentum, which a Newton-Schulz iteration
-approaches; embeddings, the head and vectors by AdamW. A matrix that several ranks hold pieces of is orthogonalised
-whole, by one of them: see gptlite.parallelism.matrix_gather.
+Matrices inside the layers step by the orthogonal matrix nearest to their momentum, approximated by a Newton-Schulz
+iteration. Embeddings, the head and vectors are stepped by AdamW. If a matrix is sharded over ranks, one of them
+orthogonalizes the whole matrix: see gptlite.parallelism.matrix_gather.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -24,33 +24,33 @@ from gptlite.optimizer.state import materialized
 from gptlite.parallelism.matrix_gather import change_whole
 from gptlite.parallelism.zero import local_tensor
 
-QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: singular values come to between 0.7 and 1.2 in five steps
+QUINTIC = (3.4445, -4.7750, 2.0315)  # steep at 0: five steps bring singular values to between 0.7 and 1.2
 EPS = 1e-7
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A matrix [groups x count x n, columns] that is `count` matrices [groups x n, columns], dealt out in groups.
+    """Matrix [groups x count x n, columns] composed of `count` matrices [groups x n, columns], interleaved by group.
 
-    The fused QKV projection is three, its groups the heads.
+    The fused QKV projection consists of three matrices; its groups are the heads.
     """
 
     groups: int = 1
     count: int = 1
 
     def split(self, matrix: Tensor) -> Tensor:
-        """[count, groups x n, columns]"""
+        """Return the matrices [count, groups x n, columns]."""
         rows = matrix.view(self.groups, self.count, -1, matrix.shape[1])
         return rows.transpose(0, 1).reshape(self.count, -1, matrix.shape[1])
 
     def join(self, matrices: Tensor) -> Tensor:
-        """The other way."""
+        """Return the stacked matrix, the inverse of `split`."""
         rows = matrices.view(self.count, self.groups, -1, matrices.shape[2])
         return rows.transpose(0, 1).reshape(-1, matrices.shape[2])
 
 
 def build(config: MuonConfig, context: BuildContext) -> Muon:
-    """The optimizer of a configuration."""
+    """Return the optimizer of a configuration."""
     names = [name for group in context.groups for name in group["names"]]
     stacks = {name: Stack(*sizes) for name in names for end, sizes in context.stacked.items() if name.endswith(end)}
     kind, betas = FusedAdamW if context.fused_adam else AdamW, (config.beta1, config.beta2)
@@ -59,16 +59,16 @@ def build(config: MuonConfig, context: BuildContext) -> Muon:
 
 
 def group_keys(edges: tuple[str, ...], name: str, parameter: nn.Parameter) -> dict[str, Any]:
-    """Whether Muon steps a parameter itself."""
+    """Return `muon`: True if Muon itself steps a parameter."""
     return {"muon": parameter.ndim == 2 and not name.endswith(edges)}
 
 
 class Muon(OwnOptimizer):
-    """Groups with `muon` hold the matrices, the others are given to `adamw`, whose rate is `adamw_lr_ratio` of theirs.
+    """Muon for groups with `muon`. `adamw` steps the other groups, with a rate of `adamw_lr_ratio` times theirs.
 
-    `stacks` says which parameters, by name, are several matrices. With the scale `match_rms_adamw` updates are as large
-    as AdamW's are, 0.2 sqrt(max(rows, columns)) times the orthogonal matrix (Liu et al. 2025, arXiv:2502.16982,
-    section 2.2), else sqrt(max(1, rows / columns)) times it, as Jordan has them.
+    `stacks` maps the names of parameters that consist of several matrices. With the scale `match_rms_adamw`, updates
+    have the RMS of AdamW's: 0.2 sqrt(max(rows, columns)) times the orthogonal matrix (Liu et al. 2025,
+    arXiv:2502.16982, section 2.2). Jordan's original scale is sqrt(max(1, rows / columns)).
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Muon(OwnOptimizer):
             self.adamw.state = self.state
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """A momentum for matrices, AdamW's state for the others."""
+        """Return a momentum for a matrix, AdamW's state for other parameters."""
         if id(parameter) in self._matrices:
             return {"momentum_buffer": torch.zeros_like(parameter)}
         assert self.adamw is not None
         return materialized(self.adamw, parameter)
 
     def update(self) -> None:
-        """Takes a step."""
+        """Take a step."""
         for group in self.param_groups:
             if group["muon"]:
                 self._step_matrices(group)
@@ -120,7 +120,7 @@ class Muon(OwnOptimizer):
         torch._foreach_add_(weights, [local_tensor(update) for update in updates], alpha=-group["lr"])
 
     def _momentum(self, group: dict[str, Any], parameter: nn.Parameter) -> Tensor:
-        """What is to be made orthogonal; cut as the parameter is."""
+        """Update the momentum and return the matrix to orthogonalize, sharded like the parameter."""
         assert parameter.grad is not None
         momentum, gradient = self.state_of(parameter)["momentum_buffer"], local_tensor(parameter.grad)
         local_tensor(momentum).lerp_(gradient, 1 - group["momentum"])
@@ -130,7 +130,7 @@ class Muon(OwnOptimizer):
         return update
 
     def orthogonal_update(self, whole: Tensor, stack: Stack) -> Tensor:
-        """[rows, columns] -> the same, each of its matrices orthogonal, and scaled."""
+        """Return the scaled update [rows, columns] for `whole`, in which each matrix of the stack is orthogonal."""
         matrices = stack.split(whole)
         rows, columns = matrices.shape[1:]
         match_rms_adamw = self.config.scale is MuonScale.match_rms_adamw
@@ -141,7 +141,7 @@ class Muon(OwnOptimizer):
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """[..., n, m] -> about U Vᵀ of its singular value decomposition U S Vᵀ; zeros stay."""
+    """Return about U Vᵀ for x [..., n, m] with the singular value decomposition U S Vᵀ. Zeros stay zeros."""
     a, b, c = QUINTIC
     shape, tall = x.shape, x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -154,6 +154,6 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
     x = x.reshape(-1, *x.shape[-2:])
     for _ in range(steps):
         square = torch.bmm(x, x.mT)
-        # The sums inside the products, which are in fp32: rounding each to 16 bits doubles the error of a call.
+        # baddbmm adds in fp32. Rounding each product to 16 bits before the sum doubles the error of a call.
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).reshape(shape)

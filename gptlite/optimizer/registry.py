@@ -1,16 +1,16 @@
-"""The optimizers there are. No torch here."""
+"""Registry of optimizers. This module does not import torch."""
 
 from gptlite.errors import ConfigError
 from gptlite.optimizer.config import OPTIMIZERS, OptimizerConfig
 
-# A registry is global by nature: a plugin adds to it when it is imported.
+# Global state, since a plugin registers its optimizer when it is imported.
 SCHEMAS: dict[str, type[OptimizerConfig]] = {f"{name}_schema": kind for name, kind in OPTIMIZERS.items()}
 
 
 def register_optimizer(name: str, kind: type[OptimizerConfig]) -> None:
-    """Adds an optimizer, with a preset of its name that has its class's values. Raises ConfigError for a taken name.
+    """Register an optimizer, and a preset of its name with the class's defaults. Raises ConfigError for a taken name.
 
-    To be called by a plugin when it is imported; again for the same class it does nothing.
+    A plugin calls this when it is imported. Calling it again for the same class has no effect.
     """
     from hydra.core.config_store import ConfigStore
 
@@ -24,11 +24,11 @@ def register_optimizer(name: str, kind: type[OptimizerConfig]) -> None:
 
 
 def optimizer_name(kind: type[OptimizerConfig]) -> str:
-    """The name of an optimizer's preset; of a class that nobody registered its own."""
+    """Return the name of an optimizer's preset, or a name derived from the class if it is not registered."""
     names = {its: name for name, its in OPTIMIZERS.items()}
     return names.get(kind, kind.__name__.removesuffix("Config").lower())
 
 
 def elementwise_optimizers() -> str:
-    """`optimizer=adamw, optimizer=adam, ...`: those that can step any piece of a parameter."""
+    """Return `optimizer=adamw, optimizer=adam, ...`: the optimizers that can step any piece of a parameter."""
     return ", ".join(f"optimizer={name}" for name, kind in OPTIMIZERS.items() if kind.elementwise)

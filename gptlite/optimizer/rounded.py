@@ -1,11 +1,12 @@
-"""bf16 parameters without an fp32 copy: a step is computed in fp32, and rounded to bf16 stochastically.
+"""bf16 parameters without an fp32 copy. A step is computed in fp32 and rounded to bf16 stochastically.
 
-bf16 keeps 8 bits, so a step below about 1/512 of a weight would be rounded away every time. Rounded up with the
-probability of its distance from below, it is taken on average (Gupta et al. 2015, arXiv:1502.02551; Zamirai et al.
-2020, arXiv:2010.06192).
+bf16 has 8 bits of precision, so rounding to nearest would always drop a step below about 1/512 of a weight. Stochastic
+rounding rounds up with a probability equal to the distance from the value below, so that the step is correct on average
+(Gupta et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192).
 
-The chance comes from Philox, keyed by the seed and a parameter's global name, and counts the step and an element's
-place in the whole: any layout rounds alike, copies stay copies, and a resumed run goes on to the bit.
+The random numbers come from Philox. The key is the seed and a parameter's global name; the counter is the step and an
+element's position in the whole parameter. The rounding is therefore the same for any layout and for all replicas, and a
+resumed run is bit-exact.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from gptlite.optimizer.state import materialized
 from gptlite.parallelism.boxes import local_box
 from gptlite.parallelism.zero import local_tensor
 
-LANES = 8  # elements that one counter serves: its four words are eight draws of 16 bits
-BLOCK = 2**18  # counters at a time: bounds the memory of drawing
+LANES = 8  # elements per counter: its four 32-bit words give eight 16-bit draws
+BLOCK = 2**18  # counters per block: bounds the memory for random numbers
 LOW = 0xFFFF
 
 
 class RoundedStep(PiecewiseStep):
-    """What replaces the step of an optimizer whose parameters are bf16. Its gradients and state are fp32."""
+    """Step of an optimizer whose parameters are bf16. Gradients and state are fp32."""
 
     rounding: Rounding
 
@@ -38,9 +39,9 @@ class RoundedStep(PiecewiseStep):
 
 
 def round_steps(optimizer: Optimizer, seed: int) -> Optimizer:
-    """The same optimizer, its steps computed in fp32 and rounded to its bf16 parameters. To be called before a step.
+    """Make the optimizer compute its steps in fp32 and round to bf16 parameters. Call this before the first step.
 
-    Its rule must be elementwise. `set_step` says which step is next.
+    The rule must be elementwise. `set_step` sets the number of the next step. Returns the same optimizer.
     """
     optimizer.rounding = Rounding(optimizer, seed)  # type: ignore[attr-defined]
     RoundedStep.put_on(optimizer)
@@ -48,20 +49,20 @@ def round_steps(optimizer: Optimizer, seed: int) -> Optimizer:
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:
-    """Says which step of the run, from 0, the optimizer takes next: what rounding draws from."""
+    """Set the number, from 0, of the step that the optimizer takes next. It is part of the random counter."""
     if isinstance(optimizer, RoundedStep):
         optimizer.rounding.number = step
 
 
 class Rounding:
-    """The optimizer of fp32 copies, made of one parameter at a time, and what the rounding is drawn from."""
+    """Optimizer rule on fp32 copies, one parameter at a time, with the seed and the step of the random numbers."""
 
     def __init__(self, optimizer: Optimizer, seed: int) -> None:
         self.seed, self.number = seed, 0
         self._rule = PieceRule(optimizer)
 
     def run(self, optimizer: Optimizer, options: dict[str, Any]) -> None:
-        """One step of all parameters that have a gradient."""
+        """Take one step of all parameters that have a gradient."""
         for group in optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 if parameter.grad is None:
@@ -77,7 +78,7 @@ class Rounding:
 
 
 def round_box_(parameter: Tensor, values: Tensor, seed: int, step: int, name: str) -> None:
-    """Writes this rank's part of the fp32 `values` of a parameter into it, each rounded as in the whole."""
+    """Write the fp32 `values` of this rank's part into a parameter. Rounding is the same as for the whole parameter."""
     sizes, starts = local_box(parameter)
     target = local_tensor(parameter).detach()
     if not values.numel():
@@ -92,7 +93,7 @@ def round_box_(parameter: Tensor, values: Tensor, seed: int, step: int, name: st
     rows_each, lanes_each = max(1, BLOCK // lanes), min(lanes, BLOCK)
     for top in range(0, rows, rows_each):
         for left in range(0, lanes, lanes_each):
-            # Columns of this block that are this rank's: its first and last counter may serve others, too.
+            # This rank's columns of the block. Other ranks may use part of its first and last counters.
             begin = max(0, (first + left) * LANES - column)
             end = min(columns, (first + left + lanes_each) * LANES - column)
             block = source[top : top + rows_each, begin:end]
@@ -103,15 +104,18 @@ def round_box_(parameter: Tensor, values: Tensor, seed: int, step: int, name: st
 
 
 def rounded(values: Tensor, draws: Tensor) -> Tensor:
-    """fp32 values as bf16, each the next one away from zero where its draw, 0 ... 65535, is among the last of as many
-    as its 16 bits below bf16's say. inf and NaN stay what they are."""
+    """Return fp32 values rounded to bf16 by draws from 0 to 65535.
+
+    A value is rounded away from zero if the sum of its low 16 bits and its draw carries into bf16's bits. inf and NaN
+    are kept.
+    """
     bits = values.contiguous().view(torch.int32)
     up = ((bits + draws) & ~LOW).view(torch.float32)
     return torch.where(values.isfinite(), up, values).to(torch.bfloat16)
 
 
 def _draws(row: int, rows: int, lane: int, lanes: int, step: int, key: tuple[int, int], device: torch.device) -> Tensor:
-    """Uniform numbers of 16 bits, int32 [rows, LANES * lanes], for these rows and counters of a parameter at a step."""
+    """Return uniform 16-bit numbers, int32 [rows, LANES * lanes], for rows and counters of a parameter at a step."""
     lane_numbers = torch.arange(lane, lane + lanes, device=device)
     row_numbers = torch.arange(row, row + rows, device=device).unsqueeze(1)
     counter = (

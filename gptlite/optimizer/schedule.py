@@ -1,7 +1,7 @@
-"""Learning-rate schedules: the rate of every optimizer step, as a fraction of the peak.
+"""Learning-rate schedules: the rate of each optimizer step, as a fraction of the peak.
 
-A schedule is a pure function of the step number, so a checkpoint holds nothing of it and a resumed run
-continues on the same curve. No torch here: a schedule can be checked and drawn without it.
+A schedule is a pure function of the step number. A checkpoint therefore stores none of its state, and a resumed run
+continues on the same curve. This module does not import torch, so that schedules can be checked and plotted without it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ DEFAULT_WARMUP_STEPS = 100
 
 
 class Schedule:
-    """The curve of `config` over a run of `max_steps` optimizer steps.
+    """Curve of `config` over a run of `max_steps` optimizer steps.
 
-    With W = `warmup_steps` and D = `decay_steps` (the end of the decay, by default `max_steps`), the warmup is
-    (step + 1) / (W + 1) for step < W. So the first step already learns, and step W is the first at the peak.
-    The decay reaches `min_ratio` at step D, one past the last step of a run that ends there: a decay
-    to 0 wastes no step at rate 0. After D the rate stays where it is.
+    With W = `warmup_steps` and D = `decay_steps` (the end of the decay, by default `max_steps`), the warmup is (step +
+    1) / (W + 1) for step < W. The first step therefore has a rate above 0, and step W is the first at the peak. The
+    decay reaches `min_ratio` at step D, one past the last step of a run that ends there: a decay to 0 has no step at
+    rate 0. After D the rate is constant.
 
-    docs/schedules.md has the picture and the formula of each.
+    docs/schedules.md has a plot and the formula of each schedule.
     """
 
     def __init__(self, config: ScheduleConfig, max_steps: int) -> None:
@@ -42,7 +42,7 @@ class Schedule:
         self.warmup_steps = resolve_warmup_steps(config, max_steps)
 
     def factor(self, step: int) -> float:
-        """The rate of optimizer step `step`, counted from 0, as a fraction of the peak rate (0 to 1)."""
+        """Return the rate of optimizer step `step`, counted from 0, as a fraction of the peak rate (0 to 1)."""
         config, warmup = self.config, self.warmup_steps
         if isinstance(config, WarmupConfig):
             return _deepspeed_warmup(step, warmup, config)
@@ -69,7 +69,7 @@ class Schedule:
 
 
 def resolve_warmup_steps(config: ScheduleConfig, max_steps: int) -> int:
-    """The warmup's length: as configured or, where that is null, a tenth of the run and at most 100 steps."""
+    """Return the length of the warmup: the configured one, or if that is null a tenth of the run, at most 100 steps."""
     if config.warmup_steps is None:
         return min(DEFAULT_WARMUP_STEPS, max_steps // 10)
     return config.warmup_steps
@@ -82,16 +82,16 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def _progress(step: int, start: int, end: int) -> float:
-    """How much of [start, end] is behind `step`: 0 up to the start, 1 from the end on."""
+    """Return the fraction of [start, end] before `step`: 0 up to the start, 1 from the end on."""
     if step >= end:
         return 1.0
     return (step - start) / (end - start) if step > start else 0.0
 
 
 def _deepspeed_warmup(step: int, warmup: int, config: WarmupConfig) -> float:
-    """DeepSpeed's WarmupLR, whose step 0 is at `min_ratio` itself: a rate of 0 if that is 0."""
+    """Return the factor of DeepSpeed's WarmupLR. Step 0 is at `min_ratio` itself, a rate of 0 if that is 0."""
     if step >= warmup:
         return 1.0
-    # DeepSpeed takes a warmup of one step for two: log(1) could not divide.
+    # DeepSpeed treats a warmup of one step as two, since log(1) = 0 cannot be a divisor.
     curve = math.log(step + 1) / math.log(max(2, warmup)) if config.log else step / warmup
     return config.min_ratio + (1 - config.min_ratio) * curve

@@ -1,7 +1,7 @@
-"""An optimizer's state as flat tensors with global names, the form a checkpoint stores.
+"""Optimizer state as flat tensors with global names, as a checkpoint stores it.
 
-A key is `optim.<parameter name>.<state name>`, e.g. `optim.layers.0.attn.qkv.weight.exp_avg`. Unlike torch's
-`state_dict` it numbers nothing, so it does not depend on the order or the grouping of parameters.
+A key is `optim.<parameter name>.<state name>`, e.g. `optim.layers.0.attn.qkv.weight.exp_avg`. torch's `state_dict`
+numbers the parameters; these keys do not depend on the order or the grouping of parameters.
 """
 
 from collections.abc import Iterator
@@ -15,24 +15,24 @@ from gptlite.parallelism.state_file import InFiles
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The live state tensors by key: writing into them changes the optimizer. State in 8 bits is copied to fp32 ones,
-    for `take_optimizer_state` to take back.
+    """Return the live state tensors by key. Writing into them changes the optimizer.
 
-    What torch would create at the first step is created here where it is missing, with the value it starts
-    from, so that a checkpoint can be read into a fresh optimizer in place. Moments have the parameter's shape,
-    Adafactor's factors that of a row or a column, `step` is 0-dim fp32. State in files is mapped from them.
+    8-bit state is returned as fp32 copies, which `take_optimizer_state` copies back. State that torch would create at
+    the first step is created here if missing, with its initial value, so that a checkpoint can be read into a new
+    optimizer in place. Moments have the parameter's shape, Adafactor's factors that of a row or a column, `step` is
+    0-dim fp32. State in files is memory-mapped.
     """
     if isinstance(optimizer, InFiles):
         optimizer.settle()
     tensors: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(optimizer):
         for key, value in _stored(optimizer, parameter).items():
-            tensors.setdefault(f"optim.{name}.{key}", value)  # of two copies of a parameter, the first
+            tensors.setdefault(f"optim.{name}.{key}", value)  # if a parameter has two copies, keep the first
     return tensors
 
 
 def take_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """To be called after writing into what `optimizer_state` gave, for what of it was a copy."""
+    """Copy tensors that `optimizer_state` had to copy back into the optimizer. Call this after writing into them."""
     if isinstance(optimizer, OwnOptimizer):
         for name, parameter in _named_parameters(optimizer):
             keys = optimizer.state_of(parameter)
@@ -49,7 +49,7 @@ def _named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def materialized(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """One parameter's state tensors, created as the first step would."""
+    """Return one parameter's state tensors. Creates them as the first step would."""
     if isinstance(optimizer, OwnOptimizer):
         return optimizer.state_of(parameter)
     state = optimizer.state[parameter]
@@ -60,6 +60,6 @@ def materialized(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
         state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
         state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
     elif isinstance(optimizer, SGD) and optimizer.defaults["momentum"] and state.get("momentum_buffer") is None:
-        # A first step takes the gradient itself; from zeros it computes 0 * momentum + gradient, the same bits.
+        # torch's first step sets the buffer to the gradient. From zeros it computes 0 * momentum + gradient: same bits.
         state["momentum_buffer"] = torch.zeros_like(parameter, dtype=torch.float32)
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}

@@ -1,12 +1,12 @@
-"""An optimizer's state in a file, passing through two buffers as the step is taken (ZeRO-Infinity, arXiv:2104.07857).
+"""Optimizer state in a file, streamed through two buffers during the step (ZeRO-Infinity, arXiv:2104.07857).
 
-The local shards of all parameters, each from a multiple of ALIGN bytes on, are a line of elements, and the file holds
-one such line for each of the optimizer's moments. The line is cut into chunks. While the step of a chunk is computed in
-one buffer, a thread writes the chunk before it from the other and reads the one after it. The first two chunks of the
-next step are read, and the last ones of this one written, while the model computes.
+The local shards of all parameters, each aligned to a multiple of ALIGN bytes, form one sequence of elements. The file
+holds one such sequence for each of the optimizer's moments. The sequence is cut into chunks. While one buffer holds the
+chunk that is stepped, a thread writes the previous chunk from the other buffer and reads the next one into it. The
+first two chunks of the next step are read, and the last ones of this step written, while the model computes.
 
-Only for rules that update each element by itself: then a chunk may end anywhere. The step of a chunk is the optimizer's
-own, of views of that chunk, so the numbers are those that it has without files.
+The rule must be elementwise, so that a chunk can end anywhere. Each chunk is stepped by the optimizer's own rule on
+views, so the numbers are the same as without files.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from gptlite.parallelism.zero import local_tensor
 
 ITEM = 4  # bytes: state is fp32
 UNIT = ALIGN // ITEM
-Numbers = dict[str, Tensor]  # what of a parameter's state is no moment
+Numbers = dict[str, Tensor]  # a parameter's state other than moments
 
 
 class OffloadFailed(RuntimeError):
-    """The files of an optimizer's state could not be read or written."""
+    """Error for optimizer state files that cannot be read or written."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `stop` of a group's parameter, which are in a chunk from `place` on."""
+    """Elements `start` to `stop` of a parameter in a group, located in a chunk from `place` on."""
 
     group: int
     parameter: Tensor
@@ -53,27 +53,27 @@ class Piece:
 
 
 class StreamedStep(PiecewiseStep, InFiles):
-    """What replaces the step of an optimizer whose state is in a file."""
+    """Step of an optimizer whose state is in a file."""
 
     stream: Stream
 
     def settle(self) -> None:
-        """The mapped state is up to date, and what is written to it before the next step counts."""
+        """Bring the mapped state up to date. Writes to it before the next step take effect."""
         self.stream.settle()
 
     def resident(self) -> list[Tensor]:
-        """The two buffers, and the steps' numbers."""
+        """Return the tensors in memory: the two buffers and the state other than moments."""
         return self.stream.resident()
 
     def take(self, options: dict[str, Any]) -> None:
-        """Raises OffloadFailed."""
+        """Take a step. Raises OffloadFailed."""
         self.stream.run({key: value.cpu() for key, value in options.items()})
 
 
 def offload_state(optimizer: Optimizer, config: ParallelismConfig, mesh: Mesh) -> Optimizer:
-    """The optimizer with its state in files, if that is where it is to be: to be called once, by all ranks.
+    """Move the optimizer's state into files if configured. All ranks call this once. Returns the optimizer.
 
-    Raises ConfigError, on all ranks, where one of them cannot make its file.
+    Raises ConfigError on all ranks if one of them cannot create its file.
     """
     if config.offload is not Offload.nvme:
         return optimizer
@@ -92,10 +92,10 @@ def offload_state(optimizer: Optimizer, config: ParallelismConfig, mesh: Mesh) -
 
 
 def stream_state(optimizer: Optimizer, folder: Path, buffer_bytes: int) -> Optimizer:
-    """The same optimizer, its state in a file in `folder` from now on: before its first step, or a checkpoint is read.
+    """Move the optimizer's state into a file in `folder`, before the first step and before loading a checkpoint.
 
-    Each of the two buffers takes up to `buffer_bytes`. Its step must be elementwise, and its parameters on the CPU.
-    Raises OSError where the file cannot be made.
+    Each of the two buffers takes up to `buffer_bytes`. The rule must be elementwise, and the parameters on the CPU.
+    Returns the same optimizer. Raises OSError if the file cannot be created.
     """
     if not moments_of(optimizer):
         return optimizer
@@ -105,12 +105,12 @@ def stream_state(optimizer: Optimizer, folder: Path, buffer_bytes: int) -> Optim
 
 
 def moments_of(optimizer: Optimizer) -> list[str]:
-    """The names of the state that has an element for each of a parameter's."""
+    """Return the names of the state tensors with one element per parameter element."""
     return [key for key, value in _state_of_two(optimizer).items() if value.shape == (2,)]
 
 
 def _state_of_two(optimizer: Optimizer) -> dict[str, Tensor]:
-    """What the state of a parameter of two elements is before its first step."""
+    """Return the initial state of a parameter with two elements."""
     probe = torch.zeros(2)
     found = materialized(optimizer, probe)
     del optimizer.state[probe]
@@ -118,7 +118,7 @@ def _state_of_two(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 class Stream:
-    """The file, the two buffers, and what is where."""
+    """State file, its two buffers, and the location of each parameter in the chunks."""
 
     def __init__(self, optimizer: Optimizer, folder: Path, buffer_bytes: int) -> None:
         self._keys = moments_of(optimizer)
@@ -133,39 +133,39 @@ class Stream:
         self.file = StateFile(folder, ITEM * total * len(self._keys))
         self._fill_state(optimizer, places)
         self._rule = PieceRule(optimizer)
-        # Two buffers, each a row a moment.
+        # Two buffers with one row per moment.
         self._memory = [[aligned(ITEM * max(size, UNIT)) for _ in self._keys] for _ in range(2)]
         self._buffers = [[torch.frombuffer(row, dtype=torch.float32) for row in rows] for rows in self._memory]
         self._thread = ThreadPoolExecutor(1, "offload")
-        self._there: list[Future[None] | None] = [None, None]  # by buffer: what it waits for; None: nothing is in it
-        self._count = 0  # chunks stepped so far, of all steps
-        self._mapped = True  # whether the mapped state may have been written to
+        self._there: list[Future[None] | None] = [None, None]  # pending I/O by buffer; None: empty
+        self._count = 0  # chunks stepped so far, over all steps
+        self._mapped = True  # True if the mapped state may have been written to
 
     @property
     def bytes_a_step(self) -> int:
-        """What is read and written, together."""
+        """Bytes read and written per step, in total."""
         return 2 * self.file.size
 
     def wait(self) -> None:
-        """Until nothing is being read or written. Raises OffloadFailed."""
+        """Wait until all reads and writes are done. Raises OffloadFailed."""
         with _told():
             for future in self._there:
                 if future is not None:
                     future.result()
 
     def settle(self) -> None:
-        """Waits; the buffers are read again before the next step."""
+        """Wait for I/O, and mark the buffers to be read again before the next step."""
         self.wait()
         self._there = [None, None]
         self._mapped = True
 
     def resident(self) -> list[Tensor]:
-        """All tensors that take memory."""
+        """Return all tensors that take memory."""
         numbers = [value for state in self._state.values() for key, value in state.items() if key not in self._keys]
         return [row for rows in self._buffers for row in rows] + [v for v in numbers if isinstance(v, Tensor)]
 
     def run(self, options: dict[str, Any]) -> None:
-        """One step, by the gradients there are. Raises OffloadFailed."""
+        """Take one step for the parameters that have gradients. Raises OffloadFailed."""
         if self._mapped:
             with _told():
                 self.file.flush()
@@ -189,13 +189,13 @@ class Stream:
                 self._state[parameter][key].copy_(value)
 
     def _slot(self, count: int) -> int:
-        """The buffer of the chunk that is stepped after so many; one that is alone stays where it is."""
+        """Return the buffer of chunk number `count`, counted over all steps. A single chunk always uses buffer 0."""
         return count % 2 if len(self._chunks) > 1 else 0
 
     def _step(
         self, chunk: Sequence[Piece], rows: list[Tensor], numbers: dict[Tensor, Numbers], options: dict[str, Any]
     ) -> None:
-        """Takes a chunk's step with its moments in a buffer. `numbers`: what else each parameter's state then is."""
+        """Step a chunk with its moments in a buffer. Stores the parameters' other state after the step in `numbers`."""
         groups: list[dict[str, Any]] = [group | {"params": []} for group in self._groups]
         state: dict[Tensor, dict[str, Tensor]] = {}
         for piece in chunk:
@@ -213,7 +213,7 @@ class Stream:
         self._rule.step([group for group in groups if group["params"]], state, options)
 
     def _fill_state(self, optimizer: Optimizer, places: list[tuple[int, Tensor, int]]) -> None:
-        """Gives every parameter its state: moments in the mapped file, and numbers, which stay in memory."""
+        """Create every parameter's state: moments in the mapped file, the other tensors in memory."""
         mapped = self.file.mapped()
         numbers = {k: v for k, v in _state_of_two(optimizer).items() if k not in self._keys}
         for _, parameter, place in places:
@@ -225,7 +225,7 @@ class Stream:
             optimizer.state[parameter] = state
 
     def _parts(self, count: int) -> list[tuple[int, memoryview]]:
-        """Where in the file a chunk's moments are, with the memory of its buffer for each."""
+        """Return a chunk's offsets in the file, with the buffer memory of each."""
         size = len(self._buffers[0][0])
         first = count % len(self._chunks) * size
         length = ITEM * (min(first + size, self._total) - first)
@@ -236,7 +236,7 @@ class Stream:
         self.file.read(self._parts(count))
 
     def _write_and_read(self, count: int) -> None:
-        """One thread does all of it in order, so that no chunk is read before it was written."""
+        """Write a chunk and read the one after next. One thread does all I/O, so that each read follows its write."""
         if len(self._chunks) > 1:
             self.file.exchange(self._parts(count), self._parts(count + 2))
         else:
@@ -244,12 +244,12 @@ class Stream:
 
 
 def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tuple[list[list[Piece]], int]:
-    """The line of parameters in two or more equal chunks of at most `most` elements, and how many each has."""
+    """Cut the parameters into two or more equal chunks of at most `most` elements. Return the chunks and their size."""
     size = max(1, min(most // UNIT, -(-total // (2 * UNIT)))) * UNIT
     chunks: list[list[Piece]] = [[] for _ in range(max(1, -(-total // size)))]
     for group, parameter, place in places:
         length = local_tensor(parameter).numel()
-        first = min(place // size, len(chunks) - 1)  # an empty one, which counts its steps too, may be at the end
+        first = min(place // size, len(chunks) - 1)  # an empty parameter, whose steps count too, may be at the end
         for index in range(first, max(first + 1, -(-(place + length) // size))):
             start, stop = max(0, index * size - place), min(length, (index + 1) * size - place)
             chunks[index].append(Piece(group, parameter, start, stop, max(0, place - index * size)))

@@ -1,4 +1,4 @@
-"""AdamW, Adam and SGD, by torch's classes or our kernel."""
+"""AdamW, Adam and SGD, computed by torch's classes or by our kernel."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,7 +10,7 @@ from gptlite.optimizer.fused import FusedAdam, FusedAdamW
 
 
 def build(config: OptimizerConfig, context: BuildContext) -> torch.optim.Optimizer:
-    """Raises TypeError for a configuration class without a rule."""
+    """Return the optimizer of a configuration. Raises TypeError for a class without a rule."""
     groups, kernels = context.groups, context.kernels
     if isinstance(config, AdamWConfig | AdamConfig):
         kinds = (AdamW, FusedAdamW) if isinstance(config, AdamWConfig) else (Adam, FusedAdam)

@@ -1,4 +1,4 @@
-"""torchao, found without importing it, which takes seconds. No errors are raised here: rooms say what they wanted."""
+"""Detection of torchao without importing it, which takes seconds. Callers raise the errors."""
 
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -7,11 +7,11 @@ from pathlib import Path
 
 OLDEST = (0, 18)
 INSTALL = "pip install 'torchao>=0.18'"
-OPTIMIZER_STATE = "optim/subclass_8bit.py"  # the file of what is used of it
+OPTIMIZER_STATE = "optim/subclass_8bit.py"  # the file with the class that gptlite uses
 
 
 def why_not() -> str:
-    """Why torchao cannot be used here, and how to mend that; empty where it can, as far as files tell."""
+    """Return the reason why torchao cannot be used here, and the fix. Empty if it can, as far as files show."""
     found = find_spec("torchao")
     if found is None:
         return f"torchao is not installed; {INSTALL}"
@@ -24,5 +24,5 @@ def why_not() -> str:
         return f"torchao {its} is older than 0.18, the first that this was tried with; {INSTALL}"
     folders = [Path(folder) for folder in found.submodule_search_locations or []]
     if not any((folder / OPTIMIZER_STATE).is_file() for folder in folders):
-        return f"torchao {its} has no {OPTIMIZER_STATE}: it is newer than this knows; pip install 'torchao==0.18.*'"
+        return f"torchao {its} has no {OPTIMIZER_STATE}: this version is not supported; pip install 'torchao==0.18.*'"
     return ""

@@ -88,7 +88,9 @@ def tensors_of(config: ConvConfig, step: Path | None = None) -> dict[str, Tensor
 
 def test_a_model_without_an_adapter_is_not_exported(step: Path, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
-    with pytest.raises(ConfigError, match=f"^{step}: the conv model has no .*; give its spec `huggingface`$"):
+    with pytest.raises(
+        ConfigError, match=f"^{step}: the conv model has no Hugging Face adapter; add `huggingface` to its spec$"
+    ):
         export(step, tmp_path / "deep" / "out")
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "deep").exists()
@@ -131,7 +133,7 @@ def test_what_is_not_quite_it_is_refused(step: Path, tmp_path: Path, monkeypatch
     intact = safetensors.torch.load_file(path)
     for change, words in (
         ({"net.embed.bias": torch.ones(24)}, "net.embed.bias is not zero, and the model here has no such parameter"),
-        ({"more": torch.ones(1)}, "more is nothing that a ConvNet of its config.json has"),
+        ({"more": torch.ones(1)}, "more is not a tensor of the ConvNet in its config.json"),
         ({"embed.weight": torch.ones(61, 24)}, "is stored twice"),
     ):
         safetensors.torch.save_file(intact | change, path)

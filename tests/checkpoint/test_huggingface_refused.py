@@ -48,7 +48,7 @@ CONFIGS = {
     "dropout": ({"attn_pdrop": 1.5}, "attn_pdrop=1.5 must be a number"),
     "tied": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
     "more layers": ({"n_layer": 3}, "h.2.ln_1.weight is missing"),
-    "fewer layers": ({"n_layer": 1}, "h.1.attn.c_attn.bias is nothing that a GPT-2 of its config.json has"),
+    "fewer layers": ({"n_layer": 1}, "h.1.attn.c_attn.bias is not a tensor of the GPT-2 in its config.json"),
     "width": ({"n_inner": 48}, "h.0.mlp.c_fc.weight is [24, 96], by its config.json it should be [24, 48]"),
     "rows": ({"vocab_size": 52}, "wte.weight is [53, 24], by its config.json it should be [52, 24]"),
     "untied": ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
@@ -80,7 +80,7 @@ def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
 W, LN = "transformer.wte.weight", "transformer.h.1.ln_1.weight"
 TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "missing": (lambda t: without(t, "transformer.h.1.mlp.c_proj.bias"), "h.1.mlp.c_proj.bias is missing"),
-    "too many": (lambda t: t | {"score.weight": t[W].clone()}, "score.weight is nothing that a GPT-2"),
+    "too many": (lambda t: t | {"score.weight": t[W].clone()}, "score.weight is not a tensor of the GPT-2"),
     "transposed": (
         lambda t: t | {"transformer.h.0.mlp.c_fc.weight": torch.zeros(96, 24)},
         "h.0.mlp.c_fc.weight is [96, 24]",

@@ -271,7 +271,7 @@ def test_prune_never_removes_the_newest_that_reads_back(tool, steps):
     code, out, _ = tool("prune", steps, "keep=1", "yes=true")
     assert code == 0
     assert sorted(path.name for path in steps.glob("step-*")) == ["step-00000002", "step-00000003", "step-00000004"]
-    assert "(every byte is right)" in out
+    assert "(every byte is verified)" in out
     assert tool("prune", steps, "keep=1", "damaged=true", "yes=true").code == 0
     assert [path.name for path in steps.glob("step-*")] == ["step-00000002"]
     assert (steps / "latest").read_text() == "step-00000002\n"
