@@ -84,7 +84,7 @@ def test_a_folder_that_is_not_there_is_refused_before_any_rank_starts(tmp_path: 
         f"parallelism.offload_path={path} is not a folder; create it on a local disk, or give another"
     )
     path.write_text("")
-    assert "is no folder" in refused(f"{P}offload_path={path}")
+    assert "is not a folder" in refused(f"{P}offload_path={path}")
 
 
 def test_a_disk_with_too_little_room_is_refused_before_any_rank_starts(tmp_path: Path):

@@ -51,7 +51,7 @@ def test_bf16_and_a_text_of_ones_own(tmp_path: Path, text: Path):
     [
         (["parallelism=tp2", "model.num_heads=3", "model.d_model=48"], "model.num_heads=3 is not divisible by"),
         (["parallelism=tp3"], "parallelism=tp3"),
-        ([], "the layout is one process, too"),
+        ([], "the layout has only one rank"),
         (["parallelism=tp2", "steps=0"], "steps=0"),
         (["parallelism=tp2", "stepps=1"], "stepps"),
         (["parallelism=tp2"], "without torchrun"),

@@ -59,7 +59,7 @@ def test_figures_are_at_the_median_speed(monkeypatch: pytest.MonkeyPatch, second
     reporter = Reporter([], throughput, torch.device("cpu"), 3, lambda _: None)
     monkeypatch.setattr(throughput, "eta_seconds", lambda _: None)
     none = reporter.figures()
-    assert none == dict.fromkeys(none, None) | {"comm_seconds": {}, "memory_ranks": []}
+    assert none == dict.fromkeys(none, None) | {"comm_seconds": {}, "memory_ranks": [], "spikes": []}
     state: Any = SimpleNamespace(step=1, tokens=100, runner=SimpleNamespace(mesh=ONE), remaining_batches=float)
     for loss in (3.0, 2.0, 1.0):  # a quarter of each step in tp
         throughput.step()

@@ -54,7 +54,7 @@ def test_a_full_disk_ends_the_run_in_one_line(
     assert left.name == "step-00000002"
     verify(left, print)
     assert list(left.parent.glob(".tmp*")) == []
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error: ")]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "No space left on device" in line
     assert f"the last one, {left}, is as it was; run the same command again" in line
     result = json.loads((tmp_path / "a" / "result.json").read_text())

@@ -147,7 +147,7 @@ def test_a_gradient_that_is_not_finite_is_a_spike_at_once(
 def test_a_run_that_does_not_stop_spiking_ends_in_words(run: Callable, tmp_path: Path, poisoned: list, capsys) -> None:
     poisoned[:] = [(64, 10**9)]
     assert run("a", *SPIKE, "trainer.spike.max_rewinds=2")[0] == 1
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error: ")]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "the run has already been rewound trainer.spike.max_rewinds=2 times" in line
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     assert result["status"].startswith("spiked: spike at step ")
@@ -157,7 +157,7 @@ def test_a_run_that_does_not_stop_spiking_ends_in_words(run: Callable, tmp_path:
 
 def test_without_a_checkpoint_from_before_there_is_no_way_back(run: Callable, poisoned: list, capsys) -> None:
     assert run("a", *SPIKE, "checkpoint.interval=100")[0] == 1
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert "there is no checkpoint from before its samples, 60 to 71: give a smaller checkpoint.interval" in out
 
 
