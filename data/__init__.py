@@ -1,1 +1,1 @@
-"""Recipes: how each corpus becomes tokens. Installed as gptlite.recipes, run as programs, never imported."""
+"""Recipes that turn corpora into tokens. Installed as gptlite.recipes, run as programs, and never imported."""

@@ -1,11 +1,11 @@
-"""`bench`: the ops against torch's, median of runs in turn.
+"""`bench`: benchmark of the kernels against torch's ops, as medians of interleaved runs.
 
 gptlite kernels bench [device=cpu] [ops=all] [dtype=bfloat16] [compile=true] [repeats=20]
 
-ops: names, comma-separated, as in `gptlite kernels test`. "eager" is torch's own ops, "compiled" the same under
-torch.compile; on a GPU, Liger's and Apex's layer norm too where they are installed: how many times as long as ours they
-take. GB/s counts the bytes that must travel; the share is of what a copy on this device reaches. On a GPU the forward
-and the backward pass are timed apart, by events, on buffers that rotate over more than its cache holds.
+ops: comma-separated names, as in `gptlite kernels test`. "eager" is torch's own ops, "compiled" the same under
+torch.compile, "others" Liger's and Apex's layer norm if installed, on a GPU; each is given as a multiple of our time.
+GB/s counts the bytes that must be read and written. "of copy" is the share of this device's copy bandwidth. On a GPU
+the forward and backward passes are timed separately, with events, on rotating buffers larger than its cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,14 +26,14 @@ from gptlite.kernels.timing import Clock, Task, clock_of, measure
 
 DTYPES = ("float32", "bfloat16", "float16")
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
-ROTATED_BYTES = 200 * 10**6  # several times the 50 MB of an H100's cache, 60 of an H200's
+ROTATED_BYTES = 200 * 10**6  # several times the L2 cache of an H100 (50 MB) or H200 (60 MB)
 FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
 Forward = Callable[[Inputs], Tensors]
 
 
 @dataclass
 class Options:
-    """The command line."""
+    """Command-line options."""
 
     device: str = "cpu"
     ops: str = "all"
@@ -51,13 +51,13 @@ class Row:
     shape: tuple[int, ...]
     dtype: str
     seconds: float
-    bytes: float  # that must travel
-    share_of_copy: float  # of the bytes a second that a copy moves
-    ratios: dict[str, float] = field(default_factory=dict)  # of the seconds others take
+    bytes: float  # that must be read and written
+    share_of_copy: float  # share of the bandwidth of a copy
+    ratios: dict[str, float] = field(default_factory=dict)  # time of each alternative / our time
 
 
 def run(options: Options) -> int:
-    """Prints a line for each op, size and direction. Raises ConfigError."""
+    """Print a line for each op, size and direction, and return the exit code. Raises ConfigError."""
     check(options)
     loaded = load(options.device)
     if isinstance(loaded, Unavailable):
@@ -70,7 +70,7 @@ def run(options: Options) -> int:
 
 
 def check(options: Options) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError for invalid options."""
     check_device(options.device)
     if options.dtype not in DTYPES:
         near = did_you_mean(options.dtype, DTYPES)
@@ -81,10 +81,10 @@ def check(options: Options) -> None:
 
 
 def rows(options: Options, copy: float | None = None) -> Iterator[Row]:
-    """Measures row by row; the kernels are loaded. `copy`, bytes a second, is measured if it is not given.
+    """Yield measured rows. The kernels must be loaded. `copy`, in bytes/s, is measured if it is not given.
 
-    On a GPU each direction is measured by itself. What torch.compile or another library fails at is told and left out
-    of the row. Raises ConfigError.
+    On a GPU each direction is measured separately. If torch.compile or another library fails, this is printed and the
+    alternative is left out of the row. Raises ConfigError.
     """
     check(options)
     cuda, clock = options.device == "cuda", clock_of(torch.device(options.device))
@@ -95,7 +95,7 @@ def rows(options: Options, copy: float | None = None) -> Iterator[Row]:
 
 
 def copy_speed(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Measure the bytes per second that a copy reads and writes."""
     source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     copy = Task(lambda buffers: buffers[1].copy_(buffers[0]))
@@ -117,7 +117,7 @@ def _chosen(options: Options) -> list[Case]:
 def rows_of(
     case: Case, size: tuple[int, int], options: Options, copy: float, clock: Clock, apart: bool
 ) -> Iterator[Row]:
-    """A row for each direction of a case. `apart`: by itself, on sets of buffers that rotate."""
+    """Yield a row for each direction of a case. With `apart`, directions are timed separately on rotating buffers."""
     torch.manual_seed(0)
     make = partial(case.make, *size, getattr(torch, options.dtype), torch.device(options.device))
     sets = [make()]
@@ -135,14 +135,14 @@ def rows_of(
 
 
 def directions(case: Case, apart: bool) -> list[str]:
-    """What is timed: an op that makes its gradient in the forward pass is both in one."""
+    """Return the directions to time. An op that computes its gradient in the forward pass has them combined."""
     if case.kernel_backward and apart:
         return [FORWARD, BACKWARD]
     return [BOTH if case.leaves else FORWARD]
 
 
 def kernel_task(case: Case, direction: str) -> Task:
-    """A direction of our kernels."""
+    """Return the task for a direction of our kernels."""
     if direction == FORWARD:
         return Task(case.kernel)
     if direction == BOTH or case.kernel_backward is None:
@@ -157,7 +157,7 @@ def _others(case: Case, direction: str, options: Options) -> dict[str, Task]:
     torchs = case.plain or case.forward
     found = {"eager": torch_task(torchs, case.leaves, direction)}
     if options.compile:
-        torch.compiler.reset()  # or the second size would be compiled for any size
+        torch.compiler.reset()  # otherwise the second size would be compiled with dynamic shapes
         found["compiled"] = torch_task(torch.compile(torchs, dynamic=False), case.leaves, direction)
     for name, forward in _libraries(case, options.device).items():
         found[name] = torch_task(forward, case.leaves, direction)
@@ -165,7 +165,7 @@ def _others(case: Case, direction: str, options: Options) -> dict[str, Task]:
 
 
 def torch_task(forward: Forward, leaves: tuple[str, ...], direction: str) -> Task:
-    """A direction of a function that autograd differentiates."""
+    """Return the task for a direction of a function that autograd differentiates."""
     if not leaves:
         return Task(forward)
     if direction == BOTH:
@@ -185,7 +185,7 @@ def torch_task(forward: Forward, leaves: tuple[str, ...], direction: str) -> Tas
 
 
 def _libraries(case: Case, device: str) -> dict[str, Forward]:
-    """The layer norms of Liger Kernel and Apex, where they are installed; both need a GPU."""
+    """Return the layer norms of Liger Kernel and Apex, if installed. Both need a GPU."""
     if case.ops[0] != "layer_norm" or device != "cuda":
         return {}
     found: dict[str, Forward] = {}
@@ -199,7 +199,7 @@ def _libraries(case: Case, device: str) -> dict[str, Forward]:
 
 
 def _working(tasks: dict[str, Task], inputs: Inputs) -> dict[str, Task]:
-    """Those that run once; ours, whose failure is one of the benchmark, whatever it does."""
+    """Return the tasks that run once without an error. An error of our own kernels is raised."""
     found = {}
     for name, task in tasks.items():
         try:
@@ -216,7 +216,7 @@ HEADER = ("op", "size", "direction", "ours ms", "GB/s", "of copy", "eager", "com
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row of HEADER's table."""
+    """Return the cells of a row under HEADER."""
     ratios = {name: f"{each:.1f}x" for name, each in row.ratios.items()}
     eager, compiled = ratios.pop("eager", "-"), ratios.pop("compiled", "-")
     rest = ", ".join(f"{name} {ratio}" for name, ratio in ratios.items())

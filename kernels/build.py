@@ -1,4 +1,4 @@
-"""Compiles the kernels: units in parallel, one shared library."""
+"""Compilation of the kernels: parallel units, linked to one shared library."""
 
 import contextlib
 import os
@@ -14,20 +14,20 @@ from gptlite.kernels.units import Unit, binding_units, cpu_units, cuda_units
 from gptlite.progress import Log
 
 MAX_JOBS = 16
-MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # memory limit of a container
 ERROR_LINES = 3
-# What others may see of the library; else two libraries of one process could take each other's inline functions.
+# Exported symbols. With more, two libraries in one process could bind to each other's inline functions.
 EXPORTS = "{ global: gptlite_*; local: *; };\n"
 LINK = ("-shared", "-s", "-Wl,-z,defs", "-Wl,--no-as-needed")
 
 
 def build(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log, arch: str = "") -> str:
-    """Compiles and links torch's library to `library`, in whose folder the objects are meanwhile. Raises BuildError.
+    """Compile and link the torch library `library`. Temporary objects are in its folder. Raises BuildError.
 
-    Without `nvcc`, or where it fails, it has the CPU kernels alone. Returns how nvcc failed, nothing where it did not.
-    `arch`: as in `cuda_units`.
+    Without `nvcc`, or if it fails, the library has only CPU kernels. Returns the error of nvcc, or "". `arch` is as in
+    `cuda_units`.
     """
-    import torch  # here, so that a plain build needs none
+    import torch  # imported here, so that a plain build does not need it
 
     home = Path(torch.__file__).parent
     libraries = [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
@@ -45,7 +45,7 @@ def build(library: Path, cxx: Compiler, nvcc: Compiler | None, log: Log, arch: s
 
 
 def build_plain(folder: Path, cxx: Compiler | None = None, log: Log = print) -> Path:
-    """The CPU kernels alone as a C library, for ctypes; no torch. Raises BuildError."""
+    """Build the CPU kernels as a C library for ctypes, without torch. Raises BuildError."""
     cxx = cxx or find_cxx()
     library = folder / "libgptlite_cpu.so"
     with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as name:
@@ -54,7 +54,7 @@ def build_plain(folder: Path, cxx: Compiler | None = None, log: Log = print) -> 
 
 
 def jobs_here() -> int:
-    """How many compilers run at once: one a core, and each has a GiB."""
+    """Number of parallel compilers: at most one per core, and one per GiB of memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         memory = min(memory, int(MEMORY_LIMIT.read_text()))
@@ -62,9 +62,9 @@ def jobs_here() -> int:
 
 
 def compile_all(units: list[Unit], folder: Path, log: Log, label: str) -> list[Path]:
-    """The units' objects. Raises BuildError with the first errors of a unit that does not compile."""
+    """Compile the units and return their objects. Raises BuildError with the first errors of a unit that fails."""
     jobs = jobs_here()
-    units = sorted(units, key=lambda unit: -unit.weight)  # else a long one may be the last, and alone
+    units = sorted(units, key=lambda unit: -unit.weight)  # longest first, so that none runs alone at the end
     started = reported = time.monotonic()
     with ThreadPoolExecutor(jobs) as threads:
         calls = {threads.submit(_compile, unit, folder / f"{unit.label}.o"): unit for unit in units}
@@ -85,7 +85,7 @@ def compile_all(units: list[Unit], folder: Path, log: Log, label: str) -> list[P
 
 
 def link(cxx: Compiler, objects: Iterable[Path], libraries: Iterable[str], folder: Path, target: Path) -> None:
-    """Links to `target`, which is whole or not there. Raises BuildError."""
+    """Link the objects to `target`, which appears only when complete. Raises BuildError."""
     exports, linked = folder / "exports.map", folder / target.name
     exports.write_text(EXPORTS)
     command = [*cxx.command, *LINK, f"-Wl,--version-script={exports}", *map(str, objects), *libraries]

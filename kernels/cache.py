@@ -1,4 +1,4 @@
-"""Where compiled libraries are kept: compiled once for a machine, however many processes want it at once."""
+"""Cache of compiled libraries. A library is compiled once per machine, even if many processes request it at once."""
 
 import contextlib
 import hashlib
@@ -16,12 +16,12 @@ from gptlite.files import replacing, try_lock, write_whole
 from gptlite.kernels.toolchain import BuildError
 from gptlite.progress import Log
 
-UNFINISHED = ".build-"  # how a folder is called in which a compilation is under way
+UNFINISHED = ".build-"  # name prefix of a folder with a compilation in progress
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a compiled library, in a file beside it."""
+    """Metadata of a compiled library, stored in a file beside it."""
 
     sha256: str
     cuda: bool
@@ -32,10 +32,10 @@ class Record:
 
 
 def home_folder(make: bool = False) -> Path:
-    """Where libraries belong: ~/.cache/gptlite/kernels, or under XDG_CACHE_HOME. Raises BuildError, OSError."""
+    """Return the default folder: ~/.cache/gptlite/kernels, or under XDG_CACHE_HOME. Raises BuildError, OSError."""
     try:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError as error:  # no HOME, and the user has no entry among the system's
+    except RuntimeError as error:  # no HOME, and no passwd entry for the user
         raise BuildError(str(error)) from error
     folder = Path(root, "gptlite", "kernels")
     if make:
@@ -44,11 +44,11 @@ def home_folder(make: bool = False) -> Path:
 
 
 def temporary_folder(make: bool = False) -> Path:
-    """Where they go if that cannot be written. Raises BuildError where it is not this user's alone, OSError."""
+    """Return the fallback folder under /tmp. Raises BuildError if another user has access to it, and OSError."""
     folder = Path(tempfile.gettempdir(), f"gptlite-kernels-{os.getuid()}")
     if make:
         folder.mkdir(mode=0o700, exist_ok=True)
-    # What lies there is run: in a folder where all may write, nobody else must have put it there.
+    # Libraries in this folder are executed, and everybody can write to /tmp: accept only a private folder of this user.
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise BuildError(f"{folder} is not a folder of this user alone")
@@ -56,7 +56,7 @@ def temporary_folder(make: bool = False) -> Path:
 
 
 def known_folders() -> list[Path]:
-    """Those of the two that are there to be read from."""
+    """Return the cache folders that can be determined, to search for libraries."""
     folders = []
     for find in (home_folder, temporary_folder):
         with contextlib.suppress(BuildError, OSError):
@@ -65,12 +65,12 @@ def known_folders() -> list[Path]:
 
 
 def writable_folder(log: Log) -> Path:
-    """The first of the two that takes files, made if need be. Raises BuildError."""
+    """Return the first cache folder that is writable, created if missing. Raises BuildError if there is none."""
     why = []
     for find in (home_folder, temporary_folder):
         try:
             folder = find(make=True)
-            with tempfile.TemporaryFile(dir=folder):  # its mode says nothing of a disk that is mounted read-only
+            with tempfile.TemporaryFile(dir=folder):  # the mode does not reveal a read-only mount
                 pass
         except (OSError, BuildError) as error:
             why.append(str(error))
@@ -82,7 +82,7 @@ def writable_folder(log: Log) -> Path:
 
 
 def lookup(library: Path) -> Record | None:
-    """The record of a library that is there and whole."""
+    """Return the record of a library that exists and matches its hash, else None."""
     try:
         record = Record(**json.loads(library.with_suffix(".json").read_text(encoding="utf-8")))
         return record if record.sha256 == _digest(library) else None
@@ -91,7 +91,7 @@ def lookup(library: Path) -> Record | None:
 
 
 def keep(library: Path, record: Record, compiled: Path) -> Record:
-    """Gives a compiled library its name in the cache. Under `locked`. Raises OSError."""
+    """Store a compiled library in the cache. Call it under `locked`. Raises OSError."""
     with replacing(library) as file:
         file.write(compiled.read_bytes())
     record = replace(record, sha256=_digest(library))
@@ -101,13 +101,13 @@ def keep(library: Path, record: Record, compiled: Path) -> Record:
 
 @contextmanager
 def locked(folder: Path, log: Log) -> Iterator[None]:
-    """Holds the folder's lock, which dies with its process; where the file system has none, several may compile."""
+    """Hold the lock of the folder during the block. Without file locks, several processes may compile."""
     with (folder / ".lock").open("w") as file:
         if (alone := try_lock(file)) is False:
             log("kernels: another process is compiling them: waiting")
             try_lock(file, wait=True)
         elif alone:
-            for leftover in folder.glob(f"{UNFINISHED}*"):  # of a process that was killed: the lock is ours
+            for leftover in folder.glob(f"{UNFINISHED}*"):  # from a killed process: we hold the lock
                 shutil.rmtree(leftover, ignore_errors=True)
         yield
 
@@ -118,7 +118,7 @@ def _digest(path: Path) -> str:
 
 
 def forget(library: Path) -> None:
-    """Removes a library and its record, if they are there."""
+    """Remove a library and its record, if they exist."""
     for path in (library, library.with_suffix(".json")):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)

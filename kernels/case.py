@@ -1,4 +1,4 @@
-"""A case of an op: made-up arguments, the kernels on them, and the same in torch's own ops."""
+"""Test cases of the ops: random inputs, the kernels, and the equivalent in torch's own ops."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ Sizes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Case:
-    """One op or a pair of them.
+    """Case for one op, or for a forward and a backward op.
 
-    `kernel` and `kernel_backward` call the kernels, the second on what the first returned and `between` made of it; an
-    op that makes its gradient in the forward pass has no second. Of what the first returned `compared` tensors (None:
-    all) are results, the others are for the backward pass. `forward` is torch's and is differentiated with respect to
-    `leaves`, the upstream gradient being the input named "dy"; `plain` is what torch has for it where `forward` is only
-    a definition. `traffic`: the bytes that must travel forward and, where that is an op of its own, backward. `sizes`
-    are a CPU's, `gpu_sizes` a GPU's.
+    `kernel` and `kernel_backward` call the kernels. The second gets the results of the first, changed by `between`; it
+    is None for an op that computes its gradient in the forward pass. The first `compared` results (None: all) are
+    compared, the others are for the backward pass. `forward` is the reference in torch. It is differentiated with
+    respect to `leaves`, with the input "dy" as upstream gradient. `plain` is torch's fast version, if `forward` is only
+    a definition. `traffic` gives the bytes that must be read and written forward and, if that is a separate op,
+    backward. `sizes` are for CPUs, `gpu_sizes` for GPUs.
     """
 
     ops: tuple[str, ...]
@@ -40,19 +40,19 @@ class Case:
     cpu_only: bool = False
 
     def ours(self, inputs: Inputs) -> Results:
-        """What the kernels return, as torch would."""
+        """Return results and gradients of the kernels, in the form of `reference`."""
         results = self.between(inputs, self.kernel(inputs))
         if self.kernel_backward:
             return results[: self.compared], self.kernel_backward(inputs, results)
         return results[: self.compared], results[self.compared :] if self.leaves else ()
 
     def reference(self, inputs: Inputs) -> Results:
-        """Torch's results and gradients, in the inputs' dtypes."""
+        """Return torch's results and gradients, in the dtypes of the inputs."""
         return differentiate(self.forward, inputs, self.leaves)
 
 
 def differentiate(forward: Callable[[Inputs], Tensors], inputs: Inputs, leaves: tuple[str, ...]) -> Results:
-    """Results of a function of the inputs, and its gradients for "dy"."""
+    """Return the results of `forward`, and the gradients of `leaves` for the upstream gradient "dy"."""
     if not leaves:
         return forward(inputs), ()
     inputs = inputs | {name: inputs[name].detach().requires_grad_() for name in leaves}
@@ -62,7 +62,7 @@ def differentiate(forward: Callable[[Inputs], Tensors], inputs: Inputs, leaves: 
 
 
 def size_of(value: Any) -> int:
-    """Bytes of a tensor, of a list or of named ones."""
+    """Return the bytes of a tensor, or of the tensors in a list or dict."""
     if isinstance(value, Tensor):
         return value.nbytes
     parts = value.values() if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Every op with made-up arguments, and the same in torch's own ops: for `test` and `bench`."""
+"""Cases of every op, for `test` and `bench`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ OPS = torch.ops.gptlite
 SCALE, EPS, P, SEED = 0.3, 1e-5, 0.2, 1234
 IGNORE, SMOOTHING, Z_LOSS = -100, 0.1, 1e-3
 ADAM = (1e-3, 0.9, 0.95, 1e-8, 0.1)  # lr, beta1, beta2, eps, weight_decay
-# On a CPU so small that the runs take seconds; a GPU's are GPT-3 Small's and XL's, and larger than its cache.
+# CPU sizes keep a run to seconds. GPU sizes are those of GPT-3 Small and XL, and exceed the cache.
 SQUARE = ((256, 256), (1024, 1024)), ((1024, 1024), (2048, 2048))
 WIDE = ((1024, 768), (2048, 2048)), ((8192, 768), (8192, 2048))
 HIDDEN = ((1024, 768), (2048, 2048)), ((8192, 3072), (8192, 8192))
@@ -27,7 +27,7 @@ def _pair(name: str) -> tuple[str, str]:
 
 
 def _times(*passes: float) -> Callable[[Inputs], tuple[float, ...]]:
-    """So many times the bytes of the first input."""
+    """Return a traffic function: the given multiples of the bytes of the first input."""
     return lambda inputs: tuple(each * size_of(next(iter(inputs.values()))) for each in passes)
 
 
@@ -37,7 +37,7 @@ def _times(*passes: float) -> Callable[[Inputs], tuple[float, ...]]:
 def _softmax_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
     x = torch.randn(2, 4, rows, width, dtype=dtype, device=device)
     mask = torch.rand(2, 1, rows, width, device=device) < 0.3
-    mask[0, 0, 0] = True  # a row with all left out
+    mask[0, 0, 0] = True  # a fully masked row
     return {"x": x, "mask": mask, "dy": torch.randn_like(x)}
 
 
@@ -117,7 +117,7 @@ def _plain_residual_norm(inputs: Inputs) -> Tensors:
 
 
 def _torch_dropout(inputs: Inputs) -> Tensors:
-    """The mask of [B, S, C] is as the header defines it: Philox4x32-10."""
+    """Apply dropout to [B, S, C] with the mask defined in gptlite_kernels.h: Philox4x32-10."""
     x, ids = inputs["x"], inputs["ids"].view(-1, 1, 1)
     lane = torch.arange(-(-x.shape[-1] // 4), device=x.device)
     position = torch.arange(3, 3 + x.shape[1], device=x.device).view(-1, 1)
@@ -186,13 +186,13 @@ def _loss_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device
 
 
 def _stats(inputs: Inputs) -> Tensors:
-    """Of the columns in two parts, as two ranks would have them."""
+    """Return the statistics of the columns in two parts, as on two tensor-parallel ranks."""
     columns = inputs["logits"].shape[1]
     return tuple(OPS.cross_entropy_stats(part, inputs["targets"], at, columns, IGNORE) for at, part in _parts(inputs))
 
 
 def _losses_of_stats(inputs: Inputs, parts: Tensors) -> Tensors:
-    """The losses, and the logarithms of the sums of exponentials."""
+    """Return the losses and the log-sum-exps."""
     stats = torch.stack(parts)
     log_sum, target, total = stats[..., 0].logsumexp(0), stats[..., 1].sum(0), stats[..., 2].sum(0)
     smoothed = SMOOTHING / inputs["logits"].shape[1] * total
@@ -287,7 +287,7 @@ def _plain_adamw(inputs: Inputs) -> Tensors:
 
 
 def _adamw_traffic(inputs: Inputs) -> tuple[float, ...]:
-    """Parameters and both moments are read and written, gradients read."""
+    """Bytes of an update: parameters and both moments are read and written, gradients are read."""
     parameters, gradients, m, v, _ = _lists(inputs)
     return (size_of(gradients) + 2 * size_of([parameters, m, v]),)
 
@@ -314,7 +314,7 @@ UPDATES = (
 )
 
 
-# Attention. The first input has queries, keys and values: a third each.
+# Attention. The first input holds queries, keys and values, a third each.
 
 
 def _attention_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:

@@ -1,9 +1,9 @@
-"""`test`: every op on this machine against torch's own in float64.
+"""`test`: comparison of every op on this machine with torch's own in float64.
 
 gptlite kernels test [device=cpu]
 
-Prints a table of the largest errors, each relative to the largest value of its tensor. device: cpu, or cuda where there
-is one. Exit codes: 0 all within the tolerance, 1 not, or no kernels.
+Prints a table of the largest errors, each relative to the largest value of its tensor. device is cpu or cuda. Exit
+codes: 0 all within the tolerance, 1 not, or no kernels.
 """
 
 from collections.abc import Callable
@@ -19,22 +19,22 @@ from gptlite.kernels.cases import CASES
 from gptlite.kernels.library import Unavailable, load
 from gptlite.kernels.tables import table
 
-# Of the largest value, of which a rounding is 2^-24, 2^-9, 2^-12; a backward op starts from rounded results.
+# Relative to the largest value. One rounding is 2^-24, 2^-9, 2^-12. A backward op starts from rounded results.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 DEVICES = ("cpu", "cuda")
-ROWS, WIDTH = 37, 77  # no multiple of anything
+ROWS, WIDTH = 37, 77  # not multiples of a vector or tile size
 
 
 @dataclass
 class Options:
-    """The command line."""
+    """Command-line options."""
 
     device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class Error:
-    """The largest error of an op's results, of the largest value."""
+    """Largest error of an op's results, relative to the largest value."""
 
     op: str
     dtype: torch.dtype
@@ -42,12 +42,12 @@ class Error:
 
     @property
     def fine(self) -> bool:
-        """Also False for NaN."""
+        """True if the error is within the tolerance. False for NaN."""
         return self.value <= TOLERANCES[self.dtype]
 
 
 def run(options: Options) -> int:
-    """Prints the table. Raises ConfigError."""
+    """Print the table and return the exit code. Raises ConfigError."""
     check_device(options.device)
     loaded = load(options.device)
     if isinstance(loaded, Unavailable):
@@ -67,13 +67,13 @@ def run(options: Options) -> int:
 
 
 def check_device(device: str) -> None:
-    """Raises ConfigError where there are no kernels for the device."""
+    """Raise ConfigError for a device without kernels."""
     if device not in DEVICES:
         raise ConfigError(f"device={device} is not one of {', '.join(DEVICES)}")
 
 
 def measure(case: Case, device: torch.device) -> list[Error]:
-    """The errors of a case's ops in every dtype."""
+    """Return the errors of a case's ops in every dtype."""
     errors = []
     for dtype in TOLERANCES:
         torch.manual_seed(0)
@@ -86,7 +86,7 @@ def measure(case: Case, device: torch.device) -> list[Error]:
 
 
 def largest_error(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
-    """Of the largest value of each tensor. NaN where there is one."""
+    """Return the largest error, relative to the largest value of its tensor; NaN for NaN results or other shapes."""
     if [x.shape for x in ours] != [x.shape for x in theirs]:
         return float("nan")
     values = [(a.double() - b).abs().max() / b.abs().max().clamp(min=1e-9) for a, b in zip(ours, theirs, strict=True)]

@@ -1,4 +1,4 @@
-"""The ops on tensors without data: shapes, dtypes and strides of their results, which torch.compile asks for."""
+"""Fake kernels for torch.compile: shapes, dtypes and strides of the results of each op."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def register() -> None:
-    """Registers all of them, once the library is loaded."""
+    """Register all fake kernels. The library must be loaded."""
     for name, fake in FAKES.items():
         torch.library.register_fake(f"gptlite::{name}", fake)
 
@@ -26,7 +26,7 @@ def _fp32(x: Tensor, *shape: int) -> Tensor:
 
 
 def _row(x: Tensor) -> Tensor:
-    """A number for each row."""
+    """Return an empty fp32 tensor with one number for each row."""
     return _fp32(x, *x.shape[:-1])
 
 
@@ -45,7 +45,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, bias: bool, fp32: bool) -> tuple[Ten
 
 
 def _by_position(x: Tensor) -> Tensor:
-    """[B, H, S, D] whose memory is [B, S, H, D]."""
+    """Return an empty [B, H, S, D] with the memory layout [B, S, H, D]."""
     return _like(x.transpose(1, 2)).transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""`info`: the compilers, the library, and which path each op takes here. Compiles nothing.
+"""`info`: report of the compilers, the library, and the path of each op on this machine. Compiles nothing.
 
 gptlite kernels info
 """
@@ -16,16 +16,16 @@ from gptlite.kernels.library import Loaded, Unavailable, compiled, load
 from gptlite.kernels.tables import table
 from gptlite.kernels.toolchain import BuildError, Compiler, find_cxx, find_nvcc
 
-CPU_ONLY = ("attention", "weight_gradient")  # ops that start so have no CUDA kernel
+CPU_ONLY = ("attention", "weight_gradient")  # ops with these prefixes have no CUDA kernel
 
 
 @dataclass
 class Options:
-    """The command line."""
+    """Command-line options; there are none."""
 
 
 def run(options: Options) -> int:
-    """Prints the tables."""
+    """Print the tables."""
     library = compiled()
     loaded = load("cpu") if library else _lacking()
     said = f"not compiled yet: `{command('kernels')} build`, or the first run that uses it"
@@ -55,7 +55,7 @@ def run(options: Options) -> int:
 
 
 def path_of(loaded: Loaded | Unavailable | None, device_type: str) -> str:
-    """The path an op takes on a device, and why."""
+    """Return the path of an op on a device, with the reason."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return "- (no GPU)"
     if isinstance(loaded, Loaded):

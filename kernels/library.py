@@ -1,4 +1,4 @@
-"""Loads the kernels into torch, compiling them first where no process of this machine has: `load`."""
+"""Loading of the kernels into torch with `load`. They are compiled first if this machine's cache lacks them."""
 
 import ctypes
 import hashlib
@@ -23,26 +23,26 @@ STREAM = "aoti_torch_get_current_cuda_stream"
 
 @dataclass(frozen=True)
 class Loaded:
-    """The library that `torch.ops.gptlite` is from."""
+    """Loaded library behind `torch.ops.gptlite`."""
 
     path: Path
-    cuda: bool  # it has the CUDA kernels too
-    isa: str  # instruction sets its CPU kernels use here: "avx512 avx512_bf16 amx_bf16"
-    seconds: float  # that its compilation took
-    cached: bool  # before this process came
-    why_no_cuda: str  # where there is a GPU and it has none
+    cuda: bool  # it includes the CUDA kernels
+    isa: str  # instruction sets used by its CPU kernels here: "avx512 avx512_bf16 amx_bf16"
+    seconds: float  # compilation time
+    cached: bool  # it was compiled before this process started
+    why_no_cuda: str  # reason if there is a GPU but no CUDA kernels
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """No kernels, and why, in one line."""
+    """One-line reason for the absence of kernels."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Library:
-    """A compiled library, not loaded."""
+    """Compiled library that is not loaded yet."""
 
     path: Path
     record: Record
@@ -50,14 +50,14 @@ class Library:
     why_no_cuda: str
 
 
-_LOADED: list[Loaded | Unavailable] = []  # what the first call of `load` found
+_LOADED: list[Loaded | Unavailable] = []  # result of the first call of `load`
 
 
 def load(device_type: str, log: Log = print) -> Loaded | Unavailable:
-    """Makes `torch.ops.gptlite` work on the device's tensors; the second call of a process returns what the first did.
+    """Load `torch.ops.gptlite` for the tensors of a device. Later calls in a process return the first result.
 
-    Where there is a GPU both CPU and CUDA kernels are compiled, else the CPU's alone. `log` gets a line on what takes
-    long or went wrong.
+    On a machine with a GPU both CPU and CUDA kernels are compiled, otherwise only the CPU kernels. `log` gets a line
+    about slow steps and failures.
     """
     if device_type not in ("cpu", "cuda"):
         return Unavailable(f"there are kernels for cpu and cuda, not for {device_type}")
@@ -75,7 +75,7 @@ def load(device_type: str, log: Log = print) -> Loaded | Unavailable:
 
 
 def knows_stream(path: Path) -> bool:
-    """Whether this torch has what the CUDA kernels of a library ask for their stream."""
+    """Return True if this torch has the function from which the CUDA kernels get their stream."""
     return bool(ctypes.CDLL(str(path)).gptlite_cuda_knows_stream())
 
 
@@ -99,11 +99,11 @@ def _load(log: Log) -> Loaded | Unavailable:
 
 
 def prepare(cuda: bool, log: Log, arch: str | None = None) -> Library:
-    """The compiled library, from the cache if it is there. Raises BuildError, OSError.
+    """Return the compiled library, from the cache if it is there. Raises BuildError, OSError.
 
-    `cuda`: with the CUDA kernels, if they compile, for the architecture `arch` ("90"; "": any from sm_80 on; None: that
-    of the GPU that is here). Where a compiler is missing that another machine had which shares the cache, what that one
-    compiled of the same sources will do.
+    With `cuda` it includes the CUDA kernels, if they compile, for the architecture `arch` ("90"; "" for any from sm_80
+    on; None for the local GPU). If a compiler is missing, a library is accepted that another machine compiled from the
+    same sources into a shared cache.
     """
     if platform.system() != "Linux":
         raise BuildError(f"the kernels are for Linux, this is {platform.system()}")
@@ -115,7 +115,7 @@ def prepare(cuda: bool, log: Log, arch: str | None = None) -> Library:
     folder = writable_folder(log)
     path = folder / tools.names[0]
     with locked(folder, log):
-        cached = record = lookup(path)  # another process may have been there first
+        cached = record = lookup(path)  # another process may have compiled it meanwhile
         if record is None:
             if path.exists():
                 log(f"kernels: {path} is damaged: compiling it again")
@@ -124,16 +124,16 @@ def prepare(cuda: bool, log: Log, arch: str | None = None) -> Library:
 
 
 def compiled() -> Library | None:
-    """What `prepare` would return without compiling."""
+    """Return the library that `prepare` would return without compiling, or None."""
     try:
         tools = _tools(torch.cuda.is_available(), None)
         return tools if isinstance(tools, Library) else _find(tools.names, why_no_cuda=tools.why_no_cuda)
-    except (BuildError, OSError):  # what `prepare` would raise: there is none either way
+    except (BuildError, OSError):  # `prepare` would raise these: there is no library either way
         return None
 
 
 def gpu_arch() -> str:
-    """The architecture of the GPUs here, "90"; nothing where there is none, or where they differ."""
+    """Return the architecture of the local GPUs, such as "90"; "" if there are none, or if they differ."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = {"".join(map(str, torch.cuda.get_device_capability(index))) for index in range(count)}
     return found.pop() if len(found) == 1 else ""
@@ -141,8 +141,7 @@ def gpu_arch() -> str:
 
 @dataclass(frozen=True)
 class _Tools:
-    """The compilers, nvcc with the reason if there is none. `archs`: those of which a library will do, the one to
-    compile for first."""
+    """Compilers, with the reason if nvcc is missing. `archs` are acceptable architectures; the first is compiled."""
 
     cxx: Compiler
     nvcc: Compiler | None
@@ -151,14 +150,14 @@ class _Tools:
 
     @property
     def names(self) -> list[str]:
-        """What the library may be called."""
+        """Acceptable file names of the library."""
         tools = repr((self.cxx.command, self.cxx.version, self.nvcc and self.nvcc.version))
         digest = hashlib.sha256(tools.encode()).hexdigest()[:16]
         return [f"{prefix}-{digest}.so" for prefix in _prefixes(self.nvcc is not None, self.archs)]
 
 
 def _tools(cuda: bool, arch: str | None) -> _Tools | Library:
-    """The compilers; or a library, where one lacks that another machine had."""
+    """Return the compilers, or a library from another machine if a compiler is missing here."""
     nvcc, why_no_cuda, archs = None, "", ("",)
     if cuda:
         archs = _serving(gpu_arch()) if arch is None else (arch,)
@@ -181,12 +180,12 @@ def _tools(cuda: bool, arch: str | None) -> _Tools | Library:
 
 
 def _serving(arch: str) -> tuple[str, ...]:
-    """The architectures whose library serves a GPU: its own, or the one for any, if the GPU is not too old."""
+    """Return the architectures of libraries that run on a GPU: its own, and the portable "" if it is new enough."""
     return (arch, "") if arch and int(arch) >= OLDEST_PORTABLE else (arch,)
 
 
 def _find(patterns: Iterable[str], cuda: bool = False, why_no_cuda: str = "") -> Library | None:
-    """A compiled library of such a name. One that is read-only now will do."""
+    """Return a compiled library that matches a name pattern, or None. It may be in a read-only folder."""
     for pattern in patterns:
         for path in (path for folder in known_folders() for path in sorted(folder.glob(pattern))):
             record = lookup(path)
@@ -215,8 +214,10 @@ def _from_elsewhere(cuda: bool, archs: tuple[str, ...]) -> Library | None:
 
 
 def _prefixes(cuda: bool, archs: tuple[str, ...]) -> list[str]:
-    """What must be the same wherever a library is to run: sources, flags (in a source), processor, C library, and the
-    GPU's architecture."""
+    """Return name prefixes of the library, from all that it depends on.
+
+    These are the sources, which contain the flags, the processor, the C library and the GPU's architecture.
+    """
     digest = hashlib.sha256(repr(platform.libc_ver()).encode())
     for path in sources(cuda):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())

@@ -1,11 +1,11 @@
-"""`build`: compiles the kernels unless they are in the cache, and loads them.
+"""`build`: compilation of the kernels, unless they are in the cache, and a check that they load.
 
 gptlite kernels build [cuda=auto] [arch=auto]
 
-cuda: `auto` compiles the CUDA kernels where there is a GPU, `true` also where there is none, as on the login node of a
-cluster that shares its home, `false` never. arch: `auto` compiles for the architecture of the GPU that is here, and
-without one for sm_80 and sm_90, as `any` does, with code that later GPUs compile; or a number, as 90. Exit codes: 0 all
-that was asked for is there, 1 not.
+cuda: `auto` compiles the CUDA kernels if there is a GPU; `true` also without one, as on the login node of a cluster
+with a shared home; `false` never. arch: `auto` compiles for the architecture of the local GPU; `any`, and `auto`
+without a GPU, for sm_80 and sm_90 with code that later GPUs can compile; or give a number, such as 90. Exit codes: 0
+all that was requested is built, 1 not.
 """
 
 import ctypes
@@ -23,14 +23,14 @@ CHOICES = ("auto", "true", "false")
 
 @dataclass
 class Options:
-    """The command line."""
+    """Command-line options."""
 
     cuda: str = "auto"
     arch: str = "auto"
 
 
 def run(options: Options) -> int:
-    """Prints what was built. Raises ConfigError."""
+    """Build the library, print a summary, and return the exit code. Raises ConfigError."""
     if options.cuda not in CHOICES:
         raise ConfigError(f"cuda={options.cuda} is not one of {', '.join(CHOICES)}")
     if not re.fullmatch(r"auto|any|\d{2,3}[af]?", options.arch):

@@ -1,4 +1,4 @@
-"""Seconds that calls take on a device, in turn, each on buffers that the caches have forgotten."""
+"""Timing of calls on a device: interleaved, and on buffers that are no longer in the caches."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,24 +10,24 @@ from typing import Any
 import torch
 
 WARM_UP = 3
-SPIN_HZ = 2e9  # cycles of torch.cuda._sleep a second: about a GPU's clock
+SPIN_HZ = 2e9  # cycles per second of torch.cuda._sleep, about the clock rate of a GPU
 MOST_SPIN = 0.05  # seconds
 
 
 @dataclass(frozen=True)
 class Task:
-    """`call` is timed, on what `before` makes of each set of buffers, which is not."""
+    """Timed task: `call` is timed on the result of `before` for each set of buffers. `before` is not timed."""
 
     call: Callable[[Any], Any]
     before: Callable[[Any], Any] = lambda buffers: buffers
 
 
-# Seconds that all of some calls take; the name is the task's.
+# Function of the task's name and some calls that returns the seconds for all of the calls.
 Clock = Callable[[str, Iterable[Callable[[], Any]]], float]
 
 
 def host_clock(name: str, calls: Iterable[Callable[[], Any]]) -> float:
-    """For a CPU, whose ops are done when they return."""
+    """Time calls on a CPU, whose ops are complete when they return."""
     start = time.perf_counter()
     for call in calls:
         call()
@@ -36,12 +36,12 @@ def host_clock(name: str, calls: Iterable[Callable[[], Any]]) -> float:
 
 @dataclass
 class EventClock:
-    """For a GPU: the time between two events on its stream.
+    """GPU clock: the time between two events on the stream.
 
-    The stream is kept busy until the host has issued the calls, or the gaps between small kernels would be counted.
+    The stream is kept busy until the host has issued the calls. Otherwise gaps between small kernels would be counted.
     """
 
-    issuing: dict[str, float] = field(default_factory=dict)  # seconds that the host took the last time
+    issuing: dict[str, float] = field(default_factory=dict)  # host seconds to issue a task's calls last time
 
     def __call__(self, name: str, calls: Iterable[Callable[[], Any]]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -58,21 +58,21 @@ class EventClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of a device."""
+    """Return the clock of a device."""
     return EventClock() if device.type == "cuda" else host_clock
 
 
 def measure(tasks: dict[str, Task], sets: Sequence[Any], repeats: int, clock: Clock) -> dict[str, float]:
-    """Median seconds of a call of each task, over rounds that visit every set of buffers.
+    """Return the median seconds of a call of each task, over rounds that use every set of buffers.
 
-    The tasks take turns, so that a drift of the machine's speed meets all alike.
+    The tasks alternate, so that drift of the machine's speed affects all of them equally.
     """
     times: dict[str, list[float]] = {name: [] for name in tasks}
     for repeat in range(WARM_UP + repeats):
         for name, task in tasks.items():
             ready = [task.before(buffers) for buffers in sets]
             seconds = clock(name, [partial(task.call, each) for each in ready])
-            del ready  # before the next task makes its own
+            del ready  # frees its memory before the next task allocates
             if repeat >= WARM_UP:
                 times[name].append(seconds / len(sets))
     return {name: median(each) for name, each in times.items()}

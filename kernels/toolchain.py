@@ -1,4 +1,4 @@
-"""The compilers of this machine."""
+"""Detection of the compilers of this machine."""
 
 import os
 import shlex
@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 class BuildError(Exception):
-    """Why the kernels cannot be compiled or loaded here, in one line."""
+    """Error with the one-line reason why the kernels cannot be compiled or loaded."""
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """A command that compiles, and the whole text of its --version, which is part of a cached library's name."""
+    """Compiler command, and its full --version output, which is part of the hash in a cached library's name."""
 
     command: tuple[str, ...]
     version: str
@@ -25,16 +25,16 @@ class Compiler:
         return f"{' '.join(self.command)} ({said[0].strip()})"
 
     def accepts(self, flags: Iterable[str]) -> bool:
-        """Whether it knows these flags."""
+        """Return True if the compiler supports these flags."""
         return output_of([*self.command, *flags, "-x", "c++", "-fsyntax-only", os.devnull]).returncode == 0
 
     def compiles_for(self, arch: str) -> bool:
-        """Of nvcc: whether it knows a GPU's architecture, "90"."""
+        """Return True if nvcc supports a GPU architecture, such as "90"."""
         return f"sm_{arch}" in output_of([*self.command, "--list-gpu-code"]).stdout.split()
 
 
 def output_of(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """What a command says and returns. Raises BuildError where it does not run."""
+    """Run a command and return its output and exit code. Raises BuildError if it cannot be started."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL
@@ -44,7 +44,7 @@ def output_of(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def find_cxx() -> Compiler:
-    """$CXX, or the first of c++, g++ and clang++ on PATH. Raises BuildError."""
+    """Return $CXX, or the first of c++, g++ and clang++ on PATH. Raises BuildError."""
     chosen = os.environ.get("CXX", "").strip()
     for command in [shlex.split(chosen)] if chosen else [["c++"], ["g++"], ["clang++"]]:
         if shutil.which(command[0]):
@@ -55,7 +55,7 @@ def find_cxx() -> Compiler:
 
 
 def find_nvcc() -> Compiler:
-    """The nvcc of CUDA_HOME, or the one on PATH. Raises BuildError."""
+    """Return the nvcc of CUDA_HOME, or the one on PATH. Raises BuildError."""
     home = os.environ.get("CUDA_HOME", "").strip()
     path = shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc")
     if not path:
@@ -64,7 +64,7 @@ def find_nvcc() -> Compiler:
 
 
 def cudart(nvcc: Compiler) -> Path:
-    """CUDA's static runtime library, whose folder nvcc tells. Raises BuildError."""
+    """Return the path of CUDA's static runtime library, found with nvcc. Raises BuildError."""
     said = output_of([*nvcc.command, "--dryrun", "-c", "-x", "cu", os.devnull]).stderr
     top = [line.partition("TOP=")[2].strip() for line in said.splitlines() if "TOP=" in line]
     roots = [Path(root) for root in top] + [Path(nvcc.command[0]).resolve().parents[1]]

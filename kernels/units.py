@@ -1,4 +1,4 @@
-"""What is compiled and with which flags: a unit is one source file for one instruction set."""
+"""Compilation units with their flags. A unit is one source file for one instruction set."""
 
 import platform
 import re
@@ -9,30 +9,30 @@ from pathlib import Path
 from gptlite.kernels.toolchain import Compiler
 
 ROOT = Path(__file__).parent
-# The library that is built runs under this version of torch and later ones: torch's stable ABI.
+# Oldest torch version on which the library runs, by torch's stable ABI.
 TORCH_TARGET = "0x020a000000000000"
 
 COMMON = (
     *"-std=c++17 -O3 -fPIC -fno-math-errno -fno-trapping-math -fvisibility=hidden -ffp-contract=fast".split(),
-    "-w",  # whoever trains is not to read warnings
+    "-w",  # users should not see compiler warnings
 )
 _AVX512 = tuple("-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512".split())
-# The baseline of x86-64 is what a CPU before 2013 has: not worth half of the compiling.
+# Only CPUs from before 2013 use the x86-64 baseline. It is not worth half of the compilation time, hence -O1.
 ISAS = {"baseline": ("-O1",), "avx2": ("-mavx2", "-mfma", "-mf16c"), "avx512": _AVX512}
-# Files of one instruction set alone, by how their names end, and what says that the compiler lacks it.
+# Source files for a single instruction set, by name suffix, with the define used if the compiler lacks it.
 EXTRA = {
     "_bf16": ("avx512_bf16", (*_AVX512, "-mavx512bf16"), "-DGPTLITE_NO_AVX512_BF16"),
     "_amx": ("amx", (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), "-DGPTLITE_NO_AMX"),
 }
 NVCC = ("-std=c++17", "-O3", "-Xcompiler=-fPIC", "-w")
-# For any GPU from sm_80 on; those after sm_90 compile for themselves what is for compute_90.
+# Code for any GPU from sm_80 on. GPUs after sm_90 use the compute_90 PTX, which the driver compiles.
 PORTABLE = ("-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]")
 OLDEST_PORTABLE = 80
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One call of a compiler."""
+    """One compiler call."""
 
     source: Path
     label: str  # unique: the object file's name
@@ -40,14 +40,14 @@ class Unit:
 
     @property
     def weight(self) -> int:
-        """About how long it takes: its bytes and those of our headers that it names."""
+        """Estimate of the compilation time: bytes of the source and of our headers that it includes."""
         text = self.source.read_text(encoding="utf-8")
         headers = (self.source.parent / name for name in re.findall(r'#include "(\S+)"', text))
         return 1000 + len(text) + sum(path.stat().st_size for path in headers if path.is_file())
 
 
 def cpu_units(cxx: Compiler) -> list[Unit]:
-    """The CPU kernels, once for each instruction set, and what is compiled once."""
+    """Return the units of the CPU kernels: one per instruction set, and the files that are compiled once."""
     x86 = platform.machine() in ("x86_64", "AMD64")
     isas = ISAS if x86 else {"baseline": ()}
     extra = {end: each for end, each in EXTRA.items() if x86 and cxx.accepts(each[1])}
@@ -66,14 +66,14 @@ def cpu_units(cxx: Compiler) -> list[Unit]:
 
 
 def binding_units(cxx: Compiler, torch_include: Path, cuda: bool) -> list[Unit]:
-    """The torch ops."""
+    """Return the units of the torch ops."""
     flags = (*COMMON, "-O1", *_prefix_map(), f"-I{ROOT / 'include'}", f"-isystem{torch_include}")
     command = (*cxx.command, *flags, f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", *(("-DUSE_CUDA",) if cuda else ()))
     return [Unit(source, f"binding-{source.stem}", command) for source in sorted((ROOT / "binding").glob("*.cpp"))]
 
 
 def cuda_units(nvcc: Compiler, cxx: Compiler, arch: str = "") -> list[Unit]:
-    """The CUDA kernels, for one architecture ("90") or, without it, for any from sm_80 on."""
+    """Return the units of the CUDA kernels, for one architecture ("90") or, by default, for any from sm_80 on."""
     code = (f"-gencode=arch=compute_{arch},code=sm_{arch}",) if arch else PORTABLE
     host = next(part for part in reversed(cxx.command) if not part.startswith("-"))  # CXX may be "ccache g++ -m64"
     command = (*nvcc.command, "-ccbin", host, *NVCC, *code, f"-I{ROOT / 'include'}")
@@ -81,7 +81,7 @@ def cuda_units(nvcc: Compiler, cxx: Compiler, arch: str = "") -> list[Unit]:
 
 
 def sources(cuda: bool) -> Iterator[Path]:
-    """All files that a library depends on; this one and the one that links have the flags."""
+    """Yield all files that a library depends on. units.py and build.py are among them because of the flags."""
     yield from (ROOT / "units.py", ROOT / "build.py")
     for folder in ("include", "cpu", "binding", *(("cuda",) if cuda else ())):
         yield from sorted(path for path in (ROOT / folder).glob("*.*") if path.suffix in (".h", ".cpp", ".cu", ".cuh"))
@@ -92,4 +92,4 @@ def _for_isa(source: Path, start: tuple[str, ...], isa: str, flags: tuple[str, .
 
 
 def _prefix_map() -> tuple[str, ...]:
-    return (f"-ffile-prefix-map={ROOT}=gptlite/kernels",)  # in messages: the same library wherever the sources lie
+    return (f"-ffile-prefix-map={ROOT}=gptlite/kernels",)  # makes the library independent of the source folder

@@ -1,10 +1,10 @@
-"""How fast tokens become batches, and what that is of a training step.
+"""Benchmark of the data loader: tokens per second, and the share of a training step.
 
     python tools/bench_loader.py [tokens=200e6] [steps=20] [repeats=5] [KEY=VALUE of train.py]
 
-Reads a file of random uint16 tokens, in the page cache after a first pass, on one core: one data set and a blend
-of two, at several lengths, with the background thread that training has. Then the default run, or the one given:
-its step, and the share of it that reading its batches would take if nothing else ran meanwhile.
+The first table reads a file of random uint16 tokens, in the page cache after a first pass, on one core: one data set
+and a blend of two, at several lengths, with the background thread used in training. The second part times a step of
+the default run, or of the given one, and the share that reading its batches would take without overlap.
 """
 
 import os
@@ -33,12 +33,12 @@ from gptlite.parallelism.mesh import build_mesh
 
 VOCABULARY = 50_000
 LENGTHS = (256, 1024, 4096)
-READ = 20e6  # tokens of one measurement
+READ = 20e6  # tokens in one measurement
 
 
 @dataclass
 class Arguments:
-    """The tool's own part of the command line."""
+    """Command-line arguments of the tool itself."""
 
     tokens: float = 200e6
     steps: int = 20
@@ -46,7 +46,7 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints both tables. Raises ConfigError."""
+    """Print both results and return the exit code. Raises ConfigError."""
     settings, overrides = own_arguments(Arguments, arguments, __doc__)
     if settings.tokens < 10 * LENGTHS[-1] or min(settings.steps, settings.repeats) < 1:
         raise ConfigError(
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
 
 
 def written(folder: Path, count: int) -> np.ndarray:
-    """A file of `count` random tokens, uint16, mapped and read once."""
+    """Write a file of `count` random uint16 tokens, and return it memory-mapped and read once."""
     path = folder / "tokens.bin"
     np.random.default_rng(0).integers(VOCABULARY, size=count, dtype=np.uint16).tofile(path)
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
@@ -69,7 +69,7 @@ def written(folder: Path, count: int) -> np.ndarray:
 
 
 def rates(tokens: np.ndarray, repeats: int) -> None:
-    """Tokens a second of every kind of reading."""
+    """Print the tokens per second of each data mix and length."""
     half = len(tokens) // 2
     mixes = {
         "one data set": {"a": ("a", tokens, 1.0)},
@@ -87,7 +87,7 @@ def rates(tokens: np.ndarray, repeats: int) -> None:
 
 
 def loader(stream: SampleStream, micro: int) -> Loader:
-    """As a run on one rank has it, eight micro-batches a step."""
+    """Return a loader as in a run on one rank, with eight micro-batches per step."""
     return Loader(
         stream,
         {},
@@ -99,7 +99,7 @@ def loader(stream: SampleStream, micro: int) -> Loader:
 
 
 def reading(loader: Loader, tokens: int) -> float:
-    """Tokens a second over about READ tokens, the first step's left out; `tokens` are those of a micro-batch."""
+    """Return the tokens per second over about READ tokens after the first step. A micro-batch has `tokens` tokens."""
     with closing(loader):
         size, steps = loader.global_batch_size, max(1, round(READ / (8 * tokens)))
 
@@ -114,7 +114,7 @@ def reading(loader: Loader, tokens: int) -> float:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Everything of this process on one core meanwhile, where the system can do that."""
+    """Pin this process to one core during the block, if the system supports it."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -127,7 +127,7 @@ def one_core() -> Iterator[None]:
 
 
 def share(config, steps: int) -> None:
-    """The run's step, and the time in which its batches are read when nothing waits in the background."""
+    """Print the time of a training step, and the time to read its batches without reading ahead."""
     from gptlite.parity.record import build
 
     state, step = build(config, build_mesh(ParallelismConfig()))
@@ -137,7 +137,7 @@ def share(config, steps: int) -> None:
         for micro in range(state.loader.micro_batches(position)):
             state.loader.batch(position, micro)
 
-    # Far from what is read ahead, so that each is read now.
+    # Positions beyond those read ahead, so that each is read synchronously.
     size, first = state.loader.global_batch_size, state.consumed_samples
     positions = [first + (2 * number + 10) * size for number in range(steps)]
     reading = statistics.median(seconds(partial(read, position)) for position in positions)

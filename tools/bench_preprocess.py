@@ -1,20 +1,20 @@
-"""Tokens a second and memory of tools/preprocess.py, and of Megatron-LM's own preprocessing beside it.
+"""Benchmark of tools/preprocess.py and of Megatron-LM's preprocessing: tokens per second and memory.
 
 python tools/bench_preprocess.py text=FILE.txt tokenizer=FILE.model [megabytes=64] [workers=1,2] [repeats=3]
     [megatron='COMMAND'] [folder=DIR]
 
-text       what corpora of JSON lines are made of, one of each size in `megabytes`, e.g. 100,1000: its paragraphs put
-           together anew, one word in 50 replaced by letters at random, so that no tokenizer has seen them all. Or
-           give input=CORPUS.jsonl
-megatron   how to start its tools/preprocess_data.py, e.g. 'python Megatron-LM/tools/preprocess_data.py'. It gets the
-           same lines, model and workers, and its tokens must be ours
-folder     where corpora and outputs lie meanwhile; nothing stays
+text       source of the corpora of JSON lines, one for each size in `megabytes`, e.g. 100,1000. Its paragraphs are
+           recombined at random, and one word in 50 is replaced by random letters, so that no tokenizer has seen all
+           words. Or give input=CORPUS.jsonl
+megatron   command of its tools/preprocess_data.py, e.g. 'python Megatron-LM/tools/preprocess_data.py'. It gets the
+           same lines, model and workers, and must produce the same tokens
+folder     temporary folder for corpora and outputs
 
-Each run is a command of its own, from its start to its end; runs of a repeat follow each other, and lines at the end
-are medians. `start` is the same command's time for one document, once a repeat; rates are given with it and, at the
-end, without it. `CPU` is of all processes, `largest` the most that one of them held, `together` the most that all
-held, looked at 5 times a second (pages that they share are counted for each). Exit codes: 0 done, 1 other tokens,
-2 refused.
+Each run is a separate command, timed from start to end. Runs of a repeat follow each other, and the last lines are
+medians. `start` is the time of the same command for one document, measured once per repeat; rates are given with it
+and, at the end, without it. `CPU` covers all processes, `largest` is the peak memory of one of them, `together` the
+peak of their sum, sampled 5 times a second (shared pages count for each). Exit codes: 0 done, 1 different tokens, 2
+refused.
 """
 
 import hashlib
@@ -41,16 +41,16 @@ from gptlite.errors import ConfigError
 from gptlite.progress import Progress
 
 OURS = Path(__file__).with_name("preprocess.py")
-NEW_WORDS = 50  # one of so many is at random
-PARAGRAPHS = 40  # at most, of a document
+NEW_WORDS = 50  # one word in so many is random
+PARAGRAPHS = 40  # maximum of a document
 PART = 1 << 20  # bytes
-POLL, LOOK = 0.01, 0.2  # seconds between two looks whether it has ended, and at memory
-Case = tuple[str, int]  # whose, and how many workers
+POLL, LOOK = 0.01, 0.2  # seconds between two polls of the process, and of its memory
+Case = tuple[str, int]  # name of the tool, and number of workers
 
 
 @dataclass
 class Arguments:
-    """The command line."""
+    """Command-line arguments."""
 
     tokenizer: str = "???"
     text: str | None = None
@@ -63,7 +63,7 @@ class Arguments:
 
 
 class Run(NamedTuple):
-    """What one command took: seconds, seconds of CPU, MiB of its largest process and of all together."""
+    """Cost of one command: seconds, CPU seconds, MiB of its largest process and of all processes."""
 
     seconds: float
     cpu: float
@@ -71,11 +71,11 @@ class Run(NamedTuple):
     together: float
 
 
-Tokens = tuple[int, str]  # how many, and a hash of them as int32
+Tokens = tuple[int, str]  # number of tokens, and their hash as int32
 
 
 def main(arguments: Arguments) -> int:
-    """Prints a line for each run, and the medians of each corpus."""
+    """Print a line for each run and the medians of each corpus, and return the exit code."""
     if (arguments.text is None) == (arguments.input is None):
         raise ConfigError("give text=FILE to make a corpus of, or input=CORPUS.jsonl, one of them")
     if arguments.repeats < 1:
@@ -93,7 +93,7 @@ def main(arguments: Arguments) -> int:
 
 
 def numbers(value: str, key: str) -> list[float]:
-    """Numbers above 0 between commas."""
+    """Parse comma-separated numbers above 0. Raises ConfigError."""
     try:
         found = [float(each) for each in str(value).split(",")]
     except ValueError:
@@ -104,7 +104,7 @@ def numbers(value: str, key: str) -> list[float]:
 
 
 def make_corpus(text: Path, corpus: Path, size: int) -> None:
-    """`size` bytes of JSON lines, the same for the same text."""
+    """Write `size` bytes of JSON lines, deterministic for a given text."""
     try:
         paragraphs = [each + "\n\n" for each in re.split(r"\n\s*\n", text.read_text(encoding="utf-8")) if each.strip()]
     except (OSError, ValueError) as error:
@@ -123,7 +123,7 @@ def make_corpus(text: Path, corpus: Path, size: int) -> None:
 
 
 def bench(corpus: Path, arguments: Arguments, folder: Path) -> bool:
-    """All runs on a corpus. Whether Megatron's tokens were ours."""
+    """Do all runs on a corpus, and return True if all of them gave the same tokens."""
     one = folder / "one.jsonl"
     with open(corpus, "rb") as file:
         one.write_bytes(file.readline())
@@ -151,7 +151,7 @@ def bench(corpus: Path, arguments: Arguments, folder: Path) -> bool:
 
 
 def run(case: Case, corpus: Path, arguments: Arguments, folder: Path) -> tuple[Run, Tokens]:
-    """One command and its tokens; its files are removed."""
+    """Run one command, and return its cost and tokens. Its files are removed."""
     name, workers = case
     output = folder / "output"
     if name == "gptlite":
@@ -172,7 +172,7 @@ def run(case: Case, corpus: Path, arguments: Arguments, folder: Path) -> tuple[R
 
 
 def read_tokens(prefix: Path) -> Tokens:
-    """Of a .bin in parts: the largest memory of a command counts that of the process that starts it."""
+    """Read the tokens of a dataset in parts, since the peak memory of a command includes that of its parent."""
     from gptlite.data.indexed import IndexedDataset
 
     dtype = IndexedDataset(prefix).tokens.dtype
@@ -186,7 +186,7 @@ def read_tokens(prefix: Path) -> Tokens:
 
 
 def timed(command: list[str], log: Path) -> Run:
-    """Runs a command. Raises ConfigError where it fails."""
+    """Run a command and measure it. Raises ConfigError if it fails."""
     together, started = 0.0, time.monotonic()
     looked = started
     with open(log, "wb") as file:
@@ -207,7 +207,7 @@ def timed(command: list[str], log: Path) -> Run:
 
 
 def memory(pid: int) -> float:
-    """MiB that a process and its descendants hold now (Linux); 0 of those that have ended."""
+    """Return the current MiB of a process and its descendants (Linux); 0 for ended ones."""
     total = 0.0
     try:
         total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
@@ -219,7 +219,7 @@ def memory(pid: int) -> float:
 
 
 def line(case: Case, made: Run, tokens: int) -> str:
-    """A run in words."""
+    """Return the line for a run."""
     return (
         f"{case[0]:11} {case[1]} workers: {made.seconds:6.1f} s, {tokens / made.seconds / 1e6:.2f}M tokens/s; "
         f"CPU {made.cpu:.1f} s, {tokens / made.cpu / 1e6:.2f}M tokens a second of it; "
@@ -228,7 +228,7 @@ def line(case: Case, made: Run, tokens: int) -> str:
 
 
 def show(runs: dict[Case, Run], starts: dict[str, float], tokens: int, counts: list[int]) -> None:
-    """Medians, the scaling from the first number of workers to the last, and how much faster we are."""
+    """Print the medians, the scaling from the first number of workers to the last, and the relative speed."""
     without = {case: made.seconds - starts[case[0]] for case, made in runs.items()}
     for case, made in runs.items():
         steady = f"{tokens / without[case] / 1e6:.2f}M" if without[case] > 0 else "unknown"
@@ -246,7 +246,7 @@ def show(runs: dict[Case, Run], starts: dict[str, float], tokens: int, counts: l
 
 
 def percent(part: float, whole: float) -> str:
-    """A share; of times shorter than a start, whose difference is noise, none."""
+    """Return a share in percent; "unknown" if a time without the start is not positive and so only noise."""
     return f"{part / whole:.0%}" if part > 0 and whole > 0 else "unknown"
 
 

@@ -4,10 +4,10 @@
 
 sample is a configuration of HuggingFaceFW/fineweb: sample-10BT (15M documents, 28 GB to download), sample-100BT,
 sample-350BT, one crawl such as CC-MAIN-2024-10, or default for all. Documents are streamed by the `datasets` library
-(pip install datasets), or read from the .parquet or .jsonl files in `path`; nothing but the tokens is kept.
-tokenizer is sentencepiece (vocab_size pieces, trained on the first 32M characters), byte, char, or whatever
-gptlite preprocess takes. validation_fraction=0.0005 of the documents, by their hash, are held out. One process
-tokenizes; for a whole sample, let several, and restart where it stopped:
+(pip install datasets), or read from the .parquet or .jsonl files in `path`; only the tokens are kept. tokenizer
+is sentencepiece (vocab_size pieces, trained on the first 32M characters), byte, char, or any that
+gptlite preprocess accepts. validation_fraction=0.0005 of the documents, by their hash, are held out. The recipe
+tokenizes in one process. For a whole sample, use several processes, which can also resume:
 
     python data/fineweb/prepare.py output=- > fineweb.jsonl
     gptlite preprocess input=fineweb.jsonl tokenizer=tiktoken:gpt2 output=data/fineweb workers=16
@@ -20,7 +20,7 @@ HUB = Hub(corpus="fineweb", repository="HuggingFaceFW/fineweb", config="sample-1
 
 
 def main(arguments: StreamArguments) -> None:
-    """Writes the corpus into `output`. Raises ConfigError if it cannot be had."""
+    """Write the corpus into `output`. Raises ConfigError if it is not available."""
     prepare_stream(HUB, arguments)
 
 

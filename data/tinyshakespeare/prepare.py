@@ -2,9 +2,9 @@
 
     python data/tinyshakespeare/prepare.py output=FOLDER [tokenizer=sentencepiece] [vocab_size=4096] [path=input.txt]
 
-The file comes from the author's repository, or from `path`, and is the same to the byte: its sha256 is checked. The
-first 90% are trained on and the rest is held out, as nanoGPT cuts it, each part one document. FOLDER gets tokenizer/,
-train and val .bin/.idx, and the same text as train.txt and val.txt.
+The file comes from the author's repository, or from `path`. Its sha256 is checked. The first 90% is the training split
+and the rest is held out, as in nanoGPT, and each split is one document. FOLDER gets tokenizer/, train and val
+.bin/.idx, and the same text as train.txt and val.txt.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ TRAINING_SHARE = 0.9  # of the characters
 
 @dataclass
 class Arguments(RecipeArguments):
-    """The command line."""
+    """Command-line arguments."""
 
     tokenizer: str = "char"
 
 
 def main(arguments: Arguments) -> None:
-    """Writes the corpus into `output`. Raises ConfigError if the file cannot be had or is another one."""
+    """Write the corpus into `output`. Raises ConfigError if the file is not available or has another hash."""
     with FILE.file(arguments) as file:
         text = file.read_bytes().decode("ascii")
     cut = int(len(text) * TRAINING_SHARE)

@@ -92,6 +92,8 @@ def prepare(arguments: Arguments) -> int:
     counts, rate = done.counts, done.new.tokens / max(done.seconds, 1e-9)
     print(f"{output}: {counts.documents:,} documents, {counts.tokens:,} tokens of {counts.text_bytes:,} bytes of text")
     print(f"left out: {counts.skipped:,} bad records, {counts.empty:,} empty documents")
+    fraction = f"validation_fraction={arguments.validation_fraction}"
+    print(f"split: {done.split[0]:,} training documents, {done.split[1]:,} for validation ({fraction})")
     print(f"{done.new.tokens:,} tokens in {done.seconds:.1f} s: {rate / 1e6:.2f}M tokens/s")
     return 0
 

@@ -1,1 +1,1 @@
-"""Text to batches: tokenizers, files of tokens, the order they are read in, loading. Start at `build.py`."""
+"""The data pipeline: tokenizers, token files, the sample order and the loader. Start at `build.py`."""

@@ -1,4 +1,4 @@
-"""How large each global batch is and which samples are in it: pure functions of the samples before it."""
+"""Global batches: the size and the samples of each, as pure functions of the samples before it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gptlite.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
-Range = tuple[int, int]  # of stream numbers: the first, and the one after the last
+Range = tuple[int, int]  # half-open range of sample numbers: [first, stop)
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Cuts the run's endless row of samples, numbered 0, 1, ..., into global batches.
+    """Division of the run's infinite sample stream, numbered 0, 1, ..., into global batches.
 
-    A position in the row is the number of the next sample, as `consumed_samples` of a checkpoint is. Batches follow
-    one another without a gap, but for the `skipped` ranges, which no batch reads; as `skipping` makes them, they are
-    sorted and apart.
+    A position in the stream is the number of the next sample, like `consumed_samples` of a checkpoint. Batches are
+    contiguous except for the `skipped` ranges, which no batch reads. `skipping` keeps these ranges sorted and
+    disjoint.
 
     `ramp` is (start, increment, samples), as in Megatron's --rampup-batch-size: the size begins at `start` and grows by
-    `increment` at equal distances, (global_batch_size - start) / increment times until position `samples`.
+    `increment` at equal intervals, (global_batch_size - start) / increment times, until position `samples`.
     """
 
     global_batch_size: int
@@ -43,16 +43,16 @@ class BatchSchedule:
         return self._levels[self._next_level(self._first(position)) - 1][1]
 
     def samples(self, position: int) -> np.ndarray:
-        """int64[size]: the numbers of its samples, in order."""
+        """Sample numbers of the global batch that begins at `position`, in order: int64[size]."""
         import numpy as np
 
         runs = list(self._runs(position, self.size(position)))
         return np.concatenate([np.arange(first, stop, dtype=np.int64) for first, stop in runs])
 
     def after(self, position: int, batches: int = 1) -> int:
-        """The position after so many batches from `position` on. A run's step s, counted from 0, begins at after(0, s).
+        """Return the position after `batches` batches from `position` on. Step s begins at after(0, s), from s = 0.
 
-        Takes as long as there are sizes and skipped ranges, however many batches.
+        The cost grows with the number of sizes and skipped ranges, not with the number of batches.
         """
         position = self._first(position)
         while batches and (level := self._next_level(position)) < len(self._levels):
@@ -62,11 +62,11 @@ class BatchSchedule:
         return self._advance(position, batches * self.global_batch_size)
 
     def trained(self, position: int) -> int:
-        """Samples that batches before `position` hold: those skipped do not count."""
+        """Number of samples in the batches before `position`. Skipped samples do not count."""
         return position - sum(min(stop, position) - min(first, position) for first, stop in self.skipped)
 
     def skipping(self, ranges: Iterable[Sequence[int]]) -> BatchSchedule:
-        """The same, without the samples of these ranges either."""
+        """Return a copy of the schedule that also skips `ranges`."""
         merged: list[Range] = []
         for first, stop in sorted((int(first), int(stop)) for first, stop in (*self.skipped, *ranges)):
             if merged and first <= merged[-1][1]:
@@ -77,21 +77,21 @@ class BatchSchedule:
 
     @cached_property
     def _levels(self) -> list[tuple[int, int]]:
-        """Each size with the position from which it holds. In integers: no rounding decides at a boundary."""
+        """(position, size): each size with the first position it applies to. Integers, so that nothing is rounded."""
         start, increment, samples = self.ramp or (self.global_batch_size, 1, 0)
         sizes = range(start, self.global_batch_size + 1, increment)
         return [(-(-n * samples // max(len(sizes) - 1, 1)), size) for n, size in enumerate(sizes)]
 
     def _next_level(self, position: int) -> int:
-        """The index of the size that the batch will grow to next."""
+        """Index in `_levels` of the next size after the one at `position`."""
         return bisect_right(self._levels, position, key=itemgetter(0))
 
     def _first(self, position: int) -> int:
-        """The first sample from `position` on that is not skipped."""
+        """Return the first sample from `position` on that is not skipped."""
         return next((stop for first, stop in self.skipped if first <= position < stop), position)
 
     def _runs(self, position: int, count: int) -> Iterator[Range]:
-        """`count` samples from `position` on, as ranges without a skipped sample."""
+        """Yield ranges of `count` samples from `position` on, without the skipped ones."""
         position = self._first(position)
         for first, stop in self.skipped:
             if first < position:
@@ -108,7 +108,10 @@ class BatchSchedule:
 
 
 def batch_schedule(global_batch_size: int, ramp: Sequence[int] | None) -> BatchSchedule:
-    """The schedule of data.global_batch_size and data.batch_ramp. Raises ConfigError for a ramp that does not end."""
+    """Return the schedule of data.global_batch_size and data.batch_ramp.
+
+    Raises ConfigError for a ramp that does not reach the global batch size.
+    """
     if ramp is None:
         return BatchSchedule(global_batch_size)
     key, form = f"data.batch_ramp={list(ramp)}", "[first size, increment, samples]"

@@ -1,10 +1,10 @@
-"""Which data set each sample of a blend comes from: blocks of 65,536, the weights kept in every one of them.
+"""Blending of data sets: assigns each sample to a data set, in blocks of 65,536 that each keep the weights.
 
-Set the weights side by side on a line as long as a block. A block lays a comb on it, one tooth a sample, one unit
-apart, and a data set gets the teeth in its stretch: floor(w B) or ceil(w B) of them, never further off than that
-(systematic sampling: Madow and Madow 1944, On the Theory of Systematic Sampling). The combs of successive blocks are
-shifted by van der Corput's sequence (1935), so the remainders go round: totals over many blocks stay as close, and how
-many samples of a set came before any block is a sum over that block number's bits.
+A block of B samples is assigned by systematic sampling (Madow and Madow 1944, On the Theory of Systematic Sampling).
+The weights are intervals side by side on a line of length B. Sampling points lie one unit apart, one for each sample,
+and a data set of weight w gets the points in its interval: floor(w B) or ceil(w B). The points of successive blocks
+are shifted by van der Corput's sequence (1935), so rounding errors do not add up over blocks. The number of samples
+of a data set before any block is a sum over the bits of the block number.
 
 Inside a block the samples are in a pseudo-random order (order.py).
 """
@@ -16,21 +16,21 @@ import numpy as np
 from gptlite.data.order import order_key, permute
 
 BLOCK = 65_536  # samples
-_UNIT_BITS = 32  # of the distance of two teeth
+_UNIT_BITS = 32  # fixed-point bits of the distance between two sampling points
 _UNIT = 1 << _UNIT_BITS
 
 
 class BlendPlan:
-    """The blend of data sets with these weights, which need not sum to one. All of it follows from the arguments."""
+    """Blend of data sets with the given weights, which need not sum to one. It is a pure function of its arguments."""
 
     def __init__(self, weights: Sequence[float]):
         share = np.asarray(weights, dtype=np.float64)
-        edges = np.cumsum(share) / share.sum() * BLOCK * _UNIT  # below 2**53: exact to a part of 2**-20 of a sample
+        edges = np.cumsum(share) / share.sum() * BLOCK * _UNIT  # below 2**53, so exact to 2**-20 of a sample
         self._edges = np.concatenate([[0], np.rint(edges).astype(np.int64)])
         self._edges[-1] = BLOCK * _UNIT
 
     def before(self, block: int) -> np.ndarray:
-        """int64[sets]: samples of each data set in the blocks 0 to `block` - 1."""
+        """Samples of each data set in the blocks 0 to `block` - 1: int64[sets]."""
         whole, rest = self._edges >> _UNIT_BITS, self._edges & (_UNIT - 1)
         teeth, first = whole * block, 0
         for bit in reversed(range(block.bit_length())):  # blocks [first, first + 2**bit) are shifted evenly
@@ -41,13 +41,13 @@ class BlendPlan:
         return np.diff(teeth)
 
     def counts(self, block: int) -> np.ndarray:
-        """int64[sets]: samples of each data set in one block."""
+        """Samples of each data set in one block: int64[sets]."""
         return np.diff((self._edges >> _UNIT_BITS) + (_shift(block) < (self._edges & (_UNIT - 1))))
 
     def assign(self, block: int, seed: int, start: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each of the block's samples, its data set, int64[BLOCK], and how many of that set the block had before it.
+        """Return the data set and the rank in that set of each sample in the block, both int64[BLOCK].
 
-        `start` is the sample of the run that block 0 begins with.
+        The rank counts earlier samples of the same set in the block. `start` is the run's sample that begins block 0.
         """
         ends = np.cumsum(self.counts(block))
         slots = permute(np.arange(BLOCK), BLOCK, order_key(seed, f"blend/{start}", block))
@@ -59,5 +59,5 @@ class BlendPlan:
 
 
 def _shift(block: int) -> int:
-    """Van der Corput's sequence in units of 2**-32: the bits of the block number, mirrored."""
+    """Van der Corput's sequence in units of 2**-32: the bits of the block number, reversed."""
     return int(f"{block:0{_UNIT_BITS}b}"[::-1], 2)

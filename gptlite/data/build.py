@@ -1,4 +1,4 @@
-"""From a data section to batches: prepare on first use, open, load."""
+"""Construction of a run's data from its configuration: prepared on first use, opened, and read by a `Loader`."""
 
 import hashlib
 import json
@@ -29,18 +29,18 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import ALONE, from_all, from_main, together
 from gptlite.progress import Log, Progress
 
-_VERSION = "1"  # of what `prepare` writes: a new one makes every cached folder anew
+_VERSION = "1"  # of the format that `prepare` writes; a new version invalidates every cached folder
 _SYNTHETIC_VALIDATION = 0.01  # held-out tokens for each training token
 
 
 def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE) -> PreparedData:
-    """The data of a run, from the cache or made now. `seed` draws synthetic tokens and touches no text.
+    """Return the data of a run, from the cache or prepared now. `seed` only affects synthetic tokens.
 
-    To be called by all ranks of `mesh`. Rank 0 prepares while the others wait, however long it takes; then all open
-    the folder. Where a machine does not see it, its ranks prepare one of their own, of the same name.
+    All ranks of `mesh` must call this. Rank 0 prepares the data while the others wait without a time limit; then all
+    ranks open the folder. On a machine that does not see the folder, its ranks prepare one of the same name.
 
-    Raises ConfigError for all that `check` refuses, text shorter than a sequence, a recipe that failed, and damaged
-    files; in none of these cases is there a prepared folder that was not there before. What one rank raises, all raise.
+    Raises ConfigError for all that `check` refuses, text shorter than a sequence, a failed recipe, and damaged files.
+    A failure leaves no new prepared folder. An error on one rank is raised on all ranks.
     """
     if isinstance(config, SyntheticConfig):
         check_settings(config)
@@ -59,7 +59,7 @@ def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE)
 
 
 def _folder(config: DataConfig, log: Log) -> Path:
-    """The prepared folder, found or made."""
+    """Return the prepared folder. Prepare it first if it is not in the cache."""
     check_settings(config)
     assert isinstance(config, TextConfig | CorpusConfig)
     name, key = _key(config, log)
@@ -77,7 +77,7 @@ def _folder(config: DataConfig, log: Log) -> Path:
 
 
 def _opened(folder: Path, config: DataConfig, log: Log) -> PreparedData:
-    """The data that rank 0 found or made in `folder`; made here, once a machine, if that is on another one's disk."""
+    """Open the data in rank 0's `folder`. If this machine does not see the folder, prepare it here, once a machine."""
     if not folder.is_dir():
         folder = _folder(config, log)
     return open_folder(folder, config.corpus if isinstance(config, CorpusConfig) else "text", config.sequence_length)
@@ -91,9 +91,9 @@ def _tokens(config: TokensConfig) -> PreparedData:
 def build_loader(
     config: DataConfig, prepared: PreparedData, mesh: Mesh, seed: int, parallelism: ParallelismConfig | None = None
 ) -> Loader:
-    """The loader of this rank. `micro_batch_size: null` is the largest that the schedule of `parallelism` can run.
+    """Return the loader of this rank. `micro_batch_size: null` takes the largest that `parallelism`'s schedule can run.
 
-    Raises ConfigError if the global batch is no whole number of micro-batches on every rank.
+    Raises ConfigError if the global batch is not a whole number of micro-batches on every rank.
     """
     micro, schedule = config.micro_batch_size, batch_schedule(config.global_batch_size, config.batch_ramp)
     if micro is None:
@@ -121,7 +121,7 @@ def build_loader(
 
 
 def _positions(length: int, mesh: Mesh) -> np.ndarray | None:
-    """Which positions of each sequence this rank has; None: all."""
+    """Positions of each sequence that this rank holds under context parallelism; None for all."""
     ranks = mesh.size(CONTEXT)
     if ranks == 1:
         return None
@@ -130,7 +130,7 @@ def _positions(length: int, mesh: Mesh) -> np.ndarray | None:
 
 
 def prepared_folder(config: TextConfig | CorpusConfig, log: Log) -> Path:
-    """Where `prepare` keeps the data of a configuration, made or not. ConfigError where its source cannot be read."""
+    """Path at which `prepare` keeps the data, present or not. Raises ConfigError if the source cannot be read."""
     return cached_path(_cache(config), *_key(config, log))
 
 
@@ -139,7 +139,7 @@ def _cache(config: DataConfig) -> Path:
 
 
 def _key(config: TextConfig | CorpusConfig, log: Log) -> tuple[str, dict[str, str]]:
-    """What the prepared folder is called, and all that decides what is in it."""
+    """Return the name of the prepared folder, and the cache key: every setting and source that decides its contents."""
     common = {
         "version": _VERSION,
         "tokenizer": config.tokenizer,
@@ -181,7 +181,7 @@ def _source(config: CorpusConfig) -> Path | None:
 
 
 def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
-    # A recipe is a program of its own, run with this Python and this gptlite, installed or not.
+    # A recipe is a separate program. It runs with this Python and this gptlite, installed or not.
     script, source = find_recipe(config.corpus), _source(config)
     arguments = {"output": folder, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size, "path": source}
     given = [f"{name}={value}" for name, value in (arguments | config.arguments).items() if value is not None]
@@ -204,7 +204,7 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
     finally:
         process.kill()
         process.wait()
-    if code:  # its last line says why
+    if code:  # the last line of output gives the reason
         failed = f"data.corpus={config.corpus}: {script} failed: {last}"
         raise ConfigError(last.removeprefix("error: ") if code == 2 else failed)
     if last:

@@ -1,4 +1,4 @@
-"""Folders that are made once, under a name that is the hash of what goes into them."""
+"""Content-addressed cache of prepared folders: each is made once and named by the hash of its key."""
 
 import contextlib
 import errno
@@ -20,10 +20,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cached_folder(root: Path, name: str, key: dict[str, str], make: Callable[[Path], None], log: Log) -> Path:
-    """The folder `root/name-<hash of key>`, filled by `make(temporary folder)` if it is not there yet.
+    """Return the folder `root/name-<hash of key>`, filled by `make(temporary folder)` if it is not there yet.
 
-    It gets its name when it is whole. Processes that want the same folder at once wait for the first; whatever
-    `make` raises, Ctrl-C included, leaves nothing. ConfigError if `root` cannot be written, or a file cannot be.
+    The folder gets its name only when complete. Concurrent processes that want the same folder wait for the first. If
+    `make` raises, Ctrl-C included, nothing is left. Raises ConfigError if `root` or a file cannot be written.
     """
     folder = cached_path(root, name, key)
     if folder.is_dir():
@@ -35,7 +35,7 @@ def cached_folder(root: Path, name: str, key: dict[str, str], make: Callable[[Pa
 
 
 def cached_path(root: Path, name: str, key: dict[str, str]) -> Path:
-    """Where `cached_folder` keeps it, made or not."""
+    """Path at which `cached_folder` keeps the folder, present or not."""
     return root / f"{name}-{hashlib.sha256(_text(key).encode()).hexdigest()[:16]}"
 
 
@@ -44,7 +44,7 @@ def _text(key: dict[str, str]) -> str:
 
 
 def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:
-    for leftover in folder.parent.glob(f".tmp-{folder.name}-*"):  # of a process that was killed: the lock is ours
+    for leftover in folder.parent.glob(f".tmp-{folder.name}-*"):  # from a killed process: we hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
     try:
         with new_folder(folder) as temporary:
@@ -58,7 +58,7 @@ def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder`, which takes that name when the block ends well; else nothing is left."""
+    """Yield a temporary folder that is renamed to `folder` when the block succeeds, and removed when it raises."""
     temporary = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir(parents=True)
@@ -72,7 +72,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(root: Path, name: str, notice: str, log: Log) -> Iterator[None]:
-    """Holds the lock file `root/name`, which dies with its process and is gone after the block."""
+    """Hold the lock file `root/name` during the block, then remove it. The lock ends if the process dies."""
     path = root / name
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def _hold(path: Path, notice: str, log: Log) -> TextIO:
         if try_lock(file) is False:
             log(notice)
             try_lock(file, wait=True)
-        # Its last holder may have removed the file meanwhile: then this locks a name that others no longer see.
+        # The last holder may have removed the file meanwhile. Then this lock is on an unlinked file: try again.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file

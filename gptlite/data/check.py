@@ -1,4 +1,4 @@
-"""What is known to be wrong with a data section before anything is written. No torch and no numpy here."""
+"""Checks of the data configuration before anything is written. Imports neither torch nor numpy."""
 
 import importlib.util
 import math
@@ -17,7 +17,7 @@ TOKENIZERS = ("sentencepiece", "char", "byte")
 
 
 def check_settings(config: DataConfig) -> None:
-    """Raise ConfigError, naming the key and the fix, for data that could not be prepared. Reads no text."""
+    """Raise ConfigError, naming the key and the fix, for settings from which no data can be prepared. Reads no text."""
     for key in ("global_batch_size", "micro_batch_size", "sequence_length"):
         if (value := getattr(config, key)) is not None and value < 1:
             raise ConfigError(f"data.{key}={value} must be at least 1")
@@ -54,7 +54,7 @@ def check_settings(config: DataConfig) -> None:
 
 
 def check_tokens(config: TokensConfig) -> None:
-    """Raise ConfigError for a blend that does not add up, and for folders that hold no tokens."""
+    """Raise ConfigError for invalid blend weights, and for folders without tokens."""
     if config.blend is None and config.path is None:
         raise ConfigError(
             f"data.path is not set; give a prepared folder ({command('preprocess')}), or data.blend={{...}}"
@@ -74,13 +74,13 @@ def check_tokens(config: TokensConfig) -> None:
 
 
 def prepared_beside(folder: str) -> Iterable[str]:
-    """Prepared folders in the folder that this one is, or would be, in."""
+    """Prepared folders in the parent of `folder`, which itself may be absent."""
     parent = Path(folder).expanduser().parent
     return sorted(str(Path(folder).parent / index.parent.name) for index in parent.glob("*/train.idx"))
 
 
 def check_tokenizer(kind: str, vocab_size: int) -> None:
-    """Raise ConfigError for a tokenizer there is not, or a SentencePiece vocabulary of no size."""
+    """Raise ConfigError for an unknown tokenizer, or a SentencePiece vocabulary size below 1."""
     if kind not in TOKENIZERS:
         raise ConfigError(f"data.tokenizer={kind} is none of {', '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}")
     if kind == "sentencepiece" and vocab_size < 1:
@@ -88,7 +88,7 @@ def check_tokenizer(kind: str, vocab_size: int) -> None:
 
 
 def find_recipe(corpus: str) -> Path:
-    """The prepare.py of a corpus: the installed package's, or the checkout's. ConfigError if there is none."""
+    """Return a corpus's prepare.py from the installed package or the checkout. Raises ConfigError if there is none."""
     roots = [Path(gptlite.__file__).parents[1] / "data"]
     if (spec := importlib.util.find_spec("gptlite.recipes")) and spec.submodule_search_locations:
         roots = [Path(location) for location in spec.submodule_search_locations] + roots

@@ -1,4 +1,4 @@
-"""What is read, and in what batches."""
+"""Data configuration: the source of the tokens, and the shape of the batches."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Packing(Enum):
-    """How documents share a sequence. Both read the same tokens, document after document.
+    """Treatment of documents that share a sequence. Both modes read the same tokens, document after document.
 
-    `concatenate`: a sequence is one text, whatever it holds. `documents`: each document in it is read as if it were
-    alone: attention does not look into another, positions begin anew, and no token is predicted from another's end.
+    `concatenate` treats a sequence as one text. `documents` isolates each document in it: attention stays within a
+    document, positions restart at its beginning, and no token is predicted from the end of another document.
     """
 
     concatenate = "concatenate"
@@ -18,27 +18,27 @@ class Packing(Enum):
 
 @dataclass
 class DataConfig:
-    """Batch shape, the same for every corpus. Sizes are in sequences of `sequence_length` tokens."""
+    """Batch shape, common to every corpus. Sizes are in sequences of `sequence_length` tokens."""
 
     global_batch_size: int = 16
     micro_batch_size: int | None = None  # null: the largest up to 16 that the layout can run
     sequence_length: int = 256
-    batch_ramp: list[int] | None = None  # [first size, increment, samples]: the global batch grows meanwhile
+    batch_ramp: list[int] | None = None  # [first size, increment, samples]: growth of the global batch
     packing: Packing = Packing.concatenate
     cache_dir: str = "~/.cache/gptlite"
 
     @property
     def documents(self) -> bool:
-        """Whether documents that share a sequence are kept apart."""
+        """True if documents that share a sequence are isolated from each other."""
         return self.packing is Packing.documents
 
 
 @dataclass
 class TextConfig(DataConfig):
-    """Any text file, or folder of *.txt files, tokenized on first use into `cache_dir`.
+    """Text file, or folder of *.txt files, tokenized on first use into `cache_dir`.
 
-    `tokenizer` is sentencepiece (trained on the text), char or byte. `vocab_size` is for sentencepiece.
-    `validation_fraction` of the text is held out, taken from the end of every document.
+    `tokenizer` is sentencepiece (trained on the text), char or byte. `vocab_size` applies to sentencepiece.
+    `validation_fraction` of the text is held out, from the end of every file.
     """
 
     path: str = "???"
@@ -49,33 +49,33 @@ class TextConfig(DataConfig):
 
 @dataclass
 class CorpusConfig(DataConfig):
-    """A corpus with a recipe in data/<corpus>/prepare.py, run on first use into `cache_dir`.
+    """Corpus with a recipe in data/<corpus>/prepare.py, run on first use into `cache_dir`.
 
-    `arguments` are the recipe's own, such as `{max_documents: 1000}`; a null one is left out.
+    `arguments` are specific to the recipe, such as `{max_documents: 1000}`. Null arguments are left out.
     """
 
     corpus: str = "???"
     tokenizer: str = "sentencepiece"
     vocab_size: int = 4096
-    path: str | None = None  # the raw source, where it cannot be downloaded
+    path: str | None = None  # the raw source, if it cannot be downloaded
     arguments: dict[str, str | None] = field(default_factory=dict)
 
 
 @dataclass
 class TokensConfig(DataConfig):
-    """Prepared folders, as gptlite preprocess writes them: tokenizer/, train.* and val.*.
+    """Prepared folders, as written by gptlite preprocess: tokenizer/, train.* and val.*.
 
-    `path` is one folder. `blend` maps folders to weights, which need not sum to one, and is read instead of it; all
-    must have the same tokenizer.
+    `path` is one folder. `blend` maps folders to weights, which need not sum to one, and takes the place of `path`.
+    All folders must have the same tokenizer.
     """
 
     path: str | None = None
-    blend: Any = None  # dict[str, float]: as a typed one, Hydra would not take new keys on the command line
+    blend: Any = None  # dict[str, float]; with that type, Hydra would reject new keys on the command line
 
 
 @dataclass
 class SyntheticConfig(DataConfig):
-    """Random tokens from a fixed seed, for measuring speed: nothing to download, nothing to learn."""
+    """Random tokens from a fixed seed, for benchmarks. Nothing is downloaded, and there is nothing to learn."""
 
     vocab_size: int = 50257
     num_tokens: int = 10_000_000

@@ -1,4 +1,4 @@
-"""The folder every run reads: tokenizer/, train.bin/.idx and val.bin/.idx. Recipes and plain text both end here."""
+"""Prepared folders, which every run reads: tokenizer/, train.bin/.idx and val.bin/.idx. Writes and opens them."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -14,10 +14,10 @@ from gptlite.invocation import command
 from gptlite.progress import Log, Progress
 
 TRAIN, VALIDATION, TOKENIZER = "train", "val", "tokenizer"
-_SAMPLE = 32 << 20  # characters SentencePiece learns from: a few seconds, and more hardly changes the pieces
+_SAMPLE = 32 << 20  # characters for training SentencePiece: takes seconds, and more hardly changes the pieces
 _DIGEST = 8  # bytes of the hash of a document
 
-Document = Iterable[str]  # its text, in pieces that end where lines do
+Document = Iterable[str]  # the text of a document, in pieces that end at line ends
 
 
 def train_tokenizer(
@@ -27,10 +27,10 @@ def train_tokenizer(
     held_out: Callable[[], Iterable[Document]],
     log: Log,
 ) -> Tokenizer:
-    """A tokenizer for a corpus. SentencePiece learns from the training documents alone.
+    """Train a tokenizer for a corpus. SentencePiece is trained on the training documents only.
 
-    The alphabet of `char` is that of both parts, as is usual: a character without an id could not be evaluated.
-    Each argument starts a new pass over its documents. Raises ConfigError.
+    The alphabet of `char` comes from both splits, as is usual: a character without an id could not be evaluated.
+    Each call of `training` or `held_out` starts a new pass over the documents. Raises ConfigError.
     """
     check_tokenizer(kind, vocab_size)
     match kind:
@@ -52,12 +52,12 @@ def train_tokenizer(
 
 
 def document_hash(data: bytes | memoryview = b"") -> "hashlib.blake2b":
-    """The hash of a document, of which `update` takes more."""
+    """Return the hash object of a document; `update` adds more of its text."""
     return hashlib.blake2b(data, digest_size=_DIGEST)
 
 
 def is_held_out(digest: bytes, fraction: float) -> bool:
-    """Whether the document of this hash belongs to the validation split: equal documents go the same way."""
+    """Return True if the document of this hash belongs to the validation split. Equal documents get the same split."""
     return int.from_bytes(digest, "big") < fraction * 2.0 ** (8 * _DIGEST)
 
 
@@ -65,9 +65,9 @@ def is_held_out(digest: bytes, fraction: float) -> bool:
 def split_writers(
     folder: Path, tokenizer: Tokenizer, work: Path | None = None
 ) -> Iterator[tuple[IndexedWriter, IndexedWriter]]:
-    """Writers of the training and of the validation split of a prepared folder.
+    """Yield the writers of the training and the validation split of a prepared folder.
 
-    With a folder `work` for their notes they can go on after a kill.
+    With a folder `work` for their state, they can resume after a kill.
     """
     about = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
     notes = [work and work / f"{split}.lengths" for split in (TRAIN, VALIDATION)]
@@ -79,7 +79,7 @@ def split_writers(
 
 
 def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenizer, progress: Progress) -> None:
-    """Tokenize documents, each ended by `eod`, into PREFIX.bin, .idx and .meta.json. `progress` counts bytes."""
+    """Tokenize documents into PREFIX.bin, .idx and .meta.json, each ended by `eod`. `progress` counts bytes."""
     with IndexedWriter(prefix, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod) as writer:
         for document in documents:
             for block in document:
@@ -90,7 +90,7 @@ def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenize
 
 
 def open_split(folder: Path, split: str, tokenizer: Tokenizer) -> IndexedDataset:
-    """One split of a prepared folder. Raises ConfigError if it is damaged or was written by another tokenizer."""
+    """Open one split of a prepared folder. Raises ConfigError if it is damaged or written by another tokenizer."""
     dataset = IndexedDataset(folder / split)
     if dataset.meta is None:
         raise ConfigError(

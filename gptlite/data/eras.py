@@ -1,7 +1,7 @@
-"""What decides which sample is the n-th of a run: its data sets, their weights, and the sequence length.
+"""Eras of a run: spans of samples with constant data sets, weights and sequence length.
 
-While these stay the same it is one era. A run resumed with another sequence length or other weights begins the next one
-at the sample it resumes from; the eras before it stay as they were, so that every sample number keeps its meaning.
+These three decide which sample is the n-th of a run. A run resumed with another sequence length or other weights begins
+a new era at the sample it resumes from. Earlier eras do not change, so every sample number keeps its meaning.
 """
 
 import math
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set in an era.
+    """Data set in an era.
 
-    `data` is the SHA-256 of its tokens, which keys its order: moving a folder changes nothing. `weight` is its part of
-    the samples; 0 where an earlier era read it and this one does not. The era begins in `epoch` of the set, with
-    `position` samples of that epoch read before it.
+    `data` is the SHA-256 of its tokens. It is the key of the sample order, so moving a folder changes nothing. `weight`
+    is the share of the samples; it is 0 if an earlier era read the set and this one does not. The era begins in
+    `epoch` of the set, after `position` samples of that epoch.
     """
 
     data: str
@@ -26,13 +26,13 @@ class DataSet:
     position: int = 0
 
     def num_samples(self, sequence_length: int) -> int:
-        """Samples of an epoch."""
+        """Number of samples in an epoch."""
         return max(self.tokens - 1, 0) // sequence_length
 
 
 @dataclass(frozen=True)
 class Era:
-    """From sample `start` on, samples of `sequence_length` tokens are drawn from `sets`, by name."""
+    """Span of a run from sample `start` on: samples of `sequence_length` tokens are drawn from `sets`, by name."""
 
     start: int
     sequence_length: int
@@ -40,21 +40,21 @@ class Era:
 
     @property
     def active(self) -> dict[str, DataSet]:
-        """The sets that are read."""
+        """Sets with a weight above 0."""
         return {name: each for name, each in self.sets.items() if each.weight > 0}
 
     def like(self, other: "Era") -> bool:
-        """Whether both draw alike, from wherever they begin: to keep the order of `other` is then no change."""
+        """Return True if both draw from the same data with the same weights and length, so `other` can continue."""
         if self.sequence_length != other.sequence_length:
             return False
         mine, theirs = ({each.data: each.weight for each in era.active.values()} for era in (self, other))
         return mine.keys() == theirs.keys() and all(math.isclose(mine[d], theirs[d], rel_tol=1e-9) for d in mine)
 
     def after(self, sample: int, counts: Mapping[str, int], new: "Era") -> "Era":
-        """The era that goes on from `sample` as `new` says, `counts` samples of this era's sets having been read.
+        """Return the era that follows this one from `sample` on, with the settings of `new`.
 
-        A set keeps its place: its next sample is the one it would have had. But with another sequence length the text
-        is cut anew, and a set under way in an epoch begins its next one.
+        `counts` are the samples read of this era's sets. A set keeps its place: its next sample is the one it would
+        have had. But another sequence length cuts the text anew, so a set inside an epoch begins its next epoch.
         """
         ended = {each.data: self._moved(each, counts.get(name, 0), new) for name, each in self.sets.items()}
         sets = {}
@@ -66,13 +66,13 @@ class Era:
         return replace(era, sets=sets | era.sets)
 
     def renamed(self, sets: Mapping[str, DataSet]) -> "Era":
-        """This era with its data under the names that it has in `sets`: folders may have moved."""
+        """Return this era with its data under the names used in `sets`, since folders may have moved."""
         names = {each.data: name for name, each in sets.items()}
         old = {name: f"{name} (was)" for name in sets}
         return replace(self, sets={names.get(each.data, old.get(n, n)): each for n, each in self.sets.items()})
 
     def _moved(self, each: DataSet, count: int, new: "Era") -> DataSet:
-        """A set after `count` samples of this era, no longer read."""
+        """Return a set after `count` samples of this era, with weight 0."""
         if not (samples := each.num_samples(self.sequence_length)):
             return replace(each, weight=0.0)
         epochs, position = divmod(each.position + count, samples)
@@ -82,17 +82,17 @@ class Era:
         return replace(each, weight=0.0, epoch=epoch, position=position)
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """Return the era as JSON for `from_json`."""
         return asdict(self)
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> "Era":
-        """The era that `to_json` gave."""
+        """Return the era of a row made by `to_json`."""
         sets = {name: DataSet(**each) for name, each in row["sets"].items()}
         return Era(row["start"], row["sequence_length"], sets)
 
     def describe(self) -> str:
-        """`sequences of 512: data/web 0.7 from epoch 0, sample 9100; data/code 0.3 from epoch 2`."""
+        """Return e.g. `sequences of 512: data/web 0.7 from epoch 0, sample 9100; data/code 0.3 from epoch 2`."""
         parts = []
         for name, each in self.active.items():
             weight = f" {each.weight:g}" if len(self.active) > 1 else ""

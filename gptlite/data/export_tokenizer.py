@@ -1,4 +1,4 @@
-"""A SentencePiece model as a folder that transformers' AutoTokenizer reads, with the same ids for every text."""
+"""Export of a SentencePiece model to a folder for transformers' AutoTokenizer, with the same ids for every text."""
 
 import json
 import random
@@ -13,11 +13,11 @@ from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, needed_package
 from gptlite.invocation import command
 
-_PROBES = 300  # texts that are compared before the folder gets its name
+_PROBES = 300  # texts whose ids are compared before the folder gets its name
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the new `folder` with `tokenizer_files`, and raises what that raises."""
+    """Write `tokenizer_files` into the new `folder`. Raises the errors of `tokenizer_files`."""
     texts = tokenizer_files(tokenizer)
     with new_folder(folder) as temporary:
         for name, content in texts.items():
@@ -25,10 +25,10 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
-    """The content of tokenizer.json (for the `tokenizers` library) and of tokenizer_config.json.
+    """Return the contents of tokenizer.json (for the `tokenizers` library) and of tokenizer_config.json.
 
-    Both sides have encoded texts put together from all of the vocabulary. Raises ConfigError for a tokenizer that is
-    no BPE of our training, and where one text differs.
+    Both tokenizers encode random texts drawn from the whole vocabulary as a check. Raises ConfigError for a tokenizer
+    that is not a BPE trained by gptlite, and if the ids of a text differ.
     """
     if not isinstance(tokenizer, SentencePieceTokenizer) or not tokenizer.encodes_by_words:
         raise ConfigError(
@@ -42,7 +42,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
         "eos_token": end,
         "bos_token": end,  # GPT-2 has one token for both
         "unk_token": tokenizer.processor.id_to_piece(0),
-        "split_special_tokens": True,  # text that spells one out is text
+        "split_special_tokens": True,  # text that spells out a special token is plain text
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": False,
         "model_max_length": 10**30,
@@ -67,9 +67,9 @@ def _tokenizer_json(tokenizer: SentencePieceTokenizer) -> str:
 
 
 def _merges(processor: Any, texts: list[str]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, in the order in which SentencePiece merges: by score.
+    """Return every pair of pieces that joins to a piece, in SentencePiece's merge order: by score.
 
-    SentencePiece knows pieces, Hugging Face pairs. Those of one piece stand together: no other piece comes between.
+    SentencePiece has pieces, Hugging Face has pairs. The pairs of one piece are adjacent in the list.
     """
     ids = {name: token for name in texts if not processor.is_byte(token := processor.piece_to_id(name))}
     order = sorted((name for name in ids if len(name) > 1), key=lambda name: -processor.get_score(ids[name]))

@@ -1,4 +1,4 @@
-"""A tokenizer by what the user gives: a kind, a name, a file, a folder."""
+"""Resolution of a `tokenizer=` argument: a kind, a name, a file or a folder."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ _TRAINED = ("sentencepiece", "char")
 
 
 def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
-    """The tokenizer of `tokenizer=SPEC`: byte, tiktoken:NAME, or the path of
+    """Return the tokenizer of `tokenizer=SPEC`: byte, tiktoken:NAME, or a path to
 
-    - a folder of ours (a tokenizer's, or a prepared one with tokenizer/ in it), or one with tokenizer.json or
-      tokenizer.model in it;
-    - a file *.json of Hugging Face's, *.model of SentencePiece's, or *.tiktoken of ranks.
+    - a folder saved by gptlite (a tokenizer, or a prepared folder with tokenizer/), or one with tokenizer.json or
+      tokenizer.model;
+    - a Hugging Face *.json, a SentencePiece *.model, or a *.tiktoken file of ranks.
 
-    `eod` names the token that ends documents, where the format does not say. Raises ConfigError, naming what was tried.
+    `eod` names the token that ends documents, if the format does not define it. Raises ConfigError.
     """
     if spec == "byte":
         return ByteTokenizer()

@@ -1,9 +1,8 @@
-"""Token files of other frameworks: nanoGPT's, llm.c's and Megatron's, as documents.
+"""Readers of the token files of nanoGPT, llm.c and Megatron, as documents.
 
 nanoGPT writes raw uint16. llm.c writes 256 int32, the first three of them magic, version and number of tokens, then the
-tokens: uint16 for GPT-2's vocabulary, uint32 for Llama 3's. Neither knows where documents begin but by the end of
-document among the tokens: nanoGPT puts it behind each document, llm.c before it, and a document may go on in the next
-file.
+tokens: uint16 for GPT-2's vocabulary, uint32 for Llama 3's. In both formats only the end-of-document token separates
+documents. nanoGPT puts it after each document, llm.c before it. A document may continue in the next file.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +17,13 @@ from gptlite.progress import Progress
 
 LLMC_HEADER = 256  # int32
 LLMC_TOKENS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # dtype by magic and version
-_BLOCK = 8 << 20  # tokens at a time
-_DOCUMENTS = 8192  # at a time
+_BLOCK = 8 << 20  # tokens read at a time
+_DOCUMENTS = 8192  # read at a time
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Whole documents: int32[N] tokens one after the other, int64[D] tokens of each, its end of document included."""
+    """Whole documents: concatenated tokens, int32[N], and the length of each with its end of document, int64[D]."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -32,14 +31,14 @@ class Batch:
 
 @dataclass
 class Found:
-    """What did not fit and was made to: counted, so that it can be said."""
+    """Counts of the corrections made during an import, for its report."""
 
-    empty: int = 0  # documents without a token, left out
-    unended: int = 0  # documents given an end
+    empty: int = 0  # documents without a token, which were left out
+    unended: int = 0  # documents to which an end was added
 
 
 def open_nanogpt(path: Path) -> np.ndarray:
-    """uint16[N], memory-mapped. ConfigError if the file cannot be that."""
+    """Memory-map a nanoGPT file as uint16[N]. Raises ConfigError if its size does not fit."""
     size = file_size(path)
     if size % 2:
         raise damaged(path, f"it has {size} bytes, and uint16 takes an even number")
@@ -47,7 +46,7 @@ def open_nanogpt(path: Path) -> np.ndarray:
 
 
 def open_llmc(path: Path) -> np.ndarray:
-    """uint16[N] or uint32[N], memory-mapped. ConfigError if header and size do not fit."""
+    """Memory-map an llm.c file as uint16[N] or uint32[N]. Raises ConfigError if header and size do not fit."""
     size, start = file_size(path), 4 * LLMC_HEADER
     if size < start:
         raise damaged(path, f"it has {size} bytes, fewer than the {start} of llm.c's header")
@@ -65,12 +64,12 @@ def open_llmc(path: Path) -> np.ndarray:
 def cut_at_ends(
     files: Sequence[tuple[Path, np.ndarray]], eod: int, vocab_size: int, before: bool, found: Found, progress: Progress
 ) -> Iterator[Batch]:
-    """The documents of files that follow one another, cut behind each `eod`.
+    """Yield the documents of consecutive files, cut after each `eod`.
 
-    `before`: documents begin with `eod`; then the first one goes, and the last document is given its end. What is cut
-    off in the middle is given one too, and counted. ConfigError where a token is outside the vocabulary.
+    With `before`, documents begin with `eod`: the first `eod` is dropped and one is added at the very end. Otherwise an
+    unfinished last document gets an `eod` and is counted. Raises ConfigError for a token outside the vocabulary.
     """
-    pending: list[np.ndarray] = []  # of the document that goes on
+    pending: list[np.ndarray] = []  # tokens of the unfinished document
     first = True
     for path, tokens in files:
         for start in range(0, len(tokens), _BLOCK):
@@ -93,10 +92,10 @@ def cut_at_ends(
 def megatron_documents(
     dataset: IndexedDataset, eod: int, vocab_size: int, found: Found, progress: Progress
 ) -> Iterator[Batch]:
-    """The documents of a Megatron dataset, its sequences joined; those without tokens are left out and counted.
+    """Yield the documents of a Megatron dataset, each with its sequences joined. Empty ones are left out and counted.
 
-    A document that does not end with `eod` is given one. ConfigError where a token is outside the vocabulary, or a
-    sequence is not of text.
+    A document that does not end with `eod` gets one and is counted. Raises ConfigError for a token outside the
+    vocabulary, or a sequence that is not text.
     """
     if dataset.modes is not None and dataset.modes.any():
         raise ConfigError(f"{dataset.idx} holds sequences that are not text, by their modes; give a text dataset")
@@ -105,7 +104,7 @@ def megatron_documents(
         stops = dataset.document_stops(start, min(start + _DOCUMENTS, dataset.num_documents))
         lengths = np.diff(stops, prepend=before)
         if lengths.min() < 0:
-            dataset.check_index(0, len(dataset.lengths) + dataset.num_documents)  # which names it
+            dataset.check_index(0, len(dataset.lengths) + dataset.num_documents)  # raises, naming the place
         ids = checked(dataset.tokens[before : stops[-1]], dataset.bin, before, vocab_size)
         before = int(stops[-1])
         progress.add(ids.size * dataset.dtype.itemsize)
@@ -120,7 +119,7 @@ def megatron_documents(
 
 
 def checked(ids: np.ndarray, path: Path, start: int, vocab_size: int) -> np.ndarray:
-    """int32 ids. ConfigError naming the file and the token, of which `start` come before, outside the vocabulary."""
+    """Return the ids as int32. Raises ConfigError for one outside the vocabulary. `start` is the position of ids[0]."""
     if (place := outside(ids, vocab_size)) is not None:
         raise ConfigError(
             f"{path}: token {start + place} is {ids[place]}, outside the vocabulary of {vocab_size}; "

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face: a tokenizer.json, read by the `tokenizers` library."""
+"""Hugging Face tokenizers: a tokenizer.json, read by the `tokenizers` library."""
 
 import hashlib
 import json
@@ -16,10 +16,10 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json whose tokens are strings of bytes: byte-level BPE, or SentencePiece's with byte fallback.
+    """Tokenizer of a tokenizer.json whose tokens are byte strings: byte-level BPE, or SentencePiece with byte fallback.
 
-    Special tokens stand for no bytes, and text that spells one out is text: it never becomes an end of a document.
-    Nothing is put before or after a text. `eod` is an id. Raises ConfigError for other ways to decode.
+    Special tokens stand for no bytes. Text that spells one out is plain text and never becomes an end of document.
+    Nothing is added before or after a text. `eod` is an id. Raises ConfigError for other decoders.
     """
 
     kind = "huggingface"
@@ -38,9 +38,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @classmethod
     def of_file(cls, path: Path, eod: str | None) -> "HuggingFaceTokenizer":
-        """A tokenizer.json; `eod` is the text of the token that ends documents.
+        """Load a tokenizer.json; `eod` is the text of the token that ends documents.
 
-        None takes what tokenizer_config.json beside it calls the end of a sentence, or the first of `ENDS` it has.
+        None takes the eos_token of the tokenizer_config.json beside it, or the first of `ENDS` in the vocabulary.
         """
         content = path.read_bytes()
         vocabulary = _read(content).get_vocab(with_added_tokens=True)
@@ -54,7 +54,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The character that GPT-2's byte-level BPE writes for each byte: itself where it can be seen, else U+0100 on."""
+    """Bytes by their character in GPT-2's byte-level BPE: the byte itself if printable, else U+0100 and up."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unseen = sorted(set(range(256)) - seen)
     return {chr(byte): byte for byte in seen} | {chr(0x100 + n): byte for n, byte in enumerate(unseen)}
@@ -65,7 +65,7 @@ def _read(content: bytes) -> Any:
         from tokenizers import Tokenizer as Rust
     try:
         return Rust.from_buffer(content)
-    except Exception as error:  # the library raises nothing more particular
+    except Exception as error:  # the library raises nothing more specific
         raise ConfigError(f"{FILE} cannot be read: {error}") from error
 
 

@@ -1,6 +1,6 @@
-"""Tokenized documents on disk: Megatron's indexed datasets, PREFIX.bin and PREFIX.idx, with PREFIX.meta.json beside.
+"""Megatron's indexed datasets: tokenized documents in PREFIX.bin and PREFIX.idx, with our PREFIX.meta.json.
 
-    .bin   the tokens of every sequence, one after the other
+    .bin   concatenated tokens of all sequences
     .idx   offset  0  9 bytes      b"MMIDIDX\\0\\0"
            offset  9  uint64       version, 1
            offset 17  uint8        dtype code, see DTYPES
@@ -11,8 +11,8 @@
                       int64[D]     first sequence of each document; the last entry is S
                       int8[S]      modes, of multimodal datasets only
 
-All little-endian. Megatron adds an index and no sequence for an empty document. We write one sequence a document and
-end each document with the tokenizer's `eod`, so that .bin as a whole is the concatenation that chunks are cut from.
+All values are little-endian. For an empty document Megatron adds an index and no sequence. We write one sequence per
+document and end each with the tokenizer's `eod`, so that chunks can be cut from .bin as one stream.
 """
 
 import hashlib
@@ -34,18 +34,18 @@ from gptlite.progress import Progress
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no tokens
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats, never tokens
 _HEADER = struct.Struct("<9sQBQQ")
-_UINT16_VOCAB = 65500  # Megatron's writer takes int32 from here on
+_UINT16_VOCAB = 65500  # Megatron's writer uses int32 from this size on
 _MAX_SEQUENCE = 2**31 - 1  # lengths are int32
-_BLOCK = 8 << 20  # bytes copied at a time
-_LOOKED_AT = 1 << 20  # entries of the index that opening looks at: a few milliseconds
+_BLOCK = 8 << 20  # bytes read at a time
+_LOOKED_AT = 1 << 20  # index entries checked when a dataset is opened: a few milliseconds
 _PARTS = 16
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What PREFIX.meta.json says about the .bin beside it. `text_bytes` is UTF-8, before tokenization."""
+    """Contents of PREFIX.meta.json, which describes the .bin. `text_bytes` counts UTF-8 before tokenization."""
 
     tokenizer: str  # fingerprint
     vocab_size: int
@@ -57,13 +57,13 @@ class Meta:
 
 
 class IndexedWriter:
-    """Writes one dataset, document by document or many at once; a context manager.
+    """Context manager that writes one dataset, one document or many documents at a time.
 
-    The files have temporary names until the block ends well, and take their final ones with .idx last: a reader
-    never meets half a dataset. If the block raises, nothing is left. A document takes 4 bytes of memory.
+    The files have temporary names until the block succeeds. They get their final names with .idx last, so a reader
+    never sees half a dataset. If the block raises, nothing is left. A document takes 4 bytes of memory.
 
-    With `lengths`, a file for what the index will say, names are final from the beginning and what is written stays
-    if the block raises or the process is killed: another writer with the same arguments calls `go_on`.
+    With `lengths`, a file of sequence lengths for the index, names are final from the start, and the files stay if the
+    block raises or the process is killed. Another writer with the same arguments then resumes with `go_on`.
     """
 
     def __init__(self, prefix: Path, tokenizer: str, vocab_size: int, eod: int, lengths: Path | None = None):
@@ -72,19 +72,22 @@ class IndexedWriter:
         self.dtype = np.dtype(DTYPES[self._dtype_code])
         self._tokenizer, self._vocab_size, self._eod = tokenizer, vocab_size, eod
         self.num_documents = 0  # written so far
-        self._lengths = array("i")  # tokens of each sequence; below 0 where its document goes on in the next
-        self._length = 0  # of the sequence being written
+        self._lengths = array("i")  # tokens of each sequence; negative if its document continues in the next
+        self._length = 0  # tokens of the open sequence
         self._tokens = 0
         self._text_bytes = 0
         self._hash = hashlib.sha256()
-        self._saved = 0  # sequences that are in the file `lengths`
+        self._saved = 0  # sequences already in the file `lengths`
         prefix.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = "" if lengths else f".tmp-{os.getpid()}-"
         self._bin = open(self._path(".bin"), "a+b" if lengths else "wb")  # noqa: SIM115
         self._index = lengths and open(lengths, "a+b")  # noqa: SIM115
 
     def write(self, tokens: Sequence[int] | np.ndarray, text_bytes: int) -> None:
-        """Add tokens, which stand for `text_bytes` bytes, to the open document. ValueError outside the vocabulary."""
+        """Add tokens, which encode `text_bytes` bytes, to the open document.
+
+        Raises ValueError for ids outside the vocabulary.
+        """
         ids = self._checked(tokens)
         if self._length + ids.size > _MAX_SEQUENCE:
             self._lengths.append(-self._length)
@@ -101,9 +104,9 @@ class IndexedWriter:
         self.num_documents += 1
 
     def write_documents(self, tokens: np.ndarray, lengths: np.ndarray, text_bytes: int) -> None:
-        """Add whole documents: int[N] tokens one after the other, int[D] tokens of each, its final `eod` included.
+        """Add whole documents: concatenated tokens, int[N], and the length of each with its `eod`, int[D].
 
-        ValueError for ids outside the vocabulary, lengths that do not add up to N, or a document not ended by `eod`.
+        Raises ValueError for ids outside the vocabulary, lengths that do not sum to N, or a document without its `eod`.
         """
         self._require_ended()
         ids, lengths = self._checked(tokens), np.asarray(lengths, dtype=np.int64)
@@ -118,7 +121,7 @@ class IndexedWriter:
         self._text_bytes += text_bytes
 
     def save(self) -> Meta:
-        """Bring what is written, whole documents, to the disk, and say how much it is. OSError for a full disk."""
+        """Sync all documents to disk and return their totals for `go_on`. Raises OSError if the disk is full."""
         self._require_ended()
         assert self._index
         self._index.write(self._lengths[self._saved :].tobytes())
@@ -129,7 +132,7 @@ class IndexedWriter:
         return self._meta()
 
     def go_on(self, saved: Meta, progress: Progress) -> None:
-        """Cut off what was written after `save` gave this. ConfigError where what was written before is damaged."""
+        """Resume after the `save` that returned `saved`. Later data is cut off; damage before it raises ConfigError."""
         assert self._index
         self._bin.seek(0)
         left = saved.tokens * self.dtype.itemsize
@@ -139,7 +142,7 @@ class IndexedWriter:
             progress.add(len(block))
         self._index.seek(0)
         data = self._index.read()
-        lengths = np.frombuffer(data, np.int32, len(data) // 4)  # a full disk may have cut one off
+        lengths = np.frombuffer(data, np.int32, len(data) // 4)  # a full disk may have truncated the last one
         ends = np.flatnonzero(lengths > 0)[: saved.documents]
         self._lengths.frombytes(lengths[: ends[-1] + 1 if ends.size else 0].tobytes())
         self.num_documents, self._text_bytes, self._saved = ends.size, saved.text_bytes, len(self._lengths)
@@ -154,7 +157,7 @@ class IndexedWriter:
             raise ValueError(f"{self._prefix}: a document is open; end it first")
 
     def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The ids as an array of integers. They are looked at before any cast: 65,541 is no 5."""
+        """Return the ids as an integer array. They are checked before any cast: as uint16, 65,541 would become 5."""
         ids = np.asarray(tokens)
         if not ids.size:
             return ids.astype(self.dtype)
@@ -173,7 +176,7 @@ class IndexedWriter:
         self._tokens += len(data) // self.dtype.itemsize
 
     def _path(self, suffix: str) -> Path:
-        """The name of a file while it is written."""
+        """Path of a file while it is being written."""
         return self._prefix.with_name(f"{self._temporary}{self._prefix.name}{suffix}")
 
     def __enter__(self) -> "IndexedWriter":
@@ -226,14 +229,14 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """Reads one dataset through memory maps: opening takes milliseconds and no memory, whatever its size.
+    """Memory-mapped reader of one dataset. Opening takes milliseconds and no memory, whatever the size.
 
-    `tokens` is all of .bin. `lengths` int32[S], `pointers` int64[S] and `document_indices` int64[D + 1] are those of
-    .idx, and so is `modes`, int8[S], where a multimodal Megatron wrote it, else None. `meta` is None for a dataset
-    that came without one, from Megatron say.
+    `tokens` is all of .bin. `lengths` int32[S], `pointers` int64[S] and `document_indices` int64[D + 1] come from .idx,
+    and so does `modes`, int8[S], in a multimodal Megatron dataset (else None). `meta` is None without a .meta.json,
+    as in datasets written by Megatron.
 
-    Opening compares the sizes of the files with what .idx says and looks at the index, of a large one at evenly spaced
-    parts. Raises ConfigError naming the file and what is wrong with it; `gptlite.data.verify` reads the rest.
+    Opening compares the file sizes with .idx and checks the index; of a large index it checks evenly spaced parts.
+    Raises ConfigError naming the file and the defect. `gptlite.data.verify` checks the rest.
     """
 
     def __init__(self, prefix: Path):
@@ -261,22 +264,22 @@ class IndexedDataset:
         return self._num_indices - 1
 
     def document_stops(self, start: int, stop: int) -> np.ndarray:
-        """int64[stop - start]: the position in `tokens` behind the last token of each document from `start` on."""
-        last = self.document_indices[start + 1 : stop + 1] - 1  # its last sequence; -1: none so far
+        """End of each document in [start, stop): the position in `tokens` after its last token, int64[stop - start]."""
+        last = self.document_indices[start + 1 : stop + 1] - 1  # the document's last sequence; -1: none so far
         if not len(self.lengths):
             return np.zeros(len(last), dtype=np.int64)
         stops = self.pointers[last] // self.dtype.itemsize + self.lengths[last]
         return np.where(last < 0, 0, stops)
 
     def document(self, index: int) -> np.ndarray:
-        """The tokens of one document, its `eod` included. IndexError outside range(num_documents)."""
+        """Return the tokens of one document with its `eod`. Raises IndexError outside range(num_documents)."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         start = self.document_stops(index - 1, index)[0] if index else 0
         return self.tokens[start : self.document_stops(index, index + 1)[0]]
 
     def check_index(self, start: int, stop: int) -> None:
-        """Look at sequences and documents `start` to `stop`. ConfigError unless each begins where the last ended."""
+        """Raise ConfigError unless each sequence and document from `start` to `stop` begins where the last ended."""
         lengths, pointers = self.lengths[start : stop + 1], self.pointers[start : stop + 1]
         if lengths.size and (worst := int(lengths.argmin())) >= 0 > lengths[worst]:
             raise damaged(self.idx, f"the length of sequence {start + worst} is {lengths[worst]}")
@@ -317,7 +320,7 @@ class IndexedDataset:
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int, bool]:
-    """The tokens' dtype, S, D and whether modes follow."""
+    """Return the dtype of the tokens, S, D, and True if modes follow."""
     size = file_size(path)
     with open(path, "rb") as file:
         raw = file.read(_HEADER.size)
@@ -336,7 +339,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int, bool]:
 
 
 def _spaced(count: int) -> Iterator[tuple[int, int]]:
-    """Parts of range(count) to look at: all of it, or `_PARTS` even ones where it is long."""
+    """Yield the parts of range(count) to check: all of it, or `_PARTS` evenly spaced ones if it is long."""
     size = -(-_LOOKED_AT // _PARTS)
     if count <= _LOOKED_AT:
         yield 0, count
@@ -351,14 +354,14 @@ def _path(prefix: Path, suffix: str) -> Path:
 
 
 def outside(ids: np.ndarray, vocab_size: int) -> int | None:
-    """Position of the first id of int[N] that is not in range(vocab_size), if there is one."""
+    """Return the position of the first id of int[N] that is not in range(vocab_size), or None."""
     if not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         return None
     return int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file. ConfigError where it is not there, or none."""
+    """Return the size of a file in bytes. Raises ConfigError if it is missing or not a regular file."""
     try:
         status = path.stat()
     except OSError as error:
@@ -369,7 +372,7 @@ def file_size(path: Path) -> int:
 
 
 def damaged(path: Path, what: str) -> ConfigError:
-    """The error of a file that is not what it should be, and the way out of it."""
+    """Return the error for a damaged file, with the fix."""
     cached = (path.parent / "key.json").exists()
     return ConfigError(
         f"{path} is damaged: {what}; "

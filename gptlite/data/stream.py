@@ -1,7 +1,7 @@
-"""The endless row of a run's training samples: sample n is a pure function of the seed, the eras and n.
+"""The infinite stream of a run's training samples: sample n is a pure function of the seed, the eras and n.
 
-Nothing is stored and nothing is counted up: any sample is found from its number alone, so a run is resumed by one
-integer, on any number of ranks.
+The stream has no stored order and no counters. Any sample is located by its number alone, so one integer is enough to
+resume a run on any number of ranks.
 """
 
 import math
@@ -14,14 +14,14 @@ from gptlite.data.blend import BLOCK, BlendPlan
 from gptlite.data.eras import DataSet, Era
 from gptlite.data.order import order_key, permute
 
-_WINDOW = 8192  # samples located at a time: numpy's overhead for few is that for many
+_WINDOW = 8192  # samples located at a time; numpy's overhead for a few is the same as for many
 
 
 class SampleStream:
-    """The samples of `eras`, drawn from `tokens`, int[N] by name of the data set; without them it tells places alone.
+    """Samples of `eras`, drawn from `tokens`, int[N] by name of the data set. Without tokens it can only locate.
 
-    Epochs of a data set follow one another without a gap, each in an order of its own. The order does not depend on how
-    long the run is, on the batch size or on the number of ranks.
+    Epochs of a data set follow each other without a gap, each in its own order. The order does not depend on the length
+    of the run, the batch size or the number of ranks.
     """
 
     def __init__(self, seed: int, eras: Sequence[Era], tokens: Mapping[str, np.ndarray] | None = None):
@@ -31,7 +31,7 @@ class SampleStream:
         self._tokens = tokens or {}
         self._starts = np.array([era.start for era in eras])
         self._plans = [BlendPlan([each.weight for each in era.active.values()]) for era in eras]
-        # Of a blend, whose blocks are worked out whole: two, since a batch may lie across their border.
+        # Blocks of a blend are computed whole. Two are cached, since a batch may cross their boundary.
         self._assigned = lru_cache(maxsize=2)(self._assign)
         self._located = lru_cache(maxsize=2)(self._locate_window)
 
@@ -39,16 +39,16 @@ class SampleStream:
     def begin(
         cls, seed: int, sequence_length: int, sets: Mapping[str, tuple[str, np.ndarray, float]]
     ) -> "SampleStream":
-        """A new run's, of (the data's SHA-256, its tokens, its weight) by name."""
+        """Return the stream of a new run, from (SHA-256 of the data, tokens, weight) by name."""
         total = math.fsum(weight for _, _, weight in sets.values())
         parts = {name: DataSet(data, len(tokens), weight / total) for name, (data, tokens, weight) in sets.items()}
         tokens = {name: tokens for name, (_, tokens, _) in sets.items()}
         return cls(seed, [Era(0, sequence_length, parts)], tokens)
 
     def resumed(self, history: Sequence[Era], consumed: int) -> "SampleStream":
-        """The stream that goes on after `consumed` samples of `history`, from then on as this one's last era says."""
+        """Return the stream that follows `history` for `consumed` samples, and this stream's last era afterwards."""
         new = self.eras[-1]
-        eras = [era.renamed(new.sets) for era in history if era.start < consumed]  # one without a sample is none
+        eras = [era.renamed(new.sets) for era in history if era.start < consumed]  # without eras of no samples
         if not eras:
             return SampleStream(self.seed, [new], self._tokens)
         if not new.like(eras[-1]):
@@ -56,7 +56,7 @@ class SampleStream:
         return SampleStream(self.seed, eras, self._tokens)
 
     def counts(self, sample: int) -> dict[str, int]:
-        """How many samples of each data set the era that `sample` is in, or the last, has before it."""
+        """Return the number of samples of each data set before `sample` in its era."""
         index = int(np.searchsorted(self._starts, sample, side="right")) - 1
         era = self.eras[index]
         if len(era.active) == 1:
@@ -68,9 +68,9 @@ class SampleStream:
         return dict(zip(era.active, counts.tolist(), strict=True))
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where samples, int64[N], are: data set (of `names`), epoch, and chunk j, tokens [jL, jL + L] of the set.
+        """Return data set (index in `names`), epoch and chunk j (tokens [jL, jL + L] of the set) of samples, int64[N].
 
-        Three arrays of int64[N]. L is the sequence length of the sample's era. IndexError for a number below 0.
+        These are three arrays int64[N]. L is the sequence length of the sample's era. Raises IndexError below 0.
         """
         samples = np.asarray(samples, dtype=np.int64)
         if samples.size and samples.min() < 0:
@@ -83,9 +83,9 @@ class SampleStream:
         return found[0], found[1], found[2]
 
     def read(self, samples: np.ndarray) -> np.ndarray:
-        """Tokens of samples, int64[N], in the data's own type: [N, L + 1], L inputs and as many targets one further on.
+        """Return the tokens of samples, int64[N], in the data's dtype: [N, L + 1], for L inputs and L shifted targets.
 
-        ValueError for samples of several lengths.
+        Raises ValueError for samples of different lengths.
         """
         first, last = (int(np.searchsorted(self._starts, n, side="right")) - 1 for n in (samples.min(), samples.max()))
         length = self.eras[last].sequence_length
@@ -102,7 +102,7 @@ class SampleStream:
         return result
 
     def _places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Data sets and chunks of samples; near ones are remembered together."""
+        """Return data sets and chunks of samples, cached by window."""
         windows, places = np.divmod(samples, _WINDOW)
         sets, chunks = np.empty_like(samples), np.empty_like(samples)
         for window in np.unique(windows).tolist():
@@ -115,7 +115,7 @@ class SampleStream:
         return sets, chunks
 
     def _locate_in(self, index: int, samples: np.ndarray) -> np.ndarray:
-        """int64[3, N]: set, epoch and chunk of samples that all are of one era."""
+        """Return set, epoch and chunk of samples that all belong to one era: int64[3, N]."""
         era = self.eras[index]
         active, places = list(era.active.items()), samples - era.start
         if len(active) == 1:
@@ -131,7 +131,7 @@ class SampleStream:
         return found
 
     def _draw(self, index: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of samples of a blend, by place in the era: which active set, and how many of its samples came before."""
+        """Return the active set of each sample of a blend, and its rank in that set, by place in the era."""
         blocks, within = np.divmod(places, BLOCK)
         sets, counts = np.empty_like(places), np.empty_like(places)
         for block in np.unique(blocks):
@@ -145,7 +145,7 @@ class SampleStream:
         return self._plans[index].assign(block, self.seed, self.eras[index].start)
 
     def _order(self, each: DataSet, counts: np.ndarray, length: int) -> np.ndarray:
-        """int64[2, N]: epoch and chunk of a set's samples, numbered from the era's beginning."""
+        """Return epoch and chunk of a set's samples, numbered from the beginning of the era: int64[2, N]."""
         size = each.num_samples(length)
         epochs, positions = np.divmod(counts + each.position, size)
         chunks = np.empty_like(counts)
@@ -156,24 +156,25 @@ class SampleStream:
 
 
 def num_chunks(tokens: np.ndarray, length: int) -> int:
-    """Chunks of a row of tokens, a short last one included."""
+    """Number of chunks of an array of tokens, a short last one included."""
     return -(-max(len(tokens) - 1, 0) // length)
 
 
 def read_chunk(tokens: np.ndarray, chunk: int, length: int) -> np.ndarray:
-    """int64[L + 1], or fewer for a short last chunk: tokens [jL, jL + L], L inputs and L targets one further on.
+    """Return chunk j, the tokens [jL, jL + L]: int64[L + 1], shorter for a short last chunk.
 
-    Neighbouring chunks share one token, so every token but the first is a target exactly once.
+    It holds L inputs and L targets shifted by one. Neighbouring chunks share one token, so every token but the first is
+    a target exactly once.
     """
     return tokens[chunk * length : (chunk + 1) * length + 1].astype(np.int64)
 
 
 def gather(tokens: np.ndarray, chunks: np.ndarray, length: int) -> np.ndarray:
-    """Chunks, int64[N]: tokens [jL, jL + L] of the row `tokens` for each j, one below the other: [N, L + 1].
+    """Return tokens [jL, jL + L] for each chunk j of `chunks`, int64[N], as rows: [N, L + 1].
 
-    IndexError for a chunk that the tokens do not have whole.
+    Raises IndexError for an incomplete chunk.
     """
-    # Every stretch of L + 1 tokens, as a view: numpy copies N of them at once, and checks that they are there.
+    # A view of every window of L + 1 tokens: numpy copies N of them in one call, and checks the bounds.
     row = np.asarray(tokens)
     shape = (max(len(row) - length, 0), length + 1)
     stretches = np.ndarray(shape, row.dtype, buffer=row, strides=row.strides * 2)

@@ -1,4 +1,4 @@
-"""Corpora too large to fetch first: documents as the `datasets` library streams them, into a prepared folder."""
+"""Streaming recipes: a corpus on the Hugging Face hub is tokenized into a prepared folder without a full download."""
 
 import json
 import sys
@@ -18,13 +18,13 @@ from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, needed_package
 from gptlite.progress import Progress
 
-_SAMPLE = 32 << 20  # characters that a tokenizer is trained on, from the start of the stream
+_SAMPLE = 32 << 20  # characters from the start of the stream on which a tokenizer is trained
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json", ".zst": "json"}
 
 
 @dataclass(frozen=True)
 class Hub:
-    """Where a corpus lies on the Hugging Face hub, and the column with its text."""
+    """Location of a corpus on the Hugging Face hub, and the column with its text."""
 
     corpus: str
     repository: str
@@ -34,7 +34,7 @@ class Hub:
 
 @dataclass
 class StreamArguments:
-    """The command line of a streaming recipe."""
+    """Command-line arguments of a streaming recipe."""
 
     output: str = "???"
     tokenizer: str = "sentencepiece"
@@ -46,9 +46,9 @@ class StreamArguments:
 
 
 def prepare_stream(hub: Hub, arguments: StreamArguments) -> None:
-    """Writes the prepared folder `output`; `output=-` prints the documents as JSON lines, for gptlite preprocess.
+    """Write the prepared folder `output`. With `output=-`, print the documents as JSON lines for gptlite preprocess.
 
-    Raises ConfigError where the corpus cannot be had, has no such column, or holds no text.
+    Raises ConfigError if the corpus is not available, lacks the column, or has no text.
     """
     if arguments.max_documents is not None and arguments.max_documents < 1:
         raise ConfigError(f"max_documents={arguments.max_documents} must be at least 1")
@@ -74,7 +74,7 @@ _say = partial(print, flush=True)
 
 
 def open_rows(hub: Hub, path: str | None, config: str | None) -> Iterable[dict[str, Any]]:
-    """Rows of the hub's corpus, or of the files in the folder `path`, streamed. Raises ConfigError."""
+    """Stream the rows of the corpus on the hub, or of the files in the folder `path`. Raises ConfigError."""
     with needed_package("datasets", f"data.corpus={hub.corpus}"):
         from datasets import load_dataset
     try:
@@ -84,7 +84,7 @@ def open_rows(hub: Hub, path: str | None, config: str | None) -> Iterable[dict[s
         return load_dataset(kind, data_files=files, split="train", streaming=True)
     except ConfigError:
         raise
-    except Exception as error:  # the library's own, the network's, and those of its file systems
+    except Exception as error:  # of the library, of the network, or of its file systems
         where = f"{hub.repository}, configuration {config}," if path is None else f"data.path={path}"
         raise ConfigError(
             f"data.corpus={hub.corpus}: {where} cannot be opened ({_reason(error)}); "
@@ -104,7 +104,7 @@ def _local(path: str) -> tuple[str, list[str]]:
 
 
 def texts(rows: Iterable[dict[str, Any]], column: str, source: str) -> Iterator[str]:
-    """The text of each row, without those that have none. ConfigError names the row that cannot be read."""
+    """Yield the text of each row, without empty ones. Raises ConfigError naming a row that cannot be read."""
     number = -1
     try:
         for number, row in enumerate(rows):
@@ -125,7 +125,7 @@ def _reason(error: Exception) -> str:
 
 
 def _tokenizer(documents: Iterable[str], arguments: StreamArguments) -> Tokenizer:
-    """The one given, or one trained on the start of the stream, held-out documents left out."""
+    """Return the given tokenizer, or train one on the start of the stream without held-out documents."""
     kind, fraction = arguments.tokenizer, arguments.validation_fraction
     if kind not in TOKENIZERS:
         return find_tokenizer(kind)
@@ -143,7 +143,7 @@ def _tokenizer(documents: Iterable[str], arguments: StreamArguments) -> Tokenize
 
 
 def write_stream(documents: Iterable[str], output: Path, tokenizer: Tokenizer, arguments: StreamArguments) -> None:
-    """Tokenizes documents into the folder `output` in one pass. ConfigError if a split gets none of them."""
+    """Tokenize documents into the folder `output` in one pass. Raises ConfigError if a split gets no documents."""
     progress, began = Progress("tokenizing", 0, _say), time.monotonic()
     with split_writers(output, tokenizer) as writers:
         for number, text in enumerate(documents, start=1):

@@ -1,4 +1,4 @@
-"""Plain text on disk: its files, whether they are UTF-8, their hash, and where each is cut for validation."""
+"""Plain text on disk: discovery of its files, the UTF-8 check, their hash, and the validation split."""
 
 import hashlib
 import json
@@ -16,16 +16,16 @@ from gptlite.invocation import command
 from gptlite.progress import Log, Progress
 
 _BLOCK = 1 << 20  # bytes read at a time
-_NEWLINE_WITHIN = 1 << 16  # bytes a cut may move to fall between two lines
-_VERSION = 1  # of what `scan` checks: a new one reads every text anew
+_NEWLINE_WITHIN = 1 << 16  # bytes by which a cut may move to fall between two lines
+_VERSION = 1  # of the checks in `scan`; a new version invalidates the remembered digests
 _LARGE = 16 * 2**20  # bytes
-_SETTLED = 2_000_000_000  # nanoseconds; the coarsest clock a file system stamps its files with (FAT)
-_RECORDS = {".jsonl", ".ndjson", ".json", ".parquet", ".pq", ".gz", ".zst", ".xz", ".bz2"}  # what preprocess reads
+_SETTLED = 2_000_000_000  # nanoseconds; the coarsest timestamp resolution of a file system (FAT)
+_RECORDS = {".jsonl", ".ndjson", ".json", ".parquet", ".pq", ".gz", ".zst", ".xz", ".bz2"}  # input of preprocess
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, stop) of a file, cut between characters."""
+    """Byte range [start, stop) of a file, cut between characters."""
 
     path: Path
     start: int
@@ -37,11 +37,11 @@ class Span:
         return self.stop - self.start
 
     def blocks(self) -> Iterator[str]:
-        """The text, in pieces of whole lines of about a megabyte."""
+        """Yield the text in pieces of whole lines, about a megabyte each."""
         return (block.decode("utf-8") for block in self.raw_blocks())
 
     def raw_blocks(self) -> Iterator[bytes]:
-        """The same pieces, not decoded."""
+        """Yield the pieces of `blocks` as bytes."""
         with _reading(self.path) as file:
             file.seek(self.start)
             while (left := self.stop - file.tell()) > 0:
@@ -53,7 +53,7 @@ class Span:
 
 
 def find_files(path: str) -> list[Path]:
-    """The file at `path`, or all *.txt below it in order of name. ConfigError if there is nothing to read."""
+    """Return the file at `path`, or all *.txt files below it, sorted. Raises ConfigError if there is no file."""
     root = Path(path).expanduser()
     refuse_records(path)
     if not path.strip() or not root.exists():
@@ -61,14 +61,14 @@ def find_files(path: str) -> list[Path]:
     found = sorted(root.rglob("*.txt")) if root.is_dir() else [root]
     for file in found:
         refuse_broken_link("data.path", file)
-    files = [file for file in found if file.is_file()]  # not a device or a pipe, which never ends
+    files = [file for file in found if file.is_file()]  # without devices and pipes, which may never end
     if not files:
         raise ConfigError(f"data.path={path} holds no .txt files; give a text file or a folder of .txt files")
     return files
 
 
 def refuse_records(path: str) -> None:
-    """Raises ConfigError for a file of records or a compressed one: its braces and field names are no text."""
+    """Raise ConfigError for a file of records or a compressed file, which is not plain text."""
     if Path(path).suffix.lower() in _RECORDS and not Path(path).expanduser().is_dir():
         raise ConfigError(
             f"data.path={path} is records or compressed, not plain text; tokenize it: {command('preprocess')} "
@@ -77,21 +77,21 @@ def refuse_records(path: str) -> None:
 
 
 def refuse_broken_link(key: str, path: Path) -> None:
-    """Raises ConfigError for a link that leads nowhere: is_file is false of it, so a folder would lose it unnoticed."""
+    """Raise ConfigError for a broken link. is_file() is False for it, so it would be left out silently."""
     if path.is_symlink() and not path.exists():
         raise ConfigError(f"{key}: {path} is a link to {os.readlink(path)}, which leads nowhere; repair or remove it")
 
 
 def scan(files: list[Path], log: Log = print) -> str:
-    """SHA-256 of the files' contents, in order.
+    """Return the SHA-256 of the files' contents, in order.
 
-    Raises ConfigError naming the file and the byte where one is not UTF-8, or if there is nothing but white space.
+    Raises ConfigError naming the file and the byte that is not UTF-8, or if there is only white space.
     """
     digest, blank = hashlib.sha256(), True
     progress = Progress("reading", sum(file.stat().st_size for file in files), log)
     for path in files:
         position, size = 0, path.stat().st_size
-        digest.update(size.to_bytes(8, "little"))  # so that moving text between files counts
+        digest.update(size.to_bytes(8, "little"))  # so that moving text between files changes the hash
         for block in Span(path, 0, size).raw_blocks():
             digest.update(block)
             progress.add(len(block))
@@ -112,33 +112,33 @@ def scan(files: list[Path], log: Log = print) -> str:
 
 
 def text_digest(files: list[Path], cache_dir: Path, log: Log) -> str:
-    """`scan(files)`, remembered in `cache_dir` for as long as each file has the same path, size and times.
+    """Return `scan(files)`, cached in `cache_dir` while each file has the same path, size and times.
 
-    The change time counts beside the modification time, which copying tools set back. Raises what `scan` raises, and
-    ConfigError if a file changes meanwhile.
+    The change time is compared too, since copying tools set the modification time back. Raises the errors of `scan`,
+    and ConfigError if a file changes while it is read.
     """
     stamps = _stamps(files)
     paths = json.dumps([_VERSION, [path for path, *_ in stamps]])
     note = cache_dir / f".digest-{hashlib.sha256(paths.encode()).hexdigest()[:16]}.json"
     state = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
-    with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or not one of ours
+    with suppress(OSError, ValueError, KeyError, TypeError):  # no note yet, or a damaged one
         remembered = json.loads(note.read_text(encoding="utf-8"))
         if remembered["state"] == state:
             return str(remembered["sha256"])
     digest = scan(files, log)
     if _stamps(files) != stamps:
         raise ConfigError(f"data.path: {files[0].parent} changed while it was read; start again when nothing writes it")
-    # A small text is read again in no time. A file stamped a moment ago could change once more under the same stamp.
+    # A small text is quick to read again. A file modified a moment ago could change again with the same timestamp.
     large = sum(size for _, size, *_ in stamps) >= _LARGE
     if large and time.time_ns() - max(max(times) for _, _, *times in stamps) > _SETTLED:
-        with suppress(OSError):  # a cache that others prepared may be read-only
+        with suppress(OSError):  # a shared cache may be read-only
             cache_dir.mkdir(parents=True, exist_ok=True)
             write_whole(note, json.dumps({"state": state, "sha256": digest}) + "\n")
     return digest
 
 
 def _stamps(files: list[Path]) -> list[tuple[str, int, int, int]]:
-    """Absolute path, bytes, and the times of modification and change in nanoseconds, of each file."""
+    """Absolute path, size in bytes, and times of modification and change in nanoseconds of each file."""
     stamps = []
     for path in files:
         try:
@@ -150,11 +150,11 @@ def _stamps(files: list[Path]) -> list[tuple[str, int, int, int]]:
 
 
 def split(path: Path, validation_fraction: float) -> tuple[Span, Span]:
-    """The training part of a file and the held-out part, its end. The cut falls after a line where one ends nearby."""
+    """Split a file into a training part and a held-out end. The cut falls after a line if one ends nearby."""
     with _reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         cut = round(size * (1 - validation_fraction))
-        start = max(cut - 1, 0)  # the byte before may be the end of a line already
+        start = max(cut - 1, 0)  # the byte before the cut may already end a line
         file.seek(start)
         line = file.readline(_NEWLINE_WITHIN)
     stop = start + len(line)
@@ -167,7 +167,7 @@ def split(path: Path, validation_fraction: float) -> tuple[Span, Span]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[BinaryIO]:
-    """The open file. What goes wrong while it is read is a ConfigError that names it."""
+    """Open the file for the block. Turns an OSError while it is read into a ConfigError that names it."""
     try:
         with open(path, "rb") as file:
             yield file

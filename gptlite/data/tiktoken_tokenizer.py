@@ -1,4 +1,4 @@
-"""tiktoken: byte-level BPE from a table of ranks, which is a table of byte strings already."""
+"""tiktoken encodings: byte-level BPE defined by a table of ranks."""
 
 import base64
 import hashlib
@@ -13,10 +13,10 @@ END = "<|endoftext|>"
 
 
 class TiktokenTokenizer(Tokenizer):
-    """An encoding of tiktoken's. Special tokens stand for no bytes, and text that spells one out is text.
+    """Tokenizer of a tiktoken encoding. Special tokens stand for no bytes, and text that spells one out is plain text.
 
-    `ranks` are the ids of byte strings, all 256 single bytes among them; `pattern` is the regular expression that
-    cuts text into words; `special` are the ids of special tokens, with the one that ends documents, `eod`.
+    `ranks` maps byte strings to ids and contains all 256 single bytes. `pattern` is the regular expression that splits
+    text into words. `special` maps special tokens to ids and contains `eod`, the token that ends documents.
     """
 
     kind = "tiktoken"
@@ -46,14 +46,14 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def of_name(cls, name: str, eod: str | None) -> "TiktokenTokenizer":
-        """An encoding that tiktoken knows, e.g. gpt2; it downloads the table unless TIKTOKEN_CACHE_DIR has it."""
+        """Load an encoding by name, e.g. gpt2. tiktoken downloads the table unless TIKTOKEN_CACHE_DIR has it."""
         tiktoken = _tiktoken()
         known = tiktoken.list_encoding_names()
         if name not in known:
             raise ConfigError(f"tokenizer=tiktoken:{name} is none of tiktoken's: {', '.join(sorted(known))}")
         try:
             encoding = tiktoken.get_encoding(name)
-        except Exception as error:  # whatever its HTTP library raises
+        except Exception as error:  # the errors of tiktoken's HTTP library
             raise ConfigError(
                 f"tokenizer=tiktoken:{name} could not be downloaded ({type(error).__name__}); "
                 f"give the path of its .tiktoken file"
@@ -62,7 +62,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def of_file(cls, path: Path, eod: str | None) -> "TiktokenTokenizer":
-        """A file of ranks, a base64 string and its id a line, with GPT-2's pattern; `eod` gets the next free id."""
+        """Load a file of ranks, one base64 string and its id per line, with GPT-2's pattern. `eod` gets the next id."""
         _tiktoken()
         from tiktoken_ext.openai_public import r50k_pat_str
 

@@ -1,7 +1,7 @@
-"""Tokenizers: text to ids and back, without loss.
+"""Tokenizers: lossless conversion between text and ids.
 
-Every tokenizer is a table of byte strings, one an id. Decoding joins them, streaming decodes them as they come, and
-bits per byte adds up their lengths, so the three can never disagree.
+Every tokenizer is a table of byte strings, one for each id. Decoding, streaming decoding and bits per byte all use this
+table, so they agree.
 """
 
 import codecs
@@ -21,7 +21,7 @@ from gptlite.errors import ConfigError
 from gptlite.files import write_synced
 
 DEFINITION = "definition.json"
-_CLASSES = {  # by kind, in the module that is loaded when it is asked for
+_CLASSES = {  # module and class by kind; the module is imported on demand
     "byte": "tokenizer.ByteTokenizer",
     "char": "tokenizer.CharTokenizer",
     "numbers": "tokenizer.NumberTokenizer",
@@ -33,10 +33,10 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(ABC):
-    """Ids stand for byte strings (`pieces`); `eod` is the id that ends a document and stands for no bytes.
+    """Base class: ids stand for byte strings (`pieces`), and `eod` ends a document and stands for no bytes.
 
-    Made again of `settings`, the keyword arguments of its class, and of `content`, the first argument of one that has
-    a `file` beside the definition.
+    A saved tokenizer is rebuilt from `settings`, the keyword arguments of its class. A class with a `file` beside the
+    definition gets the `content` of that file as its first argument.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Tokenizer(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, `eod` among them."""
+        """Number of ids, `eod` included."""
         return len(self.pieces)
 
     @property
@@ -59,30 +59,30 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def definition(self) -> bytes:
-        """All that sets this tokenizer apart from others of its kind."""
+        """Return bytes that identify this tokenizer among those of its kind."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without `eod`."""
+        """Return the ids of `text`, without `eod`."""
 
     def encode_array(self, text: str) -> np.ndarray:
-        """`encode` as int32[N]: much less memory, and mostly faster."""
+        """Return the ids of `text` as int32[N], which takes much less memory and is mostly faster."""
         return np.array(self.encode(text), dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of any ids: those outside the vocabulary are nothing, broken UTF-8 becomes U+FFFD. Never raises."""
+        """Return the text of ids. Ids outside the vocabulary give "", broken UTF-8 gives U+FFFD. Never raises."""
         return b"".join(map(self.piece, ids)).decode("utf-8", errors="replace")
 
     def piece(self, token: int) -> bytes:
-        """Bytes one id stands for; none for an id outside the vocabulary."""
+        """Return the bytes of one id; b"" for an id outside the vocabulary."""
         return self.pieces[token] if 0 <= token < len(self.pieces) else b""
 
     def token_bytes(self) -> np.ndarray:
-        """int64[vocab_size]: UTF-8 bytes each id stands for, the denominator of bits per byte."""
+        """Number of UTF-8 bytes of each id, the denominator of bits per byte: int64[vocab_size]."""
         return np.array([len(piece) for piece in self.pieces], dtype=np.int64)
 
     def save(self, folder: Path) -> None:
-        """Write the definition into `folder`, which is made if missing; `load_tokenizer` reads it back."""
+        """Write the definition into `folder`, created if missing. `load_tokenizer` reads it back."""
         folder.mkdir(parents=True, exist_ok=True)
         definition = json.dumps({"kind": self.kind} | self._settings, ensure_ascii=False)
         (folder / DEFINITION).write_text(definition + "\n", encoding="utf-8")
@@ -91,14 +91,14 @@ class Tokenizer(ABC):
 
     @classmethod
     def load(cls, folder: Path, settings: dict[str, Any]) -> "Tokenizer":
-        """What `save` wrote into `folder`, with the `settings` of its definition."""
+        """Return the tokenizer saved in `folder`, with the `settings` of its definition."""
         content = [(folder / cls.file).read_bytes()] if cls.file else []
-        make: Any = cls  # each kind has arguments of its own
+        make: Any = cls  # the arguments differ by kind
         return make(*content, **settings)
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes: ids 0-255, and 256 ends a document. Nothing to train."""
+    """Tokenizer of UTF-8 bytes: ids 0-255, and 256 ends a document. Needs no training."""
 
     kind = "byte"
 
@@ -116,7 +116,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """One id a character, in code point order; then one for characters not in the alphabet, and `eod`."""
+    """Tokenizer of characters: their ids in code point order, then one id for unknown characters, and `eod`."""
 
     kind = "char"
 
@@ -138,7 +138,7 @@ class CharTokenizer(Tokenizer):
 
 
 class NumberTokenizer(Tokenizer):
-    """Ids written out as numbers, for tokens that never were text. The last id is `eod`."""
+    """Tokenizer that writes ids as numbers, for synthetic tokens. The last id is `eod`."""
 
     kind = "numbers"
 
@@ -150,12 +150,12 @@ class NumberTokenizer(Tokenizer):
         return str(self.vocab_size).encode()
 
     def encode(self, text: str) -> list[int]:
-        """The numbers in `text`, modulo the vocabulary; [0] for a text without any."""
+        """Return the numbers in `text`, modulo the vocabulary size; [0] for a text without numbers."""
         return [int(number) % self.vocab_size for number in re.findall(r"[0-9]+", text)] or [0]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer saved in `folder`. Raises ConfigError where there is none, or one that cannot be read."""
+    """Return the tokenizer saved in `folder`. Raises ConfigError if it is missing or cannot be read."""
     try:
         definition = json.loads((folder / DEFINITION).read_text(encoding="utf-8"))
         if (kind := definition.pop("kind")) not in _CLASSES:
@@ -169,16 +169,16 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 class StreamDecoder:
-    """Text of ids that come one at a time: a character is given out once all of its bytes are there."""
+    """Incremental decoder of ids: returns a character once all of its bytes are present."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The text that has become certain with this id; "" inside a character."""
+        """Return the text completed by this id; "" inside a character."""
         return self._decoder.decode(self._tokenizer.piece(token))
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an unfinished character, else ""."""
+        """Return the rest at the end: U+FFFD for an unfinished character, else ""."""
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""Reading all of a dataset: what its opening has no time for."""
+"""Full verification of a dataset, including checks that are too slow when it is opened."""
 
 import hashlib
 
@@ -7,14 +7,14 @@ import numpy as np
 from gptlite.data.indexed import IndexedDataset, damaged, outside
 from gptlite.progress import Log, Progress
 
-_BLOCK = 8 << 20  # bytes of .bin, or entries of .idx, at a time
+_BLOCK = 8 << 20  # bytes of .bin, or entries of .idx, checked at a time
 
 
 def verify(dataset: IndexedDataset, vocab_size: int | None = None, log: Log = print) -> None:
-    """Read every byte: the index is whole, ids are in the vocabulary, documents end with `eod`, sha256 is as written.
+    """Check every byte: the index, ids within the vocabulary, `eod` at the end of documents, and the SHA-256.
 
-    Without a .meta.json only the index is known to be right, and the ids if `vocab_size` is given. Raises ConfigError
-    that names the file, the place and what is there.
+    Without a .meta.json only the index is checked, and the ids if `vocab_size` is given. Raises ConfigError naming the
+    file, the position and the value found.
     """
     for start in range(0, max(len(dataset.lengths), dataset.num_documents), _BLOCK):
         dataset.check_index(start, start + _BLOCK)

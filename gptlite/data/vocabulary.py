@@ -1,4 +1,4 @@
-"""How many token ids a run's data has, before it is read: for plans, and for checks before a rank starts."""
+"""Vocabulary size of a run's data before it is read, for plans and for checks before the ranks start."""
 
 import json
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from gptlite.errors import ConfigError
 from gptlite.progress import Log
 
 GPT2_VOCABULARY = 50257
-CHARACTERS = 256  # of a text nobody has read yet
+CHARACTERS = 256  # assumed for a text that has not been read yet
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`assumed`: why `size` is a guess; empty where the data says it."""
+    """Vocabulary size. `assumed` is the reason if `size` is a guess, and empty if it comes from the data."""
 
     size: int
     assumed: str = ""
 
 
 def find_vocabulary(config: DataConfig, log: Log = print) -> Vocabulary:
-    """What the data says of itself, prepared or not; a guess where its tokenizer is not known yet. Never raises."""
+    """Return the vocabulary size of the data, or a guess if its tokenizer is not known yet. Never raises."""
     match config:
         case SyntheticConfig():
             return Vocabulary(config.vocab_size)
@@ -37,12 +37,12 @@ def find_vocabulary(config: DataConfig, log: Log = print) -> Vocabulary:
 
 
 def _prepared(config: TextConfig | CorpusConfig, log: Log) -> Vocabulary | None:
-    """Of the folder in the cache, if the data has been prepared."""
-    from gptlite.data.build import prepared_folder  # torch comes with it
+    """Return the vocabulary of the folder in the cache, or None if the data is not prepared."""
+    from gptlite.data.build import prepared_folder  # imports torch, so only here
 
     try:
         return _of_folder(prepared_folder(config, log))
-    except (ConfigError, OSError):  # the data is not on this machine, say: a plan needs none
+    except (ConfigError, OSError):  # the data may not be on this machine: a plan does not need it
         return None
 
 
@@ -55,7 +55,7 @@ def _unprepared(config: TextConfig | CorpusConfig) -> Vocabulary:
 
 
 def _of_folder(folder: Path) -> Vocabulary | None:
-    """Of the tokens in a prepared folder, by their train.meta.json."""
+    """Return the vocabulary of a prepared folder from its train.meta.json, or None."""
     try:
         size = json.loads((folder / "train.meta.json").read_text(encoding="utf-8"))["vocab_size"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""The command `gptlite data`: looking at token files, checking and importing them. Start at `command.py`."""
+"""The command `gptlite data`: inspects, verifies and imports token files. Start at `command.py`."""

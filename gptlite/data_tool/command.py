@@ -1,4 +1,4 @@
-"""The command line `gptlite data`: its subcommands, a module each."""
+"""Command line of `gptlite data`. Each subcommand is a module."""
 
 from typing import NoReturn
 
@@ -12,12 +12,12 @@ SUBCOMMANDS = {
 }
 
 HELP = """\
-Token files: what is in them and whether they are whole; those of other frameworks made ours.
+Inspect, show and verify token files, and import those of other frameworks.
 
   inspect PATH ...    documents, tokens, bytes per token, lengths, tokenizer
-  show PATH sample=N  the text of a sample: of a prepared folder, or of a run; of a run also step=N, what it read then
-  verify PATH ...     reads every byte: index, vocabulary, ends of documents, hash
-  import PATH         makes a prepared folder of nanoGPT's, llm.c's or Megatron's token files
+  show PATH sample=N  text of a sample of a prepared folder or a run; step=N shows all samples of a run's step
+  verify PATH ...     checks every byte: index, vocabulary, ends of documents, hash
+  import PATH         makes a prepared folder from token files of nanoGPT, llm.c or Megatron
 
 A PATH is a prepared folder (tokenizer/, train and val .bin/.idx) or one dataset: PREFIX, PREFIX.bin or PREFIX.idx.
 Options are key=value; `gptlite data SUBCOMMAND --help` lists them.
@@ -25,5 +25,5 @@ Exit codes: 0 fine, 1 damaged, 2 refused."""
 
 
 def main() -> NoReturn:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     run_subcommand(SUBCOMMANDS, HELP)

@@ -1,16 +1,16 @@
-"""Makes a prepared folder: import PATH format=nanogpt|llmc|megatron output=FOLDER tokenizer=SPEC [validation=PATH]
+"""Import token files: import PATH format=nanogpt|llmc|megatron output=FOLDER tokenizer=SPEC [validation=PATH]
 
 PATH is a file of tokens, a glob in quotes, or a folder with *train*.bin and *val*.bin; files are read in order of name.
 For format=megatron it is a PREFIX, or a folder with train.bin/.idx and val.bin/.idx. tokenizer is the one that made the
-tokens, as for gptlite preprocess: a folder of ours, tokenizer.json, tiktoken:gpt2, byte.
+tokens, given as for gptlite preprocess: a tokenizer folder, tokenizer.json, tiktoken:gpt2 or byte.
 
   gptlite data import nanoGPT/data/openwebtext format=nanogpt output=data/owt tokenizer=tiktoken:gpt2
   gptlite data import 'fineweb10B/fineweb_*.bin' format=llmc output=data/fineweb tokenizer=tiktoken:gpt2
 
-validation=PATH is held out; without one, and without *val* files, whole documents are, chosen by the hash of their
-tokens: validation_fraction=0.005 of them. eod names the token that ends documents where the tokenizer does not say.
-Documents end with it afterwards. Empty ones are left out, ends are added where they lack, and both are counted.
-A token outside the vocabulary is an error, and leaves nothing.
+validation=PATH is the validation split. Without it, and without *val* files, validation_fraction=0.005 of the documents
+are held out, chosen by the hash of their tokens. eod names the token that ends documents if the tokenizer does not
+define it. Every document ends with it in the output. Empty documents are left out, missing ends are added, and both are
+counted. A token outside the vocabulary is an error, and nothing is written.
 """
 
 import glob
@@ -37,7 +37,7 @@ Documents = Callable[[Found], Iterator[Batch]]
 
 @dataclass
 class Options:
-    """What may follow the path."""
+    """Command-line options."""
 
     format: str = "???"
     output: str = "???"
@@ -48,7 +48,7 @@ class Options:
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Makes the folder, or leaves nothing."""
+    """Make the folder and return the exit code. Nothing is left after an error."""
     if options.format not in FORMATS:
         hint = did_you_mean(options.format, FORMATS)
         raise ConfigError(f"format={options.format} is none of {', '.join(FORMATS)}{hint}")
@@ -75,7 +75,7 @@ def run(paths: list[str], options: Options) -> int:
 def _sources(
     path: str, validation: str | None, format: str, tokenizer: Tokenizer
 ) -> tuple[Documents, Documents | None]:
-    """What is trained on, and what is held out, if it comes apart."""
+    """Return the training documents, and the held-out ones if they are in separate files."""
     make = partial(_documents, format=format, tokenizer=tokenizer)
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -101,7 +101,7 @@ def _files(path: str, format: str) -> list[Path]:
 
 
 def _documents(files: list[Path], format: str, tokenizer: Tokenizer) -> Documents:
-    """Opens the files, and so finds what is wrong with them before anything is written."""
+    """Open the files, which detects damage before anything is written, and return a function that reads them."""
     eod, size = tokenizer.eod, tokenizer.vocab_size
     if format == "megatron":
         datasets = [IndexedDataset(as_prefix(file)) for file in files]
@@ -145,7 +145,7 @@ def _write(
 
 
 def held_out(batch: Batch, fraction: float) -> np.ndarray:
-    """bool[D]: documents whose hash is below `fraction` of all hashes; equal documents go the same way."""
+    """Documents whose hash is below `fraction` of the hash range: bool[D]. Equal documents get the same split."""
     data, stops = memoryview(batch.tokens.astype("<i4").tobytes()), 4 * np.cumsum(batch.lengths)
     starts = stops - 4 * batch.lengths
     hashes = (document_hash(data[start:stop]).digest() for start, stop in zip(starts, stops, strict=True))

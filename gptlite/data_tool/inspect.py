@@ -1,8 +1,8 @@
-"""What is in token files: inspect PATH ... [plot=FILE.png] [json=true]
+"""Describe token files: inspect PATH ... [plot=FILE.png] [json=true]
 
-Documents, tokens, bytes per token, dtype, the lengths of documents, and the tokenizer. plot=FILE.png draws the lengths;
-json=true prints the same for scripts. The index is read, the tokens are not: `verify` does that. Exit code 1 if a
-dataset is damaged.
+Prints documents, tokens, bytes per token, dtype, document lengths, and the tokenizer. plot=FILE.png draws the lengths;
+json=true prints the same as JSON. Only the index is read; `verify` reads the tokens too. Exit code 1 if a dataset is
+damaged.
 """
 
 import json
@@ -17,21 +17,22 @@ from gptlite.data.indexed import IndexedDataset
 from gptlite.data_tool.places import all_prefixes, tokenizer_beside
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes, table
+from gptlite.metrics.plot import STYLE
 
 _BAR = 40  # characters
-_BINS = 48  # of the picture
+_BINS = 48  # histogram bins of the picture
 
 
 @dataclass
 class Options:
-    """What may follow the paths."""
+    """Command-line options."""
 
     plot: str | None = None
     json: bool = False
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Prints it. Returns 1 if a dataset is damaged."""
+    """Print the description. Returns 1 if a dataset is damaged."""
     if options.plot is not None and Path(options.plot).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"plot={options.plot} is not a picture; give FILE.png, .svg or .pdf")
     found, damage = _open(all_prefixes(paths))
@@ -59,12 +60,12 @@ def _open(prefixes: list[Path]) -> tuple[dict[Path, IndexedDataset], list[str]]:
 
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
-    """int64[documents]: tokens of each, ends of documents included."""
+    """Tokens of each document, its end included: int64[documents]."""
     return np.diff(dataset.document_stops(0, dataset.num_documents), prepend=0)
 
 
 def describe(dataset: IndexedDataset, lengths: np.ndarray) -> dict[str, Any]:
-    """All that is known, as JSON."""
+    """Return the description of a dataset as JSON."""
     quantiles = {f"p{q}": round(float(np.percentile(lengths, q))) for q in (10, 50, 90, 99)} if lengths.size else {}
     ends = {"min": int(lengths.min()), "mean": float(lengths.mean()), "max": int(lengths.max())} if lengths.size else {}
     return {
@@ -83,14 +84,14 @@ def describe(dataset: IndexedDataset, lengths: np.ndarray) -> dict[str, Any]:
 
 
 def bytes_per_token(dataset: IndexedDataset) -> float | None:
-    """UTF-8 bytes of text a token stands for, ends of documents left out; None where it is not known."""
+    """Mean UTF-8 bytes of text per token, without ends of documents; None if unknown."""
     if dataset.meta is None or len(dataset.tokens) == dataset.num_documents:
         return None
     return dataset.meta.text_bytes / (len(dataset.tokens) - dataset.num_documents)
 
 
 def histogram(lengths: np.ndarray) -> Iterator[tuple[str, int]]:
-    """How many documents have 0, 1, 2-3, 4-7, ... tokens; from the first that has any to the last."""
+    """Yield the number of documents with 0, 1, 2-3, 4-7, ... tokens, from the first non-empty range to the last."""
     octaves = np.bincount(np.frexp(lengths.astype(np.float64))[1]) if lengths.size else np.zeros(0, dtype=np.int64)
     for octave in range(int(np.flatnonzero(octaves)[0]) if octaves.any() else 0, len(octaves)):
         low, high = 2**octave // 2, 2**octave - 1
@@ -98,32 +99,33 @@ def histogram(lengths: np.ndarray) -> Iterator[tuple[str, int]]:
 
 
 def plot_lengths(lengths: Mapping[str, np.ndarray], path: Path) -> None:
-    """A histogram of tokens a document, on a logarithmic axis, for each named int64[documents], into `path`.
+    """Draw a histogram of document lengths, on a logarithmic axis, for each named int64[documents], into `path`.
 
-    Heights are shares of each dataset's tokens, not of its documents: that is what a run reads.
+    Heights are shares of each dataset's tokens, not of its documents, since a run reads tokens.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
     some = [each[each > 0] for each in lengths.values() if each.any()] or [np.ones(1)]
     edges = np.geomspace(min(each.min() for each in some), max(each.max() for each in some) + 1, _BINS + 1)
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, each in lengths.items():
-        if not each.sum():
-            continue
-        label = f"{name}: {each.size:,} documents, {each.sum() / 1e6:,.2f}M tokens"
-        axes.hist(each, edges.tolist(), weights=each / each.sum(), histtype="step", linewidth=1.5, label=label)
-    axes.set(xscale="log", xlabel="tokens in a document", ylabel="share of all tokens", title="Lengths of documents")
-    axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))  # type: ignore[attr-defined]
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(alpha=0.3)
-    if axes.has_data():
-        axes.legend(loc="upper left", fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    # File names are not parsed as formulas. Without pyplot, no global state is changed.
+    with matplotlib.rc_context({**STYLE, "text.parse_math": False}):
+        figure = Figure(figsize=(8, 4.5 + 0.2 * len(some)), dpi=150, facecolor="white", layout="constrained")
+        axes = figure.add_subplot()
+        for name, each in lengths.items():
+            if not each.sum():
+                continue
+            label = f"{name}: {each.size:,} documents, {each.sum() / 1e6:,.2f}M tokens"
+            axes.hist(each, edges.tolist(), weights=each / each.sum(), histtype="step", linewidth=1.5, label=label)
+        axes.set(xscale="log", xlabel="tokens in a document", ylabel="share of all tokens")
+        axes.set_title("Lengths of documents", loc="left", fontsize=15, weight="bold", pad=12)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        if axes.has_data():
+            figure.legend(loc="outside lower left", frameon=False)  # below the axes, where it covers no bar
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
 
 
 def _print(found: dict[Path, IndexedDataset], lengths: dict[Path, np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""What a path on the command line stands for."""
+"""Resolution of a path on the command line to datasets."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +9,7 @@ from gptlite.errors import ConfigError
 
 
 def prefixes(path: str) -> list[Path]:
-    """The datasets of a folder, in order of name, or the one of a prefix. ConfigError if there is none."""
+    """Return the datasets of a folder, sorted by name, or the one of a prefix. Raises ConfigError if there is none."""
     given = Path(path).expanduser()
     if given.is_dir():
         found = sorted(file.with_suffix("") for file in given.glob("*.idx") if not file.name.startswith("."))
@@ -24,16 +24,16 @@ def prefixes(path: str) -> list[Path]:
 
 
 def as_prefix(path: Path) -> Path:
-    """PREFIX, of PREFIX.bin or PREFIX.idx too."""
+    """Return PREFIX for PREFIX, PREFIX.bin or PREFIX.idx."""
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 def all_prefixes(paths: Iterable[str]) -> list[Path]:
-    """The datasets of several paths, each once."""
+    """Return the datasets of several paths, without duplicates."""
     return list(dict.fromkeys(prefix for path in paths for prefix in prefixes(path)))
 
 
 def tokenizer_beside(prefix: Path) -> Tokenizer | None:
-    """The tokenizer in the folder of a dataset, if there is one. ConfigError where it cannot be read."""
+    """Return the tokenizer in the folder of a dataset, or None. Raises ConfigError if it cannot be read."""
     folder = prefix.parent / TOKENIZER
     return load_tokenizer(folder) if folder.exists() else None

@@ -1,8 +1,8 @@
-"""The text of a training sample: show PATH [sample=N] [step=N] [split=train] [sequence_length=256]
+"""Show the text of a training sample: show PATH [sample=N] [step=N] [split=train] [sequence_length=256]
 
-PATH is a run's folder: step=N shows what the model read in that step (counted from 1), sample=N the N-th sample of the
-run (counted from 0), whichever step read it. Or PATH is a prepared folder: sample=N is the N-th stretch of
-sequence_length tokens of its split, in the order of the file. Ends of documents are shown.
+In a run's folder, step=N shows all samples of that step (counted from 1), and sample=N the N-th sample of the run
+(counted from 0), in whichever step it was read. In a prepared folder, sample=N is the N-th chunk of sequence_length
+tokens of the split, in file order. Ends of documents are marked.
 """
 
 import json
@@ -33,7 +33,7 @@ END = "\n<<< end of document >>>\n"
 
 @dataclass
 class Options:
-    """What may follow the path."""
+    """Command-line options."""
 
     sample: int | None = None
     step: int | None = None
@@ -42,7 +42,7 @@ class Options:
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Prints the text. ConfigError for a sample or a step that there is not."""
+    """Print the text. Raises ConfigError for a sample or a step that does not exist."""
     for key, value, least in (("sample", options.sample, 0), ("step", options.step, 1)):
         if value is not None and value < least:
             raise ConfigError(f"{key}={value} must be at least {least}")
@@ -59,7 +59,7 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def of_folder(folder: Path, options: Options) -> Iterator[str]:
-    """A stretch of a prepared folder, in file order."""
+    """Yield the lines for a chunk of a prepared folder, in file order."""
     if options.sample is None or options.sequence_length < 1:
         raise ConfigError(f"give sample=N and a sequence_length above 0 (now {options.sequence_length})")
     prefix = next((each for each in prefixes(str(folder)) if each.name == options.split), None)
@@ -77,8 +77,8 @@ def of_folder(folder: Path, options: Options) -> Iterator[str]:
 
 
 def of_run(folder: Path, options: Options) -> Iterator[str]:
-    """The samples of a step, or one sample."""
-    from gptlite.data.build import prepare  # torch comes with it
+    """Yield the lines for the samples of a step, or for one sample of a run."""
+    from gptlite.data.build import prepare  # imports torch, so only here
 
     if options.step is None and options.sample is None:
         raise ConfigError("give step=N, or sample=N")
@@ -106,7 +106,7 @@ def of_run(folder: Path, options: Options) -> Iterator[str]:
 
 
 def of_stream(seed: int, eras: list[Era], data: "PreparedData", samples: list[int]) -> Iterator[str]:
-    """Samples of a run, by number."""
+    """Yield the lines for samples of a run, by number."""
     now = {each.data: each for each in data.sets}
     stream = SampleStream(seed, eras)
     for sample in samples:
@@ -125,7 +125,7 @@ def of_stream(seed: int, eras: list[Era], data: "PreparedData", samples: list[in
 
 
 def opened(folder: Path, data: str) -> IndexedDataset | None:
-    """The training tokens of a prepared folder, if they are still those."""
+    """Open the training tokens of a prepared folder, or return None if their SHA-256 is not `data`."""
     try:
         dataset = IndexedDataset(folder / TRAIN)
     except ConfigError:
@@ -134,9 +134,9 @@ def opened(folder: Path, data: str) -> IndexedDataset | None:
 
 
 def row_of_old(folder: Path, config: Config, data: "PreparedData", step: int, rows: list[OrderRow]) -> OrderRow:
-    """The rules of a run, or of its first steps, from before they were written down: one era; tokens were counted."""
+    """Reconstruct the rules of a run, or of its first steps, from before data_order.jsonl existed: a single era."""
     length, batch = config.data.sequence_length, config.data.global_batch_size
-    if rows and rows[0].step:  # what its first row goes on from
+    if rows and rows[0].step:  # the run was resumed later: derive the batch size from the first row
         return replace(rows[0], step=0, samples=0, global_batch_size=rows[0].samples // rows[0].step)
     sets = {each.name: (each.data, each.train, each.weight) for each in data.sets}
     eras = SampleStream.begin(config.seed, length, sets).eras
@@ -151,7 +151,7 @@ def row_of_old(folder: Path, config: Config, data: "PreparedData", step: int, ro
 
 
 def place(start: int, stop: int, dataset: IndexedDataset | None) -> str:
-    """`tokens 256 to 511, documents 3 to 5`, each counted from 0."""
+    """Return e.g. `tokens 256 to 511, documents 3 to 5`, each counted from 0."""
     words = f"tokens {start:,} to {stop - 1:,}"
     if dataset is None or len(dataset.lengths) != dataset.num_documents:
         return words
@@ -164,7 +164,7 @@ def place(start: int, stop: int, dataset: IndexedDataset | None) -> str:
 
 
 def as_text(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Text, with the ends of documents marked."""
+    """Return the text of tokens, with the ends of documents marked."""
     parts = np.split(tokens, np.flatnonzero(tokens == tokenizer.eod) + 1)
     texts = [tokenizer.decode(part[part != tokenizer.eod].tolist()) for part in parts]
     return END.join(texts)

@@ -1,10 +1,9 @@
-"""Reads every byte: verify PATH ... [vocab_size=N]
+"""Verify every byte of datasets: verify PATH ... [vocab_size=N]
 
-Of each dataset: that every sequence of .idx begins where the one before ended and documents are in order; that all
-ids are in the vocabulary; that every document ends with the end of document; that .bin has the sha256 it was written
-with; that the tokenizer beside it is the one that made it; and that the datasets of a folder have one dtype. Megatron's
-own files have no .meta.json: of these the index, and the ids if vocab_size is given or a tokenizer/ is there. Exit code
-1 if one is damaged.
+Checks that every sequence of .idx begins where the previous one ended, that documents are in order, that all ids are in
+the vocabulary, that every document ends with the end of document, that .bin has its original sha256, that the tokenizer
+beside it made it, and that the datasets of a folder share one dtype. Files written by Megatron have no .meta.json; of
+these it checks the index, and the ids if vocab_size is given or a tokenizer/ is there. Exit code 1 if one is damaged.
 """
 
 import time
@@ -21,13 +20,13 @@ from gptlite.progress import log
 
 @dataclass
 class Options:
-    """What may follow the paths."""
+    """Command-line options."""
 
     vocab_size: int | None = None
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Prints a line for each dataset. Returns 1 if one is damaged."""
+    """Print a line for each dataset. Returns 1 if any is damaged."""
     dtypes: dict[Path, tuple[Path, str]] = {}
     results = [_verify(prefix, options.vocab_size, dtypes) for prefix in all_prefixes(paths)]
     if len(results) > 1:
@@ -58,7 +57,7 @@ def _verify(prefix: Path, vocab_size: int | None, dtypes: dict[Path, tuple[Path,
 
 
 def _tokenizer(dataset: IndexedDataset, vocab_size: int | None) -> int | None:
-    """The size of the vocabulary, from the tokenizer where there is one. ConfigError if it is not the one of .meta."""
+    """Return the vocabulary size, from the tokenizer if there is one. Raises ConfigError if it differs from .meta."""
     tokenizer, meta = tokenizer_beside(dataset.prefix), dataset.meta
     if tokenizer is None:
         return vocab_size

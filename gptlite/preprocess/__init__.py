@@ -1,1 +1,1 @@
-"""Corpora to prepared folders: read, tokenized by many processes, written so that a kill loses little."""
+"""Tokenization of corpora into prepared folders, in parallel and resumable after a kill. Start at `run.py`."""

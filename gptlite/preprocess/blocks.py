@@ -1,6 +1,6 @@
-"""Sources cut into blocks of about a megabyte, at ends of records: what one worker tokenizes at a time.
+"""Division of sources into blocks of about a megabyte, at ends of records. A worker tokenizes one block at a time.
 
-A block depends on nothing but where it begins, so reading can start again at the end of any block.
+A block depends only on its start, so reading can resume at the end of any block.
 """
 
 import hashlib
@@ -13,15 +13,15 @@ from gptlite.preprocess.inputs import STDIN, Source
 from gptlite.preprocess.streams import DamagedInput, Stream
 
 BLOCK = 1 << 20  # bytes
-_PART = 8 << 20  # bytes of a text file that is one document, from where on it comes in parts
+_PART = 8 << 20  # bytes; a text file that is one longer document is read in parts of this size
 BLANK_LINES = "blank"  # separator=blank
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a block begins: `offset` in decompressed bytes of the source (in rows of Parquet), `line` from 1.
+    """Start of a block: `offset` in decompressed bytes of the source (in rows for Parquet), `line` from 1.
 
-    `digest` is that of what the standard input has given so far: it cannot be looked at again.
+    `digest` is the hash of standard input so far, which cannot be read again. It identifies the input on a resume.
     """
 
     source: int = 0
@@ -32,11 +32,11 @@ class Place:
 
 @dataclass
 class Piece:
-    """Records of one source, from `line` on. `data` is whole records with their separators.
+    """Records of one source, from `line` on. `data` holds whole records with their separators.
 
-    Of Parquet it is rows of `lengths` bytes, -1 for a null. A `whole` piece is one document or a part of it: one that
-    is not the `first`, or has `more` to come in the next block. Its `digest` is that of the document up to its end.
-    `damage` says what was left out after these records.
+    For Parquet, `data` holds rows of `lengths` bytes, -1 for a null. A `whole` piece is one document, or a part of one:
+    a part that is not the `first`, or has `more` in the next block. Its `digest` is the hash of the document up to the
+    end of the piece. `damage` describes the data left out after these records.
     """
 
     source: int
@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass
 class Block:
-    """Pieces, and the place after them. `read`: bytes on the disk read so far, of all sources."""
+    """Pieces, and the place after them. `read` counts bytes on disk read so far, over all sources."""
 
     pieces: list[Piece] = field(default_factory=list)
     after: Place = field(default_factory=Place)
@@ -60,19 +60,19 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Bytes of text and what is around it."""
+        """Bytes of text and its markup."""
         return sum(len(piece.data) for piece in self.pieces)
 
     @property
     def part(self) -> Piece | None:
-        """The part of a long document that the block is, alone; None for whole documents."""
+        """Part of a long document, alone in its block; None for a block of whole documents."""
         piece = self.pieces[0] if self.pieces else None
         return piece if piece is not None and piece.whole and (piece.more or not piece.first) else None
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """How sources become records: the column of Parquet, where text is cut ("" nowhere), and the longest record."""
+    """Rules for cutting sources into records. `column` is the JSON field or Parquet column; `separator` cuts text."""
 
     column: str = "text"
     separator: str = ""
@@ -80,7 +80,7 @@ class Cutting:
 
 
 def read_blocks(sources: list[Source], cutting: Cutting, start: Place) -> Iterator[Block]:
-    """All blocks from `start` on. Raises ConfigError for a file that is gone, or a standard input that is another."""
+    """Yield all blocks from `start` on. Raises ConfigError for a missing file, or a different standard input."""
     before = sum(source.size for source in sources[: start.source])
     block = Block()
     for number in range(start.source, len(sources)):
@@ -98,14 +98,14 @@ def read_blocks(sources: list[Source], cutting: Cutting, start: Place) -> Iterat
                 block = Block()
         before += source.size
         block.after, block.read = Place(number + 1), before
-        if len(block.pieces) >= 4096:  # of small files
+        if len(block.pieces) >= 4096:  # many small files
             yield block
             block = Block()
     yield block
 
 
 def _pieces(source: Source, place: Place, cutting: Cutting) -> Iterator[tuple[Piece, Place, int]]:
-    """Pieces of a source with the place after each and the bytes read. Damage ends it, in a piece that says so."""
+    """Yield pieces of a source with the place after each and the bytes read. Damage ends it with a piece naming it."""
     at = place
     try:
         if source.format == "parquet":
@@ -127,7 +127,7 @@ def _pieces(source: Source, place: Place, cutting: Cutting) -> Iterator[tuple[Pi
 
 
 class _Records:
-    """A source of records with a separator after each: lines of JSON, or documents of text."""
+    """Source of records with a separator after each: lines of JSON, or documents of text."""
 
     def __init__(self, source: Source, place: Place, cutting: Cutting):
         self._number, self._offset, self._line = place.source, place.offset, place.line
@@ -144,7 +144,7 @@ class _Records:
             self._hear_again(place)
 
     def pieces(self) -> Iterator[tuple[Piece, Place, int]]:
-        """Each with the place after it and the bytes read for it."""
+        """Yield each piece with the place after it and the bytes read so far."""
         data = bytearray()
         while True:
             data += self._stream.read(BLOCK - len(data))
@@ -170,9 +170,9 @@ class _Records:
         return min((at + length for at, length in found if at >= 0), default=0)
 
     def _lengthen(self, data: bytearray) -> tuple[int, str]:
-        """Reads on to the end of a record longer than a block; where that is, 0 for never, and what is wrong with it.
+        """Read to the end of a record longer than a block. Returns its end, 0 if there is none, and the error, if any.
 
-        Of one that is too long the start is passed over, and not held.
+        The start of a record that is too long is dropped from memory.
         """
         too_long, keep = "", max(map(len, self._ends)) - 1
         while True:
@@ -187,7 +187,7 @@ class _Records:
                 self._pass(data, len(data) - keep)
 
     def _pass(self, data: bytearray, size: int) -> None:
-        """Takes away bytes that are done with."""
+        """Remove processed bytes from `data`."""
         self._offset += size
         self._line += data.count(b"\n", 0, size)
         if self._hash is not None:
@@ -198,7 +198,7 @@ class _Records:
         return Place(self._number, self._offset, self._line, self._hash.hexdigest() if self._hash else "")
 
     def _hear_again(self, place: Place) -> None:
-        """Reads the standard input up to `place` once more. Raises ConfigError unless it is what it was."""
+        """Read standard input up to `place` again. Raises ConfigError if it differs from the first time."""
         assert self._hash is not None
         left = place.offset
         while left and (data := self._stream.read(min(left, BLOCK))):
@@ -209,7 +209,7 @@ class _Records:
 
 
 def _document(source: Source, place: Place) -> Iterator[tuple[Piece, Place, int]]:
-    """A text file that is one document, in parts that end with lines if it is long."""
+    """Yield a text file that is one document. A long one is divided into parts at line ends."""
     stream, digest, line = Stream(source.path), document_hash(), 1
     data, first = b"", True
     while True:
@@ -229,7 +229,7 @@ def _document(source: Source, place: Place) -> Iterator[tuple[Piece, Place, int]
 
 
 def _last_character(data: bytes) -> int:
-    """Where the last character of UTF-8 begins."""
+    """Return the start of the last UTF-8 character."""
     stop = len(data) - 1
     while stop > len(data) - 4 and data[stop] & 0xC0 == 0x80:
         stop -= 1

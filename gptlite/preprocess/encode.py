@@ -1,4 +1,4 @@
-"""A block to documents and tokens: what a worker does."""
+"""Encoding of a block: documents and tokens. This is the work of a worker process."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Document:
-    """One text and its UTF-8; of a long one, the part that is in this block."""
+    """One text and its UTF-8, or the part of a long one that is in this block."""
 
     text: str
     data: bytes
@@ -27,7 +27,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Bad:
-    """A record that is no text: source, line or row from 1, and why."""
+    """Record that is not valid text: source, line or row from 1, and the reason."""
 
     source: int
     line: int
@@ -35,9 +35,9 @@ class Bad:
 
 
 def documents(block: Block, formats: list[str], cutting: Cutting) -> Iterator[tuple[Piece, Document | Bad]]:
-    """Documents and bad records in order; empty documents are among them, empty lines of JSON are not.
+    """Yield documents and bad records in order. Empty documents are included, empty lines of JSON are not.
 
-    `formats` are those of the sources.
+    `formats` are the formats of the sources.
     """
     for piece in block.pieces:
         for line, record in _records(piece, formats[piece.source], cutting):
@@ -60,7 +60,7 @@ def documents(block: Block, formats: list[str], cutting: Cutting) -> Iterator[tu
 
 
 def _document(record: bytes | None, format: str, cutting: Cutting) -> Document:
-    """Raises ValueError for what is no text."""
+    """Return the document of a record. Raises ValueError if it is not valid text."""
     if record is None:
         raise ValueError(f"its {cutting.column} is null")
     if len(record) > cutting.max_record_bytes:
@@ -89,7 +89,7 @@ def _type(value: Any) -> str:
 
 
 def _records(piece: Piece, format: str, cutting: Cutting) -> Iterator[tuple[int, bytes | None]]:
-    """Each record without its separator, with its line, or its row of Parquet; None for a null."""
+    """Yield each record without its separator, with its line or Parquet row; None for a null."""
     if piece.lengths is not None:
         yield from _rows(piece)
         return
@@ -128,7 +128,7 @@ def _texts(data: bytes, line: int, separator: str) -> Iterator[tuple[int, bytes]
 
 @dataclass
 class Split:
-    """Whole documents: tokens one after the other, each document ended by `eod`; tokens of each, bytes of text."""
+    """Whole documents: concatenated tokens with an `eod` after each document, tokens of each, and bytes of text."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -137,7 +137,7 @@ class Split:
 
 @dataclass
 class Encoded:
-    """A block in tokens, to train on and held out. `part` is of a long document that it is a part of, without `eod`."""
+    """Tokens of a block: the training and the held-out split. `part` is a part of a long document, without `eod`."""
 
     splits: tuple[Split, Split]
     bad: list[Bad] = field(default_factory=list)
@@ -146,17 +146,17 @@ class Encoded:
 
 
 class Encoder:
-    """Tokenizes blocks. A document is held out by a hash of its text, so neither order nor workers matter."""
+    """Tokenizer of blocks. The split of a document depends on a hash of its text, not on its order or the workers."""
 
     def __init__(self, folder: Path, formats: list[str], cutting: Cutting, validation_fraction: float):
-        """With the tokenizer that was saved in `folder`."""
+        """Load the tokenizer that was saved in `folder`."""
         self._tokenizer = load_tokenizer(folder)
         self._formats, self._cutting, self._fraction = formats, cutting, validation_fraction
         self._dtype = np.dtype(np.uint16 if self._tokenizer.vocab_size < 1 << 16 else np.int32)
         self._eod = np.array([self._tokenizer.eod], dtype=np.int32)
 
     def __call__(self, block: Block) -> Encoded:
-        """All documents of a block, without the empty ones."""
+        """Encode all documents of a block, without the empty ones."""
         parts: tuple[list[np.ndarray], ...] = ([], [])
         text_bytes, empty = [0, 0], 0
         bad: list[Bad] = []

@@ -1,4 +1,4 @@
-"""Which files a corpus is: `input=` to a list of sources."""
+"""Resolution of `input=` to a list of source files."""
 
 import glob
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _IN_FOLDERS = {*_SUFFIXES, ".txt", ".md", ".text"}
 
 @dataclass(frozen=True)
 class Source:
-    """A file, or the standard input as `-`. `size` is in bytes on the disk, 0 for the standard input."""
+    """Source file, or standard input as `-`. `size` is in bytes on disk, 0 for standard input."""
 
     path: str
     format: str
@@ -25,11 +25,11 @@ class Source:
 
 
 def find_sources(given: str, format: str) -> list[Source]:
-    """The files of `input=`, in the order that their documents will have.
+    """Return the files of `input=`, in the order of their documents in the output.
 
-    `given` is a file, a folder (all below it with a suffix we know, hidden ones aside), a glob, `-`, or several of
-    these between commas; files of one folder or glob are in order of path. `format=auto` goes by each file's suffix,
-    before that of its compression. Raises ConfigError for what is not there, not readable, or given twice.
+    `given` is a file, a folder (all files below it with a known suffix, except hidden ones), a glob, `-`, or several of
+    these between commas. Files of one folder or glob are sorted by path. `format=auto` uses each file's suffix, before
+    that of its compression. Raises ConfigError for a file that is missing, not readable, or given twice.
     """
     if format not in ("auto", *FORMATS):
         raise ConfigError(f"format={format} is none of auto, {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}")

@@ -1,9 +1,9 @@
-"""The output that is being made: token files that grow, and a note of how far they are good.
+"""Output in progress: growing token files, and the state from which preprocessing resumes.
 
 OUTPUT.partial/preprocess.json     the settings
-               state.json          the place in the input, and how long the files were there
-               train.lengths       tokens of each document, for .idx; val.lengths
-               whole/              the output, until it gets its name
+               state.json          place in the input, and totals of the files at that place
+               train.lengths       tokens of each document, for .idx; also val.lengths
+               whole/              the output, until it gets its final name
 """
 
 import json
@@ -30,7 +30,7 @@ _PARTS = 4 << 20  # tokens of a long document read back at a time
 
 @dataclass
 class Counts:
-    """What has been seen: good documents, tokens with their ends, records that are no text, and empty ones."""
+    """Totals: good documents, their tokens with ends of documents, bytes of text, bad records and empty documents."""
 
     documents: int = 0
     tokens: int = 0
@@ -40,14 +40,14 @@ class Counts:
 
 
 class Output:
-    """Goes on from the last `save`, if there was one; its index is written when the block of `stack` ends well."""
+    """Output that resumes from the last `save`, if any. The index is written when the block of `stack` succeeds."""
 
     def __init__(self, partial: Path, tokenizer: Tokenizer, stack: ExitStack, log: Log):
         self._state = partial / STATE
         self.place, self.counts = Place(), Counts()
         self._writers = stack.enter_context(split_writers(partial / WHOLE, tokenizer, work=partial))
         self._skipped = stack.enter_context((partial / WHOLE / SKIPPED).open("ab"))
-        # Tokens of a document whose hash, and so whose split, is not known before its end.
+        # Tokens of a long document. Its hash, and so its split, is known only at its end.
         self._long = stack.enter_context(tempfile.TemporaryFile(dir=partial))  # noqa: SIM115
         self._long_bytes = 0
         sync_folder(partial / WHOLE)
@@ -66,7 +66,7 @@ class Output:
         self._skipped.truncate()
 
     def save(self, place: Place) -> None:
-        """Brings everything to the disk: a process that is killed from now on goes on at `place`."""
+        """Sync everything to disk. After a kill, the work resumes at `place`."""
         splits = [asdict(writer.save()) for writer in self._writers]
         self._skipped.flush()
         os.fsync(self._skipped.fileno())
@@ -75,18 +75,18 @@ class Output:
         write_whole(self._state, json.dumps(state, indent=2) + "\n")
 
     def add(self, splits: tuple[Split, Split]) -> None:
-        """Whole documents, to train on and held out."""
+        """Write whole documents of the training and the held-out split."""
         for writer, split in zip(self._writers, splits, strict=True):
             writer.write_documents(split.tokens, split.lengths, split.text_bytes)
             self._count(split.lengths.size, split.tokens.size, split.text_bytes)
 
     def add_part(self, part: Split) -> None:
-        """Tokens of a document that is too long for one block."""
+        """Store tokens of a document that is too long for one block."""
         self._long.write(part.tokens.tobytes())
         self._long_bytes += part.text_bytes
 
     def end_long(self, digest: bytes, fraction: float) -> None:
-        """The parts since the last `begin_long` are a document, of this hash."""
+        """Write the parts since the last `begin_long` as one document with this hash."""
         writer = self._writers[is_held_out(digest, fraction)]
         size, text_bytes = self._long.tell() // writer.dtype.itemsize, self._long_bytes
         self._count(1, size + 1, text_bytes)
@@ -98,13 +98,13 @@ class Output:
         self.begin_long()
 
     def begin_long(self) -> None:
-        """Parts so far, if there are any, are of a document that is no text."""
+        """Start a long document. Parts stored so far belong to a bad document and are dropped."""
         self._long.seek(0)
         self._long.truncate()
         self._long_bytes = 0
 
     def skip(self, bad: Bad, source: Source) -> None:
-        """Notes a record that is left out."""
+        """Write a skipped record to skipped.jsonl."""
         note = {"file": source.path, "line": bad.line, "reason": bad.reason}
         self._skipped.write(json.dumps(note, ensure_ascii=False).encode() + b"\n")
         self.counts.skipped += 1

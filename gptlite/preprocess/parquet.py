@@ -1,4 +1,4 @@
-"""Parquet: the rows of one column, read group by group."""
+"""Parquet reader: the rows of one column, by row group."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,13 +8,13 @@ from gptlite.preprocess.blocks import Piece, Place
 from gptlite.preprocess.inputs import Source
 from gptlite.preprocess.streams import DamagedInput
 
-_ROWS = 256  # of a piece
+_ROWS = 256  # rows in a piece
 
 
 def parquet_pieces(source: Source, place: Place, column: str) -> Iterator[tuple[Piece, Place, int]]:
-    """Pieces of up to 256 rows from row `place.offset` on, each with the place after it and the bytes read.
+    """Yield pieces of up to 256 rows from row `place.offset` on, each with the place after it and the bytes read.
 
-    Raises DamagedInput for a file that is no Parquet, or has no such column of strings.
+    Raises DamagedInput for a file that is not Parquet, or has no such column of strings.
     """
     with needed_package("pyarrow", "a .parquet file"):
         import pyarrow
@@ -50,7 +50,7 @@ def _check_column(file: Any, column: str) -> None:
 
 
 def _strings(pyarrow: Any, column: Any) -> tuple[bytes, list[int]]:
-    """The values one after the other, and the bytes of each; -1 for a null."""
+    """Return the concatenated values, and the bytes of each; -1 for a null."""
     values = [None if value is None else value.as_buffer() for value in column.cast(pyarrow.large_binary())]
     lengths = [-1 if value is None else value.size for value in values]
     return b"".join(memoryview(value) for value in values if value is not None), lengths

@@ -1,4 +1,4 @@
-"""Work for many processes, whose results come in order and whose memory is bounded."""
+"""Process pool with ordered results and bounded memory."""
 
 import multiprocessing
 import os
@@ -10,19 +10,20 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-_AHEAD = 3  # jobs for each worker that are read, done or waiting for an earlier one
+_AHEAD = 3  # jobs in flight for each worker, including results that wait for an earlier one
 
-_work: Callable[[Any], Any] | None = None  # of this process, once `_begin` has made it
+_work: Callable[[Any], Any] | None = None  # the function of this worker process, set by `_begin`
 
 
 class WorkerDied(Exception):
-    """A worker ended by itself, most likely killed for its memory."""
+    """Error for a worker that ended unexpectedly, most likely killed for lack of memory."""
 
 
 class Pool:
-    """`workers` processes that each call `make(*arguments)` once and what it returns for every job; 0: this process.
+    """Pool of `workers` processes. Each calls `make(*arguments)` once, and the returned function for every job.
 
-    A context manager: its processes end with it, and by themselves if this process is killed.
+    With 0 workers the jobs run in this process. The pool is a context manager. Its processes end with the block, and
+    also if this process is killed.
     """
 
     def __init__(self, workers: int, make: Callable[..., Callable[[Any], Any]], *arguments: Any):
@@ -35,7 +36,7 @@ class Pool:
             self._here = make(*arguments)
 
     def map(self, jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Each job with its result, in the order of the jobs. Raises WorkerDied, and what the work raises."""
+        """Yield each job with its result, in the order of the jobs. Raises WorkerDied, and the errors of the jobs."""
         if not self._ahead:
             yield from ((job, self._here(job)) for job in jobs)
             return
@@ -67,7 +68,7 @@ class Pool:
 
 def _begin(make: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...]) -> None:
     global _work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends its children
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _work = make(*arguments)
 

@@ -1,4 +1,4 @@
-"""Preprocessing from end to end: settings to a prepared folder."""
+"""Preprocessing from settings to a prepared folder."""
 
 import json
 import shutil
@@ -9,6 +9,7 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION
+from gptlite.data.indexed import IndexedDataset
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.files import sync_folder, sync_tree, try_lock, write_synced, write_whole
@@ -20,30 +21,31 @@ from gptlite.preprocess.pool import Pool
 from gptlite.preprocess.settings import FILE, Settings, difference, read_settings
 from gptlite.progress import Log, Progress
 
-SAVED_BYTES = 64 << 20  # of input read from one save to the next: what a kill costs at most
-_SHOWN = 10  # bad records that are printed; all are in skipped.jsonl
+SAVED_BYTES = 64 << 20  # input bytes between two saves, so the most that a kill loses
+_SHOWN = 10  # bad records that are logged; all are in skipped.jsonl
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a prepared folder holds, and what this call did for it in how long."""
+    """Totals of a prepared folder and of this call, seconds of this call, and documents of the two splits."""
 
     counts: Counts
     new: Counts
     seconds: float
+    split: tuple[int, int]
 
 
 def preprocess(
     settings: Settings, tokenizer: Tokenizer, output: Path, *, workers: int, on_error: str, overwrite: bool, log: Log
 ) -> Result:
-    """Makes the prepared folder `output`, or goes on with one that was begun with the same settings.
+    """Make the prepared folder `output`, or resume one that was begun with the same settings.
 
-    Its bytes depend on `settings` alone: not on `workers`, nor on how often the work was stopped and taken up again.
-    The work in progress is `output`.partial; `output` appears when it is whole. A bad record stops it with
-    on_error=error, and is left out and noted with on_error=skip. What is finished with these settings stays as it is.
+    The bytes of the output depend only on `settings`, not on `workers` or on stops and resumes. Work in progress is in
+    `output`.partial; `output` appears when complete. A bad record is an error with on_error=error, and is left out and
+    logged with on_error=skip. An output that is finished with the same settings is kept.
 
-    Raises ConfigError for a bad record, for an `output` that is finished or of other settings unless `overwrite`, and
-    for sources that changed; OSError for a full disk; WorkerDied.
+    Raises ConfigError for a bad record, for an `output` with other settings unless `overwrite`, and for sources that
+    changed; OSError for a full disk; WorkerDied.
     """
     if on_error not in ("error", "skip"):
         raise ConfigError(f"on_error={on_error} is neither error nor skip{did_you_mean(on_error, ('error', 'skip'))}")
@@ -53,10 +55,10 @@ def preprocess(
     _refuse_own(settings, (output, partial))
     if (counts := _finished(settings, output, overwrite)) is not None:
         shutil.rmtree(_trash(output), ignore_errors=True)
-        if read_settings(partial / FILE) == settings.as_json():  # killed after the output had got its name
+        if read_settings(partial / FILE) == settings.as_json():  # a kill came after the rename of the output
             shutil.rmtree(partial)
         log(f"{output} is finished already; overwrite=true makes it again")
-        return Result(counts, Counts(), 0.0)
+        return Result(counts, Counts(), 0.0, _split(output))
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial):
         _begin(settings, tokenizer, partial, overwrite)
@@ -68,11 +70,17 @@ def preprocess(
                 seen = f"{counts.skipped} bad records and {counts.empty} empty ones"
                 raise ConfigError(f"input has no document with text in it, but {seen}; nothing is written")
         _finish(settings, counts, partial, output)
-        return Result(counts, job.new, job.seconds)
+        return Result(counts, job.new, job.seconds, _split(output))
+
+
+def _split(output: Path) -> tuple[int, int]:
+    """Return the number of documents in the training and the validation split of a finished output."""
+    train, held_out = (IndexedDataset(output / split).num_documents for split in (TRAIN, VALIDATION))
+    return train, held_out
 
 
 class _Job:
-    """Reads, tokenizes and writes what is left to do."""
+    """Remaining work: reads, tokenizes and writes from the last saved place on."""
 
     def __init__(self, settings: Settings, output: Output, on_error: str, log: Log):
         self._settings, self.output, self._on_error, self._log = settings, output, on_error, log
@@ -82,16 +90,16 @@ class _Job:
 
     @property
     def new(self) -> Counts:
-        """What this call has done."""
+        """Totals of this call, without those before a resume."""
         return Counts(*(now - before for now, before in zip(astuple(self.output.counts), self._before, strict=True)))
 
     @property
     def seconds(self) -> float:
-        """Since the first block was asked for."""
+        """Seconds since the first block was requested."""
         return time.monotonic() - self._started
 
     def run(self, tokenizer: Path, workers: int) -> None:
-        """Writes until the sources end."""
+        """Process the sources to their end."""
         settings, place = self._settings, self.output.place
         if place.source >= len(settings.sources):
             return
@@ -123,7 +131,7 @@ class _Job:
         self.output.add(encoded.splits)
 
     def _write_part(self, part: Piece, encoded: Encoded) -> None:
-        """A part of a long document, which is left out whole if one part of it is bad."""
+        """Write a part of a long document. The whole document is left out if one part is bad."""
         if part.first:
             self.output.begin_long()
             self._long_is_bad = False
@@ -148,7 +156,7 @@ class _Job:
 
 
 def _refuse_own(settings: Settings, made: tuple[Path, Path]) -> None:
-    """Raises ConfigError where what is written would be read."""
+    """Raise ConfigError if a source is inside the output."""
     for source in settings.sources:
         for folder in made:
             if folder.absolute() in Path(source.path).absolute().parents:
@@ -158,7 +166,7 @@ def _refuse_own(settings: Settings, made: tuple[Path, Path]) -> None:
 
 
 def _finished(settings: Settings, output: Path, overwrite: bool) -> Counts | None:
-    """What `output` holds if it is finished with these settings. ConfigError if it is there and may not be replaced."""
+    """Return the counts of an `output` finished with these settings. Raises ConfigError if it may not be replaced."""
     if not output.exists() and not output.is_symlink():
         return None
     made = read_settings(output / FILE)
@@ -176,7 +184,7 @@ def _finished(settings: Settings, output: Path, overwrite: bool) -> Counts | Non
 
 
 def _begin(settings: Settings, tokenizer: Tokenizer, partial: Path, overwrite: bool) -> None:
-    """Writes the settings of a new work; raises ConfigError if the one in progress has others."""
+    """Write the settings into a new partial folder. Raises ConfigError if the existing one has other settings."""
     new, old = settings.as_json(), read_settings(partial / FILE)
     differs = difference(old, new) if old is not None else ""
     if differs and not overwrite:
@@ -191,7 +199,7 @@ def _begin(settings: Settings, tokenizer: Tokenizer, partial: Path, overwrite: b
 
 
 def _finish(settings: Settings, counts: Counts, partial: Path, output: Path) -> None:
-    """Gives the output its name."""
+    """Complete the output and rename it to its final name."""
     _refuse_changed(settings)
     whole = partial / WHOLE
     if not counts.skipped:
@@ -225,7 +233,7 @@ def _trash(output: Path) -> Path:
 
 @contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Refuses a second process at the same work."""
+    """Hold the lock of the partial folder. Raises ConfigError if another process holds it."""
     with open(partial / "lock", "w") as file:
         if try_lock(file) is False:
             raise ConfigError(f"{partial} is being written by another process; wait for it")

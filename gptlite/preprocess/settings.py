@@ -1,4 +1,4 @@
-"""What decides the bytes of a prepared folder, kept beside it: a rerun goes on only with the same."""
+"""Settings that determine the bytes of a prepared folder. They are saved with it, and a rerun must match them."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,12 +10,12 @@ from gptlite.preprocess.blocks import BLANK_LINES, Cutting
 from gptlite.preprocess.inputs import Source, find_sources
 
 FILE = "preprocess.json"
-_VERSION = 1  # of what is written: another one begins anew
+_VERSION = 1  # of the output format; a new version does not resume old work
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sources, how they are cut into documents, the tokenizer's fingerprint, and the share that is held out."""
+    """Sources, rules for cutting them into documents, fingerprint of the tokenizer, and the held-out share."""
 
     sources: list[Source]
     cutting: Cutting
@@ -23,7 +23,7 @@ class Settings:
     validation_fraction: float
 
     def as_json(self) -> dict[str, Any]:
-        """As it is written: keys are those of the command line."""
+        """Return the settings in their saved form. Keys are those of the command line."""
         return {
             "version": _VERSION,
             "tokenizer": self.tokenizer,
@@ -36,7 +36,7 @@ class Settings:
 
 
 def make_settings(given: Any) -> Settings:
-    """Settings of a command line that has their keys, its tokenizer to be filled in. Raises ConfigError.
+    """Return the settings of a command line, with the tokenizer still empty. Raises ConfigError.
 
     The keys are input, format, field, separator, max_record_bytes and validation_fraction.
     """
@@ -58,7 +58,7 @@ def make_settings(given: Any) -> Settings:
 
 
 def read_settings(path: Path) -> dict[str, Any] | None:
-    """What `as_json` gave when `path` was written; None if there is none that can be read."""
+    """Return the settings saved in `path`, in the form of `as_json`; None if they are missing or not readable."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ def read_settings(path: Path) -> dict[str, Any] | None:
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The first thing that differs, in words; "" for the same."""
+    """Return a description of the first difference; "" for equal settings."""
     for key in new:
         if key == "input":
             if said := _input_difference(old["input"], new["input"]):

@@ -1,4 +1,4 @@
-"""Bytes of a file or of the standard input, decompressed. The first bytes tell how, not the name."""
+"""Decompressed byte streams of files and standard input. The first bytes select the format, not the file name."""
 
 import bz2
 import gzip
@@ -12,15 +12,15 @@ from typing import Any, BinaryIO
 
 from gptlite.errors import needed_package
 
-_COMPRESSED = 1 << 14  # bytes given to zstandard at a time: what comes out may be a thousand times as much
+_COMPRESSED = 1 << 14  # bytes given to zstandard at a time; the output may be a thousand times as large
 
 
 class DamagedInput(Exception):
-    """A file that cannot be read to its end. Its text says why."""
+    """Error for a file that cannot be read to its end. The message gives the reason."""
 
 
 class Stream:
-    """Reads a source in order, from `skip` bytes of its text on."""
+    """Sequential reader of a source, from `skip` decompressed bytes on."""
 
     def __init__(self, path: str, skip: int = 0):
         self._file: BinaryIO = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
@@ -35,13 +35,13 @@ class Stream:
 
     @property
     def raw_position(self) -> int:
-        """Bytes of the file on the disk that have been read; 0 where that cannot be known."""
+        """Bytes of the file on disk read so far; 0 if unknown."""
         with suppress(OSError, ValueError):
             return self._file.tell()
         return 0
 
     def read(self, size: int) -> bytes:
-        """Up to `size` bytes; fewer at the end, or where `damage` then says why there is no more."""
+        """Return up to `size` bytes. Fewer mean the end, or damage, which `damage` then describes."""
         parts = []
         try:
             while size and not self.damage and (part := self._data.read(size)):
@@ -52,7 +52,7 @@ class Stream:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file, unless it is standard input."""
         if self._file is not sys.stdin.buffer:
             self._file.close()
 
@@ -65,7 +65,7 @@ class Stream:
 
 
 class _Zstandard:
-    """Frames one after the other. Unlike the library's own reader it notices a last frame that was cut off."""
+    """Reader of consecutive zstandard frames. Unlike the library's own reader, it detects a truncated last frame."""
 
     def __init__(self, file: BinaryIO):
         with needed_package("zstandard", "a .zst file"):
@@ -99,7 +99,7 @@ class _Zstandard:
         return b"".join(parts)
 
 
-_OPENERS: dict[bytes, Callable[[Any], Any]] = {  # by the first bytes of what they read
+_OPENERS: dict[bytes, Callable[[Any], Any]] = {  # by the magic bytes of the format
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
     b"\x28\xb5\x2f\xfd": _Zstandard,
     b"\xfd7zXZ\0": lzma.LZMAFile,

@@ -1,4 +1,4 @@
-"""A tokenizer for a corpus, from the same sources as preprocessing."""
+"""Training of a tokenizer for a corpus, from the same sources as preprocessing."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -14,15 +14,15 @@ from gptlite.preprocess.settings import Settings
 from gptlite.progress import Log, Progress
 
 KINDS = ("sentencepiece", "char")
-_EXPANDS = 4  # times: what a compressed file is taken to hold
+_EXPANDS = 4  # assumed ratio of text to compressed bytes
 
 
 def train_tokenizer(settings: Settings, kind: str, vocab_size: int, sample_mb: int, log: Log) -> Tokenizer:
-    """Learns from the documents that preprocessing with the same settings trains on; bad records are passed over.
+    """Train on the documents of the training split that preprocessing makes with the same settings.
 
-    SentencePiece learns from at most about `sample_mb` megabytes: of a larger corpus from one megabyte in so many, of
-    the standard input from the first. The alphabet of `char` is that of all documents, since one without an id could
-    not be evaluated. Raises ConfigError.
+    Bad records are left out. SentencePiece is trained on at most about `sample_mb` megabytes: evenly spread blocks of a
+    larger corpus, or the first part of standard input. The alphabet of `char` comes from all documents, since a
+    character without an id could not be evaluated. Raises ConfigError.
     """
     if kind not in KINDS:
         raise ConfigError(f"kind={kind} is none of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
@@ -47,7 +47,7 @@ def train_tokenizer(settings: Settings, kind: str, vocab_size: int, sample_mb: i
 
 
 def _texts(settings: Settings, every: int, held_out: float, log: Log) -> Iterator[str]:
-    """Documents of one block in `every`, without those held out."""
+    """Yield the documents of one block in `every`, without those held out."""
     formats = [source.format for source in settings.sources]
     progress = Progress("reading", sum(source.size for source in settings.sources), log)
     before, bad = 0, list[Bad]()

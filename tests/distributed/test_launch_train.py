@@ -85,9 +85,10 @@ def test_a_killed_rank_without_restarts(start: Start, tiny: list[str], tmp_path:
 def test_ranks_run_the_code_of_the_command(start: Start, tiny: list[str], tmp_path: Path) -> None:
     """Not that of another checkout, which may be the one installed."""
     other, here = tmp_path / "other", Path(TRAIN).parent
-    shutil.copytree(here / "gptlite", other / "gptlite")
+    for folder in ("gptlite", "conf"):
+        shutil.copytree(here / folder, other / folder)
     shutil.copy(TRAIN, other)
-    with (other / "gptlite" / "worker.py").open("a") as file:
+    with (other / "gptlite" / "launch" / "worker.py").open("a") as file:
         file.write("\nprint('the other checkout')\n")
     code, output, errors = start(str(other / "train.py"), *tiny, "parallelism.tensor=2", "trainer.max_steps=2").end()
     assert (code, errors) == (0, "")

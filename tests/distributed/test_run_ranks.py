@@ -32,7 +32,8 @@ def test_resuming_on_the_same_layout_is_bit_exact(four, tiny, tmp_path):
     assert log.count("step 3/4") == 1  # one rank's lines only
 
     log = " ".join((tmp_path / "whole" / "train.log").read_text().split())
-    assert "layout 4 ranks on CPU (gloo): pipeline 2 x data 2 (zero 3), 1f1b over 2 micro-batches; layers 0 | 1;" in log
+    layout = "layout 4 ranks on CPU (gloo): pipeline 2 x data 2 (zero 3), 1f1b over 2 micro-batches"
+    assert f"{layout} (ranks idle 33% of a step by the schedule); layers 0 | 1;" in log
     size = sum(
         tensor.numel() for key, tensor in checkpoint(tmp_path / "whole", 4)[0].items() if key.startswith("model.")
     )

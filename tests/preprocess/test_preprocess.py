@@ -79,6 +79,25 @@ def test_what_the_disk_refuses_is_named_with_what_helps(monkeypatch, tmp_path, c
     assert words.format(path=partial) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("fraction", ["0.2", "0"])
+def test_the_command_prints_how_many_documents_each_split_has(monkeypatch, tmp_path, capsys, fraction: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS))
+    given = [f"input={tmp_path / 'a.jsonl'}", f"output={tmp_path / 'out'}", f"validation_fraction={fraction}"]
+    monkeypatch.setattr("sys.argv", ["preprocess", *given, "tokenizer=byte", "workers=0"])
+    before = signal.getsignal(signal.SIGTERM)
+    for _ in range(2):  # the second time the output is finished already
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        held_out = sum(
+            is_held_out(hashlib.blake2b(text.encode(), digest_size=8).digest(), float(fraction)) for text in TEXTS
+        )
+        assert (held_out == 0) == (fraction == "0")
+        split = f"split: {len(TEXTS) - held_out} training documents, {held_out} for validation"
+        assert f"{split} (validation_fraction={float(fraction)})\n" in capsys.readouterr().out
+    signal.signal(signal.SIGTERM, before)
+
+
 def test_documents_are_there_in_order_each_in_one_split(expected: Path) -> None:
     held_out = [is_held_out(hashlib.blake2b(text.encode(), digest_size=8).digest(), 0.2) for text in TEXTS]
     train, val = ([text for text, held in zip(TEXTS, held_out, strict=True) if held is part] for part in (False, True))
