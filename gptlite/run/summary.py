@@ -223,8 +223,8 @@ def device_words(device: torch.device) -> str:
 
 
 def _counted(number: int, word: str) -> str:
-    """`1 thread`, `2 threads`."""
-    return f"{number} {word}{'s' * (number != 1)}"
+    """Return e.g. `1 thread`, `2 threads`, `2 micro-batches`."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('ch') else 's'}"
 
 
 @dataclass
