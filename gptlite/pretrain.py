@@ -8,9 +8,10 @@ from pathlib import Path
 from gptlite.config import Config
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.watchdog import Watch
+from gptlite.run.banner import announce
 from gptlite.run.build import build_run
 from gptlite.run.folder import RunFolder
-from gptlite.run.summary import announce, conclude
+from gptlite.run.summary import conclude
 from gptlite.trainer.loop import Settings, train
 from gptlite.trainer.signals import StopSignal
 

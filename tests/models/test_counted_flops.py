@@ -19,7 +19,7 @@ from gptlite.models.model import Model
 from gptlite.ops.config import Attention
 from gptlite.ops.inputs import Inputs
 from gptlite.pretrain import pretrain
-from gptlite.run import summary
+from gptlite.run import banner
 
 CONV = ConvConfig(channels=8, depth=2, kernel=3, symbols=11)
 LENGTH = 16
@@ -133,9 +133,9 @@ def test_what_costs_as_much_as_its_elements_is_nothing():
 
 @pytest.mark.parametrize("peak", [1e12, None])
 def test_a_run_of_it_has_its_mfu(tmp_path, monkeypatch, peak):
-    monkeypatch.setattr(summary, "device_peak_flops", lambda *_: peak)
+    monkeypatch.setattr(banner, "device_peak_flops", lambda *_: peak)
     if peak is None:  # nor is anything counted where there is nothing to compare it with
-        monkeypatch.setattr(summary, "count_flops", lambda *_: pytest.fail("counted"))
+        monkeypatch.setattr(banner, "count_flops", lambda *_: pytest.fail("counted"))
     config = config_of(f"run.dir={tmp_path}", "trainer.max_steps=2")
     assert pretrain(config) == 0
     rows = [row for row in read_metrics(tmp_path) if "mfu" in row]
@@ -152,8 +152,8 @@ def test_a_run_says_why_it_has_none(tmp_path, monkeypatch):
     def refuse(*_: object) -> int:
         raise Uncounted("no FLOP formula for counted::cube; give the spec `flops`")
 
-    monkeypatch.setattr(summary, "device_peak_flops", lambda *_: 1e12)
-    monkeypatch.setattr(summary, "count_flops", refuse)
+    monkeypatch.setattr(banner, "device_peak_flops", lambda *_: 1e12)
+    monkeypatch.setattr(banner, "count_flops", refuse)
     assert pretrain(config_of(f"run.dir={tmp_path}", "trainer.max_steps=1")) == 0
     words = " ".join((tmp_path / "train.log").read_text().split())
     assert "MFU n/a: no FLOP formula for counted::cube; give the spec `flops`" in words

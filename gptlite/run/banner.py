@@ -1,0 +1,197 @@
+"""Banner at the start of a run: device, layout, model, precision, optimizer, memory, data and length."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from gptlite.config import Config, to_dict
+from gptlite.config.schema import schema_names
+from gptlite.metrics.console import banner, format_count
+from gptlite.metrics.devices import device_peak_flops
+from gptlite.metrics.meter import Throughput
+from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
+from gptlite.models.flops import Uncounted, count_flops
+from gptlite.models.model import Model
+from gptlite.models.spec import spec_of
+from gptlite.ops.backend import sdpa_words
+from gptlite.ops.config import Attention
+from gptlite.ops.select import Ops
+from gptlite.optimizer.config import AdamWConfig
+from gptlite.optimizer.schedule import resolve_warmup_steps
+from gptlite.parallelism.boxes import num_local_elements
+from gptlite.parallelism.collectives import gather_objects
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.layout import splits_backward, stages_per_rank
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.rank_sync import from_main
+from gptlite.precision import Policy, cpu_name
+from gptlite.run.build import Run
+from gptlite.run.folder import RunFolder
+from gptlite.trainer.memory import offload_words, predicted
+from gptlite.trainer.report import Reporter
+from gptlite.trainer.state import TrainState
+
+
+def announce(run: Run, folder: RunFolder) -> Reporter:
+    """Print the banner and open the trackers on rank 0. Collective, as it gathers values of all ranks."""
+    config, mesh, state, policy, ops = run.config, run.mesh, run.state, run.policy, run.ops
+    batch, model, length = config.data, config.model, config.data.sequence_length
+    spec, accumulation = state.model.spec, state.loader.num_micro_batches
+    peak = device_peak_flops(mesh.device, policy.compute_dtype)
+    per_token, uncounted = _flops(state.model, length, peak)
+    per_step, steps = batch.global_batch_size * length, config.trainer.max_steps
+    schedule = state.loader.schedule
+    sizes, elements, layers = map(list, zip(*gather_objects(mesh, _share(state)), strict=True))
+    total = schedule.trained(schedule.after(0, steps)) * length
+    arithmetic = f"{format_count(total * per_token)} FLOP" if per_token else "FLOP n/a"
+    count = sum({name: size for each in sizes for name, size in each.items()}.values())
+    lines = [
+        ("device", f"{device_words(mesh.device)}, torch {torch.__version__}"),
+        *_layout(config.parallelism, folder.layout, mesh, accumulation, elements, layers),
+        ("model", f"{spec.label(model)}: {format_count(count)} parameters, {spec.words(model)}".removesuffix(", ")),
+        ("precision", f"{policy.name} ({policy.reason})"),
+        ("ops", ", ".join(_ops(config, ops))),
+        ("optimizer", _optimizer(config)),
+        *_attention(config, mesh, policy, ops),
+        *predicted(state, mesh, config.parallelism, policy, ops, length),
+        *offload_words(state, config.parallelism),
+        ("data", run.data.describe()),
+        ("batch", f"{batch.global_batch_size} sequences of {length} = {per_step:,} tokens a step; "
+                  f"{batch.global_batch_size} = micro-batch {state.loader.micro_batch_size} x "
+                  f"{accumulation} accumulation x {mesh.data_size} data-parallel{_ramp(config)}"),
+        ("length", f"{steps} steps = {format_count(total)} tokens, {total / count:.1f} a parameter, "
+                   f"{total / max(1, run.data.num_train_tokens):.1f} epochs, {arithmetic}"),
+        *uncounted,
+        ("run folder", str(folder.path)),
+    ]  # fmt: skip
+    if mesh.is_main:
+        folder.log(banner(lines))
+    sinks: list[Sink] = []
+
+    def open_trackers() -> None:
+        sinks.extend(
+            build_sinks(
+                config.logger, folder.path, config.run.name, to_dict(config), state.wandb_id, state.step, folder.log
+            )
+        )
+
+    from_main(mesh, open_trackers)
+    state.wandb_id = wandb_id(sinks) or state.wandb_id
+    folder.write_config()
+    folder.write_order(state)
+    throughput = Throughput(
+        tokens_per_step=per_step,
+        samples_per_step=batch.global_batch_size,
+        flops_per_token=per_token,
+        peak_flops=peak,
+        num_devices=mesh.world_size,
+    )
+    return Reporter(sinks, throughput, mesh.device, steps, folder.log)
+
+
+def _flops(model: Model, length: int, peak: float | None) -> tuple[int | None, list[tuple[str, str]]]:
+    """Return the FLOPs per token, and the banner's line on the reason if they are unknown.
+
+    If the model gives none, they are counted, but only if there is a peak to compare them with.
+    """
+    found = model.flops_per_token(length)
+    if found is not None or peak is None:
+        return found, []
+    try:
+        return count_flops(model, length), []
+    except Uncounted as error:
+        return None, [("MFU", f"n/a: {error}")]
+
+
+def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tuple[str, str]]:
+    """Return the banner's line on the kernel that SDPA uses, if attention is SDPA."""
+    found = spec_of(config.model).attention(config.model)
+    if found is None or ops.attention is not Attention.sdpa:
+        return []
+    heads, width, drops = found
+    length = config.data.sequence_length
+    words = sdpa_words(mesh.device, policy.compute_dtype, heads // mesh.size("tp"), length, width)
+    return [("attention", f"SDPA takes {words}{'; dropout writes the scores out' if drops else ''}")]
+
+
+def _ops(config: Config, ops: Ops) -> Iterator[str]:
+    """Yield the path of each op, with AdamW's kernel only if the optimizer is AdamW."""
+    for reason in ops.reasons:
+        if not isinstance(config.optimizer, AdamWConfig):
+            reason = re.sub(r"^adamw (?!, ).*|, adamw\b|^adamw, ", "", reason)
+        if reason:
+            yield reason
+
+
+def _optimizer(config: Config) -> str:
+    """`adamw: peak rate 0.003, weight decay 0.1, clipped at a gradient norm of 1; schedule wsd, ...`."""
+    its = config.optimizer
+    names = {group: name.removesuffix("_schema") for group, name in schema_names(config).items()}
+    clipped = f"clipped at a gradient norm of {its.clip_norm:g}" if its.clip_norm else "not clipped"
+    warmup = resolve_warmup_steps(config.schedule, config.trainer.max_steps)
+    return (
+        f"{names['optimizer']}: peak rate {its.lr:g}, weight decay {its.weight_decay:g}, {clipped}; "
+        f"schedule {names['schedule']}, {counted(warmup, 'step')} of warm-up"
+    )
+
+
+def _ramp(config: Config) -> str:
+    """Return the suffix of the banner's line on the batch, if its size grows."""
+    if config.data.batch_ramp is None:
+        return ""
+    start, increment, samples = config.data.batch_ramp
+    return f"; it grows to that from {start} by {increment} over the first {samples:,} samples"
+
+
+def _share(state: TrainState) -> tuple[dict[str, int], int, list[list[int]]]:
+    """Return this rank's global parameter sizes by name, its number of local elements, and the layers of each part."""
+    sizes = {name: parameter.numel() for name, parameter in state.named_parameters()}
+    elements = sum(num_local_elements(p) for part in state.parts for p in part.parameters())
+    return sizes, elements, [list(state.model.blocks(part)) for part in state.parts]
+
+
+def _layout(
+    config: ParallelismConfig, words: str, mesh: Mesh, micro_batches: int, elements: list[int], layers: list
+) -> list[tuple[str, str]]:
+    """Return the banner's line on several ranks: `8 ranks on CPU (gloo): pipeline 2 x ... ; layers 0-1 | 2-3; ...`."""
+    if mesh.world_size == 1:
+        return []
+    text = f"{mesh.world_size} ranks on {mesh.device.type.upper()} ({dist.get_backend()}): {words}"
+    if mesh.size("pp") > 1:
+        held = [" + ".join(map(_span, each)) for each in layers[:: mesh.world_size // mesh.size("pp")]]
+        text += (
+            f" over {counted(micro_batches, 'micro-batch')}{_bubble(config, micro_batches)}; layers {' | '.join(held)}"
+        )
+    least, most = format_count(min(elements)), format_count(max(elements))
+    return [("layout", f"{text}; {least if least == most else f'{least} to {most}'} parameters a rank")]
+
+
+def _bubble(config: ParallelismConfig, micro_batches: int) -> str:
+    """` (idle 33% of the time by the schedule)`: the bubble of schedules with whole backward passes, (p - 1) / (vm + p
+    - 1) with p ranks of v stages and m micro-batches (Narayanan et al. 2021, arXiv:2104.04473)."""
+    if splits_backward(config):
+        return ""
+    passes, idle = stages_per_rank(config) * micro_batches, config.pipeline - 1
+    return f" (ranks idle {idle / (passes + idle):.0%} of a step by the schedule)"
+
+
+def _span(layers: list[int]) -> str:
+    """Format as `0-3`, or `2` for one layer."""
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+
+
+def device_words(device: torch.device) -> str:
+    """Return e.g. `NVIDIA H200` or `AMD EPYC, 2 threads`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name() or platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
+
+
+def counted(number: int, word: str) -> str:
+    """Return e.g. `1 thread`, `2 threads`, `2 micro-batches`."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('ch') else 's'}"
