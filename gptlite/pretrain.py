@@ -37,6 +37,8 @@ def pretrain(
     config, state = run.config, run.state
     folder.restore(state)
     if folder.complete(state):
+        state.loader.close()
+        watch.close()
         return 0
     folder.check_space(state)  # after restoring, and before the folder is written
 

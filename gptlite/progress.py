@@ -16,23 +16,23 @@ def log(line: str) -> None:
 class Progress:
     """Progress log: a line every `interval` seconds with the amount done and the ETA; silent for shorter jobs.
 
-    `done` is the number of bytes that were completed earlier.
+    It counts bytes, or what `unit` names. `done` were completed earlier.
     """
 
-    def __init__(self, label: str, total_bytes: int, log: Log, interval: float = 5.0, done: int = 0):
-        self._label = label
-        self._total = total_bytes
+    def __init__(self, label: str, total: int, log: Log, interval: float = 5.0, done: int = 0, unit: str = ""):
+        self._label, self._unit = label, unit
+        self._total = total
         self._log = log
         self._interval = interval
         self._done = self._before = done
         self._started = self._reported = time.monotonic()
 
-    def add(self, num_bytes: int, rate: str = "") -> None:
-        """Count processed bytes. Threads may share it: a count lost in a race only delays a line.
+    def add(self, number: int, rate: str = "") -> None:
+        """Count what was processed. Threads may share it: a count lost in a race only delays a line.
 
         `rate` replaces the megabytes per second, and is the only value shown if the total is not known.
         """
-        self._done += num_bytes
+        self._done += number
         now = time.monotonic()
         if now - self._reported < self._interval or not (self._done or rate):
             return
@@ -40,9 +40,13 @@ class Progress:
         if rate and not self._total:
             self._log(f"{self._label}: {rate}")
             return
-        # The rate counts only this process's bytes, not those done before.
+        # The rate counts only what this process did, not what was done before.
         left, new = max(0, self._total - self._done), max(1, self._done - self._before)
         eta = timedelta(seconds=round((now - self._started) * left / new))
+        if self._unit:
+            if left:
+                self._log(f"{self._label}: {self._done} of {self._total} {self._unit}, ETA {eta}")
+            return
         scale, unit = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
         share = self._done / max(self._total, 1)
         rate = rate or f"{new / (now - self._started) / 1e6:.0f} MB/s"

@@ -22,8 +22,8 @@ from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
 from gptlite.launch.starter import is_main, let_main_speak, refuse_sweep
 
-SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}  # Hydra's flags without a run
 COMPLETION = {"--shell-completion", "-sc"}
+SHOWING = {"--cfg", "-c", "--info", "-i", "--hydra-help"} | COMPLETION  # Hydra's flags without a run
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 

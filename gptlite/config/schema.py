@@ -34,7 +34,8 @@ PREPARED = "data"  # folder in which `data=NAME` looks for tokens if there is no
 def _presets() -> Path:
     """Find conf/: beside this package in a checkout, inside it in an installed wheel."""
     package = Path(gptlite.__file__).resolve().parent
-    return next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir())
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
 
 
 CONF_DIR = _presets()

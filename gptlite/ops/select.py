@@ -1,8 +1,9 @@
 """Selection of the implementation of each op, made once and reported in the banner."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -20,7 +21,10 @@ PLAIN = ("layer_norm", "bias_gelu", "dropout", "adamw")
 
 @dataclass(frozen=True)
 class Ops:
-    """Selected path of each op, True for the kernel, with the reasons: `attention fused (...)`."""
+    """Selected path of each op, True for the kernel.
+
+    `chosen` has each op with its path and the reason: `("attention", "fused (...)")`. `note` is a remark on all.
+    """
 
     attention: Attention = Attention.matmul
     cross_entropy: CrossEntropy = CrossEntropy.chunked
@@ -35,7 +39,21 @@ class Ops:
     table: bool = False  # a tied embedding adds its rows to the head's gradient, without a dense one of its own
     weight_copies: bool = False  # AdamW's kernel writes 16-bit weight copies; otherwise each forward pass casts
     apex_norm: bool = False  # Apex's layer norm; `layer_norm` is then False
-    reasons: tuple[str, ...] = ()
+    chosen: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Each path once, with the ops that use it: `a, b fused (why)`. The note is the last."""
+        return self.reasons_without()
+
+    def reasons_without(self, *left_out: str) -> tuple[str, ...]:
+        """Return `reasons` without some ops."""
+        paths: dict[str, list[str]] = {}
+        for op, path in self.chosen:
+            if op not in left_out:
+                paths.setdefault(path, []).append(op)
+        return (*(f"{', '.join(names)} {path}" for path, names in paths.items()), *filter(None, [self.note]))
 
 
 def select_ops(
@@ -62,10 +80,15 @@ def choose_ops(config: OpsConfig, device: torch.device, library: Loaded | Unavai
     fused_scores = device.type != "cpu" and attention in SDPA and paths["dropout"]
     # On a CPU the sums stay separate, since the norms read them from the cache.
     deferred_add = device.type != "cpu" and paths.get("layer_norm", False)
-    options = {"linear": linear, "fused_scores": fused_scores, "deferred_add": deferred_add, "table": table}
+    options: dict[str, Any] = {
+        "linear": linear,
+        "fused_scores": fused_scores,
+        "deferred_add": deferred_add,
+        "table": table,
+    }
     options |= {"weight_copies": device.type == "cuda" and paths["adamw"], "apex_norm": apex_norm, **paths}
     options["varlen"] = documents and _has_flash(device, attention)
-    return Ops(attention, cross_entropy, **options, reasons=tuple(_words(here.chosen)))
+    return Ops(attention, cross_entropy, **options, chosen=tuple(here.chosen.items()))
 
 
 def _has_flash(device: torch.device, attention: Attention) -> bool:
@@ -73,15 +96,6 @@ def _has_flash(device: torch.device, attention: Attention) -> bool:
     if device.type != "cuda" or attention is not Attention.sdpa:
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _words(chosen: dict[str, str]) -> Iterable[str]:
-    """Yield `a, b fused (why)`: each path once, with the ops that use it."""
-    paths: dict[str, list[str]] = {}
-    for op, path in chosen.items():
-        paths.setdefault(path, []).append(op)
-    for path, names in paths.items():
-        yield f"{', '.join(names)} {path}"
 
 
 def _wants_kernels(config: OpsConfig, device: torch.device) -> bool:

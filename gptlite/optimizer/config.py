@@ -60,14 +60,16 @@ class OptimizerConfig:
     rule: the module whose `build(config, context)` creates the optimizer (`build.py`). moments: the number of fp32
     state values per parameter element that every configuration of the optimizer keeps. counts: True if each parameter
     has a step count. elementwise: True if each element is updated from its own gradient and state alone, so that any
-    piece of a parameter can be stepped. update_bytes: bytes per element that clipping and the update read and write,
-    for the planner. ranges: legal values of the settings.
+    piece of a parameter can be stepped. adam_kernel: True if our kernel steps (some of) its parameters. update_bytes:
+    bytes per element that clipping and the update read and write, for the planner. ranges: legal values of the
+    settings.
     """
 
     rule: ClassVar[str] = "gptlite.optimizer.torch_rules"
     moments: ClassVar[int] = 2
     counts: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False
+    adam_kernel: ClassVar[bool] = False
     update_bytes: ClassVar[int] = 40  # Adam in one kernel
     ranges: ClassVar[dict[str, Range]] = {
         "lr": Range(_positive, "must be above 0 and finite, e.g. optimizer.lr=6e-4"),
@@ -109,6 +111,7 @@ class _TwoMoments(OptimizerConfig):
 class AdamWConfig(_TwoMoments):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
+    adam_kernel: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
 
 
@@ -116,6 +119,7 @@ class AdamWConfig(_TwoMoments):
 class AdamConfig(_TwoMoments):
     """Adam (Kingma and Ba 2015, arXiv:1412.6980); weight decay is the L2 penalty."""
 
+    adam_kernel: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
 
     weight_decay: float = 0.0
@@ -163,6 +167,7 @@ class ApexAdamConfig(AdamWConfig):
     """AdamW, computed by NVIDIA Apex's FusedAdam."""
 
     rule: ClassVar[str] = "gptlite.optimizer.apex"
+    adam_kernel: ClassVar[bool] = False
     elementwise: ClassVar[bool] = False
 
 
@@ -234,6 +239,7 @@ class MuonConfig(OptimizerConfig):
     """Orthogonalized momentum for matrices inside layers (Jordan et al. 2024), AdamW for all other parameters."""
 
     rule: ClassVar[str] = "gptlite.optimizer.muon"
+    adam_kernel: ClassVar[bool] = True  # for the parameters that AdamW steps
     moments: ClassVar[int] = 1
     update_bytes: ClassVar[int] = 84  # without its matrix products and communication
     ranges: ClassVar[dict[str, Range]] = {

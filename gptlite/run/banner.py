@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,6 @@ from gptlite.models.spec import spec_of
 from gptlite.ops.backend import sdpa_words
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
-from gptlite.optimizer.config import AdamWConfig
 from gptlite.optimizer.schedule import resolve_warmup_steps
 from gptlite.parallelism.boxes import num_local_elements
 from gptlite.parallelism.collectives import gather_objects
@@ -55,7 +52,7 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
         *_layout(config.parallelism, folder.layout, mesh, accumulation, elements, layers),
         ("model", f"{spec.label(model)}: {format_count(count)} parameters, {spec.words(model)}".removesuffix(", ")),
         ("precision", f"{policy.name} ({policy.reason})"),
-        ("ops", ", ".join(_ops(config, ops))),
+        ("ops", ", ".join(ops.reasons_without(*["adamw"] * (not config.optimizer.adam_kernel)))),
         ("optimizer", _optimizer(config)),
         *_attention(config, mesh, policy, ops),
         *predicted(state, mesh, config.parallelism, policy, ops, length),
@@ -91,7 +88,7 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
         peak_flops=peak,
         num_devices=mesh.world_size,
     )
-    return Reporter(sinks, throughput, mesh.device, steps, folder.log)
+    return Reporter(sinks, throughput, mesh.device, config.trainer.last_step, folder.log)
 
 
 def _flops(model: Model, length: int, peak: float | None) -> tuple[int | None, list[tuple[str, str]]]:
@@ -119,17 +116,8 @@ def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tup
     return [("attention", f"SDPA takes {words}{'; dropout writes the scores out' if drops else ''}")]
 
 
-def _ops(config: Config, ops: Ops) -> Iterator[str]:
-    """Yield the path of each op, with AdamW's kernel only if the optimizer is AdamW."""
-    for reason in ops.reasons:
-        if not isinstance(config.optimizer, AdamWConfig):
-            reason = re.sub(r"^adamw (?!, ).*|, adamw\b|^adamw, ", "", reason)
-        if reason:
-            yield reason
-
-
 def _optimizer(config: Config) -> str:
-    """`adamw: peak rate 0.003, weight decay 0.1, clipped at a gradient norm of 1; schedule wsd, ...`."""
+    """Return e.g. `adamw: peak rate 0.003, weight decay 0.1, clipped at a gradient norm of 1; schedule wsd, ...`."""
     its = config.optimizer
     names = {group: name.removesuffix("_schema") for group, name in schema_names(config).items()}
     clipped = f"clipped at a gradient norm of {its.clip_norm:g}" if its.clip_norm else "not clipped"
@@ -172,8 +160,11 @@ def _layout(
 
 
 def _bubble(config: ParallelismConfig, micro_batches: int) -> str:
-    """` (idle 33% of the time by the schedule)`: the bubble of schedules with whole backward passes, (p - 1) / (vm + p
-    - 1) with p ranks of v stages and m micro-batches (Narayanan et al. 2021, arXiv:2104.04473)."""
+    """Return e.g. ` (ranks idle 33% of a step by the schedule)`; empty for schedules that split the backward pass.
+
+    The bubble is (p - 1) / (v m + p - 1), with p ranks of v stages and m micro-batches (Narayanan et al. 2021,
+    arXiv:2104.04473).
+    """
     if splits_backward(config):
         return ""
     passes, idle = stages_per_rank(config) * micro_batches, config.pipeline - 1

@@ -241,10 +241,11 @@ class RunFolder:
             raise ConfigError(too_few_ids(str(self.resume_from), was, size))
         if was not in (None, size):
             raise ConfigError(f"checkpoint {self.resume_from}: model.vocab_size={size} (was {was}); give {was}")
-        step, steps = manifest.meta["step"], self.config.trainer.max_steps
+        step, steps = manifest.meta["step"], self.config.trainer.last_step
         if load == "all" and step > steps:
+            key = "max_steps" if steps == self.config.trainer.max_steps else "stop_step"
             raise ConfigError(
-                f"trainer.max_steps={steps} is below step {step} of {self.resume_from}; "
+                f"trainer.{key}={steps} is below step {step} of {self.resume_from}; "
                 f"give {step} or more, or start anew in another run.dir"
             )
         return manifest.meta, environment_changes(manifest, self.layout)

@@ -13,11 +13,11 @@ from urllib.parse import quote
 
 from gptlite.files import write_whole
 from gptlite.sweep.compare import Comparison, Row, compare
-from gptlite.sweep.folder import OK, Record, SweepFolder
+from gptlite.sweep.folder import FAILED, OK, OUT_OF_MEMORY, Record, SweepFolder
 from gptlite.sweep.pictures import Picture, draw_all, run_folder
 from gptlite.sweep.table import COLUMNS, command, csv_text, table
 
-COLORS = {OK: "ok", "failed": "bad", "out of memory": "bad"}
+COLORS = {OK: "ok", FAILED: "bad", OUT_OF_MEMORY: "bad"}
 
 
 def publish(folder: SweepFolder, final: bool, log: Callable[[str], None] = print) -> list[Record]:

@@ -1,19 +1,18 @@
 """Evaluation on held-out text."""
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from gptlite.data.loader import Batch, Loader
-from gptlite.metrics.console import format_duration
 from gptlite.models.model import Model
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.stage_runner import StageRunner
+from gptlite.progress import Progress
 
 PROGRESS_SECONDS = 5.0
 
@@ -46,25 +45,6 @@ class Evaluation:
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
 
 
-class _Progress:
-    """A line every few seconds with the batches evaluated and the time left."""
-
-    def __init__(self, total: int, log: Callable[[str], None]) -> None:
-        self.total, self.log, self.done = total, log, 0
-        self.started = self.logged = time.monotonic()
-
-    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches, counted as they are evaluated."""
-        for batch in batches:
-            yield batch
-            self.done += 1
-            now = time.monotonic()
-            if now - self.logged >= PROGRESS_SECONDS and self.done < self.total:
-                self.logged = now
-                left = format_duration((now - self.started) / self.done * (self.total - self.done))
-                self.log(f"evaluating: {self.done} of {self.total} batches, ETA {left}")
-
-
 def evaluate_sets(
     model: Model,
     runner: StageRunner,
@@ -78,10 +58,11 @@ def evaluate_sets(
     An evaluation that takes longer than a few seconds logs its progress.
     """
     parts = {}
-    progress = _Progress(sum(loader.num_validation_batches(limit, name) for name in loader.validation_sets), log)
+    total = sum(loader.num_validation_batches(limit, name) for name in loader.validation_sets)
+    progress = Progress("evaluating", total, log, PROGRESS_SECONDS, unit="batches")
     for name in loader.validation_sets:
         batches, text_bytes = loader.validation_batches(limit, name), loader.validation_bytes(limit, name)
-        if (result := evaluate(model, runner, progress.over(batches), text_bytes, interrupted)) is None:
+        if (result := evaluate(model, runner, batches, text_bytes, interrupted, progress)) is None:
             return None
         parts[name] = result
     if len(parts) == 1:
@@ -97,6 +78,7 @@ def evaluate(
     batches: Iterable[Batch],
     text_bytes: int | None,
     interrupted: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
 ) -> Evaluation | None:
     """Evaluate all batches of all ranks, with dropout off. Returns None if `interrupted` becomes true."""
     mesh = runner.mesh
@@ -112,6 +94,8 @@ def evaluate(
             loss = runner.run(batch.tokens, partial(_forward, model, batch), shape, model.dtype)
             if loss is not None and counts:
                 sums += torch.stack([loss.double(), model.spec.count(batch.targets).double()])
+            if progress is not None:
+                progress.add(1)
     nats, tokens = all_reduce(sums, mesh).tolist()
     return Evaluation(nats, int(tokens), text_bytes)
 

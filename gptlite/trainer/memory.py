@@ -228,5 +228,5 @@ def _listed(state: StateBytes) -> list[str]:
     """`parameters 16.3 MiB`, ...: with one micro-batch a step, gradients are reduced and freed block by block."""
     sizes = [f"{name} {format_bytes(getattr(state, name))}" for name in CATEGORIES[:3]]
     if state.gradients == 0:
-        sizes[1] = "gradients none whole (each block's are reduced in its turn)"
+        sizes[1] += " (each block's are reduced and freed in turn)"
     return sizes

@@ -16,11 +16,11 @@ def agreed_ops(config: OpsConfig, mesh: Mesh, documents: bool = False) -> Ops:
     restricted to documents. Raises ConfigError on all ranks if one cannot run an op that is requested by name.
     """
     ops = together(mesh, lambda: select_ops(config, mesh.device, documents=documents))
-    paths = gather_objects(mesh, replace(ops, reasons=()))  # reasons name the machine's hardware and may differ
+    paths = gather_objects(mesh, replace(ops, chosen=()))  # the reasons name the machine's hardware and may differ
     if len(set(paths)) == 1:
         return ops
     others = next(rank for rank, path in enumerate(paths) if path != paths[0])
     reference = replace(config, implementation=Implementation.reference)
     plain = select_ops(reference, mesh.device, documents=documents)
     why = f"rank {others} cannot run the same kernels as rank 0, so all ranks take the reference"
-    return replace(plain, reasons=(*plain.reasons, why))
+    return replace(plain, note=why)

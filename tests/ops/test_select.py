@@ -32,7 +32,11 @@ def without_kernels(monkeypatch):
 
 
 def paths(ops: Ops) -> dict:
-    return {field.name: getattr(ops, field.name) for field in fields(ops) if field.name not in ("reasons", "apex_norm")}
+    return {
+        field.name: getattr(ops, field.name)
+        for field in fields(ops)
+        if field.name not in ("chosen", "note", "apex_norm")
+    }
 
 
 def test_auto_takes_the_kernels_where_they_load(with_kernels):

@@ -9,13 +9,13 @@ from gptlite.ops.select import Ops
 from gptlite.parallelism.rank_sync import ALONE
 from gptlite.trainer import ops
 
-FUSED = Ops(cross_entropy=CrossEntropy.fused, layer_norm=True, adamw=True, reasons=("all fused",))
+FUSED = Ops(cross_entropy=CrossEntropy.fused, layer_norm=True, adamw=True, chosen=(("all", "fused"),))
 
 
 @pytest.fixture
 def ranks(monkeypatch):
     def pretend(*others: Ops) -> None:
-        plain = Ops(cross_entropy=CrossEntropy.reference, reasons=("all reference",))
+        plain = Ops(cross_entropy=CrossEntropy.reference, chosen=(("all", "reference"),))
         reference = Implementation.reference
 
         def choose(config, device, documents):
@@ -28,7 +28,7 @@ def ranks(monkeypatch):
 
 
 def test_what_all_can_run_runs(ranks):
-    ranks(replace(FUSED, reasons=()))
+    ranks(replace(FUSED, chosen=()))
     assert ops.agreed_ops(OpsConfig(), ALONE) is FUSED
 
 

@@ -22,6 +22,8 @@ def test_a_run_ends_early_on_the_schedule_of_the_whole_and_goes_on(run, tmp_path
     assert json.loads((tmp_path / "parts" / "result.json").read_text())["status"] == "stopped: trainer.stop_step"
     assert "step 3 of 6" in said
     assert f"run.dir={tmp_path / 'parts'} trainer.stop_step=null" in said
+    with pytest.raises(ConfigError, match=r"trainer\.stop_step=2 is below step 3 of .*; give 3 or more"):
+        run("parts", *common, "trainer.stop_step=2")
     run("parts", *common)
     assert differing(tmp_path / "whole", tmp_path / "parts", 6) == []
 
@@ -54,6 +56,10 @@ def test_the_banner_names_the_optimizer_and_its_schedule_and_no_kernel_of_anothe
     assert "optimizer adamw: peak rate" in said
     assert "not clipped" in said
     assert "adamw" in said[said.index(" ops ") : said.index(" optimizer ")]
+    for name, steps_by_kernel in (("adam", True), ("muon", True), ("sgd", False)):
+        run(name, "trainer.max_steps=2", f"optimizer={name}")
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("adamw" in said[said.index(" ops ") : said.index(" optimizer ")]) is steps_by_kernel, name
 
 
 def test_weights_of_another_machine_are_no_resumed_run(run, tmp_path: Path, capsys, monkeypatch) -> None:
