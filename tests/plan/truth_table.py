@@ -39,12 +39,15 @@ class Row:
         """Of all else, relative."""
         return self.predicted.activations / self.counted.activations - 1
 
+    def mismatches(self) -> list[str]:
+        """Parts of the prediction that should equal the counted ones and do not."""
+        state = ["model state"] if abs(self.state_error) > 1e-3 else []
+        return [*state, "collectives"] if self.wrong else state
+
     def line(self) -> str:
         """A row of the table: counted sizes in MiB and the error. Model state and collectives are marked if wrong."""
         state, all_else = _state(self.counted) / MIB, self.counted.activations / MIB
-        marks = ["model state"] * (round(_state(self.predicted) / MIB, 3) != round(state, 3))
-        marks += ["collectives"] * bool(self.wrong)
-        error = f"{self.error:+.1%}" + "".join(f", {mark} differ" for mark in marks)
+        error = ", ".join([f"{self.error:+.1%}", *self.mismatches()])
         return f"| {self.layout.world} | {self.layout.words or 'defaults'} | {state:.3f} | {all_else:.3f} | {error} |"
 
 
