@@ -96,8 +96,8 @@ source's unit; Megatron-LM's TFLOP/s count recomputation (arXiv:2104.04473, sect
 
 - *Data sheets*: the constants of `conf/cluster/`, written down before the first comparison. `memory_efficiency` is the
   exception: 0.58 was chosen on the A100 rows.
-- *Fitted*: a few constants moved within the printed ranges by least squares. Leaving the middle of a range has a price
-  ({PRICE} in squared error of a row for a move as long as the range).
+- *Fitted*: a few constants moved within the printed ranges by least squares, with a price ({PRICE} in squared error
+  of a row for a move as long as the range).
 
 ![predicted against published]({PICTURE})
 
