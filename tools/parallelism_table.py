@@ -35,7 +35,7 @@ COLUMNS = (
 HEADS = {
     "cells": "| precision | layouts | loss | gradient norm | gradients | values |\n|---|--:|--:|--:|--:|--:|",
     "bounds": "| precision | layouts | loss | gradient norm | gradients | values |\n|---|--:|--:|--:|--:|--:|",
-    "refused": "| overrides | refused with |\n|---|---|",
+    "refused": "| overrides | message, up to the values it proposes |\n|---|---|",
 }
 
 
@@ -69,7 +69,7 @@ def main(arguments: Arguments) -> int:
         f"{same} of {len(CELLS)} layouts train as one process does. Largest errors in fp32: loss {loss:.0e}, "
         f"gradient norm {norm:.0e}, gradients {gradient:.0e}, values {value:.0e}."
     )
-    refusals = [f"| `{each.overrides}`{world(each.world)} | {each.reason()} |" for each in REFUSED]
+    refusals = [f"| `{each.overrides}`{world(each.world)} | {each.cause()} |" for each in REFUSED]
     tables = {
         "cells": [lead, "", HEADS["cells"], *(errors_row(name, results[name]) for name in results)],
         "bounds": [HEADS["bounds"], *(bounds_row(name, results[name], STATED[name]) for name in STATED)],

@@ -9,6 +9,7 @@ from pathlib import Path
 from parallelism_table import replaced
 
 ROOT = Path(__file__).parents[1]
+SHOWN = 0.01  # error from which a layout has a row
 DOCUMENT = ROOT / "docs" / "planner_memory.md"
 
 
@@ -18,12 +19,14 @@ def main() -> None:
     from plan.truth_layouts import LAYOUTS
     from plan.truth_table import HEAD, worst_rows
 
-    lines = [HEAD]
+    lines = []
     for row in worst_rows(LAYOUTS):
-        lines.append(row.line())
-        print(lines[-1], flush=True)
+        print(row.line(), flush=True)
+        if abs(row.error) >= SHOWN or row.mismatches():
+            lines.append(row.line())
+    lead = f"{len(LAYOUTS) - len(lines)} of {len(LAYOUTS)} layouts have an error below {SHOWN:.0%}. The others:\n"
     text = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(replaced(text, "table", "\n".join(lines)), encoding="utf-8")
+    DOCUMENT.write_text(replaced(text, "table", "\n".join([lead, HEAD, *lines])), encoding="utf-8")
 
 
 if __name__ == "__main__":

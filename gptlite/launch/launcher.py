@@ -111,7 +111,7 @@ def keep_freed_memory() -> None:
     """Make glibc's malloc keep freed memory instead of returning it to the kernel.
 
     A training step on a CPU frees and allocates the same gigabytes again. By default each large tensor is a new
-    mapping, and the page faults take up to half the step (measured in docs/benchmarks.md). On other platforms this does
+    mapping, and the page faults take up to half the step (docs/benchmarks_training.md). On other platforms this does
     nothing. Tensors of 2 MiB and more use huge pages, unless the environment disables them; torch reads that variable
     once, and has no other setting for it.
     """

@@ -1,7 +1,7 @@
 """FSDP2's all-gather and reduce-scatter by pairwise messages, for gloo.
 
 gloo implements reduce-scatter as a full all-reduce, and copies all-gathered data once more. Over two ranks, messages
-took 40% and 55% of its time (docs/benchmarks.md). Sums are taken in rank order.
+are at least twice as fast (docs/benchmarks_training.md). Sums are taken in rank order.
 """
 
 from collections.abc import Sequence

@@ -28,6 +28,10 @@ class Refused:
             return str(error)
         raise AssertionError(f"{self.overrides} is not refused")
 
+    def cause(self) -> str:
+        """The line without the values that it proposes."""
+        return self.reason().split("; ")[0]
+
 
 P = "parallelism."
 REFUSED = [

@@ -63,7 +63,7 @@ def test_the_bounds_of_16_bits_are_those_that_cells_are_judged_by_and_every_cell
 
 
 def test_the_refusals_are_those_of_today():
-    assert [reason for _, reason in rows("refused")] == [each.reason() for each in REFUSED]
+    assert [cause for _, cause in rows("refused")] == [each.cause() for each in REFUSED]
 
 
 def test_the_pictures_are_there():

@@ -26,10 +26,6 @@ class Layout:
         """For a test."""
         return f"{self.world}: {self.words or 'single'}"
 
-    def config_has(self, axis: str) -> bool:
-        """Whether it has more than one rank along an axis, tp or pp."""
-        return f"{axis}=" in self.words
-
     def config(self) -> Config:
         """Of its run."""
         return _load(tuple(_key(word) for word in self.words.split()))

@@ -15,8 +15,8 @@ from plan.truth_layouts import Layout
 
 MIB = 2**20
 HEAD = """\
-| ranks | layout | rank | state predicted | counted | activations predicted | counted | error | collectives |
-|---|---|---|---|---|---|---|---|---|"""
+| ranks | layout | model state | all else | error |
+|--:|---|--:|--:|--:|"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Row:
     place: dict[str, int]
     predicted: RankBytes
     counted: RankBytes
-    transfers: int
     wrong: tuple[Transfer, ...]
 
     @property
@@ -40,16 +39,16 @@ class Row:
         """Of all else, relative."""
         return self.predicted.activations / self.counted.activations - 1
 
+    def mismatches(self) -> list[str]:
+        """Parts of the prediction that should equal the counted ones and do not."""
+        state = ["model state"] if abs(self.state_error) > 1e-3 else []
+        return [*state, "collectives"] if self.wrong else state
+
     def line(self) -> str:
-        """A row of the table, sizes in MiB."""
-        sizes = [_state(self.predicted), _state(self.counted), self.predicted.activations, self.counted.activations]
-        place = (
-            ", ".join(f"{axis} {self.place[axis]}" for axis in ("pp", "tp") if self.layout.config_has(axis)) or "any"
-        )
-        cells = [f"{size / MIB:.3f}" for size in sizes]
-        exact = f"{self.transfers} kinds, exact" if not self.wrong else f"{len(self.wrong)} wrong"
-        words = self.layout.words or "as it comes"
-        return f"| {self.layout.world} | {words} | {place} | {' | '.join(cells)} | {self.error:+.1%} | {exact} |"
+        """A row of the table: counted sizes in MiB and the error. Model state and collectives are marked if wrong."""
+        state, all_else = _state(self.counted) / MIB, self.counted.activations / MIB
+        error = ", ".join([f"{self.error:+.1%}", *self.mismatches()])
+        return f"| {self.layout.world} | {self.layout.words or 'defaults'} | {state:.3f} | {all_else:.3f} | {error} |"
 
 
 def _state(size: RankBytes) -> int:
@@ -65,7 +64,7 @@ def compare(layout: Layout, found: list[Counted]) -> Iterator[Row]:
             continue
         expected = transfers(work, place["pp"], place["tp"])
         wrong = tuple(sorted(set(expected) ^ set(each.transfers), key=str))
-        yield Row(layout, place, estimate(work, place["pp"], place["tp"]), each.bytes, len(each.transfers), wrong)
+        yield Row(layout, place, estimate(work, place["pp"], place["tp"]), each.bytes, wrong)
 
 
 def run(layouts: Iterable[Layout], timeout: float = 200) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""500 steps on Shakespeare in fp16, and at Apex's levels, beside fp32. The figures are in docs/benchmarks.md.
+"""500 steps on Shakespeare in fp16, and at Apex's levels, beside fp32. The figures are in docs/benchmarks_training.md.
 
 `python tests/trainer/test_half_curves.py [PRECISION ...]` prints them.
 """
