@@ -16,7 +16,7 @@ from gptlite.data.cache import cached_folder, cached_path
 from gptlite.data.check import check_settings, find_recipe
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, Document, train_tokenizer, write_split
-from gptlite.data.loader import Loader
+from gptlite.data.loader import Loader, Share
 from gptlite.data.prepared import PreparedData, TokenSet, make_identity, open_blend, open_folder
 from gptlite.data.stream import SampleStream
 from gptlite.data.text import Span, find_files, split, text_digest
@@ -113,9 +113,7 @@ def build_loader(
         micro_batch_size=micro,
         token_bytes=prepared.tokenizer.token_bytes(),
         device=mesh.device,
-        data_rank=mesh.data_rank,
-        data_size=mesh.data_size,
-        positions=_positions(length, mesh),
+        share=Share(mesh.data_rank, mesh.data_size, _positions(length, mesh)),
         document_end=prepared.tokenizer.eod if config.documents else None,
     )
 

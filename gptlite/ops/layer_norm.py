@@ -35,7 +35,6 @@ def residual_norm(
     p: float = 0.0,
     key: DropoutKey | None = None,
     fused: bool = False,
-    apex: bool = False,
     x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the layer norm of h = residual + dropout(x + x_bias), and h: both [B, S, D]; x_bias [D].
@@ -49,7 +48,7 @@ def residual_norm(
     if fused:
         return _ResidualNorm.apply(x, x_bias, residual, weight, bias, eps, p, key)
     h = residual + dropout(x, p, key)
-    return layer_norm(h, weight, bias, eps, apex=apex), h
+    return layer_norm(h, weight, bias, eps), h
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.optimizer.config import OptimizerConfig
-from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.parallelism.replicas import check_replicas
 from gptlite.parallelism.watchdog import Watch
@@ -58,6 +57,11 @@ class Outcome:
 
 class Saves(Protocol):
     """Protocol of the object that saves and restores the state."""
+
+    @property
+    def path(self) -> Path:
+        """Folder of the run."""
+        ...
 
     @property
     def save_seconds(self) -> float:
@@ -113,14 +117,12 @@ class Clock:
 def train(
     state: TrainState,
     passes: OnePart | Pipeline,
-    mesh: Mesh,
     settings: Settings,
     reporter: Reporter,
     run: Saves,
     stop: StopSignal,
     watch: Watch,
     started: float,
-    run_dir: Path,
     lag: int | None = None,
 ) -> Outcome:
     """Train until `trainer.max_steps`, `trainer.stop_step`, a signal or `trainer.max_time`; ends with a checkpoint.
@@ -133,10 +135,10 @@ def train(
     of a parameter differ, and the exception of a failed save, which for a background save is raised at the next step.
     Earlier checkpoints are kept.
     """
-    config = settings.trainer
+    config, mesh = settings.trainer, state.runner.mesh
     lag = lag_of(state.optimizer, mesh.device, lag)
     clock = Clock(config.max_time, started, state.num_bytes() / SLOW_DISK, lag)
-    profiler = StepProfiler(config.profile_steps, run_dir, mesh.rank)
+    profiler = StepProfiler(config.profile_steps, run.path, mesh.rank)
     stopping = Stopping(mesh, stop, clock.over, lambda: run.save_failed)
     steps = Steps(Step(mesh, passes, settings.optimizer.lr, settings.optimizer.clip_norm, stopping), lag)
     evaluation, checkpoint, saved, to_save = None, None, -1, False
