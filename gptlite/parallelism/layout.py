@@ -109,6 +109,7 @@ class Layout:
 class ScheduleRule:
     """Constraints of a torch.distributed.pipelining schedule."""
 
+    # Read by config checks and the planner; torch raises for a violation only after the ranks have started.
     virtual: int  # default number of stages per rank
     fixed: bool = False  # the number of stages cannot be changed
     fill: bool = False  # needs at least as many micro-batches as the pipeline has ranks
