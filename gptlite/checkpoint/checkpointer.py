@@ -93,7 +93,7 @@ class Checkpointer:
 
         write = partial(self._write, final, parts, complete, log, began)
         if not self.config.async_save:
-            write(None)
+            write(None)  # the ranks agree over the store, where waiting has no time limit
             return final
         parts.stage(self._buffers)
         group, limit = self._group, self.config.timeout_seconds
@@ -122,7 +122,7 @@ class Checkpointer:
             self.finish()
         except BaseException as error:
             log(f"checkpoint: the last save failed: {type(error).__name__}: {error}")
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception):  # Ctrl-C
                 raise
         finally:
             self._buffers.clear()
@@ -171,7 +171,7 @@ class Checkpointer:
             return None
 
         def leave_later() -> None:
-            later = held[: held.index(found)] if found in held else held
+            later = held[: held.index(found)] if found in held else held  # newest first
             for folder in later:
                 aside = store.set_aside(folder, "superseded")
                 log(f"checkpoint: {folder.name} is now {aside.name}: it is from after the samples that are skipped")
@@ -184,6 +184,7 @@ class Checkpointer:
     def _refuse_running_into(self, held: list[Path], found: Path | None, resume: str) -> None:
         start = read_manifest(found).meta["step"] if found and self.config.load == "all" else 0
         # A step 0 contains imported weights, which a fresh start would ignore.
+        # The step of a found checkpoint itself is no conflict: it is not written again.
         if held and (store.step_of(held[0]) or 0) >= start + (found is not None):
             key = f"checkpoint.load={self.config.load}" if resume == "auto" else f"checkpoint.resume={resume}"
             fix = "take another run.dir, or checkpoint.resume=auto checkpoint.load=all to go on from there"
@@ -215,7 +216,7 @@ class Checkpointer:
 
                 def commit() -> None:
                     complete(folder, files)
-                    staging.close()
+                    staging.close()  # renames the folder: the commit
 
                 from_main(mesh, commit, agree)
                 self.save_seconds = max(self.save_seconds, seconds := time.monotonic() - began)
@@ -242,7 +243,7 @@ class Checkpointer:
         if not going:
             return
         try:
-            verify_together(saved, log, self.mesh, agree)
+            verify_together(saved, log, self.mesh, agree)  # every byte, as the older ones are about to go
         except DamagedCheckpoint as error:
             log(f"checkpoint: {saved.name} does not read back: {error.reason}; older ones stay")
         else:

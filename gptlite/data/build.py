@@ -150,6 +150,7 @@ def _key(config: TextConfig | CorpusConfig, log: Log) -> tuple[str, dict[str, st
     return config.corpus, common | {
         "corpus": config.corpus,
         "recipe": hashlib.sha256(script.read_bytes()).hexdigest(),
+        # Size and time stand for the content, which may be many gigabytes.
         "source": "" if source is None else f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}",
         **{f"argument {name}": value for name, value in config.arguments.items() if value is not None},
     }
@@ -200,7 +201,7 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
             last = line.rstrip()
         code = process.wait()
     finally:
-        process.kill()
+        process.kill()  # after Ctrl-C here, it would go on
         process.wait()
     if code:  # the last line of output gives the reason
         failed = f"data.corpus={config.corpus}: {script} failed: {last}"
@@ -211,7 +212,7 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
 
 def _synthetic(config: SyntheticConfig, seed: int) -> PreparedData:
     tokenizer = NumberTokenizer(config.vocab_size)
-    held_out = max(round(config.num_tokens * _SYNTHETIC_VALIDATION), config.sequence_length + 1)
+    held_out = max(round(config.num_tokens * _SYNTHETIC_VALIDATION), config.sequence_length + 1)  # one chunk at least
     dtype = np.uint16 if config.vocab_size <= 1 << 16 else np.int32
     tokens = np.random.default_rng(seed).integers(config.vocab_size, size=config.num_tokens + held_out, dtype=dtype)
     source = f"synthetic/{seed}/{config.num_tokens}"

@@ -67,7 +67,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         temporary.rename(folder)
         sync_folder(folder.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # nothing is left there after the rename
 
 
 @contextmanager

@@ -84,6 +84,7 @@ class Loader:
         self._share = share
         self._document_end = document_end
         self.schedule = schedule
+        # One thread: reads are in the order of the steps.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         # Micro-batches of the current step and of the next one, each with the key that determines them.
         self._now: tuple[_Key, list[Batch]] | None = None
@@ -183,6 +184,7 @@ class Loader:
         shape = (*numbers.shape, rows.shape[1] - 1)
         tokens, targets = (part.astype(np.int64).reshape(shape) for part in (rows[:, :-1], rows[:, 1:]))
         batches = [self._batch(*each) for each in zip(tokens, targets, numbers, strict=True)]
+        # In the background thread, since pinning copies.
         return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches
 
     def _require_known(self, rows: np.ndarray, name: Callable[[int], str]) -> None:
@@ -230,7 +232,7 @@ def document_starts(tokens: np.ndarray, end: int) -> np.ndarray:
     """Return the position in the row at which each token's document begins: int64[B, S]. `end` ends a document."""
     starts = np.zeros_like(tokens)
     begins = np.nonzero(tokens[:, :-1] == end)
-    starts[begins[0], begins[1] + 1] = begins[1] + 1
+    starts[begins[0], begins[1] + 1] = begins[1] + 1  # a document begins after the end of the one before
     return np.maximum.accumulate(starts, axis=1)
 
 

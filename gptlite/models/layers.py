@@ -63,7 +63,7 @@ class Head(nn.Linear):
         hidden [B, S, d]; targets [B, S]; rows from `vocab_size` on are padding.
         """
         hidden = hidden.to(self.matmul_dtype or hidden.dtype)
-        weight = self.weight if known.table is None else self.weight.detach()
+        weight = self.weight if known.table is None else self.weight.detach()  # its gradient goes to `known.table`
         if targets is None:
             return (hidden[:, 0] @ as_dtype(weight, hidden.dtype)[:vocab_size].t()).float()
         rows = hidden.flatten(0, 1)

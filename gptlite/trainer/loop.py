@@ -111,6 +111,7 @@ class Clock:
 
     def over(self) -> bool:
         """Return True if one more step and a save could exceed the deadline."""
+        # Twice the save, as the next one may take longer than any so far.
         return time.monotonic() + self._steps * self._step_seconds + 2 * self.save_seconds > self.deadline
 
 
@@ -155,7 +156,7 @@ def train(
         evaluation = _evaluate(state, config, reporter, stopping.poll)
     with closing(profiler):
         while (begins := state.step < config.last_step and not stopping.now) or steps.waiting:
-            clock.mark()
+            clock.mark()  # what happened since the last step is not part of the next
             if begins:
                 profiler.before(state.step + 1)
             spike = None
@@ -176,7 +177,7 @@ def train(
                 checkpoint = _rewind(run, state, spike, reporter)
                 saved, to_save = state.step, False
                 continue
-            if steps.waiting:
+            if steps.waiting:  # the state is ahead of the results: nothing below may use it
                 continue
             if _due(state.step, config.replica_check_interval):
                 check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
