@@ -98,6 +98,7 @@ class Checkpointer:
         parts.stage(self._buffers)
         group, limit = self._group, self.config.timeout_seconds
         yielding = self.mesh.device.type == "cpu"
+        # A thread, not a process: hashing, copying and writing release the GIL.
         self._pending = Background(lambda: write(group), f"checkpoint {final}", limit, yielding=yielding)
         return final
 
@@ -108,7 +109,7 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the save in progress, if any, and raise its exception. Raises TimeoutError if it takes too long."""
-        pending, self._pending = self._pending, None
+        pending, self._pending = self._pending, None  # forgotten first, so that a failure is raised once
         if pending is not None:
             try:
                 pending.result()

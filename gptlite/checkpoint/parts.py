@@ -72,7 +72,7 @@ class Parts:
             buffer.copy_(source, non_blocking=True)
         if any(self.local[key].is_cuda for key in self.written):
             torch.cuda.current_stream().synchronize()  # the next step would change what is still being copied
-        self.local = {key: buffers[key] for key in self.written}
+        self.local = {key: buffers[key] for key in self.written}  # no live tensor is read from here on
 
     def progress(self, label: str, log: Log, keys: Iterable[str]) -> Progress:
         """Return the progress of work on this rank's elements of some keys."""

@@ -186,7 +186,7 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
     given = [f"{name}={value}" for name, value in (arguments | config.arguments).items() if value is not None]
     paths = [str(Path(gptlite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
-        [sys.executable, "-u", str(script), *given],
+        [sys.executable, "-u", str(script), *given],  # -u: its lines arrive as they are printed
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -198,7 +198,7 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
         for line in process.stdout:
             if last:
                 log(last)
-            last = line.rstrip()
+            last = line.rstrip()  # held back, as after a failure it is the error
         code = process.wait()
     finally:
         process.kill()  # after Ctrl-C here, it would go on

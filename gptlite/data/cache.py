@@ -63,7 +63,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        sync_tree(temporary)
+        sync_tree(temporary)  # before the rename: the name stands for data that is on the disk
         temporary.rename(folder)
         sync_folder(folder.parent)
     finally:

@@ -93,6 +93,7 @@ def find_recipe(corpus: str) -> Path:
     roots = [Path(gptlite.__file__).parents[1] / "data"]
     if (spec := importlib.util.find_spec("gptlite.recipes")) and spec.submodule_search_locations:
         roots = [Path(location) for location in spec.submodule_search_locations] + roots
+    # Reversed: of two recipes by one name, that of the first root is kept.
     recipes = {script.parent.name: script for root in reversed(roots) for script in root.glob("*/prepare.py")}
     if corpus not in recipes:
         known = ", ".join(sorted(recipes)) or "none"

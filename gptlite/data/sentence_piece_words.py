@@ -18,6 +18,7 @@ _WORD = re.compile(rf"[ {SPACE}]*+[^ {SPACE}\n]+|[ {SPACE}]+|\n+")
 _CUT = re.compile(rf"\n|(?<=[^ {SPACE}])(?= )")
 _CROSSING = re.compile(rf"[^ {SPACE}][ {SPACE}]")
 _CHUNK = 1 << 16  # characters encoded at a time
+# SentencePiece takes hundreds of bytes of memory per character.
 _LONGEST = 1 << 20  # a longer run of characters without a boundary is cut anyway
 _CACHED = 64 << 20  # bytes
 _ENTRY = 200  # bytes of Python overhead per cache entry

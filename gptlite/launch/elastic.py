@@ -68,7 +68,7 @@ def rank_ending(config: Config, world: int, started: float, worker: tuple[str, .
     reason, ran_out = "", False
     with tempfile.TemporaryDirectory(prefix="gptlite-") as name, Requests(Path(name) / "stop") as requests:
         for attempt in range(restarts + 1):
-            folder = Path(name) / str(attempt)
+            folder = Path(name) / str(attempt)  # a new one: results of an earlier attempt must not count
             folder.mkdir()
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
             kills = kernel_kills()  # compared after the run, to attribute a SIGKILL to the OOM killer

@@ -92,7 +92,7 @@ class LayerNorm(nn.LayerNorm):
         self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of residual + dropout(x + x_bias), and that sum; without a key nothing is dropped."""
-        if self.fp32 or self.apex:
+        if self.fp32 or self.apex:  # the fused op has one dtype, and Apex's norm has no addition
             h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
             return self(h), h
         return residual_norm(x, residual, *self._gain(x.dtype), self.eps, p, key, self.fused, x_bias)

@@ -100,6 +100,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, choice: Attention) -> Tensor:
     square, several = q.shape[-2] == k.shape[-2], q.shape[-2] > 1
     if several and not square and _takes_flash(q, k, v):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
+    # SDPA's is_causal aligns the first query with the first key; here the last ones are aligned.
     mask = ~future(q.shape[-2], k.shape[-2], q.device) if several and not square else None
     backends = _backends(choice, q.device, several) if mask is None else []
     with sdpa_kernel(backends) if backends else nullcontext():

@@ -89,6 +89,7 @@ def linear_cross_entropy(
     # In fp16, gradients of single logits divided by a batch's number of tokens would underflow.
     upstream = None if hidden.dtype == torch.float16 else known.upstream
     loss = _Loss(vocab_size, shard, choice is CrossEntropy.fused, terms, fused_linear, upstream)
+    # The gradients are computed with the loss, wanted or not; evaluation runs without grad mode.
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, loss, known.table)
     table, rows = loss.table(weight, hidden.dtype), loss.rows(weight)

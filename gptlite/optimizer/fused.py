@@ -101,7 +101,7 @@ def clip_and_step(
     """
     if isinstance(optimizer, FusedAdam | FusedAdamW):
         held = next((tensor for group in optimizer.param_groups for tensor in group["params"]), norm)
-        # Offloaded parameters are on the host, the norm is not.
+        # Offloaded parameters are on the host, a norm that was summed over ranks is not.
         factor = clip_factor(max_norm, norm.to(local_tensor(held).device), loss_scale)
         optimizer.step(scale=factor, found_inf=found_inf)
     else:

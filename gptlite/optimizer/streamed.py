@@ -246,6 +246,7 @@ class Stream:
 
 def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tuple[list[list[Piece]], int]:
     """Cut the parameters into two or more equal chunks of at most `most` elements. Return the chunks and their size."""
+    # At most half of all elements, so that both buffers are used.
     size = max(1, min(most // UNIT, -(-total // (2 * UNIT)))) * UNIT
     chunks: list[list[Piece]] = [[] for _ in range(max(1, -(-total // size)))]
     for group, parameter, place in places:

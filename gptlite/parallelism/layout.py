@@ -65,6 +65,7 @@ class Layout:
 
     def stride(self, axis: str) -> int:
         """Difference between the rank numbers of neighbours along an axis."""
+        # A folded axis takes the fastest part of the axes under it.
         last = next((each.over[-1] for each in folded() if each.name == axis), axis)
         return math.prod(self.sizes[AXES.index(last) + 1 :])
 
@@ -74,7 +75,7 @@ class Layout:
 
     def data_rank(self, rank: int) -> int:
         """Index of the part of the global batch that a rank reads."""
-        return self.coordinate(rank, *DATA_AXES) // self.sharing
+        return self.coordinate(rank, *DATA_AXES) // self.sharing  # ranks that share samples are neighbours
 
     def describe(self, config: ParallelismConfig) -> str:
         """Return e.g. `pipeline 2 x data 2 (zero 1) x tensor 2, 1f1b`: all of a layout that affects numerical

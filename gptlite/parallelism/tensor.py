@@ -216,13 +216,13 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        return _sum(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
+        return _sum(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None  # a copy: the sum is in place
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, axis: TensorAxis) -> Tensor:
-        return _sum(x.clone(memory_format=torch.contiguous_format), axis)
+        return _sum(x.clone(memory_format=torch.contiguous_format), axis)  # a copy: autograd may have saved x
 
     @staticmethod
     @once_differentiable

@@ -132,6 +132,7 @@ class Watch:
 
     def _beat(self, place: Place, stood: float) -> None:
         """Publish a heartbeat, and end this process if its main thread has been in one place for too long."""
+        # A GPU runs collectives while the main thread is elsewhere; only the recorder knows them.
         if stood > self._period and (self._mesh.device.type == "cuda" or stood > self._suspect_after):
             place = recorded(place)
         step, beat = self._step if self._in_step else 0, self._own.beat + 1

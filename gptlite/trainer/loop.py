@@ -234,7 +234,7 @@ def _results(
     except Diverged as error:
         if spikes is None:
             raise
-        state.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad(set_to_none=True)  # the failed step has left its gradients
         begin = state.consumed_samples
         yield spikes.failed(state.step + 1, begin, state.loader.schedule.after(begin), error.what)
 

@@ -94,6 +94,7 @@ class Step:
         # Before the passes, which divide each micro-batch's loss by it.
         valid = torch.stack([state.model.spec.count(batch.targets) for batch in batches]).sum()
         all_reduce(valid, self.mesh, DATA_AXES)
+        # With decisions, the host's scale is a step behind that of the device.
         scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0
         total = self.passes.run(
             MicroBatches(
@@ -146,7 +147,7 @@ class Step:
         try:
             result = self._result(state, about, values)  # with the scale before the step
         except Diverged:
-            state.progress = about.before
+            state.progress = about.before  # steps enqueued since changed nothing: the device had halted
             raise
         if state.scaler is not None:
             state.scaler.take(scales)
@@ -157,7 +158,7 @@ class Step:
         scaler, (loss, norm, *words) = state.scaler, values
         if words:
             self.stopping.heard(words)
-            norm = math.sqrt(norm) if norm >= 0 else math.nan
+            norm = math.sqrt(norm) if norm >= 0 else math.nan  # over several ranks its square was summed
         scale = scaler.scale if scaler else 1.0
         loss, norm = loss / scale, norm / scale
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -184,7 +185,7 @@ class Step:
         computes = mesh.is_first("uncut")
         # Count each gradient element on only one of the ranks that hold it.
         counted = state.weights() if mesh.is_first("all") else ()
-        # fp64: in fp32 the square of a norm above 1.8e19 overflows, which a loss scale can reach.
+        # fp64: the square of a norm above 1.8e19 would overflow fp32.
         square = local_grad_norm((p for p in counted if computes or is_cut(p)), fused).double() ** 2
         loss = total.double() if computes else torch.zeros_like(total, dtype=torch.float64)
         words = to_device(self.stopping.words(), loss.device)  # in the same all-reduce, so that stopping costs no other
