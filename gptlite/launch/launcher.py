@@ -53,7 +53,7 @@ def launch(config: Config, started: float) -> int:
         from gptlite.launch.worker import under
 
         return under(outer, config, started)
-    return start_ranks(config, world, started).exit_code  # this process stays as the launcher
+    return start_ranks(config, world, started).exit_code
 
 
 def ran_out(reason: str, config: Config, world: int) -> int:
