@@ -51,7 +51,5 @@ def pretrain(
             conclude(config, folder, state, reporter, started, watch) as conclusion,
             stop_signal or StopSignal() as stop,
         ):
-            conclusion.outcome = train(
-                state, run.passes, mesh, settings, reporter, folder, stop, watch, started, folder.path
-            )
+            conclusion.outcome = train(state, run.passes, settings, reporter, folder, stop, watch, started)
         return conclusion.exit_code

@@ -34,7 +34,8 @@ def _if(wanted: bool, x: Tensor) -> Tensor:
     return x.new_empty(x.shape if wanted else 0)
 
 
-def _residual_norm_backward(dy, dh, h, weight, mean, rstd, has_bias, has_beta, p, seed, site, ids, first):
+def _residual_norm_backward(dy, dh, h, weight, mean, rstd, has_bias, has_beta, *dropout):
+    p, _, site, *_ = dropout
     dx = _if(p > 0 and site is not None, h)
     return dx, _like(h), _if(has_bias, weight), _like(weight), _if(has_beta, weight)
 

@@ -1,5 +1,6 @@
 """tools/size.py, and the sizes DESIGN promises."""
 
+import ast
 import runpy
 from pathlib import Path
 
@@ -48,3 +49,16 @@ def test_only_files_over_the_limit_are_flagged(checkout):
 @pytest.mark.parametrize(("name", "limit"), [("train.py", 80), ("gptlite/trainer/loop.py", 300)])
 def test_the_files_read_first_stay_short(name, limit):
     assert len((ROOT / name).read_bytes().splitlines()) < limit
+
+
+def test_no_function_has_ten_parameters():
+    found = {}
+    for path in [path for folder in ("gptlite", "kernels", "data", "tools") for path in (ROOT / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = [each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)]
+                found[f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"] = len(
+                    [arg for arg in given if arg not in ("self", "cls")]
+                )
+    assert len(found) > 2000
+    assert [place for place, count in found.items() if count >= 10] == []

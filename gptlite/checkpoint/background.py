@@ -21,6 +21,7 @@ class Background:
     def __init__(self, action: Callable[[], None], name: str, limit: float, *, yielding: bool) -> None:
         self._action, self._name, self._limit, self._yielding = action, name, limit, yielding
         self._end, self._outcome = time.monotonic() + limit, Future[None]()
+        # A daemon: a file system that hangs must not keep the process alive.
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
     @property
@@ -35,6 +36,7 @@ class Background:
 
     def result(self) -> None:
         """Wait for the end and raise the action's exception. Raises TimeoutError if it takes longer than the limit."""
+        # Not result(timeout): the action may raise a TimeoutError of its own.
         wait([self._outcome], max(0.0, self._end - time.monotonic()))
         if self.running:
             raise TimeoutError(

@@ -93,11 +93,12 @@ class Checkpointer:
 
         write = partial(self._write, final, parts, complete, log, began)
         if not self.config.async_save:
-            write(None)
+            write(None)  # the ranks agree over the store, where waiting has no time limit
             return final
         parts.stage(self._buffers)
         group, limit = self._group, self.config.timeout_seconds
         yielding = self.mesh.device.type == "cpu"
+        # A thread, not a process: hashing, copying and writing release the GIL.
         self._pending = Background(lambda: write(group), f"checkpoint {final}", limit, yielding=yielding)
         return final
 
@@ -108,7 +109,7 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the save in progress, if any, and raise its exception. Raises TimeoutError if it takes too long."""
-        pending, self._pending = self._pending, None
+        pending, self._pending = self._pending, None  # forgotten first, so that a failure is raised once
         if pending is not None:
             try:
                 pending.result()
@@ -122,7 +123,7 @@ class Checkpointer:
             self.finish()
         except BaseException as error:
             log(f"checkpoint: the last save failed: {type(error).__name__}: {error}")
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception):  # Ctrl-C
                 raise
         finally:
             self._buffers.clear()
@@ -171,7 +172,7 @@ class Checkpointer:
             return None
 
         def leave_later() -> None:
-            later = held[: held.index(found)] if found in held else held
+            later = held[: held.index(found)] if found in held else held  # newest first
             for folder in later:
                 aside = store.set_aside(folder, "superseded")
                 log(f"checkpoint: {folder.name} is now {aside.name}: it is from after the samples that are skipped")
@@ -184,6 +185,7 @@ class Checkpointer:
     def _refuse_running_into(self, held: list[Path], found: Path | None, resume: str) -> None:
         start = read_manifest(found).meta["step"] if found and self.config.load == "all" else 0
         # A step 0 contains imported weights, which a fresh start would ignore.
+        # The step of a found checkpoint itself is no conflict: it is not written again.
         if held and (store.step_of(held[0]) or 0) >= start + (found is not None):
             key = f"checkpoint.load={self.config.load}" if resume == "auto" else f"checkpoint.resume={resume}"
             fix = "take another run.dir, or checkpoint.resume=auto checkpoint.load=all to go on from there"
@@ -215,7 +217,7 @@ class Checkpointer:
 
                 def commit() -> None:
                     complete(folder, files)
-                    staging.close()
+                    staging.close()  # renames the folder: the commit
 
                 from_main(mesh, commit, agree)
                 self.save_seconds = max(self.save_seconds, seconds := time.monotonic() - began)
@@ -242,7 +244,7 @@ class Checkpointer:
         if not going:
             return
         try:
-            verify_together(saved, log, self.mesh, agree)
+            verify_together(saved, log, self.mesh, agree)  # every byte, as the older ones are about to go
         except DamagedCheckpoint as error:
             log(f"checkpoint: {saved.name} does not read back: {error.reason}; older ones stay")
         else:

@@ -81,6 +81,7 @@ def read(folder: Path, metadata: Metadata, parts: Parts, log: Log) -> None:
     reader, planner = _Reader(folder / "data", metadata), _LoadPlanner(parts, log)
     try:
         with _plain_errors():
+            # no_dist: a rank's own boxes decide what it reads, and a failing rank leaves no other waiting.
             load(parts.local, storage_reader=reader, planner=planner, no_dist=True)
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -119,7 +120,7 @@ class _Files(FileSystem):
             try:
                 yield file
             except Exception as error:
-                raise file.error or error from None
+                raise file.error or error from None  # the OSError behind that of torch's zip writer
         self.entries[f"data/{path.name}"] = file.entry
 
 
@@ -158,7 +159,7 @@ class _Writer(FileSystemWriter):
         try:
             super().finish(metadata, results)
         except BaseException as error:
-            self._error = self._error or error
+            self._error = self._error or error  # the first is the cause
 
 
 class _Reader(FileSystemReader):
@@ -175,12 +176,14 @@ class _Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         places = self._metadata.storage_data
         items = [(places[item.storage_index], item) for item in plan.items]
+        # In the order of the file, so that the disk reads ahead.
         for place, item in sorted(items, key=lambda each: (each[0].relative_path, each[0].offset)):
             self._read_box(place, item, planner)
         return _done(None)
 
     def _read_box(self, place: Any, item: ReadItem, planner: LoadPlanner) -> None:
         with self.fs.create_stream(Path(self.path) / place.relative_path, "rb") as file:
+            # weights_only: a checkpoint from elsewhere must not run code.
             stored = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
         index, target = item.storage_index, planner.resolve_tensor(item).detach()
         sizes = self._metadata.state_dict_metadata[index.fqn].chunks[index.index].sizes

@@ -83,6 +83,7 @@ class HashedFile:
         view = memoryview(self._sent)[: self._filled]
         offset, self._filled = self._size - self._filled, 0
         self._under_way = [
+            # hashlib and pwrite release the GIL, so both run beside the caller
             self._threads.submit(self._digest.update, view),
             self._threads.submit(self._put, view, offset),
         ]

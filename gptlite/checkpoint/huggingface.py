@@ -83,7 +83,7 @@ def _write(path: Path, tensors: Sequence[Stored], progress: Progress) -> None:
         header[each.name] = {"dtype": names[each.dtype], "shape": list(each.shape), "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligns the data
-    with open(path, "xb") as file:
+    with open(path, "xb") as file:  # x: fails if the file exists
         file.write(len(text).to_bytes(8, "little") + text)
         for each in tensors:
             _write_tensor(file, each, progress)
@@ -92,13 +92,13 @@ def _write(path: Path, tensors: Sequence[Stored], progress: Progress) -> None:
 
 
 def _write_tensor(file: BinaryIO, stored: Stored, progress: Progress) -> None:
-    tensor = torch.atleast_1d(stored.read())
+    tensor = torch.atleast_1d(stored.read())  # a 0-dim tensor cannot be split
     rows = max(1, BLOCK_BYTES // max(1, tensor[:1].numel() * tensor.element_size()))
     for block in tensor.split(rows):
         converted = block.to(stored.dtype)
         if (converted.isinf() & block.isfinite()).any():
             raise ConfigError(f"{stored.name} holds numbers too large for {stored.dtype}; take another dtype")
-        data = converted.contiguous().reshape(-1).view(torch.uint8)
+        data = converted.contiguous().reshape(-1).view(torch.uint8)  # NumPy has no bf16
         file.write(data.numpy())  # type: ignore[arg-type]
         progress.add(len(data))
 
@@ -153,14 +153,16 @@ def _entry(path: Path, name: str, entry: dict[str, Any], data: int, size: int) -
     dtype = DTYPES[entry["dtype"]]
 
     def read() -> Tensor:
-        content = bytearray(end - begin)
+        content = bytearray(end - begin)  # writable, or torch.frombuffer warns
         with open(path, "rb") as file:
             file.seek(data + begin)
             if file.readinto(content) != len(content):
                 raise ConfigError(f"{path} ends within {name}; fetch it again")
+        # frombuffer refuses an empty buffer.
         return torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
 
     stored = Stored(name, shape, dtype, read)
+    # `type`, as a bool is an int too.
     if not all(type(n) is int and n >= 0 for n in (*shape, begin)) or end - begin != stored.num_bytes or end > size:
         raise ValueError(f"{name} has no place in it")
     return stored

@@ -53,7 +53,7 @@ def load_tensors(
         manifest = verify_together(path, log, mesh)
     wanted: Entries = {}
     for each in from_all(mesh, lambda: {key: describe(tensor) for key, tensor in into.items()}):
-        wanted |= each
+        wanted |= each  # with a pipeline, each rank has the keys of its layers only
     _compare(path, manifest, wanted, strict)
     together(mesh, lambda: dcp.read(path, read_metadata(path, manifest), Parts(into), log))
 
@@ -83,7 +83,7 @@ def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup
     load = [0] * mesh.world_size
     mine = []
     for name, entry in sorted(manifest.files.items(), key=lambda each: -each[1]["bytes"]):
-        reader = load.index(min(load))
+        reader = load.index(min(load))  # largest files first, each to the rank with the least: the same on all ranks
         load[reader] += entry["bytes"]
         if reader == mesh.rank:
             mine.append(name)

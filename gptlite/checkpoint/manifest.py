@@ -139,7 +139,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(folder, f"{FILE_NAME} is missing") from None
     except OSError as error:
         raise DamagedCheckpoint(folder, f"{FILE_NAME}: {error.strerror}") from None
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):  # a hostile file may nest deeply
         raise DamagedCheckpoint(folder, f"{FILE_NAME} is not a manifest") from None
     if checksum != _checksum(content):
         raise DamagedCheckpoint(folder, f"{FILE_NAME} was altered: its checksum differs")
@@ -176,7 +176,7 @@ def _inside(name: str) -> bool:
 def verify(folder: Path, log: Log, *, hashes: bool = True) -> Manifest:
     """Check that every file exists with its size and, with `hashes`, its SHA-256. Raises DamagedCheckpoint."""
     manifest = read_manifest(folder)
-    if step_of(folder) not in (None, step := manifest.meta["step"]):
+    if step_of(folder) not in (None, step := manifest.meta["step"]):  # a copy may have any other name
         raise DamagedCheckpoint(folder, f"{FILE_NAME} is of step {step}")
     # Sizes first, to find a missing or truncated file before reading gigabytes.
     for name, entry in manifest.files.items():
@@ -221,6 +221,7 @@ def read_file(folder: Path, name: str) -> bytes:
 
 
 def _checksum(content: dict[str, Any]) -> str:
+    # Sorted, so that it does not depend on the order of the keys in the file.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -69,7 +69,7 @@ def check_metadata(metadata: Metadata, tensors: Entries, files: Entries) -> None
         if not isinstance(entry, TensorStorageMetadata) or spell(entry.size, entry.properties.dtype) != wanted:
             raise ValueError(f"checkpoint key {key} is not stored as {in_words(wanted)}")
         stored = sum(prod(box.sizes) for box in entry.chunks)
-        if stored != prod(entry.size):
+        if stored != prod(entry.size):  # with boxes inside the whole and without overlap, each element is stored once
             raise ValueError(f"checkpoint key {key} is stored in part: {stored} of {prod(entry.size)} elements")
         for box in entry.chunks:
             _check_box(key, box, entry.size, metadata.storage_data.get(MetadataIndex(key, box.offsets)), files)
@@ -95,6 +95,7 @@ def _check_box(
 def _refuse_overlap(key: str, boxes: Sequence[ChunkStorageMetadata]) -> None:
     if len(boxes) < 2:
         return
+    # Sorted along the dim with the most cuts, a box is compared with few others.
     axis = max(range(len(boxes[0].sizes)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
     boxes = sorted(boxes, key=lambda box: box.offsets[axis])
     for number, one in enumerate(boxes):

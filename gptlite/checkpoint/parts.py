@@ -54,7 +54,7 @@ class Parts:
                     raise ValueError(f"checkpoint key {key} is {words}")
         load = [0] * len(offers)
         for (key, _), ranks in holders.items():
-            writer = min(ranks, key=lambda each: load[each])
+            writer = min(ranks, key=lambda each: load[each])  # the same on all ranks: ties go to the lowest
             offer = offers[writer][key]
             load[writer] += offer.chunk.sizes.numel() * offer.properties.dtype.itemsize
             if writer == rank:
@@ -66,12 +66,13 @@ class Parts:
         for key in self.written:
             source = self.local[key]
             buffer = buffers.get(key)
+            # Pinned memory is slow to allocate, so buffers stay for the next save.
             if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
                 buffers[key] = buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
             buffer.copy_(source, non_blocking=True)
         if any(self.local[key].is_cuda for key in self.written):
-            torch.cuda.current_stream().synchronize()
-        self.local = {key: buffers[key] for key in self.written}
+            torch.cuda.current_stream().synchronize()  # the next step would change what is still being copied
+        self.local = {key: buffers[key] for key in self.written}  # no live tensor is read from here on
 
     def progress(self, label: str, log: Log, keys: Iterable[str]) -> Progress:
         """Return the progress of work on this rank's elements of some keys."""

@@ -64,12 +64,12 @@ def staged(final: Path) -> Iterator[Path]:
     try:
         yield folder
         for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
-            sync_folder(path)
-        os.rename(folder, final)
+            sync_folder(path)  # file contents are synced already; this makes their names durable
+        os.rename(folder, final)  # atomic, and an error if `final` has files
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    sync_folder(final.parent)
+    sync_folder(final.parent)  # makes the rename durable
 
 
 def check_space(root: Path, size: int) -> None:

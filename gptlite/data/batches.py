@@ -57,6 +57,7 @@ class BatchSchedule:
         position = self._first(position)
         while batches and (level := self._next_level(position)) < len(self._levels):
             size, end = self.size(position), self._levels[level][0]
+            # All batches that begin before the next level have this size.
             alike = min(batches, -(-(self.trained(end) - self.trained(position)) // size))
             position, batches = self._advance(position, alike * size), batches - alike
         return self._advance(position, batches * self.global_batch_size)

@@ -27,7 +27,7 @@ class BlendPlan:
         share = np.asarray(weights, dtype=np.float64)
         edges = np.cumsum(share) / share.sum() * BLOCK * _UNIT  # below 2**53, so exact to 2**-20 of a sample
         self._edges = np.concatenate([[0], np.rint(edges).astype(np.int64)])
-        self._edges[-1] = BLOCK * _UNIT
+        self._edges[-1] = BLOCK * _UNIT  # exact, or the last set could lose a sample
 
     def before(self, block: int) -> np.ndarray:
         """Samples of each data set in the blocks 0 to `block` - 1: int64[sets]."""
@@ -50,9 +50,10 @@ class BlendPlan:
         The rank counts earlier samples of the same set in the block. `start` is the run's sample that begins block 0.
         """
         ends = np.cumsum(self.counts(block))
+        # `start` is part of the key, so that each era has an order of its own.
         slots = permute(np.arange(BLOCK), BLOCK, order_key(seed, f"blend/{start}", block))
         sets = np.searchsorted(ends, slots, side="right")
-        by_set = np.argsort(sets, kind="stable")
+        by_set = np.argsort(sets, kind="stable")  # stable: samples of a set keep their order in the block
         ranks = np.empty(BLOCK, dtype=np.int64)
         ranks[by_set] = np.arange(BLOCK) - np.concatenate([[0], ends])[sets[by_set]]
         return sets, ranks

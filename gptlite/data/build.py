@@ -16,7 +16,7 @@ from gptlite.data.cache import cached_folder, cached_path
 from gptlite.data.check import check_settings, find_recipe
 from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, Document, train_tokenizer, write_split
-from gptlite.data.loader import Loader
+from gptlite.data.loader import Loader, Share
 from gptlite.data.prepared import PreparedData, TokenSet, make_identity, open_blend, open_folder
 from gptlite.data.stream import SampleStream
 from gptlite.data.text import Span, find_files, split, text_digest
@@ -113,9 +113,7 @@ def build_loader(
         micro_batch_size=micro,
         token_bytes=prepared.tokenizer.token_bytes(),
         device=mesh.device,
-        data_rank=mesh.data_rank,
-        data_size=mesh.data_size,
-        positions=_positions(length, mesh),
+        share=Share(mesh.data_rank, mesh.data_size, _positions(length, mesh)),
         document_end=prepared.tokenizer.eod if config.documents else None,
     )
 
@@ -152,6 +150,7 @@ def _key(config: TextConfig | CorpusConfig, log: Log) -> tuple[str, dict[str, st
     return config.corpus, common | {
         "corpus": config.corpus,
         "recipe": hashlib.sha256(script.read_bytes()).hexdigest(),
+        # Size and time stand for the content, which may be many gigabytes.
         "source": "" if source is None else f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}",
         **{f"argument {name}": value for name, value in config.arguments.items() if value is not None},
     }
@@ -187,7 +186,7 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
     given = [f"{name}={value}" for name, value in (arguments | config.arguments).items() if value is not None]
     paths = [str(Path(gptlite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
-        [sys.executable, "-u", str(script), *given],
+        [sys.executable, "-u", str(script), *given],  # -u: its lines arrive as they are printed
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -199,10 +198,10 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
         for line in process.stdout:
             if last:
                 log(last)
-            last = line.rstrip()
+            last = line.rstrip()  # held back, as after a failure it is the error
         code = process.wait()
     finally:
-        process.kill()
+        process.kill()  # after Ctrl-C here, it would go on
         process.wait()
     if code:  # the last line of output gives the reason
         failed = f"data.corpus={config.corpus}: {script} failed: {last}"
@@ -213,7 +212,7 @@ def _run_recipe(config: CorpusConfig, folder: Path, log: Log) -> None:
 
 def _synthetic(config: SyntheticConfig, seed: int) -> PreparedData:
     tokenizer = NumberTokenizer(config.vocab_size)
-    held_out = max(round(config.num_tokens * _SYNTHETIC_VALIDATION), config.sequence_length + 1)
+    held_out = max(round(config.num_tokens * _SYNTHETIC_VALIDATION), config.sequence_length + 1)  # one chunk at least
     dtype = np.uint16 if config.vocab_size <= 1 << 16 else np.int32
     tokens = np.random.default_rng(seed).integers(config.vocab_size, size=config.num_tokens + held_out, dtype=dtype)
     source = f"synthetic/{seed}/{config.num_tokens}"

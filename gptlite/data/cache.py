@@ -63,11 +63,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        sync_tree(temporary)
+        sync_tree(temporary)  # before the rename: the name stands for data that is on the disk
         temporary.rename(folder)
         sync_folder(folder.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # nothing is left there after the rename
 
 
 @contextmanager

@@ -62,6 +62,7 @@ def check_tokens(config: TokensConfig) -> None:
     if config.blend is not None and (not isinstance(config.blend, dict) or not config.blend):
         raise ConfigError(f"data.blend={config.blend} is no mix; give {{data/a: 0.7, data/b: 0.3}}")
     for folder, weight in (config.blend or {}).items():
+        # A bool is an int. The upper limit refuses infinity and NaN, which YAML allows.
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= sys.float_info.max:
             raise ConfigError(f"data.blend: {folder} has the weight {weight!r}; give a number above 0, or leave it out")
     if sum(float(weight) for weight in (config.blend or {}).values()) == math.inf:
@@ -92,6 +93,7 @@ def find_recipe(corpus: str) -> Path:
     roots = [Path(gptlite.__file__).parents[1] / "data"]
     if (spec := importlib.util.find_spec("gptlite.recipes")) and spec.submodule_search_locations:
         roots = [Path(location) for location in spec.submodule_search_locations] + roots
+    # Reversed: of two recipes by one name, that of the first root is kept.
     recipes = {script.parent.name: script for root in reversed(roots) for script in root.glob("*/prepare.py")}
     if corpus not in recipes:
         known = ", ".join(sorted(recipes)) or "none"

@@ -47,6 +47,7 @@ def train_tokenizer(
             used = f"one in {every} megabytes of {size / 1e6:.1f} MB" if every > 1 else f"{size / 1e6:.1f} MB of text"
             log(f"tokenizer: training SentencePiece, {vocab_size} pieces, on {used}")
             blocks = (block for document in training() for block in document)
+            # Evenly spread, as the start of a corpus may differ from the rest.
             lines = (line for n, block in enumerate(blocks) if n % every == 0 for line in block.split("\n"))
             return train_sentencepiece(lines, vocab_size, log)
 

@@ -48,6 +48,7 @@ class Era:
         if self.sequence_length != other.sequence_length:
             return False
         mine, theirs = ({each.data: each.weight for each in era.active.values()} for era in (self, other))
+        # Weights are normalized by division, and the same ratios may round differently.
         return mine.keys() == theirs.keys() and all(math.isclose(mine[d], theirs[d], rel_tol=1e-9) for d in mine)
 
     def after(self, sample: int, counts: Mapping[str, int], new: "Era") -> "Era":
@@ -77,7 +78,7 @@ class Era:
             return replace(each, weight=0.0)
         epochs, position = divmod(each.position + count, samples)
         epoch = each.epoch + epochs
-        if new.sequence_length != self.sequence_length and position:
+        if new.sequence_length != self.sequence_length and position:  # chunks of another length do not continue these
             epoch, position = epoch + 1, 0
         return replace(each, weight=0.0, epoch=epoch, position=position)
 

@@ -59,6 +59,7 @@ def _tokenizer_json(tokenizer: SentencePieceTokenizer) -> str:
     special = [names[token] for token in ids if processor.is_control(token) or processor.is_unknown(token)]
     merges = _merges(processor, [name for name in names if name not in special])
     vocabulary = {name: token for token, name in enumerate(names)}
+    # fuse_unk=False and byte fallback: an unknown character becomes its bytes, as in SentencePiece.
     made = Rust(models.BPE(vocabulary, merges, unk_token=names[0], fuse_unk=False, byte_fallback=True))
     made.normalizer = normalizers.Replace(" ", SPACE)
     made.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])

@@ -80,6 +80,7 @@ def cut_at_ends(
             first = False
             ends = np.flatnonzero(ids == eod) + 1
             if ends.size:
+                # Up to the last end in this block; the rest waits for the next one.
                 whole = np.concatenate([*pending, ids[: ends[-1]]])
                 yield Batch(whole, np.diff(ends + (whole.size - ends[-1]), prepend=0))
                 pending = []
@@ -115,6 +116,7 @@ def megatron_documents(
         ends = np.cumsum(lengths)
         unended = ids[ends - 1] != eod
         found.unended += int(unended.sum())
+        # positions refer to `ids` before any insertion
         yield Batch(np.insert(ids, ends[unended], eod), lengths + unended)
 
 

@@ -27,10 +27,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, content: bytes, eod: int):
         self._tokenizer = _read(content)
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = True  # a text that spells a special token is encoded as plain text
         super().__init__(_pieces(self._tokenizer, json.loads(content)), eod, {"eod": eod}, content)
 
     def definition(self) -> bytes:
+        # A digest of the file, which has megabytes, stands for its content.
         return self.eod.to_bytes(4, "little") + hashlib.sha256(self._content).digest()
 
     def encode(self, text: str) -> list[int]:

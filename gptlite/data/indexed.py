@@ -90,7 +90,7 @@ class IndexedWriter:
         """
         ids = self._checked(tokens)
         if self._length + ids.size > _MAX_SEQUENCE:
-            self._lengths.append(-self._length)
+            self._lengths.append(-self._length)  # negative: the document continues in the next sequence
             self._length = 0
         self._append(ids.astype(self.dtype).tobytes())
         self._length += ids.size
@@ -149,7 +149,7 @@ class IndexedWriter:
         if self._meta() != saved or np.abs(self._lengths).sum(dtype=np.int64) != saved.tokens:
             work = Path(self._index.name).parent
             raise ConfigError(f"{self._path('.bin')} is not what was written; remove {work} to begin anew")
-        self._bin.truncate(self._tokens * self.dtype.itemsize)
+        self._bin.truncate(self._tokens * self.dtype.itemsize)  # documents after the last save are written again
         self._index.truncate(4 * self._saved)
 
     def _require_ended(self) -> None:
@@ -203,7 +203,7 @@ class IndexedWriter:
             file.flush()
             os.fsync(file.fileno())
         for suffix in (".bin", ".meta.json", ".idx"):
-            os.replace(self._path(suffix), _path(self._prefix, suffix))
+            os.replace(self._path(suffix), _path(self._prefix, suffix))  # .idx last: without it there is no dataset
         sync_folder(self._prefix.parent)
 
     def _meta(self) -> Meta:
@@ -220,7 +220,7 @@ class IndexedWriter:
     def _write_index(self, file: BinaryIO) -> None:
         signed = np.frombuffer(self._lengths, np.int32)
         lengths = np.abs(signed).astype("<i4")
-        pointers = np.zeros(len(lengths), dtype="<i8")
+        pointers = np.zeros(len(lengths), dtype="<i8")  # int64, as .bin may exceed 2 GiB
         np.cumsum(lengths[:-1].astype("<i8") * self.dtype.itemsize, out=pointers[1:])
         documents = np.concatenate([[0], np.flatnonzero(signed > 0) + 1]).astype("<i8")
         file.write(_HEADER.pack(MAGIC, VERSION, self._dtype_code, len(lengths), len(documents)))
@@ -309,6 +309,7 @@ class IndexedDataset:
             return None
         try:
             meta = Meta(**json.loads(path.read_text(encoding="utf-8")))
+            # By exact type, since a bool would pass for an int.
             if wrong := [f.name for f in fields(Meta) if type(getattr(meta, f.name)) is not f.type]:
                 raise ValueError(f"{wrong[0]} is {getattr(meta, wrong[0])!r}")
         except (OSError, ValueError, TypeError) as error:

@@ -30,6 +30,7 @@ class OrderRow:
 
     def follows(self, other: "OrderRow") -> bool:
         """Return True if `other`, earlier in the run, already gives the same rules for all steps from here on."""
+        # All fields but the position must be equal, and the position must follow from the earlier row.
         if other.step > self.step or replace(other, step=self.step, samples=self.samples) != self:
             return False
         return other.first_sample(self.step + 1) == self.samples

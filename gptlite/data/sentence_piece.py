@@ -76,8 +76,9 @@ def train_sentencepiece(
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
-            hard_vocab_limit=False,
-            byte_fallback=True,
+            hard_vocab_limit=False,  # a small text has fewer pieces, which would be an error otherwise
+            byte_fallback=True,  # every text can be encoded, and decoded without a loss
+            # no normalization, nor added or removed spaces below: encoding is lossless
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
@@ -85,7 +86,7 @@ def train_sentencepiece(
             allow_whitespace_only_pieces=True,
             max_sentence_length=1 << 30,  # longer lines would be skipped silently
             num_threads=_num_threads(),
-            minloglevel=2,
+            minloglevel=2,  # errors only
         )
     except RuntimeError as error:
         needed = re.search(r"required_chars\. \d+ vs (\d+)", str(error))

@@ -18,6 +18,7 @@ _WORD = re.compile(rf"[ {SPACE}]*+[^ {SPACE}\n]+|[ {SPACE}]+|\n+")
 _CUT = re.compile(rf"\n|(?<=[^ {SPACE}])(?= )")
 _CROSSING = re.compile(rf"[^ {SPACE}][ {SPACE}]")
 _CHUNK = 1 << 16  # characters encoded at a time
+# SentencePiece takes hundreds of bytes of memory per character.
 _LONGEST = 1 << 20  # a longer run of characters without a boundary is cut anyway
 _CACHED = 64 << 20  # bytes
 _ENTRY = 200  # bytes of Python overhead per cache entry
@@ -41,11 +42,11 @@ class WordEncoder:
         words = _WORD.findall(chunk)
         try:
             return b"".join(map(self._ids.__getitem__, words))
-        except KeyError:
+        except KeyError:  # cheaper than a test of every word, most of which are known
             self._learn([word for word in set(words) if word not in self._ids])
         ids = b"".join(map(self._ids.__getitem__, words))
         if self._size > _CACHED:
-            self._ids.clear()
+            self._ids.clear()  # all at once: which words come back is not known
             self._size = 0
         return ids
 
@@ -75,7 +76,7 @@ def encodes_by_words(model: bytes, pieces: list[str]) -> bool:
     """
     trainer, normalizer = ({}, {})
     for number, value in _fields(model):
-        if number == 2 and isinstance(value, bytes):
+        if number == 2 and isinstance(value, bytes):  # field numbers are those of sentencepiece_model.proto
             trainer = dict(_fields(value))
         elif number == 3 and isinstance(value, bytes):
             normalizer = dict(_fields(value))

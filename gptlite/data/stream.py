@@ -40,6 +40,7 @@ class SampleStream:
         cls, seed: int, sequence_length: int, sets: Mapping[str, tuple[str, np.ndarray, float]]
     ) -> "SampleStream":
         """Return the stream of a new run, from (SHA-256 of the data, tokens, weight) by name."""
+        # Exact, and so independent of the order of the data sets.
         total = math.fsum(weight for _, _, weight in sets.values())
         parts = {name: DataSet(data, len(tokens), weight / total) for name, (data, tokens, weight) in sets.items()}
         tokens = {name: tokens for name, (_, tokens, _) in sets.items()}
@@ -51,7 +52,7 @@ class SampleStream:
         eras = [era.renamed(new.sets) for era in history if era.start < consumed]  # without eras of no samples
         if not eras:
             return SampleStream(self.seed, [new], self._tokens)
-        if not new.like(eras[-1]):
+        if not new.like(eras[-1]):  # otherwise the last era goes on, and sample numbers with it
             eras.append(eras[-1].after(consumed, SampleStream(self.seed, eras).counts(consumed), new))
         return SampleStream(self.seed, eras, self._tokens)
 
@@ -96,7 +97,7 @@ class SampleStream:
         if len(drawn) == 1:
             return gather(self._tokens[self.names[drawn[0]]], chunks, length)
         parts = [gather(self._tokens[self.names[each]], chunks[sets == each], length) for each in drawn]
-        result = np.empty((len(samples), length + 1), dtype=np.result_type(*parts))
+        result = np.empty((len(samples), length + 1), dtype=np.result_type(*parts))  # sets may differ in dtype
         for each, part in zip(drawn, parts, strict=True):
             result[sets == each] = part
         return result

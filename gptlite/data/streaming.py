@@ -147,7 +147,7 @@ def write_stream(documents: Iterable[str], output: Path, tokenizer: Tokenizer, a
     progress, began = Progress("tokenizing", 0, _say), time.monotonic()
     with split_writers(output, tokenizer) as writers:
         for number, text in enumerate(documents, start=1):
-            data = text.encode("utf-8", errors="replace")
+            data = text.encode("utf-8", errors="replace")  # a lone surrogate in JSON is no valid UTF-8
             split = is_held_out(document_hash(data).digest(), arguments.validation_fraction)
             writers[split].write(tokenizer.encode(text), len(data))
             writers[split].end_document()

@@ -46,6 +46,7 @@ class Span:
             file.seek(self.start)
             while (left := self.stop - file.tell()) > 0:
                 block = file.read(min(_BLOCK, left))
+                # to a line's end: no character is cut
                 block += file.readline(left - len(block)) if left > len(block) else b""
                 if not block:
                     raise ConfigError(f"data.path: {self.path} became shorter while it was read; start again")
@@ -161,7 +162,7 @@ def split(path: Path, validation_fraction: float) -> tuple[Span, Span]:
     if line.endswith(b"\n") and stop < size:
         cut = stop
     else:
-        cut = next((n for n in range(cut, stop) if line[n - start] & 0xC0 != 0x80), stop)
+        cut = next((n for n in range(cut, stop) if line[n - start] & 0xC0 != 0x80), stop)  # the start of a character
     return Span(path, 0, cut), Span(path, cut, size)
 
 

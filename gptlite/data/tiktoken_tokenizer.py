@@ -38,7 +38,7 @@ class TiktokenTokenizer(Tokenizer):
         return about.encode() + hashlib.sha256(self._content).digest()
 
     def encode(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
+        return self._encoding.encode_ordinary(text)  # treats special tokens in a text as plain text
 
     @classmethod
     def load(cls, folder: Path, settings: dict[str, Any]) -> "TiktokenTokenizer":

@@ -55,6 +55,7 @@ class Tokenizer(ABC):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the definition: equal for tokenizers that encode alike."""
+        # The zero byte separates the two, so that no other pair gives the same bytes.
         return hashlib.sha256(self.kind.encode() + b"\0" + self.definition()).hexdigest()
 
     @abstractmethod
@@ -112,6 +113,7 @@ class ByteTokenizer(Tokenizer):
         return list(text.encode("utf-8", errors="replace"))
 
     def encode_array(self, text: str) -> np.ndarray:
+        # in C, not a list
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int32)
 
 

@@ -40,7 +40,7 @@ def _check_ends(dataset: IndexedDataset, eod: int) -> None:
     before = 0
     for start in range(0, dataset.num_documents, _BLOCK):
         stops = dataset.document_stops(start, min(start + _BLOCK, dataset.num_documents))
-        ended = np.diff(stops, prepend=before) > 0
+        ended = np.diff(stops, prepend=before) > 0  # an empty document has no end
         ended[ended] = dataset.tokens[stops[ended] - 1] == eod
         if not ended.all():
             words = f"document {start + int(ended.argmin())} does not end with its end of document, {eod}"

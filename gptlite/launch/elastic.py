@@ -68,7 +68,7 @@ def rank_ending(config: Config, world: int, started: float, worker: tuple[str, .
     reason, ran_out = "", False
     with tempfile.TemporaryDirectory(prefix="gptlite-") as name, Requests(Path(name) / "stop") as requests:
         for attempt in range(restarts + 1):
-            folder = Path(name) / str(attempt)
+            folder = Path(name) / str(attempt)  # a new one: results of an earlier attempt must not count
             folder.mkdir()
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
             kills = kernel_kills()  # compared after the run, to attribute a SIGKILL to the OOM killer
@@ -77,11 +77,13 @@ def rank_ending(config: Config, world: int, started: float, worker: tuple[str, .
             for result in results:
                 if "refused" in result:
                     raise ConfigError(result["refused"])
+            # Ranks that lose their peers while stopping are no failure.
             if requests.received and (requests.insisted or all(map(_follows, failures.values()))):
                 return Ended(results[0].get("exit_code", 128 + requests.received))
             if not failures and "exit_code" in results[0]:
                 return Ended(results[0]["exit_code"])
             words = blame(failures, folder, Path(config.run.dir).expanduser())
+            # A library thread aborts instead of raising, so the peak noted before decides.
             near = {rank for rank in failures if was_near(folder / f"memory-{rank}", config.trainer.host_memory_limit)}
             memory = _memory(results, failures, kernel_kills() > kills, near)
             reason, ran_out = memory or words.splitlines()[0], bool(memory)
@@ -185,6 +187,7 @@ def blame(failures: Failures, folder: Path, run_dir: Path) -> str:
         return "rank 0 ended without a result"
     first = min(failure.timestamp for failure in failures.values())
 
+    # 0: an exception of its own; 1: died without one; 2: lost a peer; 3: stopped by the agent.
     def order(rank: int) -> tuple[int, float]:
         failure = failures[rank]
         if error := _exception(failure):

@@ -57,7 +57,7 @@ def out_of_memory(error: BaseException) -> str:
     """Return the reason in one line if an exception, or one that it came from, is an out-of-memory failure; else ""."""
     for each in _chain(error):
         text = str(each)
-        if type(each).__name__ == "OutOfMemoryError" or DEVICE.search(text):
+        if type(each).__name__ == "OutOfMemoryError" or DEVICE.search(text):  # by name, as torch is not imported here
             free = FREE.search(text)
             return f"CUDA memory ran out{_asked(text)}{f', {free[1]} free' if free else ''}"
         if isinstance(each, MemoryError) or HOST.search(text):
@@ -76,10 +76,11 @@ def note_use(file: Path) -> None:
         page, most = os.sysconf("SC_PAGE_SIZE"), 0
         with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as statm, file.open("wb", 0) as out:
             while True:
+                # data and stack, about what RLIMIT_DATA counts
                 used = int(os.pread(statm.fileno(), 200, 0).split()[5]) * page
                 if used > most:
                     most = used
-                    os.pwrite(out.fileno(), b"%020d" % used, 0)
+                    os.pwrite(out.fileno(), b"%020d" % used, 0)  # fixed width: overwrites all digits of the last
                 time.sleep(NOTE_SECONDS)  # short, as an abort leaves no time for a last note
 
     threading.Thread(target=watch, daemon=True, name="memory in use").start()

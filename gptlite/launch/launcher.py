@@ -130,6 +130,7 @@ def share_cores(ranks: int) -> None:
     """Limit torch's threads to this rank's share of the cores, unless the environment or Slurm has already set it."""
     import torch
 
+    # Ranks that Slurm binds to cores count only those.
     bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
     if "OMP_NUM_THREADS" not in os.environ and not (bound and "SLURM_STEP_ID" in os.environ):
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))

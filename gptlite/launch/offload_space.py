@@ -39,11 +39,11 @@ def needed_bytes(config: Config, layout: Layout, here: int) -> int:
         layout=layout,
         optimizer=config.optimizer,
         global_batch_size=config.data.global_batch_size,
-        micro_batch_size=1,
+        micro_batch_size=1,  # this and the following do not affect the files
         sequence_length=config.data.sequence_length,
         dtype="fp32",
         attention=Attention.matmul,
     )
     places = [(layout.coordinate(rank, "pp"), layout.coordinate(rank, "tp")) for rank in range(here)]
-    bytes_of = {place: file_bytes(work, *place) for place in set(places)}
+    bytes_of = {place: file_bytes(work, *place) for place in set(places)}  # data ranks at a place have equal shards
     return sum(bytes_of[place] for place in places)

@@ -27,7 +27,7 @@ class RankLog:
         """Continue in `log_path(run_dir, rank)`, appending the earlier output, and delete the first file."""
         target = log_path(run_dir, self.rank)
         target.parent.mkdir(exist_ok=True)
-        sys.stdout.flush()
+        sys.stdout.flush()  # into the first file, which is read next
         said = self.path.read_bytes()
         with target.open("ab") as file:
             file.write(said)
@@ -37,7 +37,7 @@ class RankLog:
 
     def tell(self, text: str) -> None:
         """Print a line to the previous standard error."""
-        os.write(self.terminal, (text + "\n").encode())
+        os.write(self.terminal, (text + "\n").encode())  # one call, so that lines of several ranks do not mix
 
     def _point_to(self, path: Path) -> None:
         with path.open("ab") as file:

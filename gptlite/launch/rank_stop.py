@@ -34,7 +34,7 @@ class LauncherStop(StopSignal):
         self._signalled: float | None = None  # when a signal last came
         self._lock = threading.RLock()
         self._bytes, wake = socket.socketpair()
-        self._bytes.settimeout(LOOK_SECONDS)
+        self._bytes.settimeout(LOOK_SECONDS)  # a read waits this long, which paces the polling of the file
         wake.setblocking(False)  # required by set_wakeup_fd
         self._wake = wake  # keeps the socket open
         for number in SIGNALS:
@@ -64,7 +64,7 @@ class LauncherStop(StopSignal):
             with self._lock:
                 self._check_file()
             if self._unwinding and self._noticed is not None and now - self._noticed > UNWIND_SECONDS:
-                os._exit(0)
+                os._exit(0)  # `stopped` has already written the result
             # A request's signal may go to the whole process group, so wait for the file; without one, the signal ends
             # this rank.
             if self._signalled is not None and now - self._signalled > SAME_SECONDS:

@@ -41,7 +41,7 @@ def starter() -> Starter | None:
         rank, world, local_rank = map(_number, TORCHRUN[:3])
         local_world = _number("LOCAL_WORLD_SIZE", world)
         return Starter("torchrun", rank, world, local_rank, local_world, env["MASTER_ADDR"], _number("MASTER_PORT"))
-    if env.keys() >= set(SRUN) and _number("SLURM_NTASKS") > 1:
+    if env.keys() >= set(SRUN) and _number("SLURM_NTASKS") > 1:  # a single task starts its ranks itself
         return _of_srun()
     return None
 

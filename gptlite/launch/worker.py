@@ -86,13 +86,13 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
     from gptlite.parallelism.process_group import leave
     from gptlite.trainer.signals import StopSignal
 
-    os.environ.update(starter.environment())
+    os.environ.update(starter.environment())  # torch.distributed reads them, and srun sets others
     log = None
     if starter.rank:
         handle, name = tempfile.mkstemp(prefix=f"gptlite-rank-{starter.rank}-", suffix=".log")
         os.close(handle)
         log = RankLog(Path(name), starter.rank)
-    if starter.name == "srun":
+    if starter.name == "srun":  # torchrun sets OMP_NUM_THREADS itself
         share_cores(starter.local_world_size)
     try:
         code = train_rank(config, started, StopSignal(), log, pretrain, starter)
@@ -100,7 +100,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
         return code
     except ConfigError:
         if log:
-            log.path.unlink()
+            log.path.unlink()  # a refused run leaves nothing behind
         raise
     except Exception as error:
         note_failure(error)

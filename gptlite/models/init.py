@@ -50,6 +50,7 @@ def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:
     if columns == width:
         draw_normal_(target, std, seed, name, offset=row * width)
         return
+    # Counters run along whole rows, of which this rank has some columns.
     for start in range(0, rows, step := max(1, BLOCK // width)):
         block = target.new_empty(min(step, rows - start), width)
         draw_normal_(block, std, seed, name, offset=(row + start) * width)
@@ -79,6 +80,7 @@ def _normal(start: int, count: int, key: tuple[int, int], device: torch.device) 
     counter = torch.arange(start // 4, (start + count + 3) // 4, device=device)  # a counter gives four values
     zero = torch.zeros_like(counter)
     bits = philox((counter & WORD, counter >> 32, zero, zero), key)
+    # In (0, 1), so that the logarithm is finite.
     u0, u1, u2, u3 = ((word.double() + 0.5) / 2**32 for word in bits)
     pairs = []
     for radius, angle in ((u0, u1), (u2, u3)):

@@ -63,7 +63,7 @@ class Head(nn.Linear):
         hidden [B, S, d]; targets [B, S]; rows from `vocab_size` on are padding.
         """
         hidden = hidden.to(self.matmul_dtype or hidden.dtype)
-        weight = self.weight if known.table is None else self.weight.detach()
+        weight = self.weight if known.table is None else self.weight.detach()  # its gradient goes to `known.table`
         if targets is None:
             return (hidden[:, 0] @ as_dtype(weight, hidden.dtype)[:vocab_size].t()).float()
         rows = hidden.flatten(0, 1)
@@ -92,10 +92,10 @@ class LayerNorm(nn.LayerNorm):
         self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of residual + dropout(x + x_bias), and that sum; without a key nothing is dropped."""
-        if self.fp32:
+        if self.fp32 or self.apex:  # the fused op has one dtype, and Apex's norm has no addition
             h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
             return self(h), h
-        return residual_norm(x, residual, *self._gain(x.dtype), self.eps, p, key, self.fused, self.apex, x_bias)
+        return residual_norm(x, residual, *self._gain(x.dtype), self.eps, p, key, self.fused, x_bias)
 
     def _gain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return as_dtype(self.weight, dtype), cast(self.bias, dtype)

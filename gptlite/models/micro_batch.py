@@ -25,6 +25,8 @@ class MicroBatch:
     @property
     def keys(self) -> float:
         """Number of keys per query for which scores are materialized, if they are."""
+        # Rank r's chunks of length / 2 end after r + 1 and after 2 context - r of them; a query sees keys up to its
+        # chunk's end, so this is the mean.
         return self.length * (self.context if self.context == 1 else self.context / 2 + 1 / 4)
 
     @property

@@ -38,11 +38,12 @@ class Model:
 
     def build(self, ops: Ops, seed: int) -> nn.Module:
         """Build the whole model on the meta device."""
-        with torch.device("meta"):
+        with torch.device("meta"):  # no memory yet: each rank allocates only its parts
             return self.spec.build(self.config, ops, seed)
 
     def forward(self, part: nn.Module, x: Tensor, inputs: Inputs) -> Tensor:
         """Return the sum of a part's losses, or its activations: see ModelSpec.forward."""
+        # Only for models whose layers do not cast: autocast chooses a dtype op by op, FSDP2 does not.
         with torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext():
             return self.spec.forward(part, x, inputs)
 
@@ -79,7 +80,7 @@ class Model:
         """Yield the buffers that a checkpoint stores."""
         for path, module in part.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
+                if name not in module._non_persistent_buffers_set:  # torch has no public way to ask
                     yield f"{path}.{name}" if path else name, buffer
 
     def tie(self, part: nn.Module) -> None:
@@ -94,6 +95,7 @@ class Model:
         hold."""
         for copy, owner in self.spec.tied(self.config).items():
             owners = [_parameter(part, owner) for part in parts]
+            # A part that holds both has one parameter for them.
             copies = [
                 _parameter(part, copy) if held is None else None for part, held in zip(parts, owners, strict=True)
             ]

@@ -81,7 +81,7 @@ def parallelize(
                 offload.wrap(block, first=block is blocks[0])
             _recompute(block, mode, split_backward)
             if compile:
-                block.compile()
+                block.compile()  # keeps the module, and so the parameters' names
         set_dtypes(model, part, policy, recomputes=mode.recomputes)
         # Under autocast products cast their operands, so parameters are gathered in their own dtype.
         gathered = policy.gather_dtype if model.autocast is None else policy.parameter_dtype
@@ -179,7 +179,7 @@ def _cut_blocks(model: Model, whole: nn.Module, mesh: Mesh, config: ParallelismC
     blocks = model.stage_blocks(num_stages(config))
     parts = []
     for stage in stages_of_rank(config, mesh.coordinate("pp")):
-        part = copy.deepcopy(whole)
+        part = copy.deepcopy(whole)  # on the meta device: no data is copied
         model.spec.keep(part, model.config, blocks[stage])
         parts.append(part)
     return parts

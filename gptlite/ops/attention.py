@@ -55,7 +55,7 @@ def causal_attention(
     dropping = dropout_p > 0.0 and key is not None
     if mask is not None and choice is Attention.sdpa and not dropping:
         hidden = mask | future(q.shape[-2], k.shape[-2], q.device)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)  # SDPA's masks are True for visible keys
     if dropping or mask is not None or choice is Attention.fused_softmax:
         fused = fused_scores or choice in (Attention.fused_softmax, Attention.fused)
         return _written_out(q, k, v, mask, dropout_p, key if dropping else None, fused)
@@ -100,6 +100,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, choice: Attention) -> Tensor:
     square, several = q.shape[-2] == k.shape[-2], q.shape[-2] > 1
     if several and not square and _takes_flash(q, k, v):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
+    # SDPA's is_causal aligns the first query with the first key; here the last ones are aligned.
     mask = ~future(q.shape[-2], k.shape[-2], q.device) if several and not square else None
     backends = _backends(choice, q.device, several) if mask is None else []
     with sdpa_kernel(backends) if backends else nullcontext():
@@ -171,6 +172,7 @@ def _probabilities(q: Tensor, k: Tensor, start: int, end: int, scale: float) -> 
     keys = end + k.shape[1] - q.shape[1]
     bias = torch.zeros(end - start, keys, dtype=q.dtype, device=q.device)
     bias.masked_fill_(future(end - start, keys, q.device), float("-inf"))
+    # Mask and scale are part of the product, which saves two passes over the scores.
     return torch.softmax(torch.baddbmm(bias, q[:, start:end], k[:, :keys].transpose(1, 2), alpha=scale), dim=-1)
 
 
@@ -207,6 +209,7 @@ class _MatmulAttention(torch.autograd.Function):
             dv[:, :keys] += torch.bmm(p.transpose(1, 2), g)
             dscores = torch.bmm(g, v[:, :keys].transpose(1, 2))
             dscores = torch.ops.aten._softmax_backward_data(dscores, p, -1, p.dtype)
+            # scaled here, as dq has fewer elements than dscores
             dq[:, start:end] = torch.bmm(dscores, k[:, :keys]) * scale
             dk[:, :keys] += torch.bmm(dscores.transpose(1, 2), q[:, start:end]) * scale
         return dq, dk, dv

@@ -89,6 +89,7 @@ def linear_cross_entropy(
     # In fp16, gradients of single logits divided by a batch's number of tokens would underflow.
     upstream = None if hidden.dtype == torch.float16 else known.upstream
     loss = _Loss(vocab_size, shard, choice is CrossEntropy.fused, terms, fused_linear, upstream)
+    # The gradients are computed with the loss, wanted or not; evaluation runs without grad mode.
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, loss, known.table)
     table, rows = loss.table(weight, hidden.dtype), loss.rows(weight)
@@ -118,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for h, t in chunks:
             logits = h @ table.t()
             losses.append(loss.of(logits[:, :rows], t, want_grad=True))  # the padding's logits are 0 and stay 0
-            dhidden.append(logits @ table)
+            dhidden.append(logits @ table)  # `loss.of` has written the gradient over the logits
             dtable = loss.table_gradient(logits, h, table, dtype, dtable)
             del logits  # free them before the next chunk
         assert dtable is not None
@@ -228,7 +229,7 @@ class _Loss:
             # would compute them again. The largest p is at least 1/V, so its logarithm is accurate.
             log_sum = x.amax(1).float() - p.amax(1).log()
             valid = t != IGNORE
-            index = t.masked_fill(~valid, 0).unsqueeze(1)
+            index = t.masked_fill(~valid, 0).unsqueeze(1)  # any valid column: the row does not count
             total = x.sum(1, dtype=torch.float32) if self.terms.label_smoothing else None
             losses.append(self._sum(log_sum, x.gather(1, index).squeeze(1).float(), total, valid))
             if want_grad:
@@ -268,7 +269,7 @@ class _Loss:
         else:
             stats = _stats(logits, index, mine)
         everywhere = shard.gather(stats)
-        log_sum = everywhere[..., 0].logsumexp(0)
+        log_sum = everywhere[..., 0].logsumexp(0)  # a rank without columns gives -inf, and adds nothing
         target_logit, total = everywhere[..., 1].sum(0), everywhere[..., 2].sum(0)
         if want_grad and columns and self.fused:
             terms = (self.terms.label_smoothing, self.terms.z_loss, IGNORE, self.scale)

@@ -46,6 +46,7 @@ def keep_mask(shape: torch.Size, p: float, key: DropoutKey) -> Tensor:
     # Sample numbers may exceed 2**32, so their upper half shares a counter word with the head.
     counter = (torch.arange(lanes, device=device), position, sample & WORD, head + ((sample >> 32) << 16))
     words = torch.broadcast_tensors(*philox(counter, (key.seed, key.site)))
+    # Integers are compared, so that no device rounds differently.
     return torch.stack(words, dim=-1).flatten(-2)[..., :width] >= int(p * 2**32)
 
 

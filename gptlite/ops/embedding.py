@@ -65,6 +65,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, table: Tensor, shared: TableGradient) -> Tensor:
         ctx.save_for_backward(tokens)
+        # `like`: dtype and device, without the table
         ctx.shared, ctx.like, ctx.shape = shared, table.new_empty(0), table.shape
         return F.embedding(tokens, table)
 

@@ -29,6 +29,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     The backward pass also multiplies in fp8. Its saved copies of x and weight take one byte per element.
     """
+    # Asked here: within a Function's forward, gradients are always off.
     rows = _Fp8Product.apply(x.reshape(-1, x.shape[-1]), weight, torch.is_grad_enabled())
     out = rows.view(*x.shape[:-1], len(weight))
     return out if bias is None else out + bias
@@ -38,7 +39,7 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return x / scale in an fp8 dtype, and the scale, 0-dim fp32."""
     most = torch.finfo(dtype).max
     scale = x.abs().amax().float().clamp(min=SMALLEST_AMAX) / most
-    return (x.float() / scale).clamp(-most, most).to(dtype), scale
+    return (x.float() / scale).clamp(-most, most).to(dtype), scale  # rounded up, the largest would become NaN
 
 
 def both_layouts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,13 +35,13 @@ def residual_norm(
     p: float = 0.0,
     key: DropoutKey | None = None,
     fused: bool = False,
-    apex: bool = False,
     x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the layer norm of h = residual + dropout(x + x_bias), and h: both [B, S, D]; x_bias [D].
 
     `key=None` turns dropout off.
     """
+    # The kernel adds the bias itself, unless dropout has to run before it.
     if x_bias is not None and not (fused and (key is None or not key.gap)):
         x, x_bias = x + x_bias, None
     if fused and key is not None and key.gap:  # the kernel supports one run of positions
@@ -49,7 +49,7 @@ def residual_norm(
     if fused:
         return _ResidualNorm.apply(x, x_bias, residual, weight, bias, eps, p, key)
     h = residual + dropout(x, p, key)
-    return layer_norm(h, weight, bias, eps, apex=apex), h
+    return layer_norm(h, weight, bias, eps), h
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -71,6 +71,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         low = as_dtype(weight, x.dtype)
         ctx.save_for_backward(x, low)
+        # Empty tensors carry dtype and device, and keep no fp32 weight alive.
         ctx.like, ctx.bias_like = weight.new_empty(0), None if bias is None else bias.new_empty(0)
         return F.linear(x, low, cast(bias, x.dtype))
 

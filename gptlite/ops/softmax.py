@@ -24,7 +24,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, fused: boo
     """
     if fused:
         return _Softmax.apply(scores, mask, scale, False)
-    x = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    x = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale  # 16-bit scores in fp32; fp64 stays
     if mask is not None:
         x = x.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else x + mask
     # A row with only -inf would give 0 / 0, in the gradient too.

@@ -66,7 +66,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
         ctx.dtype = weight.dtype
-        return copy.detach()
+        return copy.detach()  # the copy itself must not become part of a graph
 
     @staticmethod
     @once_differentiable

@@ -107,7 +107,7 @@ def _average(works: Sequence[_Work]) -> None:
     matrices = [work for work in works if work.is_matrix]
     rows, columns = [], []
     for work in works:
-        squares = work.gradient.square().add_(work.group["eps"][0])
+        squares = work.gradient.square().add_(work.group["eps"][0])  # here, as in the paper
         if work.is_matrix:
             rows.append(squares.sum(1))
             columns.append(squares.sum(0))
@@ -122,6 +122,7 @@ def _average(works: Sequence[_Work]) -> None:
 
 def _divide(matrices: Sequence[_Work]) -> None:
     """Divide each gradient by the root of R C / mean(R)."""
+    # fp64, so that sums of shards do not differ from those of the whole in fp32.
     sums = [local_tensor(work.state["row_var"]).sum(dtype=torch.float64) for work in matrices]
     for work, total in zip(matrices, sum_over_cuts(sums, [work.along(0) for work in matrices]), strict=True):
         rows, columns = (local_tensor(work.state[key]) for key in ("row_var", "col_var"))

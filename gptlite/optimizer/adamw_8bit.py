@@ -58,14 +58,15 @@ class AdamW8bit(OwnOptimizer):
         for group in self.param_groups:
             parameters = self.ready(group)
             self.counted(parameters)
-            (beta1, beta2), lr = group["betas"], torch.tensor(float(group["lr"]))
+            (beta1, beta2), lr = group["betas"], torch.tensor(float(group["lr"]))  # a float would be compiled in
             for parameter, weight, gradient in zip(
                 parameters, local_parameters(parameters), local_gradients(parameters), strict=True
             ):
                 state = self.state[parameter]
+                # No AMSGrad; AdamW rather than Adam; no stochastic rounding.
                 rule = (None, lr, beta1, beta2, group["weight_decay"], group["eps"], True, False)
                 if weight.is_cuda:
-                    with torch._dynamo.utils.disable_cache_limit():
+                    with torch._dynamo.utils.disable_cache_limit():  # there is one graph for each shape
                         _compiled()(weight, gradient, state["step"], *(state[key] for key in MOMENTS), *rule)
                     continue
                 for start in range(0, weight.numel(), PIECE):

@@ -72,7 +72,7 @@ class OwnOptimizer(Optimizer):
         """Increment each parameter's step count, kept on the host, and return the counts. The first step is 1."""
         steps = [self.state_of(parameter)["step"] for parameter in parameters]
         for step in steps:
-            step += 1
+            step += 1  # in place: `step` is the state's tensor
         return [int(step) for step in steps]
 
     def local_states(self, parameters: Iterable[Tensor], key: str) -> list[Tensor]:
@@ -103,6 +103,7 @@ class PiecewiseStep:
         with torch.no_grad():
             self.take({} if scale is None else {"scale": scale})
 
+    # Runs the step's hooks. torch wraps only the step of the class that it constructs.
     step = Optimizer.profile_hook_step(step)  # pyright: ignore[reportArgumentType]
 
 
@@ -110,7 +111,7 @@ class PieceRule:
     """Update rule of an optimizer, without its hooks, applied to tensors that are passed to each step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = object.__new__(type(optimizer))
+        self._optimizer = object.__new__(type(optimizer))  # __init__ refuses an empty list of parameters
         Optimizer.__setstate__(self._optimizer, optimizer.__getstate__())
         self._hold([], {})
 

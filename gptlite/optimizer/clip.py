@@ -59,6 +59,7 @@ def clip_factor(max_norm: float, norm: Tensor, loss_scale: float | Tensor = 1.0)
     The gradients of a scaled loss, and their norm, are `loss_scale` times too large. The factor corrects for that.
     """
     if not isinstance(loss_scale, Tensor) and loss_scale == 1.0:
+        # 1e-6 as in torch's clip_grad_norm_
         return torch.clamp(max_norm / (norm + 1e-6), max=1.0) if max_norm > 0 else None
     if max_norm > 0:
         return torch.clamp(max_norm / (norm / loss_scale + 1e-6), max=1.0) / loss_scale

@@ -48,6 +48,7 @@ class FusedStep:
                 not group["decoupled_weight_decay"],
                 scale,
                 found_inf,
+                # The op's list has no room for None.
                 [parameters[0].new_empty(0) if copy is None else copy for copy in copies] if copied else None,
             )
             torch.autograd.graph.increment_version(parameters)  # autograd detects stale saved tensors by it
@@ -100,6 +101,7 @@ def clip_and_step(
     """
     if isinstance(optimizer, FusedAdam | FusedAdamW):
         held = next((tensor for group in optimizer.param_groups for tensor in group["params"]), norm)
+        # Offloaded parameters are on the host, a norm that was summed over ranks is not.
         factor = clip_factor(max_norm, norm.to(local_tensor(held).device), loss_scale)
         optimizer.step(scale=factor, found_inf=found_inf)
     else:

@@ -71,7 +71,7 @@ def _adapt(parameters: Sequence[nn.Parameter], updates: Sequence[Tensor]) -> Non
     if not matrices:
         return
     weights, updates = local_parameters(p for p, _ in matrices), [update for _, update in matrices]
-    squares = torch.stack([square_norms(weights), square_norms(updates)], 1)
+    squares = torch.stack([square_norms(weights), square_norms(updates)], 1)  # both in one reduction per axis
     squares = torch.stack(sum_over_cuts(squares.unbind(), [cuts(parameter) for parameter, _ in matrices]))
     size, length = squares.sqrt().unbind(1)
     ratio = torch.where((size > 0) & (length > 0), size / length, 1.0).to(updates[0].dtype)

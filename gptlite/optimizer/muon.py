@@ -85,7 +85,7 @@ class Muon(OwnOptimizer):
         others = [{key: group[key] for key in ("params", "weight_decay")} for group in self._others()]
         self.adamw = adamw(others) if others else None
         if self.adamw is not None:
-            self.adamw.state = self.state
+            self.adamw.state = self.state  # one state, so that checkpoints see both
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a momentum for a matrix, AdamW's state for other parameters."""
@@ -114,6 +114,7 @@ class Muon(OwnOptimizer):
             return
         updates = [self._momentum(group, parameter) for _, parameter in found]
         stacks = [self.stacks.get(name, Stack()) for name, _ in found]
+        # Collective, also where this rank owns no matrix of the round.
         change_whole(updates, lambda index, whole: self.orthogonal_update(whole, stacks[index]))
         weights = local_parameters(parameter for _, parameter in found)
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
@@ -143,8 +144,9 @@ class Muon(OwnOptimizer):
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
     """Return about U Vᵀ for x [..., n, m] with the singular value decomposition U S Vᵀ. Zeros stay zeros."""
     a, b, c = QUINTIC
-    shape, tall = x.shape, x.shape[-2] > x.shape[-1]
+    shape, tall = x.shape, x.shape[-2] > x.shape[-1]  # of x xᵀ and xᵀ x, the smaller is computed
     x = x.mT if tall else x
+    # The Frobenius norm bounds the largest singular value, and the iteration converges for values up to 1.
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
     if x.dtype in (torch.float32, torch.float64):
         for _ in range(steps):

@@ -88,7 +88,7 @@ def round_box_(parameter: Tensor, values: Tensor, seed: int, step: int, name: st
     rows, columns = (sizes[0], values[0].numel()) if len(sizes) > 1 else (1, values.numel())
     row, column = (starts[0], starts[1]) if len(sizes) > 1 else (0, starts[0])
     source, target = values.view(rows, columns), target.view(rows, columns)
-    torch.autograd.graph.increment_version(parameter)
+    torch.autograd.graph.increment_version(parameter)  # autograd detects stale saved tensors by it
     first, lanes = column // LANES, -(-(column + columns) // LANES) - column // LANES
     rows_each, lanes_each = max(1, BLOCK // lanes), min(lanes, BLOCK)
     for top in range(0, rows, rows_each):
@@ -110,7 +110,7 @@ def rounded(values: Tensor, draws: Tensor) -> Tensor:
     are kept.
     """
     bits = values.contiguous().view(torch.int32)
-    up = ((bits + draws) & ~LOW).view(torch.float32)
+    up = ((bits + draws) & ~LOW).view(torch.float32)  # the sign has a bit of its own, so negative values work too
     return torch.where(values.isfinite(), up, values).to(torch.bfloat16)
 
 

@@ -60,7 +60,7 @@ class Schedule:
                 start = max(warmup, end - round(config.decay_fraction * end))
                 return 1 - (1 - low) * _progress(step, start, end)
             case InverseSqrtConfig():
-                return math.sqrt((warmup + 1) / (step + 1))
+                return math.sqrt((warmup + 1) / (step + 1))  # 1 at the end of the warmup
         raise TypeError(f"no curve for {type(config).__name__}: add a case to Schedule.factor")
 
     def _decay_end(self) -> int:

@@ -111,7 +111,7 @@ def moments_of(optimizer: Optimizer) -> list[str]:
 
 def _state_of_two(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the initial state of a parameter with two elements."""
-    probe = torch.zeros(2)
+    probe = torch.zeros(2)  # two elements tell a moment [2] from a step count []
     found = materialized(optimizer, probe)
     del optimizer.state[probe]
     return found
@@ -169,12 +169,12 @@ class Stream:
         if self._mapped:
             with _told():
                 self.file.flush()
-            self._mapped = False
+            self._mapped = False  # from here on the buffers are ahead of the mapping
         count = len(self._chunks)
         numbers: dict[Tensor, Numbers] = {}
         for chunk in self._chunks:
             for number in range(self._count, self._count + min(count, 2)):
-                if self._there[self._slot(number)] is None:
+                if self._there[self._slot(number)] is None:  # at the first step, or after `settle`
                     self._there[self._slot(number)] = self._thread.submit(self._read, number)
             slot = self._slot(self._count)
             future = self._there[slot]
@@ -205,6 +205,7 @@ class Stream:
             view.grad = local_tensor(piece.parameter.grad).reshape(-1)[piece.start : piece.stop]
             groups[piece.group]["params"].append(view)
             own = self._state[piece.parameter]
+            # Clones: every piece of a parameter starts from the same step count.
             others = {k: v.clone() for k, v in own.items() if k not in self._keys and isinstance(v, Tensor)}
             length = piece.stop - piece.start
             moments = {key: row[piece.place : piece.place + length] for key, row in zip(self._keys, rows, strict=True)}
@@ -245,6 +246,7 @@ class Stream:
 
 def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tuple[list[list[Piece]], int]:
     """Cut the parameters into two or more equal chunks of at most `most` elements. Return the chunks and their size."""
+    # At most half of all elements, so that both buffers are used.
     size = max(1, min(most // UNIT, -(-total // (2 * UNIT)))) * UNIT
     chunks: list[list[Piece]] = [[] for _ in range(max(1, -(-total // size)))]
     for group, parameter, place in places:

@@ -85,6 +85,7 @@ def cut_like(parameter: Tensor, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    # Without `shape`, torch would assume shards of equal size.
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
 

@@ -23,7 +23,7 @@ def all_reduce(tensor: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op
     if axes is None:
         dist.all_reduce(tensor, OPS[op])
         return tensor
-    for axis in axes:
+    for axis in axes:  # there are no groups over several axes
         if mesh.size(axis) > 1:
             dist.all_reduce(tensor, OPS[op], group=mesh.group(axis))
     return tensor

@@ -104,7 +104,7 @@ class _Gather(torch.autograd.Function):
         if axis.refill:
             memory.append(whole)
         ctx.axis, ctx.shape, ctx.memory = axis, qkv.shape, memory
-        ends = [start + length // 2 for start in axis.starts(length)]
+        ends = [start + length // 2 for start in axis.starts(length)]  # causal: no query of a chunk sees beyond its end
         return tuple(whole[which, :, :, :end] for end in ends for which in (0, 1))
 
     @staticmethod
@@ -122,7 +122,7 @@ class _Gather(torch.autograd.Function):
                     ranks[rank, which % 2, :, :, half] += grad[:, :, start:end]
         own = ranks.new_empty(ranks.shape[1:])
         reduce_scatter_single(own.view(1, -1), ranks.view(axis.size, -1), group=axis.group)
-        dqkv = grads[0].new_zeros(ctx.shape)
+        dqkv = grads[0].new_zeros(ctx.shape)  # zeros for the queries, which attention reads from qkv directly
         dqkv[:, :, :, 1:] = own.view(2, batch, heads, length, width).permute(1, 3, 2, 0, 4)
         return dqkv, None, None
 

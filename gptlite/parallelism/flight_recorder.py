@@ -75,5 +75,6 @@ def _entries(active: bool) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # GPU (only in CUDA builds) and CPU
         if dump := getattr(c10d, name, None):
+            # The first argument includes collectives, the second drops finished ones.
             found += json.loads(dump(True, active)).get("entries", [])
     return found

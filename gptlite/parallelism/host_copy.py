@@ -10,12 +10,13 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if tensor.device.type == "cuda":
+            # unpinned, the copy would block
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._values = tensor.detach().clone()
+            self._values = tensor.detach().clone()  # the tensor may change before its values are read
 
     @property
     def arrived(self) -> bool:

@@ -65,6 +65,7 @@ class Layout:
 
     def stride(self, axis: str) -> int:
         """Difference between the rank numbers of neighbours along an axis."""
+        # A folded axis takes the fastest part of the axes under it.
         last = next((each.over[-1] for each in folded() if each.name == axis), axis)
         return math.prod(self.sizes[AXES.index(last) + 1 :])
 
@@ -74,7 +75,7 @@ class Layout:
 
     def data_rank(self, rank: int) -> int:
         """Index of the part of the global batch that a rank reads."""
-        return self.coordinate(rank, *DATA_AXES) // self.sharing
+        return self.coordinate(rank, *DATA_AXES) // self.sharing  # ranks that share samples are neighbours
 
     def describe(self, config: ParallelismConfig) -> str:
         """Return e.g. `pipeline 2 x data 2 (zero 1) x tensor 2, 1f1b`: all of a layout that affects numerical
@@ -109,6 +110,7 @@ class Layout:
 class ScheduleRule:
     """Constraints of a torch.distributed.pipelining schedule."""
 
+    # Read by config checks and the planner; torch raises for a violation only after the ranks have started.
     virtual: int  # default number of stages per rank
     fixed: bool = False  # the number of stages cannot be changed
     fill: bool = False  # needs at least as many micro-batches as the pipeline has ranks

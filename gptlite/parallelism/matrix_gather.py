@@ -42,13 +42,15 @@ def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
     levels = {index: _levels(tensor) for index, tensor in tensors.items()}
     held = {index: local_part(tensor) for index, tensor in tensors.items()}
     for index, each in levels.items():
+        # An offloaded tensor is on the host.
         held[index] = held[index].to(each[0][0].device) if each else held[index]
     like, way, stride = next(iter(held.values())), [], 1
     for level in range(len(next(iter(levels.values())))):
-        if not held:
+        if not held:  # nor have the ranks it would exchange with, which have its coordinates on the earlier axes
             break
         at = {index: levels[index][level] for index in held}
         size = next(iter(at.values()))[0].size
+        # The owners' coordinates are the digits of `place`, in a base of the axes' sizes.
         owners = {index: place // stride % size for place, index in enumerate(tensors) if index in held}
         held = _collect(held, owners, at, like)
         way.append((owners, at))
@@ -116,6 +118,7 @@ def _exchange(
     group: dist.ProcessGroup,
 ) -> list[list[Tensor]]:
     """Send each rank of a group its tensors, and return the tensors received from each, of known shapes."""
+    # torch.cat refuses an empty list: a rank may have nothing to send.
     flat = torch.cat([like.new_empty(0), *(tensor.flatten() for tensors in sent for tensor in tensors)])
     into = [sum(map(prod, each)) for each in shapes]
     received = like.new_empty(sum(into))

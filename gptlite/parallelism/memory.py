@@ -122,4 +122,5 @@ def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _elements(shards: Iterable[Tensor]) -> int:
+    # The storage, as FSDP2 pads shards to equal size.
     return sum(local_tensor(shard).untyped_storage().nbytes() // shard.itemsize for shard in shards)

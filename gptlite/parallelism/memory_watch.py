@@ -76,6 +76,7 @@ class MemoryWatch:
             self._open.callback(part.register_forward_hook(_LastBackward(self)).remove)
         self._open.callback(self.optimizer.register_step_pre_hook(lambda *_: self._updates()).remove)
         self._open.callback(self.optimizer.register_step_post_hook(lambda *_: self.phases.begin(AFTER)).remove)
+        # The recorder sees only what is allocated from now on.
         self._base = sum(sum(sizes.values()) for sizes in held(self.parts, self.optimizer).values())
         self.phases.begin("forward")
         if self.device.type != "cuda":

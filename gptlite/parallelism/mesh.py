@@ -27,6 +27,7 @@ class Mesh:
     layout: Layout = field(default_factory=Layout)
     rank: int = 0
     device_mesh: DeviceMesh | None = None
+    # A dict has no hash.
     folded_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, hash=False)
 
     @property
@@ -97,7 +98,7 @@ class Mesh:
             return
         groups = {id(group): group for group in self.all_groups()}
         for group in groups.values():
-            if group is not dist.group.WORLD:
+            if group is not dist.group.WORLD:  # an axis over all ranks has the world group
                 dist.destroy_process_group(group)
         forget_meshes()  # DTensor's cache would return meshes whose groups are destroyed
         if self.world_size == 1:
@@ -126,10 +127,12 @@ def build_mesh(config: ParallelismConfig) -> Mesh:
 def mesh_over_world(device: torch.device, layout: Layout, rank: int) -> Mesh:
     """Create a mesh of all ranks and its process groups. Collective."""
     ranks = torch.arange(layout.world_size)
+    # Axes of one rank too, so that every axis has a name and a group.
     device_mesh = DeviceMesh(device.type, ranks.view(layout.sizes), mesh_dim_names=AXES)
     groups = {}
     for axis in (axis.name for axis in folded() if layout.size(axis.name) > 1):
         lines = ranks.view(-1, layout.size(axis), layout.stride(axis)).transpose(1, 2).flatten(0, 1).tolist()
         # The same description as DeviceMesh uses; flight_recorder.axis_of parses it.
+        # Collective: every rank creates the groups of all lines, in the same order.
         groups[axis], _ = dist.new_subgroups_by_enumeration(lines, group_desc=f"mesh_{axis}")
     return Mesh(device, layout, rank, device_mesh, groups)

@@ -85,6 +85,7 @@ class OnePart:
 def known_upstream(valid: Tensor) -> float | None:
     """Return the upstream gradient that autograd will pass for a loss divided by `valid`; None if reading it would
     synchronise with a GPU."""
+    # Divided by torch in fp32, as autograd does: the loss's backward pass tests the two for equality.
     return (torch.ones(()) / valid).item() if valid.device.type == "cpu" else None
 
 
@@ -110,6 +111,7 @@ class Pipeline:
         self.forward, self.parts, self.mesh, self.config = forward, parts, mesh, config
         self._numbers = stages_of_rank(config, mesh.coordinate("pp"))
         self.has_first, self.has_last = 0 in self._numbers, num_stages(config) - 1 in self._numbers
+        # With shapes given, torch does not run a forward pass to infer them.
         self._tokens = torch.empty(tokens, dtype=torch.int64, device="meta")
         self._between = torch.empty(activations, dtype=dtype, device="meta", requires_grad=True)
         self._build(micro_batches)
@@ -133,6 +135,7 @@ class Pipeline:
         ]
         one = config.schedule in ("gpipe", "1f1b")
         self._micro_batches = micro_batches
+        # No scaling: losses are divided by the global batch's tokens already, not averaged over micro-batches.
         self.schedule = SCHEDULES[config.schedule](
             stages[0] if one else stages, micro_batches, loss_fn=self._loss, scale_grads=False
         )
@@ -146,6 +149,7 @@ class Pipeline:
         upstream = known_upstream(valid)
         for part in self._plain:
             part.upstream = upstream
+        # Joined, as the schedule itself splits its arguments into micro-batches.
         targets, given = torch.cat(list(batches.targets)), {"sample_ids": torch.cat(list(batches.sample_ids))}
         if batches.documents is not None:
             documents = joined(batches.documents)
@@ -156,6 +160,7 @@ class Pipeline:
                 part.longest = documents.longest
         inputs = (torch.cat(list(batches.tokens)),) if self.has_first else ()
         losses: list[Tensor] = []
+        # `target` goes to the loss function, `targets` to every part.
         self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False, targets=targets, **given)
         total = torch.zeros((), device=valid.device)
         for loss in losses:
@@ -222,7 +227,7 @@ class _Stage(PipelineStage):
                 super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        last = self._is_last_pass()
+        last = self._is_last_pass()  # the weight half is the last pass of its micro-batch
         with self._held():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             if not isinstance(self._part, FSDPModule):
@@ -245,7 +250,7 @@ class _Stage(PipelineStage):
             return
         if self._zero == 3:
             gather(self._part)
-        before_backward(self._part, 0, last=False)
+        before_backward(self._part, 0, last=False)  # as in stage 0 before the last pass: no reduction, no freeing
         yield
         if self._zero == 3:
             reshard([self._part])
@@ -266,6 +271,6 @@ def add_across_ends(first: nn.Parameter | None, last: nn.Parameter | None, mesh:
         group = mesh.group("pp")
         peer = dist.get_global_rank(group, mesh.size("pp") - 1 if first is not None else 0)
         ops = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
-        for work in dist.batch_isend_irecv(ops):
+        for work in dist.batch_isend_irecv(ops):  # one batch: two sends that wait for each other would deadlock
             work.wait()
-        held[0].copy_(mine + other)
+        held[0].copy_(mine + other)  # addition commutes, so both ends get equal bits

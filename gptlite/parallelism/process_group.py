@@ -23,16 +23,17 @@ def join(timeout_seconds: float) -> None:
     if torch.cuda.is_available():
         local_rank = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()  # srun may show each rank its own alone
         torch.cuda.set_device(local_rank)
+        # With device_id NCCL connects now, not in the first collective.
         dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
     else:
-        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface()):
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface()):  # the user's choice comes first
             os.environ["GLOO_SOCKET_IFNAME"] = name
         dist.init_process_group("gloo", timeout=timeout)
 
 
 def join_alone(timeout_seconds: float) -> None:
     """Initialise a process group of one rank, which FSDP2 needs on a single device."""
-    timeout, store = timedelta(seconds=timeout_seconds), HashStore()
+    timeout, store = timedelta(seconds=timeout_seconds), HashStore()  # in this process's memory: needs no port
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group("nccl", timeout=timeout, store=store, rank=0, world_size=1, device_id=device)
@@ -95,6 +96,7 @@ def _interface_of(address: str) -> str | None:
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:  # an interface without an address
                 continue
+            # struct ifreq: 16 bytes of name, then a sockaddr_in with the address from its byte 4 on.
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None

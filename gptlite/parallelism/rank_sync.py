@@ -52,7 +52,7 @@ def from_all(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | Non
 
 def together(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run an action on every rank and return this rank's own result, of any type. If any rank raises, all raise."""
-    own: list[T] = []
+    own: list[T] = []  # the result stays here, as it may not pickle
     from_all(mesh, lambda: own.append(action()), group)
     return own[0]
 
@@ -101,6 +101,7 @@ def _keys_exist(store: Any, keys: list[str]) -> bool:
 def _run_packed(rank: int, action: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
     """Run an action; return pickled (raised, pickled result or exception, traceback text), and the exception itself."""
     try:
+        # Pickled twice: what cannot be loaded on another rank leaves the outer tuple readable.
         return pickle.dumps((False, pickle.dumps(action()), "")), None
     except BaseException as error:  # KeyboardInterrupt too, as the other ranks wait for an answer
         words = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"

@@ -30,6 +30,7 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
     first one that differs, and the ranks.
     """
     named = list(parameters)
+    # One small tensor crosses the network, not the parameters.
     hashes = torch.stack([fingerprint(local_part(tensor)) for _, tensor in named]).to(mesh.device)
     whole = [name for name, tensor in named if not is_cut(tensor)]
     copies: dict[Alike, Sequence[str]] = {"all": [name for name, _ in named], "uncut": whole, "tied": tied}
@@ -42,7 +43,7 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
         for name in _differing(held, hashes, mesh, axis):
             found[axis, name] = [int(hashes[i]) for i in held[name]]
     any_found = torch.tensor(len(found), device=mesh.device)
-    if all_reduce(any_found, mesh, op="max"):
+    if all_reduce(any_found, mesh, op="max"):  # ranks without a difference must raise too, or wait for the others
         raise ReplicasDiffer(_message(gather_objects(mesh, found), mesh, step))
 
 
@@ -56,6 +57,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
         words = 8 * ROW // bits.element_size()
         bits = torch.nn.functional.pad(bits, (0, -len(bits) % words))
     rows = bits.view(torch.int64).view(-1, ROW).sum(1)
+    # Odd numbers are invertible modulo 2^64, so no change of one row is lost.
     return (rows * (2 * torch.arange(len(rows), device=rows.device) + 1)).sum()
 
 

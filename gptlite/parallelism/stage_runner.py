@@ -59,7 +59,7 @@ class StageRunner:
         """
         out = tokens
         for index, (stage, part) in enumerate(zip(self._mine, self.parts, strict=True)):
-            if stage > 0 and self._owner[stage - 1] != self._owner[stage]:
+            if stage > 0 and self._owner[stage - 1] != self._owner[stage]:  # equal in the middle of a V
                 out = torch.empty(tuple(activations), dtype=dtype, device=tokens.device)
                 dist.recv(out, self._peer(stage - 1), self.mesh.group("pp"))
             out = call(index, part, out)
@@ -71,7 +71,7 @@ class StageRunner:
         """Compute a number on one rank with the last part, and return it on every rank."""
         if self.mesh.world_size == 1:
             return number()
-        rank = self._owner[self._last] * self.mesh.layout.stride("pp")
+        rank = self._owner[self._last] * self.mesh.layout.stride("pp")  # the one with coordinate 0 on all other axes
         box = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         if self.mesh.rank == rank:
             box.fill_(number())

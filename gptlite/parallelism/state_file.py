@@ -46,6 +46,7 @@ class StateFile:
         self.size = size
         self.bytes_read = self.bytes_written = 0
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - open as long as this object
+        # At least one block, as an empty file cannot be mapped.
         os.posix_fallocate(self._file.fileno(), 0, max(size, ALIGN))
         self._pool = ThreadPoolExecutor(THREADS, "offload")
         self.direct = self._make_direct()
@@ -62,11 +63,12 @@ class StateFile:
         """Write changes made through the mapped tensor, and drop its pages."""
         self._map.flush()
         self._map.madvise(mmap.MADV_DONTNEED)
+        # Direct writes bypass the page cache: the mapping must not keep older pages.
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, parts: Sequence[tuple[int, memoryview]]) -> None:
         """Fill memory from the file. `parts` are pairs of byte offset and buffer, all aligned. Raises OSError."""
-        list(self._pool.map(self._read, _pieces(parts)))
+        list(self._pool.map(self._read, _pieces(parts)))  # list: raises the threads' exceptions here
         self.bytes_read += sum(len(memory) for _, memory in parts)
 
     def write(self, parts: Sequence[tuple[int, memoryview]]) -> None:
@@ -81,7 +83,7 @@ class StateFile:
         """
         rows = zip(out, into, strict=True)
         pairs = [pair for ours, theirs in rows for pair in zip_longest(_pieces([ours]), _pieces([theirs]))]
-        list(self._pool.map(self._exchange, pairs))
+        list(self._pool.map(self._exchange, pairs))  # a piece is written and refilled by one thread, in this order
         self.bytes_written += sum(len(memory) for _, memory in out)
         self.bytes_read += sum(len(memory) for _, memory in into)
 
@@ -92,7 +94,7 @@ class StateFile:
 
     def _read(self, part: tuple[int, memoryview]) -> None:
         place, into = part
-        while len(into):
+        while len(into):  # a read may return less than was asked for
             done = os.preadv(self._file.fileno(), [into], place)
             if not done:
                 raise OSError(f"the file of the optimizer's state ends at byte {place}")
@@ -100,7 +102,7 @@ class StateFile:
 
     def _write(self, part: tuple[int, memoryview]) -> None:
         place, out = part
-        while len(out):
+        while len(out):  # and so may a write
             done = os.pwritev(self._file.fileno(), [out], place)
             place, out = place + done, out[done:]
 

@@ -118,7 +118,7 @@ class ColumnParallelLinear(nn.Module):
         """Apply the layer without its bias, for an op that adds the bias itself."""
         x = x.to(self.matmul_dtype or x.dtype)
         weight = local(self.weight, x.dtype)
-        if self.axis.overlap and self.multiply is F.linear:
+        if self.axis.overlap and self.multiply is F.linear:  # an fp8 product has a backward pass of its own
             return _OverlappedColumn.apply(x, weight, self.axis)
         return self.multiply(enter(x, self.axis), weight)
 
@@ -140,7 +140,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.axis = axis
         self.weight = cut(whole.weight, axis, 1)
-        self.bias = whole.bias
+        self.bias = whole.bias  # added after the sum over ranks, so every rank holds all of it
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.project(x)
@@ -171,6 +171,7 @@ class VocabParallelEmbedding(nn.Module):
         mine = (row >= 0) & (row < len(weight))
         # With fewer rows than ranks, some ranks have an empty table, which F.embedding rejects.
         table = weight if len(weight) else weight.new_zeros(1, weight.shape[1])
+        # Tokens of other ranks look up row 0; the factor removes them from the sum, and from row 0's gradient.
         out = F.embedding(row.masked_fill(~mine, 0), table) * mine.unsqueeze(-1)
         return leave(out, self.axis)
 
@@ -215,13 +216,13 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        return _sum(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
+        return _sum(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None  # a copy: the sum is in place
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, axis: TensorAxis) -> Tensor:
-        return _sum(x.clone(memory_format=torch.contiguous_format), axis)
+        return _sum(x.clone(memory_format=torch.contiguous_format), axis)  # a copy: autograd may have saved x
 
     @staticmethod
     @once_differentiable
@@ -273,8 +274,9 @@ class _OverlappedColumn(torch.autograd.Function):
         gathering = _gather(x, ctx.axis) if ctx.sequence else None
         dx = grad @ weight
         if ctx.sequence:
-            out, work = _scatter(dx, ctx.axis)
+            out, work = _scatter(dx, ctx.axis)  # under way while dweight is computed below
         else:
+            # In place: nothing else refers to dx.
             out, work = dx, dist.all_reduce(dx, group=ctx.axis.group, async_op=True)
         whole = x if gathering is None else _joined(*gathering)
         dweight = grad.flatten(0, -2).t() @ whole.flatten(0, -2)

@@ -84,7 +84,7 @@ def _reduce_into_fp32(group: Any) -> None:
         resolve()
         group._orig_dtype = torch.float32  # what a reduction is cast to
 
-    group._init_mp_dtypes = resolved
+    group._init_mp_dtypes = resolved  # FSDP2 calls it before the first forward pass, and it sets _orig_dtype
 
 
 def _groups(part: nn.Module) -> list[Any]:
@@ -94,6 +94,7 @@ def _groups(part: nn.Module) -> list[Any]:
 
 
 def _groups_of(state: Any) -> list[Any]:
+    # A list in newer versions of torch.
     return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
 
 
@@ -139,6 +140,7 @@ def watched_shards(
         def reduces() -> None:
             copies = group.mesh_info.mesh.ndim > 1
             found = [param for param in group.fsdp_params if _has_gradient(param)]
+            # With copies (HSDP), the sum over all ranks is complete only after the all-reduce.
             if found and group.reduce_grads and (group.all_reduce_grads or not copies):
                 reduced(sum(4 * param._sharded_param_data.numel() for param in found))
             post_backward()
@@ -160,7 +162,7 @@ def watched_shards(
         yield
     finally:
         for group in opened:
-            del group.wait_for_unshard, group.post_backward
+            del group.wait_for_unshard, group.post_backward  # the methods of the class are visible again
 
 
 def _has_gradient(param: Any) -> bool:

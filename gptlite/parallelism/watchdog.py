@@ -84,7 +84,7 @@ class Watch:
 
     def close(self) -> None:
         """Stop the threads. Waits up to a second for a store call in progress."""
-        self._closed.set()
+        self._closed.set()  # first, as the threads look at it when they wake
         if self._mesh.world_size > 1:
             self._beat_ready.set()
             for thread in self._threads:
@@ -108,6 +108,7 @@ class Watch:
 
     def leave_verdict(self, text: str) -> None:
         """Publish the reason why this rank exits, unless another rank has already published one."""
+        # The first verdict counts; a later one names a consequence.
         self._within_time(lambda: self._store.compare_set(self._verdict_key, "", text))
 
     def communication(self, step_seconds: float) -> dict[str, Any]:
@@ -131,6 +132,7 @@ class Watch:
 
     def _beat(self, place: Place, stood: float) -> None:
         """Publish a heartbeat, and end this process if its main thread has been in one place for too long."""
+        # A GPU runs collectives while the main thread is elsewhere; only the recorder knows them.
         if stood > self._period and (self._mesh.device.type == "cuda" or stood > self._suspect_after):
             place = recorded(place)
         step, beat = self._step if self._in_step else 0, self._own.beat + 1
@@ -167,6 +169,7 @@ class Watch:
             with suppress(dist.DistError):
                 answers.append(call())
 
+        # store calls have no time limit; one that hangs is left behind
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(ANSWER_SECONDS)
@@ -204,6 +207,7 @@ class Watch:
 
 def kill(beat: Heartbeat) -> None:
     """Kill a stopped rank that this launcher started on this machine. The launcher would wait half a minute for it."""
+    # The rank may be on another machine: this process may be an unrelated one with the same number.
     mine = Path("/proc/self/environ"), Path(f"/proc/{beat.pid}/environ")
     with suppress(OSError):
         own, other = (dict(e.split(b"=", 1) for e in path.read_bytes().split(b"\0") if b"=" in e) for path in mine)

@@ -44,10 +44,10 @@ def shard(
     gathered in `dtype`, gradients reduced in `reduce_dtype`.
     """
     offloads = config.offload is not Offload.none
-    if mesh.fsdp_size == 1 and not offloads:
+    if mesh.fsdp_size == 1 and not offloads:  # FSDP2 would keep a second copy of the parameters even on one rank
         return
     hybrid = mesh.fsdp_size > 1 and (config.zero == 0 or mesh.size("dp_replicate") > 1)
-    axes = DATA_AXES if hybrid else ("dp_shard",)
+    axes = DATA_AXES if hybrid else ("dp_shard",)  # with a mesh of two axes FSDP2 replicates over the first
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
@@ -56,17 +56,18 @@ def shard(
     size = config.bucket_layers
     buckets = [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
     for bucket in buckets:
+        # before the whole part: fully_shard takes the parameters that no inner call has taken
         split(bucket, reshard_after_forward=config.zero == 3)
-    split(part, reshard_after_forward=False)
+    split(part, reshard_after_forward=False)  # the backward pass begins with these, so that freeing them saves nothing
     for module in sharded_modules(part):
         # Gradients are sums over the tokens of the global batch: nothing is averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # the default, PREMUL_SUM, is not supported by gloo
-        if mesh.device.type == "cpu" and mesh.size("dp_shard") > 1:
+        if mesh.device.type == "cpu" and mesh.size("dp_shard") > 1:  # gloo's own collectives are slower
             module.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(PairwiseReduceScatter())  # type: ignore[arg-type]
     if config.zero == 3 and config.prefetch > 1:
-        _prefetch([bucket[0] for bucket in buckets], config.prefetch)
+        _prefetch([bucket[0] for bucket in buckets], config.prefetch)  # the modules of a bucket share one FSDP2 state
 
 
 def sharded_modules(part: nn.Module) -> list[FSDPModule]:
@@ -88,7 +89,7 @@ def before_backward(part: nn.Module, zero: int, last: bool) -> None:
         return
     part.set_is_last_backward(last)
     part.set_requires_gradient_sync(last or zero >= 2)
-    part.set_requires_all_reduce(last)
+    part.set_requires_all_reduce(last)  # copies are all-reduced once a step, whatever was reduce-scattered before
     part.set_reshard_after_backward(last or zero == 3)
 
 

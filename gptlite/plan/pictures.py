@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,35 +36,44 @@ SHOWN_RANKS = 32  # of a pipeline; bars of more ranks are too thin to see
 NUMBERED = 1 / 110  # of a step: the shortest pass that carries its micro-batch's number
 
 
+@dataclass(frozen=True)
+class Bars:
+    """A layout's pair of bars: `lengths` of the left one by part, with a label at its end; memory of the fullest rank,
+    with its limit in bytes."""
+
+    name: str
+    lengths: Mapping[str, float]
+    label: str
+    memory: RankBytes
+    limit: float
+
+
 def draw_layouts(
     out: Path,
     title: str,
-    names: Sequence[str],
-    lengths: Parts,
+    layouts: Sequence[Bars],
     label: str,
-    words: Sequence[str],
-    memory: Sequence[RankBytes],
-    room: Sequence[float],
     shaded: tuple[float, float] | None = None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Draw two bar charts of layouts: `lengths` in `label`'s unit, with `words` as bar labels, and the memory of the
-    fullest rank, with its limit `room` in bytes. `notes` are printed below the charts."""
-    with _picture(out, title, 13, 2.8 + 0.48 * len(names), notes) as figure:
+    """Draw two bar charts of layouts: lengths, in the unit that `label` names, and memory. `notes` are printed
+    below."""
+    with _picture(out, title, 13, 2.8 + 0.48 * len(layouts), notes) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.35, 1))
+        lengths = {part: [each.lengths[part] for each in layouts] for part in layouts[0].lengths}
         totals = _bars(left, lengths, TIME, label)
-        for row, text in enumerate(words):
-            left.text(totals[row], row, f" {text}", va="center", fontsize=8, color=INK)
+        for row, each in enumerate(layouts):
+            left.text(totals[row], row, f" {each.label}", va="center", fontsize=8, color=INK)
         if shaded:
             left.axvspan(*shaded, color=EQUAL, zorder=0)
         left.set_xlim(0, 1.32 * max(totals))
-        left.set_yticks(range(len(names)), [textwrap.fill(name, NAME_WIDTH) for name in names], fontsize=8)
+        left.set_yticks(range(len(layouts)), [textwrap.fill(each.name, NAME_WIDTH) for each in layouts], fontsize=8)
         left.tick_params(axis="y", labelcolor=INK)
         left.invert_yaxis()
-        taken = {part: [getattr(each, part) / GIB for each in memory] for part in MEMORY}
+        taken = {part: [getattr(each.memory, part) / GIB for each in layouts] for part in MEMORY}
         _bars(right, taken, MEMORY, "GiB on the fullest rank, predicted; dashed: the limit")
-        edges = [row - 0.5 for row in range(len(names) + 1)]
-        limits, dashed = [size / GIB for size in room], (0, (4, 3))
+        edges = [row - 0.5 for row in range(len(layouts) + 1)]
+        limits, dashed = [each.limit / GIB for each in layouts], (0, (4, 3))
         right.stairs(limits, edges, orientation="horizontal", baseline=None, color=INK, linestyle=dashed)
 
 

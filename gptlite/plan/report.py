@@ -22,7 +22,7 @@ from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, stage_seco
 from gptlite.plan.largest import Largest
 from gptlite.plan.offload import file_bytes
 from gptlite.plan.parameters import num_parameters
-from gptlite.plan.pictures import TIME, draw_layouts, draw_timeline, make_folder
+from gptlite.plan.pictures import TIME, Bars, draw_layouts, draw_timeline, make_folder
 from gptlite.plan.planning import Plan, fixed_keys, overrides, rank_limit, train_overrides, vocabulary_of
 from gptlite.plan.search import ERROR, Candidate, distinct, equal_seconds, equals
 from gptlite.plan.timeline import timeline
@@ -112,20 +112,12 @@ def write(plan: Plan, folder: Path, top: int) -> list[Path]:
     make_folder(folder)
     ranked, equal, work = distinct(plan.found, top), equal_seconds(plan.found), plan.best.work
     title = f"{_label(work)} on {_cluster_words(plan.cluster)}"
-    predictions = [each.prediction for each in ranked]
     draw_layouts(
         folder / "plan.png",
         title,
-        names=[_name(each) for each in ranked],
-        lengths={part: [getattr(each, f"{part}_seconds") for each in predictions] for part in TIME},
+        [_bars(each, rank_limit(plan.config, plan.cluster, each.work)) for each in ranked],
         label="seconds a step, predicted; shaded: equal to the first within the planner's error",
-        words=[
-            f"{each.tokens_per_second:,.0f} tok/s{'' if each.mfu is None else f', MFU {each.mfu:.0%}'}"
-            for each in predictions
-        ],
-        memory=[each.memory for each in predictions],
-        room=[rank_limit(plan.config, plan.cluster, each.work) for each in ranked],
-        shaded=(predictions[0].step_seconds, equal),
+        shaded=(ranked[0].prediction.step_seconds, equal),
         notes=[_equal_words(plan), f"memory of the first: {_memory_words(plan)}"],
     )
     files = [folder / "plan.png"]
@@ -163,14 +155,27 @@ def write_largest(cluster: ClusterConfig, found: Sequence[Largest], folder: Path
     draw_layouts(
         folder / "largest.png",
         f"The most layers of {_label(found[0].work)}'s width that fit {cluster.name}, {nodes} node{'s' * (nodes > 1)}",
-        names=[each.work.layout.describe(each.work.parallelism) for each in shown],
-        lengths={"layers": [each.layers for each in shown]},
+        [
+            Bars(
+                each.work.layout.describe(each.work.parallelism),
+                {"layers": each.layers},
+                f"{each.layers}: {format_count(num_parameters(each.work.model))} parameters",
+                each.memory,
+                each.room,
+            )
+            for each in shown
+        ],
         label="layers, the most that fit",
-        words=[f"{each.layers}: {format_count(num_parameters(each.work.model))} parameters" for each in shown],
-        memory=[each.memory for each in shown],
-        room=[each.room for each in shown],
     )
     return folder / "largest.png"
+
+
+def _bars(layout: Candidate, limit: float) -> Bars:
+    """Return the chart's row of a layout."""
+    each = layout.prediction
+    lengths = {part: getattr(each, f"{part}_seconds") for part in TIME}
+    label = f"{each.tokens_per_second:,.0f} tok/s{'' if each.mfu is None else f', MFU {each.mfu:.0%}'}"
+    return Bars(_name(layout), lengths, label, each.memory, limit)
 
 
 def _table(plan: Plan, top: int) -> Iterator[str]:

@@ -30,7 +30,7 @@ class Decisions:
         if self._scaler is not None and self._values is not None:
             self._values, exhausted = self._scaler.advanced(self._values, overflow)
             ends = overflow & exhausted
-        self._halted = self._halted | ends
+        self._halted = self._halted | ends  # on the device, until the host has read the result and raised
         return skips.float()
 
     def with_scales(self, sums: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(loss); inf where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.exp(self.loss) if self.loss < 700 else math.inf  # math.exp raises above 709
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -82,12 +82,13 @@ def evaluate(
 ) -> Evaluation | None:
     """Evaluate all batches of all ranks, with dropout off. Returns None if `interrupted` becomes true."""
     mesh = runner.mesh
+    # A loss that several ranks hold is added by one of them.
     counts = mesh.is_first("uncut")  # other tensor-parallel ranks have computed the same loss
     # Accumulated on the device in fp64: no synchronisation per batch, and no rounding over many of them.
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with runner.reading():
         for batch in batches:
-            if interrupted():
+            if interrupted():  # collective: every rank asks before every batch
                 return None
             cut = mesh.size("pp") > 1
             shape = model.activations(len(batch.tokens), runner.slice_length(batch.tokens.shape[1])) if cut else ()

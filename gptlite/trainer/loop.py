@@ -11,7 +11,6 @@ from typing import Protocol
 
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.optimizer.config import OptimizerConfig
-from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline
 from gptlite.parallelism.replicas import check_replicas
 from gptlite.parallelism.watchdog import Watch
@@ -58,6 +57,11 @@ class Outcome:
 
 class Saves(Protocol):
     """Protocol of the object that saves and restores the state."""
+
+    @property
+    def path(self) -> Path:
+        """Folder of the run."""
+        ...
 
     @property
     def save_seconds(self) -> float:
@@ -107,20 +111,19 @@ class Clock:
 
     def over(self) -> bool:
         """Return True if one more step and a save could exceed the deadline."""
+        # Twice the save, as the next one may take longer than any so far.
         return time.monotonic() + self._steps * self._step_seconds + 2 * self.save_seconds > self.deadline
 
 
 def train(
     state: TrainState,
     passes: OnePart | Pipeline,
-    mesh: Mesh,
     settings: Settings,
     reporter: Reporter,
     run: Saves,
     stop: StopSignal,
     watch: Watch,
     started: float,
-    run_dir: Path,
     lag: int | None = None,
 ) -> Outcome:
     """Train until `trainer.max_steps`, `trainer.stop_step`, a signal or `trainer.max_time`; ends with a checkpoint.
@@ -133,10 +136,10 @@ def train(
     of a parameter differ, and the exception of a failed save, which for a background save is raised at the next step.
     Earlier checkpoints are kept.
     """
-    config = settings.trainer
+    config, mesh = settings.trainer, state.runner.mesh
     lag = lag_of(state.optimizer, mesh.device, lag)
     clock = Clock(config.max_time, started, state.num_bytes() / SLOW_DISK, lag)
-    profiler = StepProfiler(config.profile_steps, run_dir, mesh.rank)
+    profiler = StepProfiler(config.profile_steps, run.path, mesh.rank)
     stopping = Stopping(mesh, stop, clock.over, lambda: run.save_failed)
     steps = Steps(Step(mesh, passes, settings.optimizer.lr, settings.optimizer.clip_norm, stopping), lag)
     evaluation, checkpoint, saved, to_save = None, None, -1, False
@@ -153,7 +156,7 @@ def train(
         evaluation = _evaluate(state, config, reporter, stopping.poll)
     with closing(profiler):
         while (begins := state.step < config.last_step and not stopping.now) or steps.waiting:
-            clock.mark()
+            clock.mark()  # what happened since the last step is not part of the next
             if begins:
                 profiler.before(state.step + 1)
             spike = None
@@ -174,7 +177,7 @@ def train(
                 checkpoint = _rewind(run, state, spike, reporter)
                 saved, to_save = state.step, False
                 continue
-            if steps.waiting:
+            if steps.waiting:  # the state is ahead of the results: nothing below may use it
                 continue
             if _due(state.step, config.replica_check_interval):
                 check_replicas(state.named_parameters(), state.tied_names(), mesh, state.step)
@@ -231,7 +234,7 @@ def _results(
     except Diverged as error:
         if spikes is None:
             raise
-        state.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad(set_to_none=True)  # the failed step has left its gradients
         begin = state.consumed_samples
         yield spikes.failed(state.step + 1, begin, state.loader.schedule.after(begin), error.what)
 

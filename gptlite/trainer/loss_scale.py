@@ -56,6 +56,7 @@ class LossScaler:
 
     def on_device(self, device: torch.device) -> Tensor:
         """Return SCALE_VALUES as an fp64 device tensor. Uses fill_, as a copy from the host would synchronise."""
+        # fp64 is exact for counts and for any scale of the host.
         values = torch.empty(len(SCALE_VALUES), dtype=torch.float64, device=device)
         for index, name in enumerate(SCALE_VALUES):
             values[index].fill_(getattr(self, name))

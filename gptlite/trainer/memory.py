@@ -218,6 +218,7 @@ def _everyone(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
 
 
 def _table(values: Sequence[int], mesh: Mesh) -> torch.Tensor:
+    # Each rank fills its own row of zeros, so that the sum is a gather.
     table = torch.zeros(mesh.world_size, len(values), dtype=torch.int64, device=mesh.device)
     for index, value in enumerate(values):
         table[mesh.rank, index].fill_(value)  # a copy from the host would synchronise

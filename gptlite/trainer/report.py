@@ -55,7 +55,7 @@ class Reporter:
             row |= {"loss_scale": result.loss_scale, "skipped_steps": state.scaler.skipped}
         row["tokens"] = result.tokens
         row |= self.throughput.read() | memory_bytes(self.device) | self.usage.read() | self.memory.row
-        row |= communication(row["step_seconds"])
+        row |= communication(row["step_seconds"])  # collective, like `gather` below: ranks without sinks call it too
         self.memory.gather(row["memory_peak_bytes"], self.usage.memory, self.usage.utilization, state.runner.mesh)
         if row["tokens_per_second"] is not None:
             self.speeds.append(row["tokens_per_second"])

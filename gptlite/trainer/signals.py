@@ -120,7 +120,7 @@ class Stopping:
 
     def heard(self, sums: Sequence[float]) -> None:
         """Update from the sums of all ranks' flags."""
-        for number, count in zip(SIGNALS, sums, strict=False):
+        for number, count in zip(SIGNALS, sums, strict=False):  # two more flags follow those of the signals
             if count and self._signal is None:
                 self._signal = number
         self._time_over, self._save_failed = sums[-2] > 0, sums[-1] > 0

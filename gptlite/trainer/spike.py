@@ -91,6 +91,7 @@ class SpikeWatch:
         return self._spike(number, stop, why)
 
     def _spike(self, number: int, stop: int, why: str) -> Spike:
+        # At the start of a run fewer steps are known: then from the first on.
         first = [*self.steps, *self.high][-len(self.high) - self.config.margin :][0]
         return Spike(number, first.begin, stop, why)
 

@@ -152,7 +152,7 @@ class TrainState:
 
     def meta(self) -> dict[str, Any]:
         """State other than tensors, as JSON."""
-        best = self.best_val_loss if math.isfinite(self.best_val_loss) else None
+        best = self.best_val_loss if math.isfinite(self.best_val_loss) else None  # JSON has no infinity
         return {
             "step": self.step,
             "consumed_samples": self.consumed_samples,

@@ -91,8 +91,10 @@ class Step:
         """
         loader, before = state.loader, state.progress
         batches = [loader.batch(before.consumed, index) for index in range(loader.micro_batches(before.consumed))]
+        # Before the passes, which divide each micro-batch's loss by it.
         valid = torch.stack([state.model.spec.count(batch.targets) for batch in batches]).sum()
         all_reduce(valid, self.mesh, DATA_AXES)
+        # With decisions, the host's scale is a step behind that of the device.
         scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0
         total = self.passes.run(
             MicroBatches(
@@ -101,7 +103,7 @@ class Step:
                 [batch.sample_ids for batch in batches],
                 [batch.documents for batch in batches if batch.documents is not None] or None,
             ),
-            valid / scale if state.scaler else valid,
+            valid / scale if state.scaler else valid,  # the loss is divided by this, and so multiplied by the scale
         )
         finish_gradients(state.model, state.parts, self.mesh)
         if inspect is not None:
@@ -145,7 +147,7 @@ class Step:
         try:
             result = self._result(state, about, values)  # with the scale before the step
         except Diverged:
-            state.progress = about.before
+            state.progress = about.before  # steps enqueued since changed nothing: the device had halted
             raise
         if state.scaler is not None:
             state.scaler.take(scales)
@@ -156,7 +158,7 @@ class Step:
         scaler, (loss, norm, *words) = state.scaler, values
         if words:
             self.stopping.heard(words)
-            norm = math.sqrt(norm) if norm >= 0 else math.nan
+            norm = math.sqrt(norm) if norm >= 0 else math.nan  # over several ranks its square was summed
         scale = scaler.scale if scaler else 1.0
         loss, norm = loss / scale, norm / scale
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -183,9 +185,10 @@ class Step:
         computes = mesh.is_first("uncut")
         # Count each gradient element on only one of the ranks that hold it.
         counted = state.weights() if mesh.is_first("all") else ()
+        # fp64: the square of a norm above 1.8e19 would overflow fp32.
         square = local_grad_norm((p for p in counted if computes or is_cut(p)), fused).double() ** 2
         loss = total.double() if computes else torch.zeros_like(total, dtype=torch.float64)
-        words = to_device(self.stopping.words(), loss.device)
+        words = to_device(self.stopping.words(), loss.device)  # in the same all-reduce, so that stopping costs no other
         sums = all_reduce(torch.cat([torch.stack([loss, square.to(loss.device)]), words]), mesh)
         return sums[1].sqrt().float(), sums
 

@@ -48,7 +48,7 @@ class Steps:
         """Return the next result in step order. Raises Diverged, and drops the later steps."""
         try:
             return self._begun.popleft()()
-        except BaseException:
+        except BaseException:  # Ctrl-C too
             self.forget()
             raise
 

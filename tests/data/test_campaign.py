@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.loader import Loader
+from gptlite.data.loader import Loader, Share
 from gptlite.data.stream import SampleStream
 
 LENGTH, BATCH, STEPS = 8, 24, 48
@@ -24,8 +24,7 @@ def loaders(degree, history, consumed):
             micro_batch_size=1,
             token_bytes=np.zeros(6000),
             device=torch.device("cpu"),
-            data_rank=rank,
-            data_size=degree,
+            share=Share(rank, degree),
         )
         for rank in range(degree)
     ]

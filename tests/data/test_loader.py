@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.loader import IGNORE, Loader
+from gptlite.data.loader import IGNORE, Loader, Share
 from gptlite.data.order import order_key, permute
 from gptlite.data.stream import SampleStream, num_chunks, read_chunk
 from gptlite.errors import ConfigError
@@ -13,7 +13,7 @@ from gptlite.errors import ConfigError
 LENGTH, TOKENS = 8, 1003
 
 
-def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ramp=None, end=None):
+def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ramp=None, end=None, positions=None):
     return Loader(
         SampleStream.begin(3, LENGTH, {"name": ("d", np.arange(tokens, dtype=np.uint16), 1.0)}),
         {"name": np.arange(validation, dtype=np.uint16)},
@@ -21,8 +21,7 @@ def loader(micro=2, total=12, rank=0, size=1, validation=100, tokens=TOKENS, ram
         micro_batch_size=micro,
         token_bytes=np.arange(TOKENS) % 5,
         device=torch.device("cpu"),
-        data_rank=rank,
-        data_size=size,
+        share=Share(rank, size, positions),
         document_end=end,
     )
 
@@ -179,8 +178,7 @@ def test_batches_say_where_documents_begin_and_predict_nothing_from_an_end():
 
 
 def test_a_rank_of_a_cut_sequence_knows_all_documents():
-    reader = loader(micro=12, end=20, tokens=97)
-    reader._positions = np.array([0, 1, 6, 7])
+    reader = loader(micro=12, end=20, tokens=97, positions=np.array([0, 1, 6, 7]))
     batch, whole = reader.batch(0, 0), loader(micro=12, end=20, tokens=97).batch(0, 0)
     assert torch.equal(batch.documents.starts, whole.documents.starts)
     assert torch.equal(batch.targets, whole.targets[:, [0, 1, 6, 7]])

@@ -125,7 +125,7 @@ def _numbered_in_the_rank(self: Loader, consumed_samples: int, micro_index: int)
 
 def _loader_of_rank_0(*args: Any, **options: Any) -> Loader:
     loader = _build_loader(*args, **options)
-    loader._data_rank = 0
+    loader._share = replace(loader._share, rank=0)
     return loader
 
 

@@ -86,14 +86,18 @@ def test_srun_is_seen_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         starter.starter()
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
 def outer_command(kind: str, folder: Path, behaviour: str, *overrides: str) -> tuple[list[list[str]], list[dict]]:
     """What starts two ranks: torchrun, or two processes as srun starts them."""
     common = [behaviour, "data=synthetic", f"run.dir={folder / 'run'}", "run.name=x", *overrides]
     if kind == "torchrun":
         return [["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", RANK, *common]], [{}]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     env = [slurm(PROCID=str(i), LOCALID=str(i), NTASKS="2", TASKS_PER_NODE="2") | {"MASTER_PORT": port} for i in (0, 1)]
     return [[RANK, *common]] * 2, env
 
@@ -108,6 +112,21 @@ def test_ranks_of_another_launcher_have_one_configuration(start: Start, tmp_path
     assert "".join(output for _, output, _ in ends) == "rank 0 prints, tty False, seed 0\n"
     log = (tmp_path / "run" / "ranks" / "rank-1.log").read_text()
     assert log == "rank 1 prints, tty False, seed 0\nrank 1 warns\n"
+
+
+@pytest.mark.slow
+def test_the_second_machines_terminal_shows_where_output_is(start: Start, tmp_path: Path) -> None:
+    """Two of torchrun's launchers on this machine, with two ranks each."""
+    machines = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--master-addr=localhost"]
+    overrides = ["fine", "data=synthetic", f"run.dir={tmp_path / 'run'}", "trainer.max_steps=5"]
+    machines.append(f"--master-port={free_port()}")
+    runs = [start(*machines, f"--node-rank={number}", RANK, *overrides) for number in (0, 1)]
+    (_, _, first), (_, output, second) = ends = [run.end() for run in runs]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    line = f"ranks 2 to 3 of 4 train here; their output is in {tmp_path / 'run' / 'ranks'}\n"
+    assert (output, second.count(line)) == ("", 1), second
+    assert "train here" not in first
+    assert "rank 3 prints" in (tmp_path / "run" / "ranks" / "rank-3.log").read_text()
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def generate(
         raise ValueError("an empty prompt: give at least one token, such as the end of a document")
     runner = model if isinstance(model, StageRunner) else StageRunner([model])
     limit = _first(runner).config.sequence_length
-    generator = torch.Generator().manual_seed(sampling.seed)
+    generator = torch.Generator().manual_seed(sampling.seed)  # on the host: the same draws on any device
     context, unread, caches = prompt[-limit:], prompt[-limit:], _caches(runner) if cache else None
     for _ in range(max_tokens):
         logits = _logits(runner, unread if caches else context, caches)
@@ -83,5 +83,5 @@ def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int
     p, order = logits.softmax(-1).sort(descending=True)
     if sampling.top_p < 1:
         # Nucleus sampling (arXiv:1904.09751): the smallest set of tokens whose probability reaches top_p.
-        p = p.masked_fill(p.cumsum(-1) - p >= sampling.top_p, 0.0)
+        p = p.masked_fill(p.cumsum(-1) - p >= sampling.top_p, 0.0)  # the token that reaches top_p stays
     return int(order[torch.multinomial(p, 1, generator=generator)])

@@ -82,6 +82,7 @@ class GPT2(Adapter[GPTConfig]):
 
     def to_json(self, config: GPTConfig, torch_dtype: str, eod: int | None) -> dict[str, Any]:
         """Return the content of config.json. The end-of-document token is also GPT-2's beginning-of-document token."""
+        # Reversed, so that the first of several names is kept.
         activations = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
         return {
             "architectures": [self.model_class],
@@ -155,7 +156,7 @@ def _qkv(ours: Tensor, num_heads: int) -> Tensor:
 
 def _whole(content: Mapping[str, Any], key: str) -> int:
     value = content.get(key)
-    if type(value) is not int or value < 1:
+    if type(value) is not int or value < 1:  # a bool is an int too
         raise ConfigError(f"config.json: {key}={value!r} must be a whole number of at least 1")
     return value
 

@@ -215,7 +215,7 @@ class GPT(nn.Module):
         documents, if flash attention computes them separately."""
         whole = self.context is None or self.context.whole
         if self.varlen and documents.ends is not None and whole and not dropping:
-            return Spans(F.pad(documents.ends.flatten(), (1, 0)), documents.longest)
+            return Spans(F.pad(documents.ends.flatten(), (1, 0)), documents.longest)  # the first document starts at 0
         return self._other_documents(documents.starts)
 
     def _other_documents(self, documents: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gptlite.parallelism.stage_runner import StageRunner
     from gptlite.precision import Policy
 
+# Two per layer are added to the residual stream, whose variance would grow with depth: see `initial`.
 RESIDUAL_PROJECTIONS = ("attn.proj.weight", "mlp.down.weight")
 EDGES = ("token_embedding.weight", "position_embedding.weight", "head.weight")
 
