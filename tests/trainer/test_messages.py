@@ -41,9 +41,9 @@ def test_a_finished_run_is_left_as_it_is(run, tmp_path: Path, capsys) -> None:
 
 def test_the_hint_says_that_the_rate_rises_again(run, capsys) -> None:
     run("a", "schedule=wsd", "trainer.max_steps=10")
-    assert "trainer.max_steps=20  # its schedule is stretched: the rate rises from " in capsys.readouterr().out
+    assert "trainer.max_steps=20\n           (this stretches the schedule: the rate rises from " in capsys.readouterr().out
     run("b", "schedule=constant", "trainer.max_steps=2")
-    assert "stretched" not in capsys.readouterr().out
+    assert "stretches" not in capsys.readouterr().out
 
 
 def test_the_banner_names_the_optimizer_and_its_schedule_and_no_kernel_of_another(run, capsys) -> None:
