@@ -81,8 +81,8 @@ def train_command(config: Config, cluster: ClusterConfig, work: Workload, *more:
     """Return the command line that trains a layout, with the overrides `more`."""
     nodes, start = cluster.nodes or 1, command("train")
     if nodes > 1:
-        each = f"--nnodes={nodes} --nproc-per-node={cluster.devices_per_node or 1} [--rdzv-...]"
-        start = f"torchrun {each} {shlex.join(arguments('train'))}"
+        each = f"--nnodes={nodes} --nproc-per-node={cluster.devices_per_node or 1}"
+        start = f"torchrun {each} --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 {shlex.join(arguments('train'))}"
     return f"{start} {shlex.join(train_overrides(config.run.overrides, work, *more))}"
 
 
