@@ -37,7 +37,7 @@ def format_duration(seconds: float) -> str:
 
 def counted(number: int, word: str) -> str:
     """Return e.g. `1 thread`, `2 threads`, `2 micro-batches`."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('ch') else 's'}"
+    return f"{number} {word}" if number == 1 else f"{number:,} {word}{'es' if word.endswith('ch') else 's'}"
 
 
 def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None = None) -> str:

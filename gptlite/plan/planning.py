@@ -298,7 +298,7 @@ def _progress(log: Log, world: int) -> Callable[[int, int], None]:
     def tell(done: int, total: int) -> None:
         nonlocal started, since
         now = time.monotonic()
-        if not done:  # profiling the model came before
+        if done < 2:  # the first layout includes the profile of the model
             started = since = now
         elif done == total and now - started > REPORT_SECONDS:
             log(f"plan: checking the memory of the fastest layouts of {world} ranks")

@@ -176,8 +176,10 @@ def _close(
     if (peak := memory_bytes(reporter.device)["memory_peak_bytes"]) is not None:
         average = reporter.usage.memory
         lines.append(("peak memory", format_bytes(peak) + (f", {format_bytes(average)} on average" if average else "")))
-    used, what = reporter.usage.utilization, "GPU" if reporter.device.type == "cuda" else "processor time"
-    lines.append(("utilisation", "n/a: install nvidia-ml-py" if used is None else f"{used:.0%} of the {what}"))
+    used, gpu = reporter.usage.utilization, reporter.device.type == "cuda"
+    if used is not None or gpu:
+        what = "GPU" if gpu else "processor time"
+        lines.append(("utilisation", "n/a: install nvidia-ml-py" if used is None else f"{used:.0%} of the {what}"))
     lines += reporter.memory.lines()
     if config.parallelism.offload is not Offload.none:
         lines += reporter.memory.offloaded()

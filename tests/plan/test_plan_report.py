@@ -79,7 +79,7 @@ def test_the_eta_of_a_search_leaves_out_the_time_before_it(monkeypatch):
     lines, now = [], 0.0
     monkeypatch.setattr("gptlite.plan.planning.time.monotonic", lambda: now)
     tell = _progress(lines.append, 8)
-    for now, done in ((60.0, 0), (66.0, 25), (84.0, 100)):  # noqa: B007 (the clock reads it)
+    for now, done in ((0.0, 0), (60.0, 1), (66.0, 25), (84.0, 100)):  # noqa: B007 (the clock reads it)
         tell(done, 100)
     assert lines == [
         "plan: 25% of the layouts of 8 ranks done, ETA 0:00:18",

@@ -24,6 +24,8 @@ def test_a_run_ends_early_on_the_schedule_of_the_whole_and_goes_on(run, tmp_path
     assert f"run.dir={tmp_path / 'parts'} trainer.stop_step=null" in said
     with pytest.raises(ConfigError, match=r"trainer\.stop_step=2 is below step 3 of .*; give 3 or more"):
         run("parts", *common, "trainer.stop_step=2")
+    run("parts", *common, "trainer.stop_step=3")  # no step is trained
+    assert "nvidia-ml-py" not in capsys.readouterr().out
     run("parts", *common)
     assert differing(tmp_path / "whole", tmp_path / "parts", 6) == []
 
