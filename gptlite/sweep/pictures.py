@@ -106,7 +106,7 @@ def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
         axes.plot(ends, places, "D", color=INK, markersize=4.5, markerfacecolor="white", label="predicted")
     _finish(speed, "tokens per second", names, np.fmax(speeds, planned), map(_speed_words, rows), format_count)
     words = ["" if math.isnan(peak) else format_bytes(peak) for peak in peaks]
-    _finish(memory, "peak memory of the fullest rank", names, peaks, words, format_bytes)
+    _finish(memory, "peak memory, fullest rank", names, peaks, words, format_bytes)
     for axes in (speed, memory):
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
     return (
@@ -161,7 +161,7 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
         apart.set_axis_off()
     for axes in (loss, apart):
         axes.set_xlabel("step")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     if found.axes:
         return f"Cells that differ in {' or '.join(found.axes)} train different models."
