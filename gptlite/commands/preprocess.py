@@ -28,8 +28,7 @@ from typing import NoReturn
 
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
-from gptlite.metrics.console import counted
-from gptlite.progress import log
+from gptlite.progress import counted, log
 
 # Errors that persist until another output is given, or its folder's permissions are changed.
 CANNOT_GO_ON = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT}

@@ -29,8 +29,7 @@ from gptlite.data.indexed import IndexedDataset, IndexedWriter
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.data_tool.places import as_prefix
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.metrics.console import counted
-from gptlite.progress import Progress, log
+from gptlite.progress import Progress, counted, log
 
 FORMATS = ("nanogpt", "llmc", "megatron")
 Documents = Callable[[Found], Iterator[Batch]]

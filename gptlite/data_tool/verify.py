@@ -14,8 +14,8 @@ from gptlite.data.indexed import IndexedDataset
 from gptlite.data.verify import verify
 from gptlite.data_tool.places import all_prefixes, tokenizer_beside
 from gptlite.errors import ConfigError
-from gptlite.metrics.console import counted, format_bytes
-from gptlite.progress import log
+from gptlite.metrics.console import format_bytes
+from gptlite.progress import counted, log
 
 
 @dataclass

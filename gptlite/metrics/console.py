@@ -35,11 +35,6 @@ def format_duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-def counted(number: int, word: str) -> str:
-    """Return e.g. `1 thread`, `2 threads`, `2 micro-batches`."""
-    return f"{number} {word}" if number == 1 else f"{number:,} {word}{'es' if word.endswith('ch') else 's'}"
-
-
 def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None = None) -> str:
     """Format the line of a training row.
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gptlite.config import Config, to_dict
 from gptlite.config.schema import schema_names
-from gptlite.metrics.console import banner, counted, format_count
+from gptlite.metrics.console import banner, format_count
 from gptlite.metrics.devices import device_peak_flops
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
@@ -27,6 +27,7 @@ from gptlite.parallelism.layout import splits_backward, stages_per_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.precision import Policy, cpu_name
+from gptlite.progress import counted
 from gptlite.run.build import Run
 from gptlite.run.folder import RunFolder
 from gptlite.trainer.memory import offload_words, predicted

@@ -16,7 +16,7 @@ import torch
 from gptlite.config import Config, hydra_value
 from gptlite.data.tokenizer import StreamDecoder
 from gptlite.invocation import command
-from gptlite.metrics.console import banner, counted, format_bytes, format_duration
+from gptlite.metrics.console import banner, format_bytes, format_duration
 from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.plot import plot_curves
 from gptlite.models.sampling import Sampling
@@ -26,6 +26,7 @@ from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages, stages_per_rank
 from gptlite.parallelism.replicas import ReplicasDiffer
 from gptlite.parallelism.watchdog import RankStuck, Watch
+from gptlite.progress import counted
 from gptlite.run.folder import RunFolder, SaveFailed
 from gptlite.trainer.loop import Ending, Outcome
 from gptlite.trainer.report import Reporter

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from gptlite.config import hydra_value
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
-from gptlite.metrics.console import counted
+from gptlite.progress import counted
 from gptlite.sweep.cells import checked_cells, parsed_overrides, swept_keys
 from gptlite.sweep.folder import FAILED, INTERRUPTED, PRUNED, Record, SweepFolder
 from gptlite.sweep.report import publish
