@@ -13,6 +13,11 @@ def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def counted(number: int, word: str) -> str:
+    """Return e.g. `1 thread`, `2 threads`, `2 micro-batches`."""
+    return f"{number} {word}" if number == 1 else f"{number:,} {word}{'es' if word.endswith('ch') else 's'}"
+
+
 class Progress:
     """Progress log: a line every `interval` seconds with the amount done and the ETA; silent for shorter jobs.
 

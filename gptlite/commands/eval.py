@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from gptlite.config import Config, hydra_value, load, presets_of
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
+from gptlite.progress import log
 
 if TYPE_CHECKING:
     from gptlite.data.prepared import PreparedData
@@ -56,7 +57,7 @@ def evaluate(arguments: Arguments) -> None:
     data = held_out(arguments.data, config, tokenizer)
     loader = build_loader(section, data, runner.mesh, config.seed)
     print(f"{data.num_validation_tokens:,} tokens of {data.name}", flush=True)
-    result = evaluate_sets(model, runner, loader, arguments.samples)
+    result = evaluate_sets(model, runner, loader, arguments.samples, log=log)
     loader.close()
     assert result is not None
     bits = result.bits_per_byte

@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
-from gptlite.progress import log
+from gptlite.progress import counted, log
 
 # Errors that persist until another output is given, or its folder's permissions are changed.
 CANNOT_GO_ON = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT}
@@ -90,10 +90,13 @@ def prepare(arguments: Arguments) -> int:
         print(f"error: {error}; run the same command to continue", file=sys.stderr)
         return 1
     counts, rate = done.counts, done.new.tokens / max(done.seconds, 1e-9)
-    print(f"{output}: {counts.documents:,} documents, {counts.tokens:,} tokens of {counts.text_bytes:,} bytes of text")
-    print(f"left out: {counts.skipped:,} bad records, {counts.empty:,} empty documents")
+    documents = counted(counts.documents, "document")
+    print(f"{output}: {documents}, {counts.tokens:,} tokens of {counts.text_bytes:,} bytes of text")
+    print(f"left out: {counted(counts.skipped, 'bad record')}, {counted(counts.empty, 'empty document')}")
     fraction = f"validation_fraction={arguments.validation_fraction}"
-    print(f"split: {done.split[0]:,} training documents, {done.split[1]:,} for validation ({fraction})")
+    print(f"split: {counted(done.split[0], 'training document')}, {done.split[1]:,} for validation ({fraction})")
+    if arguments.validation_fraction and not done.split[1]:
+        print("warning: training needs text for validation: raise validation_fraction, or give more documents")
     print(f"{done.new.tokens:,} tokens in {done.seconds:.1f} s: {rate / 1e6:.2f}M tokens/s")
     return 0
 

@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gptlite.config import CONF_DIR, SCHEMAS, choices, help_text, register, saved_overrides, typed
+from gptlite.config.command_line import pipe_closed
 from gptlite.config.messages import refusals
 from gptlite.config.plugins import import_plugins, named_in
 from gptlite.config.warm_start import with_model
@@ -140,6 +141,8 @@ def guarded(action: Callable[[], int | None]) -> int:
         if is_main():
             print("stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return pipe_closed()
     except OSError as error:  # such as a full disk; train.log has the traceback, if the run got that far
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED

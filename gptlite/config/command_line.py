@@ -37,12 +37,17 @@ def run_tool(main: Callable[[Any], int | None], schema: type[Any], usage: str | 
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
-        sys.exit(128 + signal.SIGPIPE)
+    except BrokenPipeError:
+        sys.exit(pipe_closed())
     except OSError as error:  # such as a full disk or a missing permission
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def pipe_closed() -> int:
+    """Discard further output, as its reader, such as `| head`, has closed the pipe; return the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+    return 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True)

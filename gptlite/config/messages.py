@@ -71,4 +71,5 @@ def _missing_preset(error: MissingConfigException) -> str:
         return f"data={path} is a path, and data= takes a preset: give {key} data.path={path}"
     if group == "hydra/launcher" and (plugin := name.partition("_")[0]) in ("joblib", "submitit"):
         hint = f"pip install hydra-{plugin}-launcher, or "
-    return f"{group}={name} does not exist; {hint}the choices are {', '.join(options)}"
+    missing = "does not exist" if group != "data" else f"is neither a preset nor a prepared folder ./data/{name}"
+    return f"{group}={name} {missing}; {hint}the choices are {', '.join(options)}"

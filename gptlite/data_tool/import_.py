@@ -29,7 +29,7 @@ from gptlite.data.indexed import IndexedDataset, IndexedWriter
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.data_tool.places import as_prefix
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.progress import Progress, log
+from gptlite.progress import Progress, counted, log
 
 FORMATS = ("nanogpt", "llmc", "megatron")
 Documents = Callable[[Found], Iterator[Batch]]
@@ -64,7 +64,7 @@ def run(paths: list[str], options: Options) -> int:
         tokenizer.save(temporary / TOKENIZER)
     for split in (TRAIN, VALIDATION):
         dataset = IndexedDataset(output / split)
-        print(f"{output / split}: {dataset.num_documents:,} documents, {len(dataset.tokens):,} tokens")
+        print(f"{output / split}: {counted(dataset.num_documents, 'document')}, {len(dataset.tokens):,} tokens")
     if found.empty:
         print(f"{found.empty:,} documents without a token were left out")
     if found.unended:

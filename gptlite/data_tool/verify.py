@@ -15,7 +15,7 @@ from gptlite.data.verify import verify
 from gptlite.data_tool.places import all_prefixes, tokenizer_beside
 from gptlite.errors import ConfigError
 from gptlite.metrics.console import format_bytes
-from gptlite.progress import log
+from gptlite.progress import counted, log
 
 
 @dataclass
@@ -49,7 +49,7 @@ def _verify(prefix: Path, vocab_size: int | None, dtypes: dict[Path, tuple[Path,
     seconds, size = time.monotonic() - began, dataset.tokens.nbytes
     unknown = "" if dataset.meta else ", no .meta.json: " + ("no hash" if vocab_size else "neither hash nor vocabulary")
     print(
-        f"ok       {prefix}  {dataset.num_documents:,} documents, {len(dataset.tokens):,} tokens, "
+        f"ok       {prefix}  {counted(dataset.num_documents, 'document')}, {len(dataset.tokens):,} tokens, "
         f"{format_bytes(size)} read in {seconds:.1f} s{unknown}",
         flush=True,
     )

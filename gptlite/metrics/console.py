@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-WIDTH = 100
+WIDTH = 80  # columns of a terminal
 PART = "val_loss/"  # and the name of a data set, of a blend
 
 
@@ -74,23 +74,23 @@ def eval_line(row: Mapping[str, Any], max_steps: int) -> str:
     return " | ".join(columns)
 
 
-def banner(lines: list[tuple[str, str]], title: str = "gptlite", width: int = WIDTH) -> str:
+def banner(lines: list[tuple[str, str]], title: str = "gptlite") -> str:
     """Format keys and values in two columns between rules, with the title in the upper one. Long values wrap.
 
     An empty key continues the entry above it.
     """
     indent = max((len(key) for key, _ in lines), default=0) + 4
-    out = [f"== {title} ".ljust(width, "=")]
+    out = [f"== {title} ".ljust(WIDTH, "=")]
     for key, value in lines:
         out += textwrap.wrap(
             value,
-            width,
+            WIDTH,
             initial_indent=f"  {key}".ljust(indent),
             subsequent_indent=" " * indent,
             break_long_words=False,  # paths and commands must stay copyable
             break_on_hyphens=False,
         ) or [f"  {key}"]
-    return "\n".join([*out, "=" * width])
+    return "\n".join([*out, "=" * WIDTH])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "", indent: str = "  ") -> Iterator[str]:

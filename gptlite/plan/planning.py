@@ -296,9 +296,13 @@ def _progress(log: Log, world: int) -> Callable[[int, int], None]:
     started = since = time.monotonic()
 
     def tell(done: int, total: int) -> None:
-        nonlocal since
+        nonlocal started, since
         now = time.monotonic()
-        if now - since > REPORT_SECONDS and done:
+        if done < 2:  # the first layout includes the profile of the model
+            started = since = now
+        elif done == total and now - started > REPORT_SECONDS:
+            log(f"plan: checking the memory of the fastest layouts of {world} ranks")
+        elif now - since > REPORT_SECONDS:
             since = now
             left = timedelta(seconds=round((now - started) * (total - done) / done))
             log(f"plan: {done / total:.0%} of the layouts of {world} ranks done, ETA {left}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from gptlite.config import Config
 from gptlite.files import write_whole
 from gptlite.invocation import arguments, command
-from gptlite.metrics.console import banner, format_bytes, format_count, format_duration, table
+from gptlite.metrics.console import WIDTH, banner, format_bytes, format_count, format_duration, table
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import Offload
 from gptlite.plan.capacity import GIB, MEMORY_ERROR
@@ -28,7 +28,6 @@ from gptlite.plan.search import ERROR, Candidate, distinct, equal_seconds, equal
 from gptlite.plan.timeline import timeline
 from gptlite.plan.workload import Workload
 
-WIDTH = 80
 EQUAL = "="  # marks a layout within the planner's error of the fastest
 HEADINGS = ("#", "", "s/step", "tok/s", "MFU", "comm", "bubble", "GiB/rank", "micro", "recompute")
 RIGHT = "# s/step tok/s MFU comm bubble GiB/rank micro"
@@ -54,7 +53,7 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
     if tokens is not None:
         lines.append(("training", _training_words(plan, tokens)))
     last = train_command(plan.config, plan.cluster, work)
-    text = [banner(lines, title="plan", width=WIDTH), *_table(plan, top), "", "train the best with", last]
+    text = [banner(lines, title="plan"), *_table(plan, top), "", "train the best with", last]
     return "\n".join(text)
 
 
@@ -82,8 +81,8 @@ def train_command(config: Config, cluster: ClusterConfig, work: Workload, *more:
     """Return the command line that trains a layout, with the overrides `more`."""
     nodes, start = cluster.nodes or 1, command("train")
     if nodes > 1:
-        each = f"--nnodes={nodes} --nproc-per-node={cluster.devices_per_node or 1} [--rdzv-...]"
-        start = f"torchrun {each} {shlex.join(arguments('train'))}"
+        each = f"--nnodes={nodes} --nproc-per-node={cluster.devices_per_node or 1}"
+        start = f"torchrun {each} --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 {shlex.join(arguments('train'))}"
     return f"{start} {shlex.join(train_overrides(config.run.overrides, work, *more))}"
 
 

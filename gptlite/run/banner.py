@@ -27,6 +27,7 @@ from gptlite.parallelism.layout import splits_backward, stages_per_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_main
 from gptlite.precision import Policy, cpu_name
+from gptlite.progress import counted
 from gptlite.run.build import Run
 from gptlite.run.folder import RunFolder
 from gptlite.trainer.memory import offload_words, predicted
@@ -61,8 +62,8 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
         ("batch", f"{batch.global_batch_size} sequences of {length} = {per_step:,} tokens a step; "
                   f"{batch.global_batch_size} = micro-batch {state.loader.micro_batch_size} x "
                   f"{accumulation} accumulation x {mesh.data_size} data-parallel{_ramp(config)}"),
-        ("length", f"{steps} steps = {format_count(total)} tokens, {total / count:.1f} a parameter, "
-                   f"{total / max(1, run.data.num_train_tokens):.1f} epochs, {arithmetic}"),
+        ("length", f"{steps} steps = {format_count(total)} tokens, {total / count:.3g} per parameter, "
+                   f"{total / max(1, run.data.num_train_tokens):.3g} epochs, {arithmetic}"),
         *uncounted,
         ("run folder", str(folder.path)),
     ]  # fmt: skip
@@ -181,8 +182,3 @@ def device_words(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name() or platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
-
-
-def counted(number: int, word: str) -> str:
-    """Return e.g. `1 thread`, `2 threads`, `2 micro-batches`."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('ch') else 's'}"

@@ -26,7 +26,7 @@ from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages, stages_per_rank
 from gptlite.parallelism.replicas import ReplicasDiffer
 from gptlite.parallelism.watchdog import RankStuck, Watch
-from gptlite.run.banner import counted
+from gptlite.progress import counted
 from gptlite.run.folder import RunFolder, SaveFailed
 from gptlite.trainer.loop import Ending, Outcome
 from gptlite.trainer.report import Reporter
@@ -177,8 +177,10 @@ def _close(
     if (peak := memory_bytes(reporter.device)["memory_peak_bytes"]) is not None:
         average = reporter.usage.memory
         lines.append(("peak memory", format_bytes(peak) + (f", {format_bytes(average)} on average" if average else "")))
-    used, what = reporter.usage.utilization, "GPU" if reporter.device.type == "cuda" else "processor time"
-    lines.append(("utilisation", "n/a: install nvidia-ml-py" if used is None else f"{used:.0%} of the {what}"))
+    used, gpu = reporter.usage.utilization, reporter.device.type == "cuda"
+    if used is not None or gpu:
+        what = "GPU" if gpu else "processor time"
+        lines.append(("utilisation", "n/a: install nvidia-ml-py" if used is None else f"{used:.0%} of the {what}"))
     lines += reporter.memory.lines()
     if config.parallelism.offload is not Offload.none:
         lines += reporter.memory.offloaded()
@@ -190,7 +192,9 @@ def _close(
     run.log(banner(lines, title="results"))
     # Not in the banner: a command that wraps cannot be copied.
     resume = f"{command('train')} {shlex.quote(f'run.dir={hydra_value(str(run.path))}')}{more}"
-    run.log(f"resume:    {resume}{_rise(config, state.step) if outcome.ending is Ending.done else ''}")
+    run.log(f"resume:    {resume}")
+    if outcome.ending is Ending.done and (rise := _rise(config, state.step)):
+        run.log(f"           {rise}")
     if state.model.spec.writes_text:
         prompt = config.trainer.sample_prompt.strip()
         words = f" {shlex.quote(f'prompt={prompt}')}" if prompt else ""
@@ -198,10 +202,10 @@ def _close(
 
 
 def _rise(config: Config, step: int) -> str:
-    """A shell comment on a learning rate that rises again where the schedule is stretched over twice the steps."""
+    """A remark on a learning rate that rises again where the schedule is stretched over twice the steps."""
     steps, lr = config.trainer.max_steps, config.optimizer.lr
     now, then = (lr * Schedule(config.schedule, each).factor(at) for each, at in ((steps, step - 1), (2 * steps, step)))
-    return f"  # its schedule is stretched: the rate rises from {now:.1e} to {then:.1e}" if then > 1.1 * now else ""
+    return f"(this stretches the schedule: the rate rises from {now:.1e} to {then:.1e})" if then > 1.1 * now else ""
 
 
 def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
@@ -211,12 +215,12 @@ def _sample(config: Config, run: RunFolder, state: TrainState) -> None:
     prompt = tokenizer.encode(trainer.sample_prompt)
     decoder = StreamDecoder(tokenizer)
     sampling = Sampling(seed=config.seed)
+    if run.mesh.is_main:
+        run.log(banner([], title="sample").splitlines()[0])
     # Compiled blocks would be compiled again for every length of the cache.
     with torch.compiler.set_stance("force_eager"):
         spec, count = state.model.spec, trainer.sample_tokens
         tokens = spec.generate(state.runner, prompt, count, sampling, stop=tokenizer.eod, cache=True)
         text = "".join([decoder.push(token) for token in tokens]) + decoder.flush()
-    if not run.mesh.is_main:
-        return
-    run.log(banner([], title="sample").splitlines()[0])
-    run.log(trainer.sample_prompt.strip("\n") + text)
+    if run.mesh.is_main:
+        run.log(trainer.sample_prompt.strip("\n") + text)

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from gptlite.config import hydra_value
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
+from gptlite.progress import counted
 from gptlite.sweep.cells import checked_cells, parsed_overrides, swept_keys
 from gptlite.sweep.folder import FAILED, INTERRUPTED, PRUNED, Record, SweepFolder
 from gptlite.sweep.report import publish
@@ -98,7 +99,7 @@ class Sweep:
                 done["finished before"] += record.finished
         words = "".join(f", {count} {what}" for what, count in done.items() if count)
         if cells:
-            where = f"sweep of {len(cells)} cells in {self.folder.path}"
+            where = f"sweep of {counted(len(cells), 'cell')} in {self.folder.path}"
             print(f"{where}: {len(cells) - done.total()} to run{words}", flush=True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -52,8 +52,9 @@ def run_cell(raw: DictConfig) -> float | None:
             return None
         record = folder.record(cell.number, cell.digest)
         if record is None or not record.finished:
-            print(f"\ncell {cell.number} of {header.get('cells') or '?'}: {cell.name}", flush=True)
             log, before = folder.path / "records" / f"{cell.number}.log", record.wall_seconds if record else None
+            number = f"cell {cell.number} of {header.get('cells') or '?'}"
+            print(f"\n{number}: {cell.name}\n  its output: {log}", flush=True)
             with nullcontext() if here else passing_on_stops(folder):
                 record = attempt(raw, cell, log, before or 0.0)
             folder.keep(record)

@@ -100,13 +100,13 @@ def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
     speed.barh(places, speeds := _values(rows, SPEED), height=0.72, color=colors)
     memory.barh(places, peaks := _values(rows, "memory_peak_bytes"), height=0.72, color=PALE)
     memory.barh(places, tensors, height=0.36, color=BLUE)
-    memory.plot(average, places, "|", color=ORANGE, markersize=18, markeredgewidth=2, label="average")
+    memory.plot(average, places, "|", color=ORANGE, markersize=12, markeredgewidth=2, label="average")
     planned = speeds * steps / np.where(planned_steps > 0, planned_steps, math.nan)
     for axes, ends in ((speed, planned), (memory, _values(rows, "predicted_memory_bytes"))):
         axes.plot(ends, places, "D", color=INK, markersize=4.5, markerfacecolor="white", label="predicted")
     _finish(speed, "tokens per second", names, np.fmax(speeds, planned), map(_speed_words, rows), format_count)
     words = ["" if math.isnan(peak) else format_bytes(peak) for peak in peaks]
-    _finish(memory, "memory of the rank that has most", names, peaks, words, format_bytes)
+    _finish(memory, "peak memory, fullest rank", names, peaks, words, format_bytes)
     for axes in (speed, memory):
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
     return (
@@ -161,7 +161,7 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
         apart.set_axis_off()
     for axes in (loss, apart):
         axes.set_xlabel("step")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     if found.axes:
         return f"Cells that differ in {' or '.join(found.axes)} train different models."
@@ -194,13 +194,20 @@ def _memory(figure: Figure, found: Comparison, folder: Path) -> str:
 def _finish(
     axes: Axes, title: str, names: list[str], ends: Array, words: Iterable[str], form: Callable[[float], str]
 ) -> None:
-    """Add names and labels to horizontal bars, the first on top; labels are placed at `ends`."""
+    """Add names and labels to horizontal bars, the first on top; labels are placed at `ends`.
+
+    Bytes have ticks in binary units."""
+    from matplotlib.ticker import MultipleLocator
+
     invisible = axes.barh(range(len(names)), np.nan_to_num(ends), alpha=0)
     axes.bar_label(invisible, list(words), padding=7, fontsize=8)
     axes.set_yticks(range(len(names)), [shorten(name, 30) for name in names])
     axes.set_title(title, loc="left", fontsize=10, weight="bold", pad=7)
     axes.set_xlim(0, 1.45 * (axes.get_xlim()[1] or 1))  # space for the labels
-    axes.locator_params(axis="x", nbins=5)
+    if form is format_bytes:
+        axes.xaxis.set_major_locator(MultipleLocator(2.0 ** math.ceil(math.log2(axes.get_xlim()[1] / 5))))
+    else:
+        axes.locator_params(axis="x", nbins=5)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.xaxis.set_major_formatter(lambda value, _: form(value) if value else "0")
     axes.tick_params(length=0)

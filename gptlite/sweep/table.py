@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptlite.invocation import command as written
-from gptlite.metrics.console import format_bytes, format_count, format_duration
+from gptlite.metrics.console import WIDTH, format_bytes, format_count, format_duration
 from gptlite.metrics.console import table as aligned
 from gptlite.sweep.compare import CATEGORIES, SPEED, Comparison, Row
 from gptlite.sweep.folder import OK, PRUNED
 
-WIDTH = 80
 NAME_WIDTH, REASON_LENGTH = 24, 400
 
 

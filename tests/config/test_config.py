@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,18 @@ def test_a_light_start(arguments: list[str]) -> None:
     assert not imported & {"torch", "numpy", "matplotlib", "sentencepiece"}
     hydra = processor_seconds([sys.executable, "-c", "import hydra.compose, omegaconf"])
     assert processor_seconds(command) < max(0.5, 3.5 * hydra)
+
+
+def test_help_into_a_closed_pipe_is_quiet() -> None:
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 128 + signal.SIGPIPE
 
 
 def processor_seconds(command: list[str]) -> float:

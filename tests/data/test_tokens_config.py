@@ -122,7 +122,8 @@ def test_what_is_no_data_is_refused(overrides: list[str], line: str):
 
 
 def test_a_name_with_a_slip_is_guessed():
-    assert refusal(lambda: load(["data=cdoe"])).startswith("data=cdoe does not exist; did you mean code?")
+    line = "data=cdoe is neither a preset nor a prepared folder ./data/cdoe; did you mean code?"
+    assert refusal(lambda: load(["data=cdoe"])).startswith(line)
 
 
 def other_tokenizer() -> str:

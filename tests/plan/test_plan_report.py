@@ -6,7 +6,7 @@ import pytest
 
 from gptlite.config import load
 from gptlite.plan.capacity import rank_memory
-from gptlite.plan.planning import make_plan
+from gptlite.plan.planning import _progress, make_plan
 from gptlite.plan.report import report, write
 from gptlite.plan.search import ERROR, distinct, equals
 
@@ -73,3 +73,20 @@ def test_the_files_have_the_uncertainty_too(plan, tmp_path):
     assert whole["equal"] == len(equals(plan.found))
     assert whole["memory_limit"] == rank_memory(plan.cluster, 8)
     assert whole["layouts"][0]["equal"] is True
+
+
+def test_the_eta_of_a_search_leaves_out_the_time_before_it(monkeypatch):
+    lines, now = [], 0.0
+    monkeypatch.setattr("gptlite.plan.planning.time.monotonic", lambda: now)
+    tell = _progress(lines.append, 8)
+    for now, done in ((0.0, 0), (60.0, 1), (66.0, 25), (84.0, 100)):  # noqa: B007 (the clock reads it)
+        tell(done, 100)
+    assert lines == [
+        "plan: 25% of the layouts of 8 ranks done, ETA 0:00:18",
+        "plan: checking the memory of the fastest layouts of 8 ranks",
+    ]
+
+
+def test_a_command_for_several_nodes_can_be_pasted():
+    last = report(planned("cluster.nodes=2"), 3).splitlines()[-1]
+    assert last.startswith("torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 ")

@@ -140,6 +140,7 @@ def test_csv_and_page_have_every_figure(tmp_path: Path) -> None:
     assert (cells[5]["status"], cells[5]["reason"]) == ("failed", "RuntimeError: rank 1 <has> crashed & burned")
     text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
     assert '<tr class="best"><th scope="row">ddp' in text
+    assert "scroll it sideways" in text
     assert "The sweep is running" in text
     assert "script" not in page.tags
 

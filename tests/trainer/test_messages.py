@@ -24,6 +24,8 @@ def test_a_run_ends_early_on_the_schedule_of_the_whole_and_goes_on(run, tmp_path
     assert f"run.dir={tmp_path / 'parts'} trainer.stop_step=null" in said
     with pytest.raises(ConfigError, match=r"trainer\.stop_step=2 is below step 3 of .*; give 3 or more"):
         run("parts", *common, "trainer.stop_step=2")
+    run("parts", *common, "trainer.stop_step=3")  # no step is trained
+    assert "nvidia-ml-py" not in capsys.readouterr().out
     run("parts", *common)
     assert differing(tmp_path / "whole", tmp_path / "parts", 6) == []
 
@@ -41,9 +43,10 @@ def test_a_finished_run_is_left_as_it_is(run, tmp_path: Path, capsys) -> None:
 
 def test_the_hint_says_that_the_rate_rises_again(run, capsys) -> None:
     run("a", "schedule=wsd", "trainer.max_steps=10")
-    assert "trainer.max_steps=20  # its schedule is stretched: the rate rises from " in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "trainer.max_steps=20\n           (this stretches the schedule: the rate rises from " in told
     run("b", "schedule=constant", "trainer.max_steps=2")
-    assert "stretched" not in capsys.readouterr().out
+    assert "stretches" not in capsys.readouterr().out
 
 
 def test_the_banner_names_the_optimizer_and_its_schedule_and_no_kernel_of_another(run, capsys) -> None:
