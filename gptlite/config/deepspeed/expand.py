@@ -8,6 +8,7 @@ from gptlite.config.deepspeed.file import read
 from gptlite.config.deepspeed.rows import Row, Verdict
 from gptlite.config.deepspeed.translate import translate
 from gptlite.errors import ConfigError
+from gptlite.invocation import command
 from gptlite.progress import Log
 
 GIVEN = re.compile(r"\+{0,2}deepspeed=(.*)", re.DOTALL)
@@ -32,7 +33,7 @@ def with_deepspeed(overrides: list[str], log: Log | None = None) -> list[str]:
     refuse(path, rows)
     if log:
         count = sum(row.verdict is Verdict.taken for row in rows)
-        log(f"deepspeed: {count} of {len(rows)} keys of {path} are set; gptlite import-config {path} lists them")
+        log(f"deepspeed: {count} of {len(rows)} keys of {path} are set; {command('import-config')} {path} lists them")
     return [*(each for each in overrides_of(rows) if not _replaced(each, given)), *others]
 
 
