@@ -37,6 +37,7 @@ gptlite: GPT pretraining, composed by Hydra.
 gptlite train                               train the default: GPT-lite on Shakespeare
 gptlite train GROUP=PRESET KEY=VALUE ...    change anything
 gptlite train run.dir=outputs/...           resume a run
+gptlite train deepspeed=ds_config.json      train with a DeepSpeed JSON
 gptlite train --cfg job                     print the configuration and stop
 gptlite train --hydra-help                  Hydra's own options
 

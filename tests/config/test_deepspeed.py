@@ -205,6 +205,7 @@ def test_the_batch_arithmetic(train, micro, steps, ranks, expected):
     if expected is None:
         assert len(refused(content, ranks=ranks)) == 1
         assert refused(content, ranks=ranks, given=["data.global_batch_size"]) == []
+        assert (refused(content, ranks=ranks, given=["data.micro_batch_size"]) == []) is (train is not None)
     else:
         assert overrides(content, ranks=ranks) == [*expected, "precision=fp32"]
 
@@ -244,6 +245,7 @@ def test_a_schedule_sets_the_peak_and_the_length():
 WRONG = [
     ("{", "is not JSON: line 1, column 2"),
     ('{"a": 1,\n "b": }', "is not JSON: line 2, column 7"),
+    ("[" * 100_000, "maximum recursion depth"),
     ("[1]", "has a list at its root, not an object"),
     ("", "is not JSON: line 1, column 1"),
     ('{"fp16": {}, "fp16": {}}', "the key fp16 is given twice"),

@@ -11,7 +11,7 @@ from collections.abc import Container
 from gptlite.config.deepspeed.rows import AUTO, Kind, Section
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-GIVEN_HERE = ("data.global_batch_size", "data.micro_batch_size")
+GLOBAL = "data.global_batch_size"
 
 
 def batch(root: Section, ranks: int | None, given: Container[str]) -> None:
@@ -24,7 +24,7 @@ def batch(root: Section, ranks: int | None, given: Container[str]) -> None:
         root.take(TRAIN, data__global_batch_size=train)
     if micro:
         root.take(MICRO, data__micro_batch_size=micro)
-    if any(key in given for key in GIVEN_HERE):
+    if GLOBAL in given or (train and "data.micro_batch_size" in given):
         if steps:
             root.no_op(STEPS, "the batch is the command line's; accumulation follows from it")
     elif train:

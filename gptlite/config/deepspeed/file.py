@@ -16,7 +16,7 @@ def read(path: str) -> dict[str, Any]:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"deepspeed={path} cannot be read: {error.strerror}; give the path of a JSON file") from error
+        raise ConfigError(f"deepspeed={path} cannot be read: {error.strerror}; give one JSON file") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"deepspeed={path} is not a text file in UTF-8: {error.reason}") from error
     try:
@@ -25,7 +25,7 @@ def read(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"deepspeed={path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"deepspeed={path}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"deepspeed={path} has a {type(content).__name__} at its root, not an object {{...}}")
