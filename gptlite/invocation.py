@@ -17,6 +17,7 @@ COMMANDS = {
     "parity": ("gptlite.commands.parity", "check that a layout trains like a single process"),
     "preprocess": ("gptlite.commands.preprocess", "tokenize a corpus into a folder that training reads"),
     "train-tokenizer": ("gptlite.commands.train_tokenizer", "train a tokenizer on a corpus"),
+    "import-config": ("gptlite.commands.import_config", "translate a DeepSpeed JSON: FILE [ranks=N]"),
     "data": ("gptlite.data_tool.command", "token files: inspect, show, verify, import"),
     "checkpoint": ("gptlite.checkpoint_tool.command", "ls, inspect, verify, diff, prune, export, import"),
     "kernels": ("gptlite.commands.kernels", "the fused kernels: build, info, test, bench"),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from gptlite.commands.train import guarded
 from gptlite.config import Config, load
 from gptlite.config.checks import check_world
+from gptlite.config.deepspeed import with_deepspeed
 from gptlite.errors import ConfigError
 from gptlite.invocation import localized
 from gptlite.launch.starter import starter
@@ -76,6 +77,7 @@ def composed(arguments: list[str]) -> tuple[int, Config]:
     own = {key: value for key, _, value in (each.partition("=") for each in arguments) if key == "steps"}
     if not (steps := own.get("steps", "5")).isdigit() or steps == "0":
         raise ConfigError(f"steps={steps}: give a number, at least 1")
+    arguments = with_deepspeed(arguments)
     given = {each.partition("=")[0].lstrip("+"): each for each in arguments if not each.startswith("steps=")}
     cheap = [] if {"data", "experiment"} & given.keys() else [each for each in CHEAP if each.split("=")[0] not in given]
     cheap += [] if {"precision", "precision.dtype", "experiment"} & given.keys() else ["precision=fp32"]

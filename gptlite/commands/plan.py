@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from gptlite.commands.train import guarded
 from gptlite.config import Config, load
 from gptlite.config.command_line import parse_arguments
+from gptlite.config.deepspeed import with_deepspeed
 from gptlite.errors import ConfigError
 from gptlite.invocation import localized
 
@@ -75,6 +76,7 @@ def separated(schema: type[Any], arguments: list[str], *positive: str) -> tuple[
 def planned_config(given: list[str]) -> Config:
     """Return train's configuration for these arguments, with the layout left to the planner unless a preset is
     given."""
+    given = with_deepspeed(given)
     preset = any(each.partition("=")[0] in ("parallelism", "experiment") for each in given)
     config = load(given if preset else ["parallelism=auto", *given])
     config.run.overrides = given  # without parallelism=auto: the planner keeps the keys in here fixed

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from gptlite.config import CONF_DIR, SCHEMAS, choices, help_text, register, saved_overrides, typed
 from gptlite.config.command_line import pipe_closed
+from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.messages import refusals
 from gptlite.config.plugins import import_plugins, named_in
 from gptlite.config.warm_start import with_model
@@ -61,6 +62,7 @@ def command() -> int:
     """Run the command line: print help, or run the configuration composed from the arguments and the run folder."""
     with refusals():
         flags, overrides = sort_arguments(sys.argv[1:])
+        overrides = with_deepspeed(overrides, print_once)
         if {"-h", "--help"} & set(flags):
             import_plugins(named_in(overrides))
             print(help_text(overrides))

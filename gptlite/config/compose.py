@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from gptlite.config.checks import check
+from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.plugins import import_plugins, named_in
 from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of, register, schema_names
@@ -23,7 +24,7 @@ from gptlite.models.spec import spec_of
 def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
     """Return the configuration that `train.py` would run with these overrides. Raises ConfigError."""
 
-    overrides = list(overrides)
+    overrides = with_deepspeed(list(overrides))
     import_plugins(named_in(overrides))  # first, as plugins add schemas
     register()
     with refusals(), initialize_config_dir(str(config_dir), version_base="1.3"):
@@ -36,6 +37,7 @@ gptlite: GPT pretraining, composed by Hydra.
 gptlite train                               train the default: GPT-lite on Shakespeare
 gptlite train GROUP=PRESET KEY=VALUE ...    change anything
 gptlite train run.dir=outputs/...           resume a run
+gptlite train deepspeed=ds_config.json      train with a DeepSpeed JSON
 gptlite train --cfg job                     print the configuration and stop
 gptlite train --hydra-help                  Hydra's own options
 

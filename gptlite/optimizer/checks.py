@@ -64,6 +64,8 @@ def _check_shape(config: ScheduleConfig) -> None:
     require(warmup is None or warmup >= 0, "schedule.warmup_steps", warmup, "must be 0 or more; null chooses it")
     if isinstance(config, CosineConfig | LinearConfig | WSDConfig | WarmupConfig):
         require(0 <= config.min_ratio <= 1, "schedule.min_ratio", config.min_ratio, "is a fraction: give 0 to 1")
+    if isinstance(config, WarmupConfig):
+        require(0 <= config.end_ratio <= 1, "schedule.end_ratio", config.end_ratio, "is a fraction: give 0 to 1")
     if isinstance(config, WSDConfig):
         fraction = config.decay_fraction
         require(0 < fraction <= 1, "schedule.decay_fraction", fraction, "must be above 0 and at most 1, e.g. 0.2")
@@ -74,10 +76,11 @@ def _check_length(config: ScheduleConfig, max_steps: int) -> None:
     warmup = resolve_warmup_steps(config, max_steps)
     fix = f"never reaches the peak rate: trainer.max_steps={max_steps}; set schedule.warmup_steps={max_steps // 10}"
     require(warmup == 0 or warmup < max_steps, "schedule.warmup_steps", warmup, fix)
-    if not isinstance(config, CosineConfig | LinearConfig | WSDConfig) or config.decay_steps is None:
+    if not isinstance(config, CosineConfig | LinearConfig | WSDConfig | WarmupConfig) or config.decay_steps is None:
         return
     key, steps = "schedule.decay_steps", config.decay_steps
     fix = f"must be above schedule.warmup_steps={warmup}; null ends the decay at trainer.max_steps"
     require(steps > warmup, key, steps, fix)
-    fix = f"leaves a rate of 0 until trainer.max_steps={max_steps}; set {key}=null or schedule.min_ratio=0.1"
-    require(config.min_ratio > 0 or steps >= max_steps, key, steps, fix)
+    low = "end_ratio" if isinstance(config, WarmupConfig) else "min_ratio"
+    fix = f"leaves a rate of 0 until trainer.max_steps={max_steps}; set {key}=null or schedule.{low}=0.1"
+    require(getattr(config, low) > 0 or steps >= max_steps, key, steps, fix)

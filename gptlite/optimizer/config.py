@@ -151,15 +151,30 @@ class SGDConfig(OptimizerConfig):
 
 
 @dataclass
-class LambConfig(_TwoMoments):
-    """LAMB: Adam's update, rescaled to the norm of its weight matrix (You et al. 2019, arXiv:1904.00962)."""
-
-    rule: ClassVar[str] = "gptlite.optimizer.lamb"
-    update_bytes: ClassVar[int] = 128
+class _Lamb(_TwoMoments):
+    """Defaults of LAMB."""
 
     weight_decay: float = 0.01
     beta2: float = 0.999
     eps: float = 1e-6
+
+
+@dataclass
+class LambConfig(_Lamb):
+    """LAMB: Adam's update, rescaled to the norm of its weight matrix (You et al. 2019, arXiv:1904.00962)."""
+
+    rule: ClassVar[str] = "gptlite.optimizer.lamb"
+    update_bytes: ClassVar[int] = 128
+    ranges: ClassVar[dict[str, Range]] = {**_Lamb.ranges, "min_trust": Range(_not_negative, "must be 0 or more")}
+
+    min_trust: float = 0.0  # bounds on the factor that rescales an update; DeepSpeed's are 0.01 and 10
+    max_trust: float | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError for values out of range."""
+        super().check()
+        legal = self.max_trust is None or (self.max_trust > 0 and self.min_trust <= self.max_trust)
+        require(legal, "optimizer.max_trust", self.max_trust, "must be above 0 and at least optimizer.min_trust")
 
 
 @dataclass
@@ -172,7 +187,7 @@ class ApexAdamConfig(AdamWConfig):
 
 
 @dataclass
-class ApexLambConfig(LambConfig):
+class ApexLambConfig(_Lamb):
     """LAMB, computed by NVIDIA Apex's FusedLAMB. Its norms cover only a rank's part of each parameter."""
 
     rule: ClassVar[str] = "gptlite.optimizer.apex"
@@ -357,9 +372,20 @@ class InverseSqrtConfig(ScheduleConfig):
     """Decay as 1/sqrt(step) from the end of the warmup (Vaswani et al. 2017, arXiv:1706.03762, section 5.3)."""
 
 
+class WarmupDecay(Enum):
+    """Curve after DeepSpeed's warmup: that of WarmupLR, WarmupDecayLR or WarmupCosineLR."""
+
+    none = "none"
+    linear = "linear"
+    cosine = "cosine"
+
+
 @dataclass
 class WarmupConfig(ScheduleConfig):
-    """DeepSpeed's WarmupLR: a log (or linear) rise from `min_ratio` to the peak rate, then constant."""
+    """DeepSpeed's schedulers: a log (or linear) rise from `min_ratio` to the peak rate, then constant or a decay."""
 
     min_ratio: float = 0.0
     log: bool = True
+    decay: WarmupDecay = WarmupDecay.none
+    end_ratio: float = 0.0  # the end of the decay
+    decay_steps: int | None = None  # the step where end_ratio is reached; null: trainer.max_steps

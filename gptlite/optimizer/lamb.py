@@ -3,7 +3,7 @@
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,25 @@ from gptlite.parallelism.collectives import sum_over_cuts
 def build(config: LambConfig, context: BuildContext) -> Lamb:
     """Return the optimizer of a configuration."""
     betas = config.beta1, config.beta2
-    return Lamb(context.groups, {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": 0.0})
+    defaults = {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": 0.0}
+    return Lamb(context.groups, defaults, (config.min_trust, config.max_trust))
 
 
 class Lamb(OwnOptimizer):
     """Each matrix x steps by lr |x| / |u| u. u is Adam's update plus the weight decay; norms are of whole matrices.
 
     Vectors step by lr u: in the authors' own code, parameters without weight decay are not adapted. The norms of all
-    matrices are reduced together, once per mesh axis.
+    matrices are reduced together, once per mesh axis. `trust` bounds |x| / |u|.
     """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        trust: tuple[float, float | None],
+    ) -> None:
+        super().__init__(groups, defaults)
+        self.trust = trust
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return adam_state(parameter)
@@ -38,7 +48,7 @@ class Lamb(OwnOptimizer):
         updates = [self._updates(group, parameters) for group, parameters in groups]
         parameters = [parameter for _, each in groups for parameter in each]
         if parameters:
-            _adapt(parameters, [update for each in updates for update in each])
+            _adapt(parameters, [update for each in updates for update in each], self.trust)
         for (group, each), its in zip(groups, updates, strict=True):
             if each:
                 torch._foreach_add_(local_parameters(each), its, alpha=-group["lr"])
@@ -63,7 +73,7 @@ class Lamb(OwnOptimizer):
         return list(updates)
 
 
-def _adapt(parameters: Sequence[nn.Parameter], updates: Sequence[Tensor]) -> None:
+def _adapt(parameters: Sequence[nn.Parameter], updates: Sequence[Tensor], trust: tuple[float, float | None]) -> None:
     """Rescale each matrix's update to the norm of the matrix, unless one of the two is 0. Does not synchronize."""
     matrices = [
         (parameter, update) for parameter, update in zip(parameters, updates, strict=True) if parameter.ndim > 1
@@ -74,5 +84,5 @@ def _adapt(parameters: Sequence[nn.Parameter], updates: Sequence[Tensor]) -> Non
     squares = torch.stack([square_norms(weights), square_norms(updates)], 1)  # both in one reduction per axis
     squares = torch.stack(sum_over_cuts(squares.unbind(), [cuts(parameter) for parameter, _ in matrices]))
     size, length = squares.sqrt().unbind(1)
-    ratio = torch.where((size > 0) & (length > 0), size / length, 1.0).to(updates[0].dtype)
+    ratio = torch.where((size > 0) & (length > 0), (size / length).clamp(*trust), 1.0).to(updates[0].dtype)
     torch._foreach_mul_(updates, list(ratio.unbind()))

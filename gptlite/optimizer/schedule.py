@@ -16,6 +16,7 @@ from gptlite.optimizer.config import (
     LinearConfig,
     ScheduleConfig,
     WarmupConfig,
+    WarmupDecay,
     WSDConfig,
 )
 
@@ -45,7 +46,7 @@ class Schedule:
         """Return the rate of optimizer step `step`, counted from 0, as a fraction of the peak rate (0 to 1)."""
         config, warmup = self.config, self.warmup_steps
         if isinstance(config, WarmupConfig):
-            return _deepspeed_warmup(step, warmup, config)
+            return _deepspeed(step, warmup, self._decay_end(), config)
         if step < warmup:
             return (step + 1) / (warmup + 1)
         match config:
@@ -88,10 +89,17 @@ def _progress(step: int, start: int, end: int) -> float:
     return (step - start) / (end - start) if step > start else 0.0
 
 
-def _deepspeed_warmup(step: int, warmup: int, config: WarmupConfig) -> float:
-    """Return the factor of DeepSpeed's WarmupLR. Step 0 is at `min_ratio` itself, a rate of 0 if that is 0."""
-    if step >= warmup:
-        return 1.0
-    # DeepSpeed treats a warmup of one step as two, since log(1) = 0 cannot be a divisor.
-    curve = math.log(step + 1) / math.log(max(2, warmup)) if config.log else step / warmup
-    return config.min_ratio + (1 - config.min_ratio) * curve
+def _deepspeed(step: int, warmup: int, end: int, config: WarmupConfig) -> float:
+    """Return the factor of DeepSpeed's schedulers. Step 0 is at `min_ratio` itself, a rate of 0 if that is 0."""
+    if step < warmup:
+        # DeepSpeed treats a warmup of one step as two, since log(1) = 0 cannot be a divisor.
+        curve = math.log(step + 1) / math.log(max(2, warmup)) if config.log else step / warmup
+        return config.min_ratio + (1 - config.min_ratio) * curve
+    low = config.end_ratio
+    match config.decay:
+        case WarmupDecay.none:
+            return 1.0
+        case WarmupDecay.linear:
+            return 1 - (1 - low) * _progress(step, warmup, end)
+        case WarmupDecay.cosine:  # in DeepSpeed a step ahead of the linear decay
+            return low + (1 - low) * (1 + math.cos(math.pi * _progress(step + 1, warmup, end))) / 2

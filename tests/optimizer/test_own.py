@@ -88,7 +88,8 @@ def lamb(config: LambConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
         v = config.beta2 * v + (1 - config.beta2) * g * g
         r = (m / (1 - config.beta1**t)) / ((v / (1 - config.beta2**t)).sqrt() + config.eps)
         u = r + decay * x
-        x = x - config.lr * (x.norm() / u.norm() if x.ndim > 1 else 1.0) * u
+        trust = (x.norm() / u.norm()).clamp(config.min_trust, config.max_trust)
+        x = x - config.lr * (trust if x.ndim > 1 else 1.0) * u
     return x
 
 
@@ -159,6 +160,7 @@ CASES = [
     (SGDConfig(lr=0.02, weight_decay=0.3, momentum=0.8, nesterov=True), sgd),
     (LambConfig(lr=0.05, weight_decay=0.3), lamb),
     (LambConfig(lr=0.05, weight_decay=0.0, beta1=0.8, beta2=0.95, eps=1e-3), lamb),
+    (LambConfig(lr=0.05, min_trust=0.3, max_trust=0.5), lamb),
     (LionConfig(lr=0.02, weight_decay=0.3), lion),
     (AdafactorConfig(lr=0.05), adafactor),
     (AdafactorConfig(lr=0.05, weight_decay=0.3, decay=0.5, clip_threshold=0.7, eps2=2.0), adafactor),

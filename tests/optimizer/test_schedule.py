@@ -14,6 +14,7 @@ from gptlite.optimizer.config import (
     LinearConfig,
     ScheduleConfig,
     WarmupConfig,
+    WarmupDecay,
     WSDConfig,
 )
 from gptlite.optimizer.schedule import Schedule, set_lr
@@ -78,6 +79,16 @@ def test_warmup_is_deepspeed_warmup_lr():
     assert log == pytest.approx([0.2, 0.6, 0.2 + 0.8 * math.log(3) / math.log(4), 1.0, 1.0, 1.0])
     linear = curve(WarmupConfig(warmup_steps=4, min_ratio=0.2, log=False), steps=6)
     assert linear == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+
+
+def test_decays_are_deepspeeds():
+    # WarmupDecayLR(8, warmup_num_steps=4, warmup_min_lr=0.2, warmup_max_lr=1.0), iterations 4 to 9
+    linear = WarmupConfig(warmup_steps=4, min_ratio=0.2, decay=WarmupDecay.linear, end_ratio=0.2, decay_steps=8)
+    assert curve(linear, steps=10)[4:] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    # WarmupCosineLR(8, warmup_num_steps=4, cos_min_ratio=0.1)
+    cosine = WarmupConfig(warmup_steps=4, decay=WarmupDecay.cosine, end_ratio=0.1, decay_steps=8)
+    expected = [0.1 + 0.45 * (1 + math.cos(math.pi * p)) for p in (0.25, 0.5, 0.75, 1, 1, 1)]
+    assert curve(cosine, steps=10)[4:] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("warmup", [0, 1])

@@ -1,0 +1,56 @@
+"""Replacement of `deepspeed=FILE` on a command line by the file's overrides."""
+
+from __future__ import annotations
+
+import re
+
+from gptlite.config.deepspeed.file import read
+from gptlite.config.deepspeed.rows import Row, Verdict
+from gptlite.config.deepspeed.translate import translate
+from gptlite.errors import ConfigError
+from gptlite.invocation import command
+from gptlite.progress import Log
+
+GIVEN = re.compile(r"\+{0,2}deepspeed=(.*)", re.DOTALL)
+# Keys that every preset of their group has, and that stay if the command line chooses the preset.
+COMMON = ("data.", "optimizer.clip_norm", "parallelism.data", "trainer.")
+
+
+def with_deepspeed(overrides: list[str], log: Log | None = None) -> list[str]:
+    """Return the overrides with those of the JSON first, and without the JSON's that the others replace.
+
+    Raises ConfigError, which lists all keys that are refused.
+    """
+    found = [match[1].strip("'\"") for each in overrides if (match := GIVEN.match(each))]
+    if not found:
+        return overrides
+    if len(found) > 1:
+        raise ConfigError(f"deepspeed={found[0]} and deepspeed={found[1]}: give one file")
+    path, others = found[0], [each for each in overrides if not GIVEN.match(each)]
+    given = {each.partition("=")[0].lstrip("+~"): each.partition("=")[2] for each in others}
+    data = given.get("parallelism.data", "")
+    rows = translate(read(path), int(data) if data.isdecimal() else None, given)
+    refuse(path, rows)
+    if log:
+        count = sum(row.verdict is Verdict.taken for row in rows)
+        log(f"deepspeed: {count} of {len(rows)} keys of {path} are set; {command('import-config')} {path} lists them")
+    return [*(each for each in overrides_of(rows) if not _replaced(each, given)), *others]
+
+
+def overrides_of(rows: list[Row]) -> list[str]:
+    """Return the overrides of all rows. Of a key that several rows set, the last counts."""
+    found = {each.partition("=")[0]: each for row in rows for each in row.overrides}
+    return list(found.values())
+
+
+def refuse(path: str, rows: list[Row]) -> None:
+    """Raise ConfigError if rows are refused, with the reason of each."""
+    reasons = [f"{row.text}: {row.reason}" for row in rows if row.verdict is Verdict.refused]
+    if reasons:
+        raise ConfigError(f"deepspeed={path} is refused: {'; '.join(reasons)}")
+
+
+def _replaced(override: str, given: dict[str, str]) -> bool:
+    """Return True if the command line sets the key itself, or chooses another preset of its group."""
+    key = override.partition("=")[0]
+    return key in given or (key.partition(".")[0] in given and not key.startswith(COMMON))

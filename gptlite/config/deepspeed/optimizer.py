@@ -1,0 +1,157 @@
+"""Optimizer and scheduler of a DeepSpeed JSON. In a section that is given, DeepSpeed's own defaults hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gptlite.config.deepspeed import keys
+from gptlite.config.deepspeed.rows import AUTO, Kind, Section
+from gptlite.errors import did_you_mean
+
+
+def optimizer(root: Section, peak: float | None) -> None:
+    """Add the rows of the optimizer. `peak` is the schedule's rate, which replaces its own."""
+    if (section := root.section("optimizer")) is None:
+        return
+    kind = section.value("type", Kind.text)
+    section.apply({"legacy_fusion": (Kind.flag, keys.FASTER)})
+    name = (kind or "").lower()
+    if name not in keys.OPTIMIZERS:
+        section.known.add("params")
+        reason = keys.NO_OPTIMIZER.get(name) or f"is none of {', '.join(keys.OPTIMIZERS)}"
+        section.refuse("type", f"{reason}{did_you_mean(name, keys.OPTIMIZERS)}" if kind else "names no optimizer")
+        return
+    preset, defaults = keys.OPTIMIZERS[name]
+    params = section.section("params") or Section({}, section.full("params"), section.rows)
+    decoupled = params.value("adam_w_mode", Kind.flag) if name in ("adam", "adamw") else None
+    if decoupled is False and name == "adam":
+        preset = "adam"
+    section.take("type", "adam_w_mode is on" if (name, preset) == ("adam", "adamw") else "", optimizer=preset)
+    if decoupled is not None:
+        params.no_op("adam_w_mode", f"optimizer={preset}")
+    params.apply(keys.PARAMS[name])
+    left = _rates(params, preset, dict(defaults), peak)
+    _clipping(root, params)
+    params.close()
+    if left:
+        overrides = {f"optimizer__{key}": value for key, value in left.items()}
+        section.take("other params", "DeepSpeed's defaults", **overrides)
+    section.close()
+
+
+def _rates(params: Section, preset: str, defaults: dict[str, float], peak: float | None) -> dict[str, Any]:
+    """Add the rows of rates, betas, eps and weight decay; return DeepSpeed's values of those not given."""
+    single = ("eps", "weight_decay") if "eps" in defaults else ("weight_decay",)
+    for name in single:
+        if (value := params.value(name, Kind.number)) is not None:
+            params.take(name, **{f"optimizer__{name}": value})
+    if "beta1" in defaults and (betas := params.value("betas", Kind.pair)):
+        params.take("betas", optimizer__beta1=betas[0], optimizer__beta2=betas[1])
+    if preset == "muon":
+        defaults |= _muon_rates(params, peak)
+    elif peak is not None and params.value("lr", Kind.number) is not None:
+        params.no_op("lr", "the scheduler's warmup_max_lr replaces it")
+    elif (rate := params.value("lr", Kind.number)) is not None:
+        params.take("lr", optimizer__lr=rate)
+    if peak is not None:
+        defaults.pop("lr", None)
+    same = {"beta1": "betas", "beta2": "betas", "min_trust": "min_coeff", "max_trust": "max_coeff"}
+    return {key: value for key, value in defaults.items() if same.get(key, key) not in params.content}
+
+
+def _muon_rates(params: Section, peak: float | None) -> dict[str, Any]:
+    """Add the rows of Muon's rates, of matrices and of other parameters, and return the settings that follow."""
+    rate, matrices, others = (params.value(name, Kind.number) for name in ("lr", "muon_lr", "adam_lr"))
+    ours, theirs = matrices or rate or 0.02, others or rate or 3e-4
+    ratio = {"scale": "original", "adamw_lr_ratio": 1.0}
+    if peak is not None or AUTO in (params.content.get(name) for name in ("lr", "muon_lr", "adam_lr")):
+        for name in ("lr", "muon_lr", "adam_lr"):
+            if params.value(name, Kind.number) is not None:
+                params.no_op(name, "replaced: the scheduler's warmup_max_lr, or a rate that is auto")
+        return ratio
+    if rate is not None:
+        params.take("lr", **({} if matrices else {"optimizer__lr": ours}))
+    if matrices is not None:
+        params.take("muon_lr", optimizer__lr=ours)
+    if others is not None:
+        params.take("adam_lr", f"{theirs:g} / {ours:g}", optimizer__adamw_lr_ratio=theirs / ours)
+        return {"scale": "original", "lr": ours}
+    return ratio | {"lr": ours, "adamw_lr_ratio": theirs / ours}
+
+
+def _clipping(root: Section, params: Section) -> None:
+    """Add the row of max_grad_norm, an old form of gradient_clipping."""
+    norm, other = params.value("max_grad_norm", Kind.number), root.content.get("gradient_clipping")
+    if norm is None:
+        return
+    if other is None:
+        params.take("max_grad_norm", "an old form of gradient_clipping", optimizer__clip_norm=norm)
+    elif norm == other:
+        params.no_op("max_grad_norm", "an old form of gradient_clipping")
+    else:
+        params.refuse("max_grad_norm", f"differs from gradient_clipping={other}; remove one")
+
+
+def schedule(root: Section) -> float | None:
+    """Add the rows of the scheduler; return the peak rate if it sets one."""
+    if (section := root.section("scheduler")) is None:
+        return None
+    kind = section.value("type", Kind.text)
+    decays = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    section.known.add("params")
+    if kind not in decays:
+        others = keys.NO_SCHEDULE.get(kind or "") or f"is none of {', '.join(decays)}"
+        section.refuse("type", f"{others}{did_you_mean(kind, decays)}" if kind else "names no scheduler")
+        return None
+    section.take("type", schedule="warmup", **({"schedule__decay": decays[kind]} if kind != "WarmupLR" else {}))
+    params = section.section("params") or Section({}, section.full("params"), section.rows)
+    _warmup(params)
+    if kind != "WarmupLR" and (total := params.value("total_num_steps", Kind.count)) is not None:
+        params.take("total_num_steps", schedule__decay_steps=total, trainer__max_steps=total)
+    peak = None
+    if kind == "WarmupCosineLR":
+        low = params.value("warmup_min_ratio", Kind.number)
+        end = params.value("cos_min_ratio", Kind.number)
+        if low is not None:
+            params.take("warmup_min_ratio", schedule__min_ratio=low)
+        if end is not None or "cos_min_ratio" not in params.content:
+            params.take("cos_min_ratio", schedule__end_ratio=0.0001 if end is None else end)
+    else:
+        peak = _rise(params, kind)
+    params.close()
+    section.close()
+    return peak
+
+
+def _warmup(params: Section) -> None:
+    """Add the rows of the warmup's length and shape."""
+    steps = params.value("warmup_num_steps", Kind.integer)
+    if steps is not None and steps < 0:
+        params.refuse("warmup_num_steps", "must not be negative")
+    elif steps is not None or "warmup_num_steps" not in params.content:
+        steps = 1000 if steps is None else steps
+        params.take("warmup_num_steps", "at least 2" if steps < 2 else "", schedule__warmup_steps=max(2, steps))
+    shape = params.value("warmup_type", Kind.text)
+    if shape in ("log", "linear"):
+        params.take("warmup_type", schedule__log=shape == "log")
+    elif shape is not None:
+        params.refuse("warmup_type", f"is neither log nor linear{did_you_mean(shape, ('log', 'linear'))}")
+    params.apply({"last_batch_iteration": (Kind.integer, "a resumed run continues at its step")})
+
+
+def _rise(params: Section, kind: str) -> float | None:
+    """Add the rows of the lowest and the peak rate, and return the peak."""
+    peak, low = params.value("warmup_max_lr", Kind.number), params.value("warmup_min_lr", Kind.number)
+    if peak is None and "warmup_max_lr" not in params.content and kind == "WarmupDecayLR":
+        peak = 0.001
+    if peak is not None:
+        params.take("warmup_max_lr", optimizer__lr=peak)
+    if not low:
+        if low is not None:
+            params.take("warmup_min_lr", schedule__min_ratio=0.0)
+    elif not peak or not 0 < low <= peak:
+        params.refuse("warmup_min_lr", "needs a warmup_max_lr above it" if peak else "needs a number as warmup_max_lr")
+    else:
+        end = {"schedule__end_ratio": low / peak} if kind == "WarmupDecayLR" else {}
+        params.take("warmup_min_lr", f"{low:g} / {peak:g}", schedule__min_ratio=low / peak, **end)
+    return peak

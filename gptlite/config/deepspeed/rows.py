@@ -1,0 +1,199 @@
+"""Rows of a translated DeepSpeed JSON, one per key, and the checked reading of its sections."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from gptlite.config.saved import override_value
+from gptlite.errors import did_you_mean
+
+AUTO = "auto"
+ABSENT = "(not given)"
+OFF = "off"
+LARGEST = 1e30  # of a number; not met by infinity and NaN
+
+
+class Verdict(Enum):
+    """Treatment of a key: it has an equal here, it needs none, or it would change results and has no equal."""
+
+    taken = "taken"
+    no_op = "no-op"
+    refused = "refused"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Verdict on one key, with the overrides that replace it and the reason."""
+
+    key: str
+    value: Any
+    verdict: Verdict
+    reason: str = ""
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Return `key=value`, or the key alone of a section or of a key that is not given."""
+        if isinstance(self.value, dict):
+            return self.key
+        short = f"{self.value:g}" if isinstance(self.value, float) else ""
+        value = short if short and float(short) == self.value else json.dumps(self.value)
+        return f"{self.key} {ABSENT}" if self.value is ABSENT else f"{self.key}={value}"
+
+
+class Kind(Enum):
+    """JSON type of a key's value, as it is named in errors."""
+
+    flag = "true or false"
+    integer = "a whole number"
+    count = "a whole number of at least 1"
+    number = "a finite number"
+    text = "a string"
+    section = "an object {...}"
+    pair = "a pair of numbers [beta1, beta2]"
+    anything = "anything"
+
+    def read(self, value: Any) -> Any:
+        """Return the value, with 5e8 as an int if that is the kind. Raises ValueError for another type."""
+        number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+        match self:
+            case Kind.integer | Kind.count:
+                fits = number and value == int(value) and (self is Kind.integer or value >= 1)
+                value = int(value) if fits else value
+            case Kind.number:
+                fits = number
+            case Kind.pair:
+                fits = isinstance(value, list) and len(value) == 2
+                for each in value if isinstance(value, list) else ():
+                    Kind.number.read(each)
+            case Kind.anything:
+                fits = True
+            case _:
+                fits = isinstance(value, {Kind.flag: bool, Kind.text: str, Kind.section: dict}[self])
+        if not fits:
+            raise ValueError(self.value)
+        return value
+
+
+@dataclass(frozen=True)
+class Sets:
+    """Rule of a key that has an equal: the key here, with the same value."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Only:
+    """Rule of a key with one value, or a few, that agree with what is done here. Other values are refused."""
+
+    values: tuple[Any, ...]
+    refusal: str
+    reason: str = "as here"
+
+
+Rule = str | Sets | Only  # a string: the key has no effect, for that reason
+
+
+class Section:
+    """An object of the JSON, read key by key. What is wrong with a key becomes its row; `close` refuses other keys."""
+
+    def __init__(self, content: Mapping[str, Any], path: str, rows: list[Row]) -> None:
+        self.content, self.path, self.rows = content, path, rows
+        self.known: set[str] = set()
+        self._values: dict[str, Any] = {}
+
+    def get(self, name: str, kind: Kind) -> Any:
+        """Return the value of a key; None if it is absent, null, or refused for its type. "auto" is returned as is."""
+        self.known.add(name)
+        if name not in self._values:
+            self._values[name] = self._read(name, kind)
+        return self._values[name]
+
+    def _read(self, name: str, kind: Kind) -> Any:
+        value = self.content.get(name)
+        if name in self.content and value is None:
+            self.no_op(name, "null: DeepSpeed's default")
+        elif value == AUTO:
+            self.no_op(name, "left to gptlite")
+        elif value is not None:
+            try:
+                return kind.read(value)
+            except ValueError:
+                self.refuse(name, f"must be {kind.value}")
+        return value if value == AUTO else None
+
+    def value(self, name: str, kind: Kind) -> Any:
+        """Return the value of a key, or None also for "auto"."""
+        value = self.get(name, kind)
+        return None if value == AUTO else value
+
+    def section(self, name: str) -> Section | None:
+        """Return an object in this one."""
+        content = self.value(name, Kind.section)
+        return None if content is None else Section(content, self.full(name), self.rows)
+
+    def full(self, name: str) -> str:
+        """Return a key's path from the root."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def take(self, name: str, reason: str = "", /, **overrides: Any) -> None:
+        """Add a row for a key with an equal here. Keywords have __ for the dots of a key."""
+        given = tuple(f"{key.replace('__', '.')}={override_value(value)}" for key, value in overrides.items())
+        self._add(name, Verdict.taken, reason, given)
+
+    def no_op(self, name: str, reason: str) -> None:
+        """Add a row for a key without effect here."""
+        self._add(name, Verdict.no_op, reason)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Add a row for a key that is refused."""
+        self._add(name, Verdict.refused, reason)
+
+    def apply(self, rules: Mapping[str, tuple[Kind, Rule]]) -> None:
+        """Add the rows of keys that need no other key to be judged."""
+        for name, (kind, rule) in rules.items():
+            value = self.value(name, kind)
+            if value is None:
+                continue
+            match rule:
+                case Sets(key):
+                    self.take(name, **{key.replace(".", "__"): value})
+                case Only(values, refusal, reason):
+                    self.no_op(name, reason) if value in values else self.refuse(name, refusal)
+                case str():
+                    self.no_op(name, rule)
+
+    def close(self) -> None:
+        """Refuse keys that were not read, as they may be misspelled."""
+        for name in self.content:
+            if name not in self.known:
+                self.refuse(name, f"is not a key of DeepSpeed{did_you_mean(name, self.known)}")
+
+    def _add(self, name: str, verdict: Verdict, reason: str, overrides: tuple[str, ...] = ()) -> None:
+        value = self.content.get(name, ABSENT)
+        self.rows.append(Row(self.full(name), value, verdict, reason, overrides))
+
+
+def paths(content: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the paths of all keys, in the order of the file."""
+    for name, value in content.items() if isinstance(content, dict) else ():
+        yield prefix + name
+        yield from paths(value, f"{prefix}{name}.")
+
+
+def in_file_order(rows: list[Row], content: dict[str, Any]) -> list[Row]:
+    """Sort rows by the place of their keys in the file. A row of an absent key comes last in its section."""
+    places = {path: place for place, path in enumerate(paths(content))}
+
+    def place(row: Row) -> float:
+        if row.key in places:
+            return places[row.key]
+        section = f"{row.key.rpartition('.')[0]}."
+        return max((each + 0.5 for path, each in places.items() if path.startswith(section)), default=math.inf)
+
+    return sorted(rows, key=place)

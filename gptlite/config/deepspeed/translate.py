@@ -1,0 +1,42 @@
+"""Translation of a parsed DeepSpeed JSON to rows. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from gptlite.config.deepspeed import keys, sections
+from gptlite.config.deepspeed.batch import batch
+from gptlite.config.deepspeed.optimizer import optimizer, schedule
+from gptlite.config.deepspeed.rows import AUTO, OFF, Kind, Row, Section, in_file_order
+
+
+def translate(content: dict[str, Any], ranks: int | None = None, given: Container[str] = ()) -> list[Row]:
+    """Return a row for each key, in the order of the file. `ranks` is the number of data ranks, if it is known; `given`
+    are keys that the command line sets itself."""
+    root = Section(content, "", [])
+    batch(root, ranks, given)
+    root.apply(keys.ROOT)
+    sections.precision(root)
+    sections.zero(root, ranks)
+    optimizer(root, peak=schedule(root))
+    sections.trackers(root)
+    sections.tensor_parallel(root)
+    for name, reason in keys.REFUSED_IF_ON.items():
+        value = root.get(name, Kind.anything)
+        if value not in (None, AUTO):
+            root.refuse(name, reason) if _is_on(value, name in keys.NESTED) else root.no_op(name, OFF)
+    for name, reason in keys.NO_EFFECT_SECTIONS.items():
+        if root.get(name, Kind.anything) not in (None, AUTO):
+            root.no_op(name, reason)
+    root.close()
+    return in_file_order(root.rows, content)
+
+
+def _is_on(value: Any, nested: bool) -> bool:
+    """Return True if a section is on: by its key `enabled`, else by those of its sections, else as it is there."""
+    if not isinstance(value, dict):
+        return bool(value)
+    if "enabled" in value:
+        return value["enabled"] not in (False, None)
+    return any(_is_on(each, nested) for each in value.values() if isinstance(each, dict)) if nested else bool(value)
