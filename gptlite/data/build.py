@@ -14,10 +14,11 @@ import gptlite
 from gptlite.data.batches import batch_schedule
 from gptlite.data.cache import cached_folder, cached_path
 from gptlite.data.check import check_settings, find_recipe
-from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
+from gptlite.data.config import CorpusConfig, DataConfig, DatasetConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, Document, train_tokenizer, write_split
-from gptlite.data.loader import Loader
+from gptlite.data.loader import Loader, Share
 from gptlite.data.prepared import PreparedData, TokenSet, make_identity, open_blend, open_folder
+from gptlite.data.samples import SampleLoader, SampleSets, open_samples
 from gptlite.data.stream import SampleStream
 from gptlite.data.text import Span, find_files, split, text_digest
 from gptlite.data.tokenizer import NumberTokenizer
@@ -33,7 +34,7 @@ _VERSION = "1"  # of the format that `prepare` writes; a new version invalidates
 _SYNTHETIC_VALIDATION = 0.01  # held-out tokens for each training token
 
 
-def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE) -> PreparedData:
+def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE) -> PreparedData | SampleSets:
     """Return the data of a run, from the cache or prepared now. `seed` only affects synthetic tokens.
 
     All ranks of `mesh` must call this. Rank 0 prepares the data while the others wait without a time limit; then all
@@ -45,7 +46,11 @@ def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE)
     if isinstance(config, SyntheticConfig):
         check_settings(config)
         return _synthetic(config, seed)
-    if isinstance(config, TokensConfig):
+    if isinstance(config, DatasetConfig):
+        check_settings(config)
+        data = together(mesh, lambda: open_samples(config))
+        differ = f"data={data.name}: ranks opened different datasets"
+    elif isinstance(config, TokensConfig):
         check_settings(config)
         data = together(mesh, lambda: _tokens(config))
         differ = "data: machines hold different tokens under the same path"
@@ -89,7 +94,11 @@ def _tokens(config: TokensConfig) -> PreparedData:
 
 
 def build_loader(
-    config: DataConfig, prepared: PreparedData, mesh: Mesh, seed: int, parallelism: ParallelismConfig | None = None
+    config: DataConfig,
+    prepared: PreparedData | SampleSets,
+    mesh: Mesh,
+    seed: int,
+    parallelism: ParallelismConfig | None = None,
 ) -> Loader:
     """Return the loader of this rank. `micro_batch_size: null` takes the largest that `parallelism`'s schedule can run.
 
@@ -105,6 +114,17 @@ def build_loader(
             f"data.global_batch_size={uneven[0]}{words} is not divisible by data.micro_batch_size={micro} x "
             f"{mesh.data_size} data-parallel ranks"
         )
+    if isinstance(prepared, SampleSets):
+        assert isinstance(config, DatasetConfig)
+        return SampleLoader(
+            prepared,
+            seed,
+            schedule=schedule,
+            micro_batch_size=micro,
+            device=mesh.device,
+            share=Share(mesh.data_rank, mesh.data_size),
+            workers=config.workers,
+        )
     length, sets = config.sequence_length, prepared.sets
     return Loader(
         SampleStream.begin(seed, length, {each.name: (each.data, each.train, each.weight) for each in sets}),
@@ -113,9 +133,7 @@ def build_loader(
         micro_batch_size=micro,
         token_bytes=prepared.tokenizer.token_bytes(),
         device=mesh.device,
-        data_rank=mesh.data_rank,
-        data_size=mesh.data_size,
-        positions=_positions(length, mesh),
+        share=Share(mesh.data_rank, mesh.data_size, _positions(length, mesh)),
         document_end=prepared.tokenizer.eod if config.documents else None,
     )
 

@@ -27,6 +27,12 @@ class Batch:
     targets: torch.Tensor  # int64[B, S], IGNORE if nothing is predicted
     sample_ids: torch.Tensor  # int64[B], number of the sample in the run, or of the chunk in validation
     documents: Documents | None = None  # for all positions of the sequences
+    counted: bool = True  # False for a batch that only keeps this rank in step with the others
+
+    @property
+    def length(self) -> int:
+        """Number of positions of a sequence on this rank."""
+        return self.tokens.shape[1]
 
     def pin_memory(self) -> "Batch":
         """Return a copy in page-locked memory, from which a GPU can copy while it computes."""
@@ -41,15 +47,26 @@ class Batch:
         return Batch(change(self.tokens), change(self.targets), change(self.sample_ids), documents)
 
 
+@dataclass(frozen=True)
+class Share:
+    """Part of a global batch that a rank reads: data rank `rank` of `size`, and `positions` of each sample, or all."""
+
+    rank: int = 0
+    size: int = 1
+    positions: np.ndarray | None = None
+
+
+WHOLE = Share()
+
+
 class Loader:
     """Loader that divides the run's sample stream into global batches, micro-batches and ranks.
 
     `schedule` gives the samples of a global batch. Micro-batch m takes the next B * R of them, and rank r of R takes
     its B, so the ranks' parts in order form the global batch for any R. The loader has no state that affects a batch:
-    a resumed run asks for the same `consumed_samples`. A rank gets the tokens of each sample at `positions`, by
-    default all. With `document_end`, the id that ends a document, batches carry the document boundaries, and nothing
-    is predicted from that id. `validation` maps data sets to held-out tokens, int[N]. A new `schedule` takes effect
-    with the next batch.
+    a resumed run asks for the same `consumed_samples`. With `document_end`, the id that ends a document, batches carry
+    the document boundaries, and nothing is predicted from that id. `validation` maps data sets to held-out tokens,
+    int[N]. A new `schedule` takes effect with the next batch.
     """
 
     def __init__(
@@ -61,9 +78,7 @@ class Loader:
         micro_batch_size: int,
         token_bytes: np.ndarray,
         device: torch.device,
-        data_rank: int = 0,
-        data_size: int = 1,
-        positions: np.ndarray | None = None,
+        share: Share = WHOLE,
         document_end: int | None = None,
     ):
         self.stream = self._begun = stream
@@ -72,9 +87,7 @@ class Loader:
         self.micro_batch_size = micro_batch_size
         self._token_bytes = token_bytes
         self._device = device
-        self._data_rank = data_rank
-        self._data_size = data_size
-        self._positions = positions
+        self._share = share
         self._document_end = document_end
         self.schedule = schedule
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
@@ -91,11 +104,11 @@ class Loader:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches per global batch on this rank at full size."""
-        return self.global_batch_size // (self.micro_batch_size * self._data_size)
+        return self.global_batch_size // (self.micro_batch_size * self._share.size)
 
     def micro_batches(self, consumed_samples: int) -> int:
         """Return the number of micro-batches on this rank in the global batch after `consumed_samples` samples."""
-        return self.schedule.size(consumed_samples) // (self.micro_batch_size * self._data_size)
+        return self.schedule.size(consumed_samples) // (self.micro_batch_size * self._share.size)
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples.
@@ -138,17 +151,17 @@ class Loader:
         all ranks.
         """
         held_out = self._validation[name or self.validation_sets[0]]
-        chunks = _spread(num_chunks(held_out, self._length), limit)
-        step = self.micro_batch_size * self._data_size
+        chunks = spread(num_chunks(held_out, self._length), limit)
+        step = self.micro_batch_size * self._share.size
         for start in range(0, len(chunks), step):
-            begin = start + self._data_rank * self.micro_batch_size
+            begin = start + self._share.rank * self.micro_batch_size
             yield self._collate_chunks(held_out, chunks[begin : begin + self.micro_batch_size]).to(self._device)
 
     def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:
         """Number of batches of `validation_batches(limit, name)`."""
         held_out = self._validation[name or self.validation_sets[0]]
-        chunks = _spread(num_chunks(held_out, self._length), limit)
-        return -(-len(chunks) // (self.micro_batch_size * self._data_size))
+        chunks = spread(num_chunks(held_out, self._length), limit)
+        return -(-len(chunks) // (self.micro_batch_size * self._share.size))
 
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
         """UTF-8 bytes of the targets in `validation_batches(limit, name)`, over all ranks.
@@ -158,7 +171,7 @@ class Loader:
         """
         name = name or self.validation_sets[0]
         held_out = self._validation[name]
-        chunks = _spread(num_chunks(held_out, self._length), limit)
+        chunks = spread(num_chunks(held_out, self._length), limit)
         if (name, len(chunks)) not in self._bytes_counted:
             counts = (self._bytes(read_chunk(held_out, chunk, self._length)) for chunk in chunks.tolist())
             self._bytes_counted[name, len(chunks)] = sum(counts)
@@ -170,7 +183,7 @@ class Loader:
 
     def _read(self, consumed_samples: int) -> list[Batch]:
         numbers = self.schedule.samples(consumed_samples)
-        numbers = numbers.reshape(-1, self._data_size, self.micro_batch_size)[:, self._data_rank]
+        numbers = numbers.reshape(-1, self._share.size, self.micro_batch_size)[:, self._share.rank]
         rows = self.stream.read(numbers.reshape(-1))
         self._require_known(rows, lambda row: f"sample {numbers.reshape(-1)[row]} of the run")
         shape = (*numbers.shape, rows.shape[1] - 1)
@@ -208,12 +221,12 @@ class Loader:
         if self._document_end is not None:
             targets[tokens == self._document_end] = IGNORE
             documents = documents_in(tokens, self._document_end)
-        if self._positions is not None:
-            tokens, targets = tokens[:, self._positions], targets[:, self._positions]
+        if (positions := self._share.positions) is not None:
+            tokens, targets = tokens[:, positions], targets[:, positions]
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(ids), documents)
 
 
-def _spread(total: int, limit: int | None) -> np.ndarray:
+def spread(total: int, limit: int | None) -> np.ndarray:
     """Return `limit` of `total` chunk numbers, evenly spread, or all without a limit: int64."""
     count = total if limit is None else min(limit, total)
     return np.arange(count) * total // max(count, 1)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gptlite.models.plain import input_shapes
 from gptlite.models.spec import ModelSpec, spec_of
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
@@ -41,14 +41,29 @@ class Model:
         with torch.device("meta"):
             return self.spec.build(self.config, ops, seed)
 
-    def forward(self, part: nn.Module, x: Tensor, inputs: Inputs) -> Tensor:
+    def forward(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
         """Return the sum of a part's losses, or its activations: see ModelSpec.forward."""
-        with torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext():
+        if self.autocast is None:
             return self.spec.forward(part, x, inputs)
+        with torch.autocast(inputs.targets.device.type, self.autocast):
+            out = self.spec.forward(part, x, inputs)
+        return out.to(self.dtype) if out.dim() else out  # activations, which the next part of a pipeline receives
 
     def activations(self, batch: int, length: int) -> tuple[int, ...]:
-        """Return the shape of the activations that one part of a pipeline sends to the next."""
-        return self.spec.activations(self.config, batch, length)
+        """Return the shape of the activations between any two blocks. Raises ValueError if it depends on the blocks."""
+        shape = self.spec.activations(self.config, batch, length)
+        if shape is None:
+            raise ValueError(f"{self.spec.name} does not give one shape of `activations` for all of its blocks")
+        return shape
+
+    def boundaries(self, x: Tensor, length: int, stages: int) -> list[tuple[int, ...]]:
+        """Return the shape of each pipeline stage's input, for a micro-batch x, whose values are not read. `length`:
+        sequence length of the activations."""
+        shape = self.spec.activations(self.config, len(x), length)
+        if shape is not None:
+            return [tuple(x.shape), *[shape] * (stages - 1)]
+        shapes = input_shapes(self.spec, self.config, x)
+        return [shapes[blocks.start] for blocks in self.stage_blocks(stages)]
 
     def flops_per_token(self, length: int) -> int | None:
         """Return the FLOPs of a token, forward and backward, for sequences of `length`; None if the model has no

@@ -6,6 +6,7 @@ from gptlite.config import Config, with_vocabulary
 from gptlite.config.warm_start import refuse_larger_vocabulary
 from gptlite.data.build import build_loader, prepare
 from gptlite.data.prepared import PreparedData
+from gptlite.data.samples import SampleLoader, SampleSets
 from gptlite.models.init import init_weights
 from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, copy_weights, materialize
@@ -33,7 +34,7 @@ class Run:
     mesh: Mesh
     policy: Policy
     ops: Ops
-    data: PreparedData
+    data: PreparedData | SampleSets
     state: TrainState
     passes: OnePart | Pipeline
 
@@ -46,8 +47,9 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
     policy = resolve_precision(config.precision, mesh.device)
     ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
     data = prepare(config.data, config.seed, log, mesh)
-    refuse_larger_vocabulary(config, data.tokenizer.vocab_size)
-    config = with_vocabulary(config, data.tokenizer.vocab_size)
+    if data.tokenizer is not None:
+        refuse_larger_vocabulary(config, data.tokenizer.vocab_size)
+        config = with_vocabulary(config, data.tokenizer.vocab_size)
 
     layout, compiles = config.parallelism, config.trainer.compile
     model = Model.of(config.model, policy)
@@ -77,5 +79,6 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
         micro_batches=loader.num_micro_batches,
         micro_batch_size=loader.micro_batch_size,
         sequence_length=config.data.sequence_length,
+        example=loader.example() if isinstance(loader, SampleLoader) else None,
     )
     return Run(config, mesh, policy, ops, data, state, passes)
