@@ -17,7 +17,7 @@ from gptlite.data.check import check_settings, find_recipe
 from gptlite.data.config import CorpusConfig, DataConfig, DatasetConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, Document, train_tokenizer, write_split
 from gptlite.data.loader import Loader, Share
-from gptlite.data.prepared import PreparedData, TokenSet, make_identity, open_blend, open_folder
+from gptlite.data.prepared import Identity, PreparedData, TokenSet, make_identity, open_blend, open_folder
 from gptlite.data.samples import SampleLoader, SampleSets, open_samples
 from gptlite.data.stream import SampleStream
 from gptlite.data.text import Span, find_files, split, text_digest
@@ -34,7 +34,7 @@ _VERSION = "1"  # of the format that `prepare` writes; a new version invalidates
 _SYNTHETIC_VALIDATION = 0.01  # held-out tokens for each training token
 
 
-def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE) -> PreparedData | SampleSets:
+def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE) -> PreparedData:
     """Return the data of a run, from the cache or prepared now. `seed` only affects synthetic tokens.
 
     All ranks of `mesh` must call this. Rank 0 prepares the data while the others wait without a time limit; then all
@@ -43,14 +43,12 @@ def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE)
     Raises ConfigError for all that `check` refuses, text shorter than a sequence, a failed recipe, and damaged files.
     A failure leaves no new prepared folder. An error on one rank is raised on all ranks.
     """
+    if isinstance(config, DatasetConfig):
+        raise ConfigError("this data has samples, and text or tokens are needed here; give another data=...")
     if isinstance(config, SyntheticConfig):
         check_settings(config)
         return _synthetic(config, seed)
-    if isinstance(config, DatasetConfig):
-        check_settings(config)
-        data = together(mesh, lambda: open_samples(config))
-        differ = f"data={data.name}: ranks opened different datasets"
-    elif isinstance(config, TokensConfig):
+    if isinstance(config, TokensConfig):
         check_settings(config)
         data = together(mesh, lambda: _tokens(config))
         differ = "data: machines hold different tokens under the same path"
@@ -58,9 +56,26 @@ def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE)
         folder = from_main(mesh, lambda: _folder(config, log))
         data = together(mesh, lambda: _opened(folder, config, log))
         differ = f"data.cache_dir={folder.parent}: machines prepared different data"
-    if len(set(from_all(mesh, lambda: json.dumps(data.identity, sort_keys=True)))) > 1:
-        raise ConfigError(f"{differ}; give one that all share")
+    _require_same(data.identity, mesh, differ)
     return data
+
+
+def open_data(config: DataConfig, seed: int, log: Log, mesh: Mesh) -> PreparedData | SampleSets:
+    """Return the samples of a registered dataset, or prepared data. All ranks of `mesh` must call this.
+
+    Raises ConfigError, see `open_samples` and `prepare`.
+    """
+    if not isinstance(config, DatasetConfig):
+        return prepare(config, seed, log, mesh)
+    check_settings(config)
+    data = together(mesh, lambda: open_samples(config))
+    _require_same(data.identity, mesh, f"data={data.name}: ranks opened different datasets")
+    return data
+
+
+def _require_same(identity: Identity, mesh: Mesh, differ: str) -> None:
+    if len(set(from_all(mesh, lambda: json.dumps(identity, sort_keys=True)))) > 1:
+        raise ConfigError(f"{differ}; give one that all share")
 
 
 def _folder(config: DataConfig, log: Log) -> Path:

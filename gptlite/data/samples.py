@@ -85,7 +85,7 @@ def open_samples(config: DatasetConfig) -> SampleSets:
         if len(each) < 1:
             raise ConfigError(f"{key}: the {name} dataset has length {len(each)}; it needs at least one sample")
         split(key, _collated(each, [_sample(key, each, 0)], key))
-    about = {"corpus": source.name, "tokenizer": "none", "sequence_length": "1"}
+    about: Identity = {"corpus": source.name, "tokenizer": "none", "sequence_length": "1"}
     return SampleSets(source.name, train, sets, about | {"train": _digest(config, train)})
 
 
@@ -141,16 +141,37 @@ class _Seeded:
     seed: int
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
+        """Return a sample, or the ConfigError that it raises. If raised, a worker would add its traceback to it."""
         number, index = place
         digest = hashlib.sha256(f"{self.seed} sample {number}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8]) >> 1)
         np.random.seed(int.from_bytes(digest[8:12]))
         random.seed(digest)
-        return _sample(self.key, self.dataset, index)
+        try:
+            return _sample(self.key, self.dataset, index)
+        except ConfigError as error:
+            return error
 
-    def collate(self, samples: list[Any]) -> tuple[Any, Tensor]:
-        """Return the input and the targets of a micro-batch."""
-        return split(self.key, _collated(self.dataset, samples, self.key))
+    def collate(self, samples: list[Any]) -> tuple[Any, Tensor] | ConfigError:
+        """Return the input and the targets of a micro-batch, or the error of a sample."""
+        try:
+            if error := next((each for each in samples if isinstance(each, ConfigError)), None):
+                return error
+            return split(self.key, _collated(self.dataset, samples, self.key))
+        except ConfigError as error:
+            return error
+
+    def read(self, places: Sequence[tuple[int, int]]) -> tuple[Any, Tensor]:
+        """Return the micro-batch of these samples. Raises ConfigError."""
+        with _own_generators():
+            return raised(self.collate([self[place] for place in places]))
+
+
+def raised(batch: tuple[Any, Tensor] | ConfigError) -> tuple[Any, Tensor]:
+    """Return a micro-batch; raise it if it is an error."""
+    if isinstance(batch, ConfigError):
+        raise batch
+    return batch
 
 
 class SampleLoader(Loader):
@@ -186,12 +207,11 @@ class SampleLoader(Loader):
         self._key = f"data={sets.name}"
         self._train = _Seeded(self._key, sets.train, seed)
         self._ready: tuple[object, list[SampleBatch]] | None = None
-        self._reading: tuple[object, Iterator[tuple[Any, Tensor]]] | None = None
+        self._reading: tuple[object, Iterator[tuple[Any, Tensor] | ConfigError]] | None = None
 
-    def example(self) -> Any:
-        """Return the input of the first training sample, without a batch dim."""
-        x, _ = split(self._key, _collated(self._sets.train, [_sample(self._key, self._sets.train, 0)], self._key))
-        return tree_map(lambda tensor: tensor[0], x)
+    def example(self) -> tuple[Any, Tensor]:
+        """Return the input and the target of the first training sample, as a batch of one."""
+        return split(self._key, _collated(self._sets.train, [_sample(self._key, self._sets.train, 0)], self._key))
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples, see Loader."""
@@ -202,12 +222,11 @@ class SampleLoader(Loader):
 
     def _read_samples(self, consumed: int) -> list[SampleBatch]:
         if self._workers == 0:
-            with _own_generators():
-                parts = [self._train.collate([self._train[place] for place in each]) for each in self._places(consumed)]
+            parts = [self._train.read(each) for each in self._places(consumed)]
         else:
             if self._reading is None or self._reading[0] != (self.schedule, self.stream, consumed):
                 self._reading = (), self._start(consumed)  # also stops the workers of the former place
-            parts = [next(self._reading[1]) for _ in range(self.micro_batches(consumed))]
+            parts = [raised(next(self._reading[1])) for _ in range(self.micro_batches(consumed))]
             self._reading = (self.schedule, self.stream, self.schedule.after(consumed)), self._reading[1]
         batches = [
             SampleBatch(x, targets, torch.tensor([number for number, _ in places]))
@@ -215,7 +234,7 @@ class SampleLoader(Loader):
         ]
         return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches  # type: ignore[misc]
 
-    def _start(self, consumed: int) -> Iterator[tuple[Any, Tensor]]:
+    def _start(self, consumed: int) -> Iterator[tuple[Any, Tensor] | ConfigError]:
         """Return an endless iterator over this rank's micro-batches from a place on, read by worker processes."""
 
         def places() -> Iterator[Sequence[tuple[int, int]]]:
@@ -255,8 +274,7 @@ class SampleLoader(Loader):
         for start in range(0, len(numbers), size * self._share.size):
             mine = numbers[start + self._share.rank * size :][:size]
             chosen = mine or numbers[:1]
-            with _own_generators():
-                x, targets = seeded.collate([seeded[index, index] for index in chosen])
+            x, targets = seeded.read([(index, index) for index in chosen])
             yield SampleBatch(x, targets, torch.tensor(chosen), counted=bool(mine)).to(self._device)
 
     def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
+from gptlite.errors import ConfigError
 from gptlite.models.plain import input_shapes
 from gptlite.models.spec import ModelSpec, spec_of
 from gptlite.ops.inputs import Inputs
@@ -48,6 +50,31 @@ class Model:
         with torch.autocast(inputs.targets.device.type, self.autocast):
             out = self.spec.forward(part, x, inputs)
         return out.to(self.dtype) if out.dim() else out  # activations, which the next part of a pipeline receives
+
+    def check_pass(self, x: Any, targets: Tensor) -> None:
+        """Raise ConfigError if a forward pass on inputs of these shapes fails, or its loss is not one number.
+
+        Nothing is computed: tensors are on the meta device. A pass that needs values cannot be checked there.
+        """
+        if self.spec.casts:
+            return
+        key = f"the {self.spec.name} model, given {_shapes(x)} and targets {_shapes(targets)}"
+        try:
+            with torch.device("meta"):
+                x, targets = tree_map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), (x, targets))
+                loss = self.spec.forward(self.build(Ops(), 0).eval(), x, Inputs(targets, metrics={}))
+        except NotImplementedError as error:
+            if type(self.spec).__name__ in str(error):  # a method of the spec that is missing
+                raise ConfigError(str(error)) from error
+            return
+        except Exception as error:  # a model may raise anything
+            reason = (str(error).splitlines() or [""])[0]
+            if "meta" in reason:
+                return
+            raise ConfigError(f"{key}: {type(error).__name__}: {reason}") from error
+        if not isinstance(loss, Tensor) or loss.dim():
+            found = _shapes(loss) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(f"{key}: the loss is {found}; return one number, the sum over the samples")
 
     def activations(self, batch: int, length: int) -> tuple[int, ...]:
         """Return the shape of the activations between any two blocks. Raises ValueError if it depends on the blocks."""
@@ -123,6 +150,11 @@ class Model:
         with torch.no_grad():
             for name, buffer in mine.items():
                 buffer.copy_(values[name])
+
+
+def _shapes(x: Any) -> str:
+    """Format the shapes of inputs, e.g. `float32 [8, 3, 32, 32]`."""
+    return ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in tree_leaves(x))
 
 
 def _parameter(part: nn.Module, name: str) -> nn.Parameter | None:

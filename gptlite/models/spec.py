@@ -79,6 +79,7 @@ class ModelSpec(Generic[C]):
     name: str
     schema: type[C]
     casts = False
+    reads: str = "tokens"  # or "samples": of a dataset that is not text
     keyed_dropout = False  # True if dropout masks are keyed by sample, not drawn from torch's generator
     metrics: tuple[str, ...] = ()  # names of the sums that `loss` records for evaluations, such as "accuracy"
     writes_text = False  # True if `generate` is implemented

@@ -58,3 +58,12 @@ def test_every_layout_has_the_curve_of_one_process(alone, two, tmp_path, name, n
     data, *layout = TWO[name]
     assert two.run("models.resnet:train", str(tmp_path), norm, EIGHT[data], *layout, timeout=120) == [0, 0]
     assert curve(tmp_path) == pytest.approx(alone[norm], rel=2e-4)
+
+
+@pytest.mark.parametrize("name", ["zero3 recomputed", "1f1b"])
+def test_one_process_goes_on_with_what_two_ranks_have_saved(alone, two, tmp_path, name):
+    data, *layout = TWO[name]
+    stopped = (BATCH, EIGHT[data], "trainer.stop_step=2", *layout)
+    assert two.run("models.resnet:train", str(tmp_path), *stopped, timeout=120) == [0, 0]
+    assert train(str(tmp_path), BATCH, EIGHT[1], "parallelism=single") == 0
+    assert curve(tmp_path) == pytest.approx(alone[BATCH], rel=2e-4)
