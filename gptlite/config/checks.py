@@ -13,7 +13,7 @@ from gptlite.data.batches import batch_schedule
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check as check_logger
-from gptlite.models.spec import spec_of
+from gptlite.models.spec import ModelSpec, spec_of
 from gptlite.ops import apex
 from gptlite.ops.config import LayerNorm
 from gptlite.optimizer.checks import check_device as check_optimizer_device
@@ -121,6 +121,10 @@ def _bounds(config: Config) -> None:
 def _model(config: Config) -> None:
     spec = spec_of(config.model)
     spec.check(config.model)  # the model's own rules, before those that relate it to other sections
+    if (unit := config.data.unit) != spec.reads:
+        raise ConfigError(
+            f"the {spec.name} model reads {spec.reads}, and the data has {unit}; give another model=... or data=..."
+        )
     longest = spec.max_length(config.model)
     if longest is not None and config.data.sequence_length > longest:
         raise ConfigError(
@@ -257,7 +261,11 @@ def _master_weights(config: Config) -> None:
 
 def _pipeline(config: Config) -> None:
     layout, spec = config.parallelism, spec_of(config.model)
+    if layout.pipeline == 1 and type(spec).num_blocks is ModelSpec.num_blocks:
+        return  # the default builds the model to count its blocks, which imports torch
     layers, key = spec.num_blocks(config.model), f"model.{spec.blocks_key}"
+    if getattr(config.model, spec.blocks_key, None) != layers:
+        key = f"the {spec.name} model's number of blocks"
     if layers is None:
         if layout.pipeline > 1:
             raise ConfigError(_no_axis(config, "pipeline", "does not declare its number of blocks"))
@@ -274,9 +282,11 @@ def _pipeline(config: Config) -> None:
         if each > 1 and ranks <= layers:
             fewer = "parallelism.schedule=1f1b" if its.fixed else f"parallelism.virtual_stages={layers // ranks}"
             tries.append(fewer)
+        if key.startswith("model."):
+            tries.append(f"{key}={stages}")
         raise ConfigError(
             f"parallelism.pipeline={ranks} x {each} stages a rank = {stages} stages, but {key}={layers} and "
-            f"each holds one or more; try {', or '.join([*tries, f'{key}={stages}'])}"
+            f"each holds one or more{'; try ' * bool(tries)}{', or '.join(tries)}"
         )
     if config.trainer.compile and ranks > 1 and its.splits_backward:
         raise ConfigError(

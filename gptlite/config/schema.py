@@ -15,7 +15,8 @@ from hydra.core.config_store import ConfigStore
 
 import gptlite
 from gptlite.checkpoint.config import CheckpointConfig
-from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
+from gptlite.data import registry as data_registry
+from gptlite.data.config import DataConfig
 from gptlite.metrics.config import LoggerConfig, TensorboardConfig, WandbConfig
 from gptlite.models import registry
 from gptlite.models.config import ModelConfig
@@ -86,12 +87,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "parallelism": {"parallelism_schema": ParallelismConfig},
     "precision": {"precision_schema": PrecisionConfig},
     "ops": {"ops_schema": OpsConfig},
-    "data": {
-        "text_schema": TextConfig,
-        "corpus_schema": CorpusConfig,
-        "tokens_schema": TokensConfig,
-        "synthetic_schema": SyntheticConfig,
-    },
+    "data": data_registry.SCHEMAS,
     "optimizer": optimizer_registry.SCHEMAS,
     "schedule": {
         "constant_schema": optimizers.ConstantConfig,
@@ -134,7 +130,11 @@ def choices(group: str) -> str:
 def presets_of(group: str) -> list[str]:
     """Values of GROUP=...; for data, including the prepared folders."""
     names = sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
-    others = {"data": prepared_folders, "model": lambda: registry.PRESETS, "optimizer": lambda: optimizers.OPTIMIZERS}
+    others = {
+        "data": lambda: [*data_registry.SOURCES, *prepared_folders()],
+        "model": lambda: registry.PRESETS,
+        "optimizer": lambda: optimizers.OPTIMIZERS,
+    }
     return names + [name for name in others.get(group, list)() if name not in names]
 
 

@@ -14,10 +14,11 @@ import gptlite
 from gptlite.data.batches import batch_schedule
 from gptlite.data.cache import cached_folder, cached_path
 from gptlite.data.check import check_settings, find_recipe
-from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
+from gptlite.data.config import CorpusConfig, DataConfig, DatasetConfig, SyntheticConfig, TextConfig, TokensConfig
 from gptlite.data.corpus import TOKENIZER, TRAIN, VALIDATION, Document, train_tokenizer, write_split
 from gptlite.data.loader import Loader, Share
-from gptlite.data.prepared import PreparedData, TokenSet, make_identity, open_blend, open_folder
+from gptlite.data.prepared import Identity, PreparedData, TokenSet, make_identity, open_blend, open_folder
+from gptlite.data.samples import SampleLoader, SampleSets, open_samples
 from gptlite.data.stream import SampleStream
 from gptlite.data.text import Span, find_files, split, text_digest
 from gptlite.data.tokenizer import NumberTokenizer
@@ -42,6 +43,8 @@ def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE)
     Raises ConfigError for all that `check` refuses, text shorter than a sequence, a failed recipe, and damaged files.
     A failure leaves no new prepared folder. An error on one rank is raised on all ranks.
     """
+    if isinstance(config, DatasetConfig):
+        raise ConfigError("this data has samples, and text or tokens are needed here; give another data=...")
     if isinstance(config, SyntheticConfig):
         check_settings(config)
         return _synthetic(config, seed)
@@ -53,9 +56,26 @@ def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE)
         folder = from_main(mesh, lambda: _folder(config, log))
         data = together(mesh, lambda: _opened(folder, config, log))
         differ = f"data.cache_dir={folder.parent}: machines prepared different data"
-    if len(set(from_all(mesh, lambda: json.dumps(data.identity, sort_keys=True)))) > 1:
-        raise ConfigError(f"{differ}; give one that all share")
+    _require_same(data.identity, mesh, differ)
     return data
+
+
+def open_data(config: DataConfig, seed: int, log: Log, mesh: Mesh) -> PreparedData | SampleSets:
+    """Return the samples of a registered dataset, or prepared data. All ranks of `mesh` must call this.
+
+    Raises ConfigError, see `open_samples` and `prepare`.
+    """
+    if not isinstance(config, DatasetConfig):
+        return prepare(config, seed, log, mesh)
+    check_settings(config)
+    data = together(mesh, lambda: open_samples(config))
+    _require_same(data.identity, mesh, f"data={data.name}: ranks opened different datasets")
+    return data
+
+
+def _require_same(identity: Identity, mesh: Mesh, differ: str) -> None:
+    if len(set(from_all(mesh, lambda: json.dumps(identity, sort_keys=True)))) > 1:
+        raise ConfigError(f"{differ}; give one that all share")
 
 
 def _folder(config: DataConfig, log: Log) -> Path:
@@ -89,7 +109,11 @@ def _tokens(config: TokensConfig) -> PreparedData:
 
 
 def build_loader(
-    config: DataConfig, prepared: PreparedData, mesh: Mesh, seed: int, parallelism: ParallelismConfig | None = None
+    config: DataConfig,
+    prepared: PreparedData | SampleSets,
+    mesh: Mesh,
+    seed: int,
+    parallelism: ParallelismConfig | None = None,
 ) -> Loader:
     """Return the loader of this rank. `micro_batch_size: null` takes the largest that `parallelism`'s schedule can run.
 
@@ -104,6 +128,17 @@ def build_loader(
         raise ConfigError(
             f"data.global_batch_size={uneven[0]}{words} is not divisible by data.micro_batch_size={micro} x "
             f"{mesh.data_size} data-parallel ranks"
+        )
+    if isinstance(prepared, SampleSets):
+        assert isinstance(config, DatasetConfig)
+        return SampleLoader(
+            prepared,
+            seed,
+            schedule=schedule,
+            micro_batch_size=micro,
+            device=mesh.device,
+            share=Share(mesh.data_rank, mesh.data_size),
+            workers=config.workers,
         )
     length, sets = config.sequence_length, prepared.sets
     return Loader(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import gptlite
 from gptlite.data.batches import batch_schedule
-from gptlite.data.config import CorpusConfig, DataConfig, SyntheticConfig, TextConfig, TokensConfig
+from gptlite.data.config import CorpusConfig, DataConfig, DatasetConfig, SyntheticConfig, TextConfig, TokensConfig
+from gptlite.data.registry import source_of
 from gptlite.data.text import refuse_records
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.invocation import command
@@ -46,6 +47,16 @@ def check_settings(config: DataConfig) -> None:
                     f"data.num_tokens={config.num_tokens} is less than one sequence; "
                     f"take more than data.sequence_length={config.sequence_length}"
                 )
+        case DatasetConfig():
+            source_of(config)
+            for key, value, only in (
+                ("sequence_length", config.sequence_length, 1),
+                ("packing", config.packing.value, "concatenate"),
+            ):
+                if value != only:
+                    raise ConfigError(f"data.{key}={value}: a dataset of samples has data.{key}={only}")
+            if config.workers < 0:
+                raise ConfigError(f"data.workers={config.workers} must be at least 0")
         case _:
             raise ConfigError(
                 "data has no source; choose data=shakespeare, data=text data.path=..., "

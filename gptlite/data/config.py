@@ -28,6 +28,11 @@ class DataConfig:
     cache_dir: str = "~/.cache/gptlite"
 
     @property
+    def unit(self) -> str:
+        """What losses and throughput are counted in."""
+        return "tokens"
+
+    @property
     def documents(self) -> bool:
         """True if documents that share a sequence are isolated from each other."""
         return self.packing is Packing.documents
@@ -71,6 +76,22 @@ class TokensConfig(DataConfig):
 
     path: str | None = None
     blend: Any = None  # dict[str, float]; with that type, Hydra would reject new keys on the command line
+
+
+@dataclass
+class DatasetConfig(DataConfig):
+    """Base of the datasets that plugins register (gptlite.data.registry). Batch sizes are in samples.
+
+    `workers` processes read samples ahead; 0: they are read in the training process, between the steps.
+    """
+
+    sequence_length: int = 1  # a sample has one position
+    workers: int = 0
+
+    @property
+    def unit(self) -> str:
+        """What losses and throughput are counted in."""
+        return "samples"
 
 
 @dataclass

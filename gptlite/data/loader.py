@@ -27,6 +27,12 @@ class Batch:
     targets: torch.Tensor  # int64[B, S], IGNORE if nothing is predicted
     sample_ids: torch.Tensor  # int64[B], number of the sample in the run, or of the chunk in validation
     documents: Documents | None = None  # for all positions of the sequences
+    counted: bool = True  # False for a batch that only keeps this rank in step with the others
+
+    @property
+    def length(self) -> int:
+        """Number of positions of a sequence on this rank."""
+        return self.tokens.shape[1]
 
     def pin_memory(self) -> "Batch":
         """Return a copy in page-locked memory, from which a GPU can copy while it computes."""
@@ -146,7 +152,7 @@ class Loader:
         all ranks.
         """
         held_out = self._validation[name or self.validation_sets[0]]
-        chunks = _spread(num_chunks(held_out, self._length), limit)
+        chunks = spread(num_chunks(held_out, self._length), limit)
         step = self.micro_batch_size * self._share.size
         for start in range(0, len(chunks), step):
             begin = start + self._share.rank * self.micro_batch_size
@@ -155,7 +161,7 @@ class Loader:
     def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:
         """Number of batches of `validation_batches(limit, name)`."""
         held_out = self._validation[name or self.validation_sets[0]]
-        chunks = _spread(num_chunks(held_out, self._length), limit)
+        chunks = spread(num_chunks(held_out, self._length), limit)
         return -(-len(chunks) // (self.micro_batch_size * self._share.size))
 
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
@@ -166,7 +172,7 @@ class Loader:
         """
         name = name or self.validation_sets[0]
         held_out = self._validation[name]
-        chunks = _spread(num_chunks(held_out, self._length), limit)
+        chunks = spread(num_chunks(held_out, self._length), limit)
         if (name, len(chunks)) not in self._bytes_counted:
             counts = (self._bytes(read_chunk(held_out, chunk, self._length)) for chunk in chunks.tolist())
             self._bytes_counted[name, len(chunks)] = sum(counts)
@@ -222,7 +228,7 @@ class Loader:
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(ids), documents)
 
 
-def _spread(total: int, limit: int | None) -> np.ndarray:
+def spread(total: int, limit: int | None) -> np.ndarray:
     """Return `limit` of `total` chunk numbers, evenly spread, or all without a limit: int64."""
     count = total if limit is None else min(limit, total)
     return np.arange(count) * total // max(count, 1)

@@ -35,7 +35,7 @@ def format_duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None = None) -> str:
+def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None = None, unit: str = "tokens") -> str:
     """Format the line of a training row.
 
     For example, on one line:
@@ -44,13 +44,14 @@ def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None 
         |  12.3k tok/s | MFU   n/a | mem  0.91 GiB | ETA 2m31s
 
     `row` has the keys of a metrics.jsonl row; one that is absent or None shows as n/a. `loss_scale` adds a column.
+    `unit`: tokens or samples.
     """
     columns = [
         _position("step", row, max_steps),
         f"loss {_text(row.get('loss'), '{:.4f}'.format, 7)}",
         f"lr {_text(row.get('lr'), '{:.2e}'.format, 8)}",
         f"grad norm {_text(row.get('grad_norm'), _norm, 6)}",
-        f"{_text(row.get('tokens_per_second'), format_count, 6)} tok/s",
+        f"{_text(row.get('tokens_per_second'), format_count, 6)} {'tok' if unit == 'tokens' else unit}/s",
         f"MFU {_text(row.get('mfu'), '{:.1%}'.format, 5)}",
         f"mem {_text(row.get('memory_allocated_bytes'), lambda size: f'{size / 2**30:.2f} GiB', 9)}",
         f"ETA {_text(eta_seconds, format_duration, 0)}",
@@ -60,17 +61,20 @@ def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None 
     return " | ".join(columns)
 
 
-def eval_line(row: Mapping[str, Any], max_steps: int) -> str:
+def eval_line(row: Mapping[str, Any], max_steps: int, unit: str = "tokens") -> str:
     """Format the line of an evaluation row: `eval  250/1000 | val loss  3.6120 nats/token | 1.9042 bits/byte`.
 
-    Bits per byte are left out where the data has no bytes (synthetic tokens).
+    Bits per byte are left out where the data has no bytes (synthetic tokens). A model's own metrics come last.
     """
-    columns = [_position("eval", row, max_steps), f"val loss {_text(row['val_loss'], '{:.4f}'.format, 7)} nats/token"]
+    loss = f"val loss {_text(row['val_loss'], '{:.4f}'.format, 7)} nats/{unit.removesuffix('s')}"
+    columns = [_position("eval", row, max_steps), loss]
     if (bits := row.get("val_bits_per_byte")) is not None:
         columns.append(f"{bits:.4f} bits/byte")
     columns += [
         f"{key.removeprefix(PART)} {_text(row[key], '{:.4f}'.format, 7)}" for key in row if key.startswith(PART)
     ]
+    own = [key for key in row if key.startswith("val_") and not key.startswith(("val_loss", "val_bits_per_byte"))]
+    columns += [f"{key.removeprefix('val_')} {_text(row[key], '{:.4f}'.format, 6)}" for key in own]
     return " | ".join(columns)
 
 

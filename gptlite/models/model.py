@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
+from gptlite.errors import ConfigError
+from gptlite.models.plain import input_shapes
 from gptlite.models.spec import ModelSpec, spec_of
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
@@ -41,15 +43,55 @@ class Model:
         with torch.device("meta"):  # no memory yet: each rank allocates only its parts
             return self.spec.build(self.config, ops, seed)
 
-    def forward(self, part: nn.Module, x: Tensor, inputs: Inputs) -> Tensor:
+    def forward(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
         """Return the sum of a part's losses, or its activations: see ModelSpec.forward."""
-        # Only for models whose layers do not cast: autocast chooses a dtype op by op, FSDP2 does not.
-        with torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext():
+        if self.autocast is None:
             return self.spec.forward(part, x, inputs)
+        # Only for models whose layers do not cast: autocast chooses a dtype op by op, FSDP2 does not.
+        with torch.autocast(inputs.targets.device.type, self.autocast):
+            out = self.spec.forward(part, x, inputs)
+        return out.to(self.dtype) if out.dim() else out  # activations, which the next part of a pipeline receives
+
+    def check_pass(self, x: Any, targets: Tensor) -> None:
+        """Raise ConfigError if a forward pass on inputs of these shapes fails, or its loss is not one number.
+
+        Nothing is computed: tensors are on the meta device. A pass that needs values cannot be checked there.
+        """
+        if self.spec.casts:
+            return
+        key = f"the {self.spec.name} model, given {_shapes(x)} and targets {_shapes(targets)}"
+        try:
+            with torch.device("meta"):
+                x, targets = tree_map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), (x, targets))
+                loss = self.spec.forward(self.build(Ops(), 0).eval(), x, Inputs(targets, metrics={}))
+        except NotImplementedError as error:
+            if type(self.spec).__name__ in str(error):  # a method of the spec that is missing
+                raise ConfigError(str(error)) from error
+            return
+        except Exception as error:  # a model may raise anything
+            reason = (str(error).splitlines() or [""])[0]
+            if "meta" in reason:
+                return
+            raise ConfigError(f"{key}: {type(error).__name__}: {reason}") from error
+        if not isinstance(loss, Tensor) or loss.dim():
+            found = _shapes(loss) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(f"{key}: the loss is {found}; return one number, the sum over the samples")
 
     def activations(self, batch: int, length: int) -> tuple[int, ...]:
-        """Return the shape of the activations that one part of a pipeline sends to the next."""
-        return self.spec.activations(self.config, batch, length)
+        """Return the shape of the activations between any two blocks. Raises ValueError if it depends on the blocks."""
+        shape = self.spec.activations(self.config, batch, length)
+        if shape is None:
+            raise ValueError(f"{self.spec.name} does not give one shape of `activations` for all of its blocks")
+        return shape
+
+    def boundaries(self, x: Tensor, length: int, stages: int) -> list[tuple[int, ...]]:
+        """Return the shape of each pipeline stage's input, for a micro-batch x, whose values are not read. `length`:
+        sequence length of the activations."""
+        shape = self.spec.activations(self.config, len(x), length)
+        if shape is not None:
+            return [tuple(x.shape), *[shape] * (stages - 1)]
+        shapes = input_shapes(self.spec, self.config, x)
+        return [shapes[blocks.start] for blocks in self.stage_blocks(stages)]
 
     def flops_per_token(self, length: int) -> int | None:
         """Return the FLOPs of a token, forward and backward, for sequences of `length`; None if the model has no
@@ -110,6 +152,11 @@ class Model:
         with torch.no_grad():
             for name, buffer in mine.items():
                 buffer.copy_(values[name])
+
+
+def _shapes(x: Any) -> str:
+    """Format the shapes of inputs, e.g. `float32 [8, 3, 32, 32]`."""
+    return ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in tree_leaves(x))
 
 
 def _parameter(part: nn.Module, name: str) -> nn.Parameter | None:

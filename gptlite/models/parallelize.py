@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from gptlite.models.batch_norm import sync_batch_norms, tracking_once
 from gptlite.models.layers import Head, LayerNorm, Linear
 from gptlite.models.model import Model
 from gptlite.models.spec import Cut
@@ -71,6 +72,7 @@ def parallelize(
     for part in parts:
         if axis is not None:
             _cut_tensors(model, part, axis)
+        sync_batch_norms(part, mesh)
         if split_backward:
             _plain_products(part)
         if context is not None:
@@ -79,7 +81,7 @@ def parallelize(
         for block in blocks:
             if mode is ActivationCheckpointing.offload:
                 offload.wrap(block, first=block is blocks[0])
-            _recompute(block, mode, split_backward)
+            _recompute(block, mode, split_backward, keyed=model.spec.keyed_dropout)
             if compile:
                 block.compile()  # keeps the module, and so the parameters' names
         set_dtypes(model, part, policy, recomputes=mode.recomputes)
@@ -147,14 +149,19 @@ def build_passes(
     micro_batches: int,
     micro_batch_size: int,
     sequence_length: int,
+    example: torch.Tensor | None = None,
 ) -> OnePart | Pipeline:
-    """Return the object that runs a step forward and backward through this rank's parts, over `micro_batches`."""
+    """Return the object that runs a step forward and backward through this rank's parts, over `micro_batches`.
+
+    `example`: the shape and dtype of one sample's input, if it is not a sequence of tokens.
+    """
     if runner.mesh.size("pp") == 1:
         return OnePart(model.forward, runner.parts[0], config.zero)
     length = sequence_length // runner.mesh.size(CONTEXT)
-    tokens = (micro_batch_size, length)
-    activations = model.activations(micro_batch_size, runner.slice_length(length))
-    return Pipeline(model.forward, runner.parts, runner.mesh, config, micro_batches, tokens, activations, model.dtype)
+    shape, dtype = ((length,), torch.int64) if example is None else (example.shape, example.dtype)
+    tokens = torch.empty((micro_batch_size, *shape), dtype=dtype, device="meta")
+    shapes = model.boundaries(tokens, runner.slice_length(length), runner.num_stages)
+    return Pipeline(model.forward, runner.parts, runner.mesh, config, micro_batches, tokens, shapes, model.dtype)
 
 
 @torch.no_grad()
@@ -236,18 +243,18 @@ def _plain_products(part: nn.Module) -> None:
             module.fused = False
 
 
-def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: bool) -> None:
+def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: bool, keyed: bool) -> None:
     """Wrap a block's forward method in checkpointing; the parameters keep their names. Dropout is replayed from its
-    key."""
+    key, or if it is not `keyed` from the generator's state."""
     if not mode.recomputes:
         return
-    forward = block.forward
-    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    once = tracking_once(block, block.forward)
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=not keyed)
     if mode is ActivationCheckpointing.selective:
         run = partial(run, context_fn=_keep_for_both_halves if split_backward else _keep)
 
-    def recomputed(*args: object) -> object:  # a function, since torch.compile does not trace into a partial
-        return run(forward, *args)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:  # torch.compile does not trace into a partial
+        return run(once(), *args, **kwargs)
 
     block.forward = recomputed  # type: ignore[method-assign]
 

@@ -1,9 +1,9 @@
 """ModelSpec: the interface through which the engine sees a model.
 
-A new model is a configuration dataclass, a module and a subclass of ModelSpec. Three methods are required: `build`,
-`blocks` and `forward`. The others have defaults for a plain nn.Module; if a parallelism axis needs one that is missing,
-the configuration is refused before any rank starts. Importing a spec must not import torch, so that composing a
-configuration stays fast.
+A new model is a configuration dataclass, a module and a subclass of ModelSpec. `build` is required, and `loss` if it is
+not the cross entropy of logits. The others have defaults for a plain nn.Module (gptlite.models.plain); if a parallelism
+axis needs one that is missing, the configuration is refused before any rank starts. Importing a spec must not import
+torch, so that composing a configuration stays fast.
 
 Shapes: B sequences of a micro-batch, S positions.
 """
@@ -79,6 +79,9 @@ class ModelSpec(Generic[C]):
     name: str
     schema: type[C]
     casts = False
+    reads: str = "tokens"  # or "samples": of a dataset that is not text
+    keyed_dropout = False  # True if dropout masks are keyed by sample, not drawn from torch's generator
+    metrics: tuple[str, ...] = ()  # names of the sums that `loss` records for evaluations, such as "accuracy"
     writes_text = False  # True if `generate` is implemented
     blocks_key = "blocks"  # the configuration key of the number of blocks
     positive: tuple[str, ...] = ()  # configuration keys that must be at least 1 if they are not null
@@ -90,8 +93,10 @@ class ModelSpec(Generic[C]):
 
     def num_blocks(self, config: C) -> int | None:
         """Return the number of blocks that can be divided into pipeline stages; None: parallelism.pipeline > 1 is
-        refused."""
-        return None
+        refused. By default that of an nn.Sequential, which is built on the meta device to count them."""
+        from gptlite.models.plain import count_blocks
+
+        return count_blocks(self, config)
 
     def tensor_sizes(self, config: C) -> dict[str, int] | None:
         """Return the sizes, by key, that parallelism.tensor must divide; None: parallelism.tensor > 1 is refused."""
@@ -164,15 +169,29 @@ class ModelSpec(Generic[C]):
 
     def blocks(self, part: nn.Module) -> dict[int, nn.Module]:
         """Return the blocks of a part by their number in the whole model, in forward order. They are the units of
-        ZeRO's gathers, of pipeline stages and of activation checkpointing."""
-        raise NotImplementedError(f"{type(self).__name__} has no blocks")
+        ZeRO's gathers, of pipeline stages and of activation checkpointing. By default the children of an nn.Sequential,
+        or the elements of all outermost nn.ModuleLists."""
+        from gptlite.models.plain import blocks_of
 
-    def forward(self, part: nn.Module, x: Tensor, inputs: Inputs) -> Tensor:
-        """Return the sum of the token losses, fp32, in nats, of tokens x int64 [B, S].
+        return blocks_of(part)
+
+    def forward(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
+        """Return the sum of the losses, fp32, in nats, of tokens x int64 [B, S], or of the samples' inputs.
 
         In a pipeline a part without the beginning is given activations, and one without the end returns activations.
+        By default calls the module with x (`**x` for a dict, `*x` for a tuple), and `loss` with its output.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no forward")
+        from gptlite.models.plain import call, has_end
+
+        out = call(part, x)
+        return self.loss(out, inputs) if has_end(part) else out
+
+    def loss(self, out: Any, inputs: Inputs) -> Tensor:
+        """Return the sum of the losses, fp32, of the module's output. By default the cross entropy of logits
+        [B, ..., classes], with the accuracy for evaluations if `metrics` names it."""
+        from gptlite.models.plain import cross_entropy
+
+        return cross_entropy(self, out, inputs)
 
     def count(self, targets: Tensor) -> Tensor:
         """Return the number of losses that `forward` sums for these targets; by default of targets other than -100."""
@@ -182,12 +201,15 @@ class ModelSpec(Generic[C]):
 
     def keep(self, part: nn.Module, config: C, blocks: range) -> None:
         """Reduce the whole model to the part with these blocks: drop other blocks, and the ends of the model that are
-        not in it."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be cut into parts of a pipeline")
+        not in it. By default for an nn.Sequential, whose blocks each map a tensor to a tensor."""
+        from gptlite.models.plain import keep_blocks
 
-    def activations(self, config: C, batch: int, length: int) -> tuple[int, ...]:
-        """Return the shape of the activations that one part of a pipeline sends to the next."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what its parts exchange")
+        keep_blocks(part, blocks)
+
+    def activations(self, config: C, batch: int, length: int) -> tuple[int, ...] | None:
+        """Return the shape of the activations that one part of a pipeline sends to the next, if it is the same between
+        all blocks; None: the blocks are run on the meta device to find the shapes."""
+        return None
 
     def cuts(self, config: C) -> Mapping[str, Cut]:
         """Return the sharding of layers over the tensor axis, by module name; `*` matches one component of a name."""

@@ -1,4 +1,4 @@
-"""Model inputs of a micro-batch besides its tokens."""
+"""Model inputs of a micro-batch besides its tokens or samples."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Targets int64 [B, S], where -100 is ignored, and optional inputs.
+    """Targets int64 [B, S], where -100 is ignored, or of samples in their own shape, and optional inputs.
 
     `sample_ids` int64 [B]: global sample numbers for the dropout masks; None outside training. `documents`: document
     boundaries of whole sequences, if attention is restricted to documents. `upstream`: the gradient with respect to the
-    sum of losses, if it is known in advance.
+    sum of losses, if it is known in advance. `metrics`: in an evaluation, takes sums over the micro-batch by name.
     """
 
     targets: Tensor
     sample_ids: Tensor | None = None
     documents: Documents | None = None
     upstream: float | None = None
+    metrics: dict[str, Tensor] | None = None

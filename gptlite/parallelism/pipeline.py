@@ -51,10 +51,12 @@ SCHEDULES: dict[str, Any] = {
 class MicroBatches:
     """Micro-batches of a step on this rank: int64 tokens and targets [B, S] and sample_ids [B] of each.
 
-    `documents`, covering whole sequences, is for models that restrict attention to documents.
+    Samples that are not tokens have inputs and targets of their own shapes; without a pipeline the inputs may be a
+    tuple or a dict of tensors. `documents`, covering whole sequences, is for models that restrict attention to
+    documents.
     """
 
-    tokens: Sequence[Tensor]
+    tokens: Sequence[Any]
     targets: Sequence[Tensor]
     sample_ids: Sequence[Tensor]
     documents: Sequence[Documents] | None = None
@@ -92,8 +94,9 @@ def known_upstream(valid: Tensor) -> float | None:
 class Pipeline:
     """This rank's parts of a pipeline.
 
-    `tokens` and `activations` are the input shapes, per micro-batch, of the first part and of the other parts; `dtype`
-    is that of activations. A step with another number of micro-batches than the previous one builds a new schedule.
+    `tokens` is the first stage's input of a micro-batch, on the meta device; `shapes` are those of every stage's, and
+    `dtype` is that of activations. A step with another number of micro-batches than the previous one builds a new
+    schedule.
     """
 
     def __init__(
@@ -103,8 +106,8 @@ class Pipeline:
         mesh: Mesh,
         config: ParallelismConfig,
         micro_batches: int,
-        tokens: tuple[int, int],
-        activations: tuple[int, ...],
+        tokens: Tensor,
+        shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
     ) -> None:
         self.valid = torch.ones(())
@@ -112,8 +115,8 @@ class Pipeline:
         self._numbers = stages_of_rank(config, mesh.coordinate("pp"))
         self.has_first, self.has_last = 0 in self._numbers, num_stages(config) - 1 in self._numbers
         # With shapes given, torch does not run a forward pass to infer them.
-        self._tokens = torch.empty(tokens, dtype=torch.int64, device="meta")
-        self._between = torch.empty(activations, dtype=dtype, device="meta", requires_grad=True)
+        between = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes[1:]]
+        self._inputs = [tokens, *between, torch.empty((), device="meta")]  # of each stage, and the loss
         self._build(micro_batches)
 
     def _build(self, micro_batches: int) -> None:
@@ -127,8 +130,8 @@ class Pipeline:
                 number,
                 total,
                 mesh.device,
-                input_args=(self._tokens if number == 0 else self._between,),
-                output_args=(torch.empty((), device="meta") if number == total - 1 else self._between,),
+                input_args=(self._inputs[number],),
+                output_args=(self._inputs[number + 1],),
                 group=mesh.group("pp"),
             ).over(part, micro_batches, config.zero)
             for number, part, plain in zip(self._numbers, self.parts, self._plain, strict=True)

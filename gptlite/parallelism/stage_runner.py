@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,11 @@ class StageRunner:
         self._last = num_stages(config) - 1
 
     @property
+    def num_stages(self) -> int:
+        """Number of stages of the whole pipeline."""
+        return self._last + 1
+
+    @property
     def has_last(self) -> bool:
         """True if this rank holds the last part."""
         return self._last in self._mine
@@ -47,20 +53,20 @@ class StageRunner:
 
     def run(
         self,
-        tokens: Tensor,
-        call: Callable[[int, nn.Module, Tensor], Tensor],
-        activations: Sequence[int],
+        tokens: Any,
+        call: Callable[[int, nn.Module, Any], Tensor],
+        shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
     ) -> Tensor | None:
         """Return the last part's result on the ranks that hold it, None on the others. All ranks must call this.
 
-        `call` applies the i-th of this rank's parts to tokens, or to the previous part's output, of shape
-        `activations`.
+        `call` applies the i-th of this rank's parts to tokens, or to the previous part's output. `shapes` are those of
+        each stage's input, in a pipeline.
         """
         out = tokens
         for index, (stage, part) in enumerate(zip(self._mine, self.parts, strict=True)):
             if stage > 0 and self._owner[stage - 1] != self._owner[stage]:  # equal in the middle of a V
-                out = torch.empty(tuple(activations), dtype=dtype, device=tokens.device)
+                out = torch.empty(shapes[stage], dtype=dtype, device=self.mesh.device)
                 dist.recv(out, self._peer(stage - 1), self.mesh.group("pp"))
             out = call(index, part, out)
             if stage < self._last and self._owner[stage + 1] != self._owner[stage]:

@@ -145,6 +145,11 @@ def thrifty_space(config: Config, cluster: ClusterConfig, **least: object) -> Sp
 
 def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> Space:
     """Return the search space of a configuration: every key but the `fixed` ones."""
+    if config.data.unit != "tokens":
+        raise ConfigError(
+            "plans are made for models that read tokens, and this data has samples: give the layout "
+            "(parallelism=zero2, parallelism.pipeline=2, ...) instead of parallelism=auto"
+        )
     config = with_planned_vocabulary(config)[0]
     work = Workload(
         model=config.model,

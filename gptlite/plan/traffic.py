@@ -129,4 +129,5 @@ def message_bytes(work: Workload) -> int:
         return 0
     between = work.layout.size("tp") if work.parallelism.sequence else 1
     shape = spec_of(work.model).activations(work.model, work.micro_batch_size, work.rank_length // between)
+    assert shape is not None
     return prod(shape) * work.stream_item

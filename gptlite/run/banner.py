@@ -59,10 +59,10 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
         *predicted(state, mesh, config.parallelism, policy, ops, length),
         *offload_words(state, config.parallelism),
         ("data", run.data.describe()),
-        ("batch", f"{batch.global_batch_size} sequences of {length} = {per_step:,} tokens a step; "
+        ("batch", f"{_step_words(config)}; "
                   f"{batch.global_batch_size} = micro-batch {state.loader.micro_batch_size} x "
                   f"{accumulation} accumulation x {mesh.data_size} data-parallel{_ramp(config)}"),
-        ("length", f"{steps} steps = {format_count(total)} tokens, {total / count:.3g} per parameter, "
+        ("length", f"{steps} steps = {format_count(total)} {batch.unit}, {total / count:.3g} per parameter, "
                    f"{total / max(1, run.data.num_train_tokens):.3g} epochs, {arithmetic}"),
         *uncounted,
         ("run folder", str(folder.path)),
@@ -89,7 +89,7 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
         peak_flops=peak,
         num_devices=mesh.world_size,
     )
-    return Reporter(sinks, throughput, mesh.device, config.trainer.last_step, folder.log)
+    return Reporter(sinks, throughput, mesh.device, config.trainer.last_step, folder.log, batch.unit)
 
 
 def _flops(model: Model, length: int, peak: float | None) -> tuple[int | None, list[tuple[str, str]]]:
@@ -127,6 +127,14 @@ def _optimizer(config: Config) -> str:
         f"{names['optimizer']}: peak rate {its.lr:g}, weight decay {its.weight_decay:g}, {clipped}; "
         f"schedule {names['schedule']}, {counted(warmup, 'step')} of warm-up"
     )
+
+
+def _step_words(config: Config) -> str:
+    """Return e.g. `16 sequences of 256 = 4,096 tokens per step`, or `32 samples per step`."""
+    size, length, unit = config.data.global_batch_size, config.data.sequence_length, config.data.unit
+    if unit == "samples":
+        return f"{size} samples per step"
+    return f"{size} sequences of {length} = {size * length:,} tokens per step"
 
 
 def _ramp(config: Config) -> str:

@@ -1,11 +1,16 @@
 """Construction of a run from its configuration, the same for training, parity and evaluation."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from gptlite.config import Config, with_vocabulary
 from gptlite.config.warm_start import refuse_larger_vocabulary
-from gptlite.data.build import build_loader, prepare
+from gptlite.data.build import build_loader, open_data
 from gptlite.data.prepared import PreparedData
+from gptlite.data.samples import SampleLoader, SampleSets
+from gptlite.errors import ConfigError
 from gptlite.models.init import init_weights
 from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, copy_weights, materialize
@@ -33,7 +38,7 @@ class Run:
     mesh: Mesh
     policy: Policy
     ops: Ops
-    data: PreparedData
+    data: PreparedData | SampleSets
     state: TrainState
     passes: OnePart | Pipeline
 
@@ -45,9 +50,10 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
     """
     policy = resolve_precision(config.precision, mesh.device)
     ops = agreed_ops(config.ops, mesh, documents=config.data.documents)
-    data = prepare(config.data, config.seed, log, mesh)
-    refuse_larger_vocabulary(config, data.tokenizer.vocab_size)
-    config = with_vocabulary(config, data.tokenizer.vocab_size)
+    data = open_data(config.data, config.seed, log, mesh)
+    if data.tokenizer is not None:
+        refuse_larger_vocabulary(config, data.tokenizer.vocab_size)
+        config = with_vocabulary(config, data.tokenizer.vocab_size)
 
     layout, compiles = config.parallelism, config.trainer.compile
     model = Model.of(config.model, policy)
@@ -60,6 +66,11 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
     if ops.weight_copies and writes_copies(optimizer) and not compiles:
         copy_weights(parts, mesh, policy)
     loader = build_loader(config.data, data, mesh, config.seed, layout)
+    example = None
+    if isinstance(loader, SampleLoader):
+        x, target = loader.example()
+        model.check_pass(x, target)
+        example = _single(x, layout.pipeline)
     state = TrainState(
         model,
         StageRunner(parts, mesh, layout),
@@ -77,5 +88,17 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
         micro_batches=loader.num_micro_batches,
         micro_batch_size=loader.micro_batch_size,
         sequence_length=config.data.sequence_length,
+        example=example,
     )
     return Run(config, mesh, policy, ops, data, state, passes)
+
+
+def _single(x: Any, stages: int) -> Tensor | None:
+    """Return the input of a sample, without a batch dim. Raises ConfigError in a pipeline if it is not one tensor."""
+    if isinstance(x, Tensor):
+        return x[0]
+    if stages > 1:
+        raise ConfigError(
+            f"parallelism.pipeline={stages}: the input of a sample is {type(x).__name__}; a pipeline takes one tensor"
+        )
+    return None

@@ -96,7 +96,7 @@ class RunFolder:
         return True
 
     @contextmanager
-    def opened(self, config: Config, tokenizer: Tokenizer) -> Iterator[None]:
+    def opened(self, config: Config, tokenizer: Tokenizer | None) -> Iterator[None]:
         """Create the folder, open the log, and lock it against other processes that train in it, while entered."""
         with ExitStack() as held:
             held.callback(self.checkpointer.close, self.log)

@@ -122,6 +122,7 @@ def _result(
         "best_val_loss": state.meta()["best_val_loss"],
         "val_loss": evaluation.loss if evaluation else None,
         "val_bits_per_byte": evaluation.bits_per_byte if evaluation else None,
+        **({f"val_{name}": mean for name, mean in evaluation.means.items()} if evaluation else {}),
         **reporter.figures(),
         "memory_peak_bytes": memory_bytes(reporter.device)["memory_peak_bytes"],
         "world_size": run.mesh.world_size,
@@ -165,11 +166,13 @@ def _close(
     lines = [("ended", f"{outcome.ending.value}, step {state.step} of {config.trainer.max_steps}, "
                        f"{format_duration(time.monotonic() - started)}")]  # fmt: skip
     if (best := state.meta()["best_val_loss"]) is not None:
-        lines.append(("best validation", f"{best:.4f} nats per token"))
+        lines.append(("best validation", f"{best:.4f} nats per {config.data.unit.removesuffix('s')}"))
     if outcome.evaluation is not None:
         bits = outcome.evaluation.bits_per_byte
-        words = "" if bits is None else f", {bits:.4f} bits per byte"
-        lines.append(("last validation", f"{outcome.evaluation.loss:.4f} nats per token{words}"))
+        words = [f"{outcome.evaluation.loss:.4f} nats per {config.data.unit.removesuffix('s')}"]
+        words += [] if bits is None else [f"{bits:.4f} bits per byte"]
+        words += [f"{name} {mean:.4f}" for name, mean in outcome.evaluation.means.items()]
+        lines.append(("last validation", ", ".join(words)))
     if reporter.spikes:
         steps = ", ".join(str(each["step"]) for each in reporter.spikes)
         skipped = sum(each["skipped_to"] - each["skipped_from"] for each in reporter.spikes)

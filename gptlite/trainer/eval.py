@@ -1,9 +1,10 @@
-"""Evaluation on held-out text."""
+"""Evaluation on held-out text or samples."""
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,13 +22,20 @@ PROGRESS_SECONDS = 5.0
 class Evaluation:
     """Sums over the evaluated text. `text_bytes` is the UTF-8 size of the predicted tokens; None if they are not text.
 
-    For a blend, `parts` has the evaluation of each data set by name; they add up to this one.
+    For a blend, `parts` has the evaluation of each data set by name; they add up to this one. `metrics` are sums by the
+    names of ModelSpec.metrics.
     """
 
     nats: float
     tokens: int
     text_bytes: int | None
     parts: dict[str, "Evaluation"] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Means of `metrics` per target."""
+        return {name: total / self.tokens for name, total in self.metrics.items()}
 
     @property
     def loss(self) -> float:
@@ -69,7 +77,8 @@ def evaluate_sets(
         return next(iter(parts.values()))
     each = list(parts.values())
     text_bytes = sum(one.text_bytes or 0 for one in each)
-    return Evaluation(sum(one.nats for one in each), sum(one.tokens for one in each), text_bytes, parts)
+    metrics = {name: math.fsum(one.metrics[name] for one in each) for name in each[0].metrics}
+    return Evaluation(sum(one.nats for one in each), sum(one.tokens for one in each), text_bytes, parts, metrics)
 
 
 def evaluate(
@@ -85,21 +94,28 @@ def evaluate(
     # A loss that several ranks hold is added by one of them.
     counts = mesh.is_first("uncut")  # other tensor-parallel ranks have computed the same loss
     # Accumulated on the device in fp64: no synchronisation per batch, and no rounding over many of them.
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    names = model.spec.metrics
+    seen: torch.Size | None = None
+    shapes: list[tuple[int, ...]] = []  # of each stage's input, for batches of the shape last seen
+    sums = torch.zeros(2 + len(names), dtype=torch.float64, device=mesh.device)
     with runner.reading():
         for batch in batches:
             if interrupted():  # collective: every rank asks before every batch
                 return None
-            cut = mesh.size("pp") > 1
-            shape = model.activations(len(batch.tokens), runner.slice_length(batch.tokens.shape[1])) if cut else ()
-            loss = runner.run(batch.tokens, partial(_forward, model, batch), shape, model.dtype)
-            if loss is not None and counts:
-                sums += torch.stack([loss.double(), model.spec.count(batch.targets).double()])
+            if runner.num_stages > 1 and (batch.tokens.shape != seen):
+                seen = batch.tokens.shape
+                shapes = model.boundaries(batch.tokens, runner.slice_length(batch.length), runner.num_stages)
+            found: dict[str, torch.Tensor] = {}
+            inputs = Inputs(batch.targets, documents=batch.documents, metrics=found)
+            loss = runner.run(batch.tokens, partial(_forward, model, inputs), shapes, model.dtype)
+            if loss is not None and counts and batch.counted:
+                values = [loss, model.spec.count(batch.targets), *(found[name] for name in names)]
+                sums += torch.stack([value.double() for value in values])
             if progress is not None:
                 progress.add(1)
-    nats, tokens = all_reduce(sums, mesh).tolist()
-    return Evaluation(nats, int(tokens), text_bytes)
+    nats, tokens, *metrics = all_reduce(sums, mesh).tolist()
+    return Evaluation(nats, int(tokens), text_bytes, metrics=dict(zip(names, metrics, strict=True)))
 
 
-def _forward(model: Model, batch: Batch, index: int, part: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model.forward(part, x, Inputs(batch.targets, documents=batch.documents))
+def _forward(model: Model, inputs: Inputs, index: int, part: torch.nn.Module, x: Any) -> torch.Tensor:
+    return model.forward(part, x, inputs)

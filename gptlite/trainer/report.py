@@ -30,9 +30,10 @@ class Reporter:
         device: torch.device,
         max_steps: int,
         log: Callable[[str], None],
+        unit: str = "tokens",
     ) -> None:
         self.sinks, self.throughput, self.device = sinks, throughput, device
-        self.max_steps, self.log = max_steps, log
+        self.max_steps, self.log, self.unit = max_steps, log, unit
         self.speeds: list[float] = []
         self.memory = MemoryReport()
         self.usage = Usage(device)
@@ -61,7 +62,8 @@ class Reporter:
             self.speeds.append(row["tokens_per_second"])
         self._last = row
         self._write(row)
-        self.log(step_line(row, self.max_steps, self.throughput.eta_seconds(state.remaining_batches(self.max_steps))))
+        eta = self.throughput.eta_seconds(state.remaining_batches(self.max_steps))
+        self.log(step_line(row, self.max_steps, eta, self.unit))
 
     def skipped(self, state: TrainState, result: StepResult) -> None:
         """Log a step that was skipped for an overflow."""
@@ -92,8 +94,9 @@ class Reporter:
         }
         row |= {f"val_loss/{name}": part.loss for name, part in result.parts.items()}
         row |= {f"val_bits_per_byte/{name}": part.bits_per_byte for name, part in result.parts.items()}
+        row |= {f"val_{name}": mean for name, mean in result.means.items()}
         self._write(row)
-        self.log(eval_line(row, self.max_steps))
+        self.log(eval_line(row, self.max_steps, self.unit))
 
     def figures(self) -> dict[str, Any]:
         """Return result.json's figures from the training rows; None for those that no row had.

@@ -1,5 +1,6 @@
 """Optimizer step: forward and backward over the micro-batches, gradient clipping, update."""
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ class Step:
         all_reduce(valid, self.mesh, DATA_AXES)
         # With decisions, the host's scale is a step behind that of the device.
         scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0
+        if not state.model.spec.keyed_dropout:
+            self._seed(loader.stream.seed, before.step)
         total = self.passes.run(
             MicroBatches(
                 [batch.tokens for batch in batches],
@@ -114,7 +117,7 @@ class Step:
             before.step + 1,
             loader.schedule.after(before.consumed),
             # Ranks that share sequences hold only a slice each, so the local length is multiplied by their number.
-            before.tokens + size * batches[0].tokens.shape[1] * self.mesh.size(CONTEXT),
+            before.tokens + size * batches[0].length * self.mesh.size(CONTEXT),
         )
         about = _About(before, after, size, lr)
         if decisions is None:
@@ -130,6 +133,11 @@ class Step:
         state.optimizer.zero_grad(set_to_none=True)
         state.progress = after
         return result_of
+
+    def _seed(self, seed: int, step: int) -> None:
+        """Seed torch's generators for a step, so that a resumed run draws the dropout masks of an uninterrupted one."""
+        key = f"{seed} {step} {self.mesh.data_rank} {self.mesh.coordinate('pp')}"
+        torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) >> 1)
 
     def _update(
         self, state: TrainState, lr: float, norm: Tensor, scale: float | Tensor, found_inf: Tensor | None = None

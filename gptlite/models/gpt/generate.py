@@ -51,13 +51,14 @@ def _logits(runner: StageRunner, context: list[int], caches: list[list[LayerCach
     """Return logits [V] of the next token on the rank with the last part, else an empty tensor."""
     tokens = torch.tensor([context], device=runner.mesh.device)
     shape, dtype = (1, len(context), _first(runner).config.d_model), _first(runner).compute_dtype
+    shapes = [shape] * runner.num_stages
 
     def call(index: int, part: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(part, GPT)
         return part(x, None, caches=caches[index] if caches else None)
 
     with runner.reading(whole_sequence=True):
-        out = runner.run(tokens, call, shape, dtype)
+        out = runner.run(tokens, call, shapes, dtype)
     return torch.empty(0) if out is None else out[0].cpu()
 
 

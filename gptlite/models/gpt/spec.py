@@ -37,6 +37,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
     name = "gpt"
     schema = GPTConfig
     casts = True
+    keyed_dropout = True
     writes_text = True
     blocks_key = "num_layers"
     positive = ("num_layers", "num_heads", "d_model", "d_ff", "vocab_size", "vocab_multiple", "sequence_length")

@@ -1,0 +1,1 @@
+"""Examples of models and data of one's own."""

@@ -1,0 +1,61 @@
+"""Registry of datasets that plugins define. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gptlite.data.config import CorpusConfig, DatasetConfig, SyntheticConfig, TextConfig, TokensConfig
+from gptlite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A registered dataset: `schema` is the class of its configuration, and `open` returns its samples.
+
+    `open(config)` returns (training, validation): map-style datasets, or for validation a dict of several by name.
+    """
+
+    name: str
+    schema: type[DatasetConfig]
+    open: Callable[[Any], tuple[Any, Any]]
+
+
+# Global on purpose: a plugin adds its dataset when it is imported.
+SOURCES: dict[str, DataSource] = {}
+SCHEMAS: dict[str, type] = {
+    "text_schema": TextConfig,
+    "corpus_schema": CorpusConfig,
+    "tokens_schema": TokensConfig,
+    "synthetic_schema": SyntheticConfig,
+}
+
+
+def register_data(name: str, schema: type[DatasetConfig], open: Callable[[Any], tuple[Any, Any]]) -> None:
+    """Add a dataset, and the preset `data=<name>` with its schema's default values.
+
+    A plugin calls it when it is imported; a second call for the same dataset has no effect. Raises ConfigError for a
+    name in use, and for a schema that does not extend DatasetConfig.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    if not (isinstance(schema, type) and issubclass(schema, DatasetConfig)):
+        raise ConfigError(f"data={name}: {schema!r} does not extend gptlite.data.config.DatasetConfig")
+    key = f"{name}_schema"
+    if taken := SCHEMAS.get(key):
+        if (taken.__module__, taken.__qualname__) == (schema.__module__, schema.__qualname__):
+            return
+        raise ConfigError(f"a dataset named {name} is already registered by {taken.__module__}; choose another name")
+    SOURCES[name], SCHEMAS[key] = DataSource(name, schema, open), schema
+    store = ConfigStore.instance()
+    store.store(group="data", name=key, node=schema)
+    store.store(group="data", name=name, node=schema)
+
+
+def source_of(config: DatasetConfig) -> DataSource:
+    """Return the registered dataset of a configuration. Raises ConfigError for a class without one."""
+    for source in SOURCES.values():
+        if source.schema is type(config):
+            return source
+    raise ConfigError(f"{type(config).__name__} is the configuration of no registered dataset; call register_data")

@@ -1,0 +1,304 @@
+"""Samples of a map-style dataset: opened, checked, ordered by (seed, n), and read by torch's DataLoader.
+
+The order of a dataset of N samples is that of N sequences of one token, so epochs, resuming and changed data degrees
+follow the rules of `stream.py`. Random augmentation is a function of (seed, n) too: torch's, numpy's and Python's
+generators are seeded before each sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, default_collate
+
+from gptlite.data.batches import BatchSchedule
+from gptlite.data.config import DatasetConfig
+from gptlite.data.loader import Batch, Loader, Share, spread
+from gptlite.data.prepared import Identity
+from gptlite.data.registry import source_of
+from gptlite.data.stream import SampleStream
+from gptlite.errors import ConfigError
+
+TARGETS = ("labels", "label", "targets", "target")  # keys of a dict sample's targets, by preference
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class SampleSets:
+    """The opened dataset of a run. `identity` is compared at resume to detect other data."""
+
+    name: str
+    train: Any
+    validation: dict[str, Any]
+    identity: Identity
+    tokenizer: None = None
+
+    @property
+    def num_train_tokens(self) -> int:
+        """Training samples: the unit that the banner counts in."""
+        return len(self.train)
+
+    def describe(self) -> str:
+        """Return a one-line summary."""
+        held_out = sum(len(each) for each in self.validation.values())
+        return f"{self.name}: {len(self.train):,} training and {held_out:,} held-out samples"
+
+
+class SampleBatch(Batch):
+    """One micro-batch of samples: `tokens` is the model's input, a tensor, tuple or dict of tensors [B, ...]."""
+
+    @property
+    def length(self) -> int:
+        """A sample counts as one position."""
+        return 1
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> SampleBatch:
+        x, targets = tree_map(change, (self.tokens, self.targets))
+        return SampleBatch(x, targets, change(self.sample_ids), counted=self.counted)
+
+
+def open_samples(config: DatasetConfig) -> SampleSets:
+    """Open the dataset of a configuration.
+
+    Raises ConfigError if it cannot be opened, is not map-style, has no samples, or has samples that are not tensors.
+    """
+    source = source_of(config)
+    key = f"data={source.name}"
+    try:
+        train, validation = source.open(config)
+    except ConfigError:
+        raise
+    except Exception as error:  # a plugin's function may raise anything
+        raise ConfigError(f"{key}: {type(error).__name__} while it was opened: {error}") from error
+    sets = dict(validation) if isinstance(validation, Mapping) else {source.name: validation}
+    for name, each in {"training": train, **sets}.items():
+        if not hasattr(each, "__getitem__") or not hasattr(each, "__len__"):
+            raise ConfigError(f"{key}: {type(each).__name__} ({name}) is not a map-style dataset with __len__")
+        if len(each) < 1:
+            raise ConfigError(f"{key}: the {name} dataset has length {len(each)}; it needs at least one sample")
+        split(key, _collated(each, [_sample(key, each, 0)], key))
+    about: Identity = {"corpus": source.name, "tokenizer": "none", "sequence_length": "1"}
+    return SampleSets(source.name, train, sets, about | {"train": _digest(config, train)})
+
+
+def _digest(config: DatasetConfig, dataset: Any) -> str:
+    """Return the SHA-256 of a dataset's length and of its `fingerprint`, or without one of the keys that select it."""
+    found = getattr(dataset, "fingerprint", getattr(dataset, "_fingerprint", None))  # Hugging Face's datasets have one
+    if found is None:
+        common = set(DatasetConfig.__dataclass_fields__)
+        found = sorted((key, value) for key, value in asdict(config).items() if key not in common)
+    return hashlib.sha256(f"{len(dataset)} {found}".encode()).hexdigest()
+
+
+def split(key: str, batch: Any) -> tuple[Any, Tensor]:
+    """Return the model's input and the targets of a collated batch. Raises ConfigError if it has none."""
+    if isinstance(batch, Mapping):
+        named = next((name for name in TARGETS if name in batch), None)
+        if named is None:
+            raise ConfigError(f"{key}: a sample has the keys {', '.join(batch)}, none of {', '.join(TARGETS)}")
+        x, targets = {name: value for name, value in batch.items() if name != named}, batch[named]
+    elif isinstance(batch, tuple | list) and len(batch) > 1:
+        *first, targets = batch
+        x = first[0] if len(first) == 1 else tuple(first)
+    else:
+        raise ConfigError(f"{key}: a sample is {type(batch).__name__}; return (input, target) or a dict of tensors")
+    for leaf in tree_leaves((x, targets)):
+        if not isinstance(leaf, Tensor):
+            raise ConfigError(f"{key}: a sample holds {type(leaf).__name__} {leaf!r:.40}; return tensors or numbers")
+    return x, targets
+
+
+def _sample(key: str, dataset: Any, index: int) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:  # a plugin's dataset may raise anything
+        raise ConfigError(f"{key}: sample {index} raises {type(error).__name__}: {error}") from error
+
+
+def _collated(dataset: Any, samples: list[Any], key: str) -> Any:
+    try:
+        return getattr(dataset, "collate", default_collate)(samples)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else ""
+        raise ConfigError(f"{key}: samples cannot be collated ({type(error).__name__}: {reason}); "
+                          "give samples of equal shapes, or the dataset a method `collate`") from error  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Seeded:
+    """Dataset indexed by (n, index), whose random augmentation is a function of the seed and n."""
+
+    key: str
+    dataset: Any
+    seed: int
+
+    def __getitem__(self, place: tuple[int, int]) -> Any:
+        """Return a sample, or the ConfigError that it raises. If raised, a worker would add its traceback to it."""
+        number, index = place
+        digest = hashlib.sha256(f"{self.seed} sample {number}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8]) >> 1)
+        np.random.seed(int.from_bytes(digest[8:12]))
+        random.seed(digest)
+        try:
+            return _sample(self.key, self.dataset, index)
+        except ConfigError as error:
+            return error
+
+    def collate(self, samples: list[Any]) -> tuple[Any, Tensor] | ConfigError:
+        """Return the input and the targets of a micro-batch, or the error of a sample."""
+        try:
+            if error := next((each for each in samples if isinstance(each, ConfigError)), None):
+                return error
+            return split(self.key, _collated(self.dataset, samples, self.key))
+        except ConfigError as error:
+            return error
+
+    def read(self, places: Sequence[tuple[int, int]]) -> tuple[Any, Tensor]:
+        """Return the micro-batch of these samples. Raises ConfigError."""
+        with _own_generators():
+            return raised(self.collate([self[place] for place in places]))
+
+
+def raised(batch: tuple[Any, Tensor] | ConfigError) -> tuple[Any, Tensor]:
+    """Return a micro-batch; raise it if it is an error."""
+    if isinstance(batch, ConfigError):
+        raise batch
+    return batch
+
+
+class SampleLoader(Loader):
+    """Loader of a map-style dataset. With `workers`, that many processes read samples ahead of the steps.
+
+    Without workers samples are read between the steps in this process, whose generators keep their state.
+    """
+
+    def __init__(
+        self,
+        sets: SampleSets,
+        seed: int,
+        *,
+        schedule: BatchSchedule,
+        micro_batch_size: int,
+        device: torch.device,
+        share: Share,
+        workers: int,
+    ) -> None:
+        # Only the length of these tokens is used; a chunk of one token stands for a sample.
+        tokens = np.broadcast_to(np.uint8(0), len(sets.train) + 1)
+        stream = SampleStream.begin(seed, 1, {sets.name: (str(sets.identity["train"]), tokens, 1.0)})
+        super().__init__(
+            stream,
+            {},
+            schedule=schedule,
+            micro_batch_size=micro_batch_size,
+            token_bytes=np.empty(0),
+            device=device,
+            share=share,
+        )
+        self._sets, self._workers = sets, workers
+        self._key = f"data={sets.name}"
+        self._train = _Seeded(self._key, sets.train, seed)
+        self._ready: tuple[object, list[SampleBatch]] | None = None
+        self._reading: tuple[object, Iterator[tuple[Any, Tensor] | ConfigError]] | None = None
+
+    def example(self) -> tuple[Any, Tensor]:
+        """Return the input and the target of the first training sample, as a batch of one."""
+        return split(self._key, _collated(self._sets.train, [_sample(self._key, self._sets.train, 0)], self._key))
+
+    def batch(self, consumed_samples: int, micro_index: int) -> Batch:
+        """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples, see Loader."""
+        key = self.schedule, self.stream, consumed_samples
+        if self._ready is None or self._ready[0] != key:
+            self._ready = key, self._read_samples(consumed_samples)
+        return self._ready[1][micro_index].to(self._device)
+
+    def _read_samples(self, consumed: int) -> list[SampleBatch]:
+        if self._workers == 0:
+            parts = [self._train.read(each) for each in self._places(consumed)]
+        else:
+            if self._reading is None or self._reading[0] != (self.schedule, self.stream, consumed):
+                self._reading = (), self._start(consumed)  # also stops the workers of the former place
+            parts = [raised(next(self._reading[1])) for _ in range(self.micro_batches(consumed))]
+            self._reading = (self.schedule, self.stream, self.schedule.after(consumed)), self._reading[1]
+        batches = [
+            SampleBatch(x, targets, torch.tensor([number for number, _ in places]))
+            for (x, targets), places in zip(parts, self._places(consumed), strict=True)
+        ]
+        return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches  # type: ignore[misc]
+
+    def _start(self, consumed: int) -> Iterator[tuple[Any, Tensor] | ConfigError]:
+        """Return an endless iterator over this rank's micro-batches from a place on, read by worker processes."""
+
+        def places() -> Iterator[Sequence[tuple[int, int]]]:
+            position = consumed
+            while True:
+                yield from self._places(position)
+                position = self.schedule.after(position)
+
+        loader = DataLoader(
+            self._train,  # type: ignore[arg-type]
+            batch_sampler=places(),  # type: ignore[arg-type]
+            num_workers=self._workers,
+            collate_fn=self._train.collate,
+        )
+        return iter(loader)
+
+    def _places(self, consumed: int) -> list[list[tuple[int, int]]]:
+        """Return (n, index in the dataset) of the samples of each micro-batch of a step on this rank."""
+        numbers = self.schedule.samples(consumed)
+        numbers = numbers.reshape(-1, self._share.size, self.micro_batch_size)[:, self._share.rank]
+        _, _, indices = self.stream.locate(numbers)
+        return [list(zip(*each, strict=True)) for each in zip(numbers.tolist(), indices.tolist(), strict=True)]
+
+    @property
+    def validation_sets(self) -> list[str]:
+        """Names of the validation datasets."""
+        return list(self._sets.validation)
+
+    def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
+        """Yield all samples of a validation dataset once, or a fixed, evenly spread `limit` of them.
+
+        Every rank gets the same number of batches. A rank without a sample left gets one that does not count.
+        """
+        dataset = self._sets.validation[name or self.validation_sets[0]]
+        numbers = spread(len(dataset), limit).tolist()
+        seeded, size = _Seeded(self._key, dataset, self.stream.seed), self.micro_batch_size
+        for start in range(0, len(numbers), size * self._share.size):
+            mine = numbers[start + self._share.rank * size :][:size]
+            chosen = mine or numbers[:1]
+            x, targets = seeded.read([(index, index) for index in chosen])
+            yield SampleBatch(x, targets, torch.tensor(chosen), counted=bool(mine)).to(self._device)
+
+    def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:
+        """Number of batches of `validation_batches(limit, name)`."""
+        count = len(spread(len(self._sets.validation[name or self.validation_sets[0]]), limit))
+        return -(-count // (self.micro_batch_size * self._share.size))
+
+    def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
+        """0: samples are not text."""
+        return 0
+
+    def close(self) -> None:
+        """Stop the workers. `batch` fails afterwards; validation still works."""
+        self._reading = None
+        super().close()
+
+
+class _own_generators:
+    """Context that restores the state of torch's, numpy's and Python's generators."""
+
+    def __enter__(self) -> None:
+        self._states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_rng_state(self._states[0])
+        np.random.set_state(self._states[1])
+        random.setstate(self._states[2])

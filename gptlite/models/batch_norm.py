@@ -1,0 +1,121 @@
+"""Batch normalization with statistics over the data ranks, equal on any layout with the same samples in a micro-batch.
+
+torch's SyncBatchNorm does not run on CPUs, and the statistics of nn.BatchNorm2d depend on the number of data ranks.
+Method: Ioffe & Szegedy 2015, arXiv:1502.03167, with the moments of all ranks' samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gptlite.parallelism.axes import DATA_AXES
+from gptlite.parallelism.collectives import all_reduce
+from gptlite.parallelism.mesh import Mesh
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over the data ranks. Each rank's loss depends on it, so the gradient is a sum too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return all_reduce(x.clone(), mesh, DATA_AXES)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradients[0].clone(), ctx.mesh, DATA_AXES), None
+
+
+class SyncedBatchNorm(_BatchNorm):
+    """Batch normalization of x [B, C, ...] whose mean and variance are those of the micro-batches of all data ranks.
+
+    It takes the place of a module of torch, and its parameters and buffers. `tracks` is False while a block is
+    recomputed, whose statistics are already counted.
+    """
+
+    tracks = True
+
+    @classmethod
+    def of(cls, norm: _BatchNorm, mesh: Mesh) -> SyncedBatchNorm:
+        """Return the module for one of torch's, sharing its parameters and buffers."""
+        new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta")
+        new._parameters, new._buffers = norm._parameters, norm._buffers
+        new.mesh = mesh
+        return new
+
+    mesh: Mesh
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Accept any number of dims."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize in fp32; the result has the input's dtype."""
+        x = input.float()
+        if not self.training and self.running_mean is not None:
+            out = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+            return out.to(input.dtype)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        count = x.numel() // x.shape[1] * self.mesh.data_size
+        mean = self._summed(x.sum(dims)) / count
+        centered = x - mean.view(shape)
+        # In two passes, since E[x^2] - E[x]^2 cancels for a large mean.
+        variance = self._summed((centered * centered).sum(dims)) / count
+        if self.tracks and self.training:
+            self._track(mean.detach(), variance.detach() * (count / max(count - 1, 1)))
+        scale = torch.rsqrt(variance + self.eps)
+        scale = scale if self.weight is None else scale * self.weight
+        out = centered * scale.view(shape)
+        return (out if self.bias is None else out + self.bias.view(shape)).to(input.dtype)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        return x if self.mesh.data_size == 1 else _SumOverRanks.apply(x, self.mesh)  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        # Without momentum the average is cumulative, as in torch.
+        share = 1.0 / self.num_batches_tracked.float() if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean, share)  # type: ignore[arg-type]
+        self.running_var.lerp_(variance, share)  # type: ignore[arg-type]
+
+
+def sync_batch_norms(part: nn.Module, mesh: Mesh) -> None:
+    """Replace torch's batch norms in a part, in place."""
+    for name, module in list(part.named_modules()):
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncedBatchNorm):
+            path, _, last = name.rpartition(".")
+            setattr(part.get_submodule(path), last, SyncedBatchNorm.of(module, mesh))
+
+
+def tracking_once(block: nn.Module, forward: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    """Return a function that makes, for one forward pass, a `forward` whose repetitions leave running statistics as
+    they are."""
+    norms = [module for module in block.modules() if isinstance(module, SyncedBatchNorm)]
+    return (lambda: _Once(forward, norms)) if norms else (lambda: forward)
+
+
+class _Once:
+    """A forward method that updates running statistics in its first call only."""
+
+    def __init__(self, forward: Callable[..., Any], norms: Sequence[SyncedBatchNorm]) -> None:
+        self.forward, self.norms, self.first = forward, norms, True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for norm in self.norms:
+            norm.tracks = self.first
+        self.first = False
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            for norm in self.norms:
+                norm.tracks = True

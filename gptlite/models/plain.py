@@ -1,0 +1,95 @@
+"""Defaults of ModelSpec for a plain nn.Module: blocks, parts of a pipeline, the call and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptlite.ops.cross_entropy import IGNORE
+from gptlite.ops.inputs import Inputs
+from gptlite.ops.select import Ops
+
+if TYPE_CHECKING:
+    from gptlite.models.spec import ModelSpec
+
+
+class Dropped(nn.Identity):
+    """Placeholder of a block of an nn.Sequential that another pipeline stage holds."""
+
+
+def blocks_of(part: nn.Module) -> dict[int, nn.Module]:
+    """Return the children of an nn.Sequential, or the elements of all outermost nn.ModuleLists, by number."""
+    if isinstance(part, nn.Sequential):
+        return {number: block for number, block in enumerate(part) if not isinstance(block, Dropped)}
+    lists: list[nn.ModuleList] = []
+    _find_lists(part, lists)
+    return dict(enumerate(block for each in lists for block in each))
+
+
+def _find_lists(module: nn.Module, found: list[nn.ModuleList]) -> None:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            found.append(child)
+        else:
+            _find_lists(child, found)
+
+
+def count_blocks(spec: ModelSpec, config: Any) -> int | None:
+    """Return the number of blocks of a model that is an nn.Sequential; None for another module."""
+    with torch.device("meta"):
+        module = spec.build(config, Ops(), 0)
+    return len(module) if isinstance(module, nn.Sequential) else None
+
+
+def keep_blocks(part: nn.Module, blocks: range) -> None:
+    """Drop the other blocks of an nn.Sequential. The names of parameters stay."""
+    if not isinstance(part, nn.Sequential):
+        raise TypeError(f"{type(part).__name__} is not an nn.Sequential: give the spec `keep`")
+    for number in set(range(len(part))) - set(blocks):
+        part[number] = Dropped()
+
+
+@torch.no_grad()
+def input_shapes(spec: ModelSpec, config: Any, x: Tensor) -> list[tuple[int, ...]]:
+    """Return the shape of each block's input, for a micro-batch of the shape and dtype of x, without its values."""
+    with torch.device("meta"):
+        out, shapes = torch.empty(x.shape, dtype=x.dtype), []
+        for block in spec.build(config, Ops(), 0).children():
+            shapes.append(tuple(out.shape))
+            out = block(out)
+    return shapes
+
+
+def has_end(part: nn.Module) -> bool:
+    """Return True if a part's output goes to the loss."""
+    return not (isinstance(part, nn.Sequential) and len(part) and isinstance(part[-1], Dropped))
+
+
+def call(part: nn.Module, x: Any) -> Any:
+    """Call a module with the inputs of samples: a tensor, a tuple of arguments, or a dict of keyword arguments."""
+    if isinstance(x, Mapping):
+        return part(**x)
+    return part(*x) if isinstance(x, tuple | list) else part(x)
+
+
+def cross_entropy(spec: ModelSpec, out: Any, inputs: Inputs) -> Tensor:
+    """Return the sum of the cross entropies of logits [B, ..., classes], and record the accuracy.
+
+    `out` may be an object with `logits`, as the models of Hugging Face return. Raises TypeError for other outputs and
+    for targets that are no class numbers.
+    """
+    logits, targets = getattr(out, "logits", out), inputs.targets
+    if not isinstance(logits, Tensor) or targets.is_floating_point() or logits.shape[:-1] != targets.shape:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(
+            f"{type(spec).__name__}.loss: cross entropy needs logits [..., classes] and int64 targets [...], "
+            f"not output {found} and targets {targets.dtype} {tuple(targets.shape)}; give the spec a `loss`"
+        )
+    logits, targets = logits.flatten(0, -2).float(), targets.flatten()
+    if inputs.metrics is not None and "accuracy" in spec.metrics:
+        inputs.metrics["accuracy"] = (logits.argmax(-1) == targets).sum()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")

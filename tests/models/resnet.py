@@ -1,0 +1,22 @@
+"""Runs of the ResNet example, narrow enough for a test."""
+
+import examples.resnet  # noqa: F401 - registers the model and its data
+from gptlite.config import load
+
+RUN = """
+model=resnet18 model.blocks=1 model.width=8 data=fake_images data.samples=96 data.global_batch_size=16
+optimizer.lr=1e-3 schedule=constant schedule.warmup_steps=0 precision=fp32 run.name=resnet
+trainer.log_interval=1 trainer.max_steps=4 trainer.eval_interval=2 trainer.eval_samples=10 checkpoint.interval=2
+""".split()
+
+
+def config_of(*overrides: str):
+    """Return the configuration of a run."""
+    return load([*RUN, *overrides])
+
+
+def train(folder: str, *overrides: str) -> int:
+    """Train on every rank of a world."""
+    from gptlite.pretrain import pretrain
+
+    return pretrain(config_of(f"run.dir={folder}", *overrides))

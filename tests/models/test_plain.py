@@ -1,0 +1,275 @@
+"""Defaults of ModelSpec for a plain nn.Module, and data that a plugin defines: what is taken, and what is refused."""
+
+import pickle
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from models.resnet import config_of, train
+from run_files import read_metrics
+from torch import nn
+
+from examples.resnet import CifarConfig, ResNetConfig, ResNetSpec, open_cifar
+from gptlite.config import load
+from gptlite.data import registry
+from gptlite.data.build import build_loader, open_data
+from gptlite.data.config import DatasetConfig
+from gptlite.data.registry import register_data
+from gptlite.data.samples import SampleLoader, open_samples
+from gptlite.errors import ConfigError
+from gptlite.models.batch_norm import SyncedBatchNorm, sync_batch_norms
+from gptlite.models.model import Model
+from gptlite.models.plain import blocks_of, call, has_end, keep_blocks
+from gptlite.models.spec import ModelSpec
+from gptlite.ops.inputs import Inputs
+from gptlite.ops.select import Ops
+from gptlite.parallelism.config import ParallelismConfig
+from gptlite.parallelism.mesh import build_mesh
+from gptlite.run.build import build_run
+
+
+def test_resnet18_has_the_published_number_of_parameters():
+    with torch.device("meta"):
+        part = ResNetSpec().build(ResNetConfig(), Ops(), 0)
+    assert sum(p.numel() for p in part.parameters()) == 11_181_642
+
+
+def test_blocks_are_children_of_a_sequential_or_the_elements_of_module_lists():
+    whole = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    assert list(blocks_of(whole)) == [0, 1, 2]
+    keep_blocks(whole, range(1, 3))
+    assert list(blocks_of(whole)) == [1, 2]
+    assert [name for name, _ in whole.named_parameters()] == ["2.weight", "2.bias"]
+    assert has_end(whole)
+    keep_blocks(whole, range(1, 2))
+    assert not has_end(whole)
+    tree = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(1, 1)] * 2), "b": nn.ModuleList([nn.ModuleList([nn.ReLU()])])})
+    assert len(blocks_of(tree)) == 3
+
+
+def test_a_module_is_called_with_a_tensor_a_tuple_or_a_dict():
+    class Add(nn.Module):
+        def forward(self, a, b=1):
+            return a + b
+
+    assert call(Add(), 2) == 3
+    assert call(Add(), (2, 3)) == 5
+    assert call(Add(), {"a": 2, "b": 5}) == 7
+
+
+def test_batch_norm_equals_torchs():
+    torch.manual_seed(0)
+    theirs, ours = nn.Sequential(nn.BatchNorm2d(3)), nn.Sequential(nn.BatchNorm2d(3))
+    sync_batch_norms(ours, build_mesh(ParallelismConfig()))
+    assert isinstance(ours[0], SyncedBatchNorm)
+    x = torch.randn(4, 3, 5, 5) * 3 + 100
+    found = []
+    for norm in (theirs, ours):
+        norm.train()
+        leaf = x.clone().requires_grad_()
+        (norm(leaf) ** 3).sum().backward()
+        found.append([leaf.grad, norm[0].weight.grad, *norm[0].buffers(), norm.eval()(x)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=2e-4, atol=2e-4)
+
+
+class Points:
+    """Samples (x, class); `fault` decides what is wrong with them."""
+
+    def __init__(self, fault: str, count: int = 12) -> None:
+        self.fault, self.count = fault, count
+
+    def __len__(self) -> int:
+        return 0 if self.fault == "empty" else self.count
+
+    def __getitem__(self, index: int):
+        if self.fault == "raises" and index == 3:
+            raise KeyError("no such file")
+        x = torch.full((4,), float(index))
+        if self.fault == "random":
+            return x + torch.rand(4) + float(np.random.rand()), index % 3
+        if self.fault == "ragged":
+            return torch.ones(index + 1), 0
+        return {"text": ("words", 0), "alone": x, "keys": {"x": x}}.get(self.fault, (x, index % 3))
+
+
+@dataclass
+class PointsConfig(DatasetConfig):
+    global_batch_size: int = 4
+    fault: str = ""
+
+
+def open_points(config: PointsConfig):
+    if config.fault == "missing":
+        raise FileNotFoundError("no folder")
+    if config.fault == "iterable":
+        return iter([]), iter([])
+    return Points(config.fault), {"seen": Points(config.fault), "new": Points(config.fault, 5)}
+
+
+register_data("points", PointsConfig, open_points)
+
+
+@pytest.mark.parametrize(
+    ("fault", "refusal"),
+    [
+        ("missing", "data=points: FileNotFoundError while it was opened: no folder"),
+        ("iterable", "data=points: list_iterator (training) is not a map-style dataset with __len__"),
+        ("empty", "data=points: the training dataset has length 0; it needs at least one sample"),
+        ("text", "data=points: a sample holds str 'words'; return tensors or numbers"),
+        ("alone", "data=points: a sample is Tensor; return (input, target) or a dict of tensors"),
+        ("keys", "data=points: a sample has the keys x, none of labels, label, targets, target"),
+    ],
+)
+def test_a_wrong_dataset_is_one_line(fault, refusal):
+    with pytest.raises(ConfigError, match=re.escape(refusal)):
+        open_samples(PointsConfig(fault=fault))
+
+
+def loader_of(tmp_path, *overrides: str) -> SampleLoader:
+    words = ("data=points", "data.micro_batch_size=2", f"run.dir={tmp_path}", *overrides)
+    mesh = build_mesh(ParallelismConfig())
+    config = load(["model=resnet18", "run.name=points", *words])
+    loader = build_loader(config.data, open_data(config.data, config.seed, print, mesh), mesh, config.seed)
+    assert isinstance(loader, SampleLoader)
+    return loader
+
+
+def steps(loader: SampleLoader, *consumed: int) -> list[torch.Tensor]:
+    return [loader.batch(at, micro).tokens for at in consumed for micro in range(2)]
+
+
+@pytest.mark.parametrize("fault", ["raises", "ragged"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_wrong_sample_is_one_line(tmp_path, fault, workers):
+    loader = loader_of(tmp_path, f"data.fault={fault}", f"data.workers={workers}")
+    words = {"raises": "sample 3 raises KeyError: 'no such file'", "ragged": "samples cannot be collated"}[fault]
+    with pytest.raises(ConfigError, match=f"data=points: {words}") as refused:
+        steps(loader, 0, 4, 8)
+    assert "\n" not in str(refused.value)
+    loader.close()
+
+
+def test_samples_and_their_augmentation_are_a_function_of_seed_and_number(tmp_path):
+    here, there = loader_of(tmp_path, "data.fault=random"), loader_of(tmp_path, "data.fault=random", "data.workers=2")
+    before = torch.get_rng_state()
+    first = steps(here, 0, 4, 8, 12)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    for a, b in zip(first, steps(there, 0, 4, 8, 12), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(first[4:], steps(there, 8, 12), strict=True):  # as after a rewind
+        assert torch.equal(a, b)
+    drawn = torch.cat(first[:6])[:, 0].floor()
+    assert len(drawn) == 12
+    assert not torch.equal(torch.cat(steps(here, 0)), torch.cat(steps(here, 12)))  # the next epoch's own draw
+    there.close()
+
+
+def test_validation_reads_each_sample_once(tmp_path):
+    loader = loader_of(tmp_path)
+    assert loader.validation_sets == ["seen", "new"]
+    found = [batch.tokens[:, 0].tolist() for batch in loader.validation_batches(name="new")]
+    assert found == [[0, 1], [2, 3], [4]]
+    assert loader.num_validation_batches(name="new") == 3
+
+
+class Bad(ModelSpec):
+    """A linear model with a fault."""
+
+    name, schema, fault = "bad", ResNetConfig, ""
+
+    def build(self, config, ops, seed):
+        return nn.Sequential(nn.Linear(5 if self.fault == "width" else 4, 3))
+
+    def loss(self, out, inputs):
+        return out.sum(1) if self.fault == "loss" else super().loss(out, inputs)
+
+
+@pytest.mark.parametrize(
+    ("fault", "refusal"),
+    [
+        ("width", "the bad model, given float32 [2, 4] and targets int64 [2]: RuntimeError"),
+        ("loss", "the loss is float32 [2]; return one number"),
+        ("", None),
+    ],
+)
+def test_a_wrong_model_is_refused_by_a_pass_without_values(fault, refusal):
+    spec = Bad()
+    spec.fault = fault
+    model, x, targets = Model(spec, ResNetConfig()), torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
+    if refusal is None:
+        model.check_pass(x, targets)
+        return
+    with pytest.raises(ConfigError, match=re.escape(refusal)):
+        model.check_pass(x, targets)
+
+
+def test_targets_that_are_no_classes_need_a_loss():
+    with pytest.raises(TypeError, match=r"Bad\.loss: cross entropy needs logits .* give the spec a `loss`"):
+        Bad().forward(nn.Sequential(nn.Linear(4, 3)), torch.zeros(2, 4), Inputs(torch.zeros(2)))
+
+
+def test_models_and_data_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match="the resnet18 model reads samples, and the data has tokens"):
+        load(["model=resnet18", "data=synthetic", "data.sequence_length=4", "run.name=mixed"])
+    with pytest.raises(ConfigError, match="the gpt model reads tokens, and the data has samples"):
+        load(["model=gpt-lite", "data=points", "run.name=mixed"])
+    with pytest.raises(ConfigError, match="10 stages, but the resnet18 model's number of blocks=6 and each"):
+        config_of("parallelism.pipeline=10")
+    with pytest.raises(ConfigError, match="does not extend"):
+        register_data("other", ResNetConfig, open_points)  # type: ignore[arg-type]
+
+
+def test_a_name_in_use_is_refused():
+    @dataclass
+    class PointsAgain(DatasetConfig):
+        pass
+
+    with pytest.raises(ConfigError, match="a dataset named points is already registered"):
+        register_data("points", PointsAgain, open_points)
+    assert registry.SOURCES["points"].schema is PointsConfig
+
+
+def write_cifar(folder, content) -> None:
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+
+
+def test_cifar_is_read_in_its_published_format(tmp_path):
+    pixels = np.arange(2 * 3072, dtype=np.uint64).astype(np.uint8).reshape(2, 3072)
+    write_cifar(tmp_path, {b"data": pixels, b"labels": [3, 9], b"batch_label": b"x"})
+    train_set, test = open_cifar(CifarConfig(path=str(tmp_path), augment=False))
+    assert (len(train_set), len(test)) == (10, 2)
+    image, label = test[1]
+    assert label == 9
+    assert image.shape == (3, 32, 32)
+    assert image[0, 0, 1] == pytest.approx(pixels[1, 1] / 127.5 - 1)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return print, ("ran",)
+
+    write_cifar(tmp_path, {b"data": Evil(), b"labels": [0]})
+    with pytest.raises(ConfigError, match=r"data_batch_1 cannot be read \(it asks for .*print\)"):
+        open_cifar(CifarConfig(path=str(tmp_path)))
+    with pytest.raises(ConfigError, match="data_batch_1 cannot be read"):
+        open_cifar(CifarConfig(path=str(tmp_path / "none")))
+
+
+def test_a_resumed_run_draws_the_dropout_of_an_uninterrupted_one(tmp_path, monkeypatch):
+    def build(self, config, ops, seed):
+        return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(3072, 10))
+
+    monkeypatch.setattr(ResNetSpec, "build", build)
+    assert train(str(tmp_path / "whole")) == 0
+    assert train(str(tmp_path / "half"), "trainer.stop_step=2") == 0
+    assert train(str(tmp_path / "half")) == 0
+    whole, half = ([row["loss"] for row in read_metrics(tmp_path / f) if "loss" in row] for f in ("whole", "half"))
+    assert whole == half
+    run = build_run(config_of(f"run.dir={tmp_path}"), build_mesh(ParallelismConfig()), lambda _: None)
+    assert not run.state.model.spec.keyed_dropout
