@@ -44,14 +44,14 @@ A100_CONSTANTS = (
     Constant("matmul_half_size", 32, 400, _TILE),
     Constant("memory_efficiency", 0.5, 0.9, _MEMORY),
     Constant("intra.efficiency", 0.5, 0.9, "nccl-tests' bus bandwidth, 150 to 270 of 300 GB/s"),
-    Constant("inter.efficiency", 0.4, 0.95, "nccl-tests' bus bandwidth, 10 to 24 of 25 GB/s a GPU"),
+    Constant("inter.efficiency", 0.4, 0.95, "nccl-tests' bus bandwidth, 10 to 24 of 25 GB/s per GPU"),
 )
 V100_CONSTANTS = (
     Constant(_EFFICIENCY, 0.45, 0.85, "cuBLAS 10 on large products, 56 to 106 of 125 TFLOP/s"),
     Constant("matmul_half_size", 32, 400, _TILE),
     Constant("memory_efficiency", 0.5, 0.9, _MEMORY),
     Constant("intra.efficiency", 0.35, 0.9, "nccl-tests' bus bandwidth, 50 to 135 of 150 GB/s"),
-    Constant("inter.efficiency", 0.3, 0.95, "nccl-tests' bus bandwidth, 2 to 6 of 6.25 GB/s a GPU"),
+    Constant("inter.efficiency", 0.3, 0.95, "nccl-tests' bus bandwidth, 2 to 6 of 6.25 GB/s per GPU"),
     Constant("unaligned_share", 0.08, 0.3, "CUDA cores: 31.4 of 125 TFLOP/s at most"),
 )
 

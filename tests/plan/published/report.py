@@ -83,38 +83,41 @@ def _head() -> str:
     hidden = max(abs(replace(row, hides=True).error()) for row in MEGATRON.rows)
     return f"""# Planner: step time against published runs
 
-The tables compare `gptlite.plan.cost.predict`, the step time behind [the planner](planner.md), with published
-throughput. Rows, fit and the writer of this page are in `tests/plan/published/`:
+The tables compare the step time of `gptlite.plan.cost.predict`, which [the planner](planner.md) uses, with published
+throughput. The rows, the fit and the generator of this page are in `tests/plan/published/`:
 
 ```
 cd tests && python -m plan.published                                 # each row: published, predicted, error
 cd tests && python -m plan.published ../docs/planner_published.md    # this page and its picture, a quarter of a minute
 ```
 
-The error is predicted over published throughput, less one: `+5%` is a prediction 5% too fast. Throughput is in the
-source's unit; Megatron-LM's TFLOP/s count recomputation (arXiv:2104.04473, section 5.1).
+The error is the ratio of predicted to published throughput, minus one: `+5%` means that the prediction is 5% too fast.
+Throughput is in the unit of the source. Megatron-LM's TFLOP/s include recomputation (arXiv:2104.04473, section 5.1).
 
-- *Data sheets*: the constants of `conf/cluster/`, written down before the first comparison. `memory_efficiency` is the
-  exception: 0.58 was chosen on the A100 rows.
-- *Fitted*: a few constants moved within the printed ranges by least squares, with a price ({PRICE} in squared error
-  of a row for a move as long as the range).
+- *Data sheets*: the constants of `conf/cluster/`, fixed before the first comparison. The exception is
+  `memory_efficiency`: 0.58 was chosen on the A100 rows.
+- *Fitted*: a few constants are fitted by least squares within the printed ranges. A penalty of {PRICE} d² per constant
+  is added to the sum of squared errors. d is the distance from the middle of the range, as a fraction of the range, on
+  a logarithmic scale.
 
 ![predicted against published]({PICTURE})
 
 ## Differences from the published runs
 
-A row has the run's shape, layout, schedule, micro-batch, recomputation, dropout and dtype. The price of the first two
-tables' rows differs from the runs in these points:
+Each row is predicted with the shape, layout, schedule, micro-batch, recomputation, dropout and dtype of the run. In the
+first two tables the predicted step differs from the real one in these points:
 
-- **Overlap.** Megatron-LM waits for its tensor-parallel sums; only torch's data parallelism (the first four A100 rows)
-  hides its own. This engine hides both: `cluster.overlap` is 0 in all rows but 1.7B. With the preset's
-  {MEGATRON.rows[0].sheet().overlap:g} in every row the A100 table's largest error is {hidden:.1%}.
-- **Messages.** Megatron-LM sends an activation between nodes once, in parts; here every tensor-parallel rank sends it
-  whole.
-- **Fusion.** All scores are priced as `fused_softmax` writes them, without a causal cut, as in Megatron-LM of 2021. The
-  version of 2020 (the V100 table) ran scale, mask, softmax, bias, GELU, dropout and residual sums as an op each.
-- **Data parallelism.** The runs summed flat fp16 buffers; the price is of FSDP2's collectives and copies.
-- **Loss scaling.** Copies between fp16 and fp32 and the overflow check are not priced.
+- **Overlap.** Megatron-LM does not overlap its tensor-parallel all-reduces with compute, and its data-parallel ones
+  only under torch's DDP (the first four A100 rows). gptlite overlaps both, so `cluster.overlap` is set to 0 in all
+  rows except 1.7B. With the preset's {MEGATRON.rows[0].sheet().overlap:g} in every row,
+  the largest error of the A100 table is {hidden:.1%}.
+- **Messages.** Between nodes, Megatron-LM's tensor-parallel ranks each send a different part of an activation. In
+  gptlite every tensor-parallel rank sends all of it.
+- **Fusion.** Attention is modelled with `fused_softmax` on all scores, without the causal saving, as in Megatron-LM of
+  2021. The version of 2020 (the V100 table) ran scale, mask, softmax, bias, GELU, dropout and residual sums as separate
+  ops.
+- **Data parallelism.** The runs all-reduced flat fp16 buffers; the model has FSDP2's collectives and copies.
+- **Loss scaling.** Copies between fp16 and fp32 and the overflow check are not modelled.
 """
 
 
@@ -132,7 +135,7 @@ def best_constant(rows: Sequence[Row]) -> float:
 def _rows(table: Table, fitted: ClusterConfig) -> str:
     unit = table.rows[0].unit
     lines = [
-        f"| run | tp x pp x dp | micro-batch | published, {unit} | error by data sheets | error, fitted |",
+        f"| run | tp x pp x dp | micro-batch | published, {unit} | error, data sheets | error, fitted |",
         "|---|---|--:|--:|--:|--:|",
     ]
     for row in table.rows:
@@ -149,10 +152,10 @@ def _errors(table: Table, fitted: ClusterConfig, splits: int | None) -> str:
     results = cross_validation(table.rows, table.constants, splits)
     hardest = max(each.largest for each in results)
     return (
-        f"By data sheets the largest error is {max(sheets):.1%} and the mean {sum(sheets) / len(sheets):.1%}. "
+        f"With data sheets the largest error is {max(sheets):.1%} and the mean {sum(sheets) / len(sheets):.1%}. "
         f"With {len(table.constants)} fitted constants\nthey are {max(best):.1%} and {sum(best) / len(best):.1%}. "
         f"Fitted to one half of the rows, the largest error on the other half is\n{hardest:.1%}, "
-        f"over {len(results)} splits. One constant FLOP/s for all rows is {best_constant(table.rows):.1%} off.\n"
+        f"over {len(results)} splits. A single FLOP/s for all rows is off by up to {best_constant(table.rows):.1%}.\n"
     )
 
 
@@ -167,10 +170,10 @@ def _constants(table: Table, fitted: ClusterConfig) -> str:
 def _unseen() -> str:
     lines = [
         "## Unseen runs of other code bases\n",
-        "Nothing is fitted: the constants are those of data sheets. The planner prices ops one by one. The loss of\n"
-        "FlashAttention's runs reads and writes fp32 logits several times, which matters most in the small model.\n"
-        "Megatron-LM's layout is guessed, and it overlaps tensor-parallel sums with products. nanoGPT and torchtitan\n"
-        "are not counted, because their step differs.\n",
+        "Nothing is fitted: the constants are those of data sheets. The planner models each op separately, without\n"
+        "compiled or fused ones. The loss of FlashAttention's runs reads and writes fp32 logits several times, which\n"
+        "matters most in the small model. Megatron-LM's layout is a guess; it overlaps tensor-parallel all-reduces with\n"
+        "matrix products. nanoGPT and torchtitan are not counted, because their step differs from the modelled one.\n",
         "| run | hardware | published | predicted | error | approximation |",
         "|---|---|---|---|---|---|",
     ]

@@ -16,9 +16,9 @@ from gptlite.plan.cost import predict
 from gptlite.plan.search import UNKNOWN
 from gptlite.plan.workload import Prediction, Workload
 
-SAMPLES, TOKENS = "samples/s", "tokens/s a GPU"
-TFLOPS = "TFLOP/s a GPU"  # recomputation counted
-MFU, FULL_MFU = "% MFU", "% MFU, attention uncut"  # with the causal half of attention's scores, or all of them
+SAMPLES, TOKENS = "samples/s", "tokens/s per GPU"
+TFLOPS = "TFLOP/s per GPU"  # recomputation counted
+MFU, FULL_MFU = "% MFU", "% MFU, full attention"  # with the causal half of attention's scores, or all of them
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def unseen_rows() -> list[Row]:
     small, wide = _gpt(12, 12, 768, 2048), _gpt(24, 16, 2048, 2048)
     llama = _gpt(32, 32, 4096, 8192, 128256, inner=21504)
     zero3 = {"zero": 3, "activation_checkpointing": ActivationCheckpointing.selective}
-    four_days = "time of 600,000 steps given as four days; attention not named, priced in one kernel"
+    four_days = "published as four days for 600,000 steps; attention not stated, modelled as one kernel"
     as_mlp = "SwiGLU as a wider MLP, no grouped queries; published 33 to 39"
     guess = "tp 4, pp 8, 6 virtual stages"
     return [
