@@ -172,7 +172,7 @@ def _unseen() -> str:
         "## Unseen runs of other code bases\n",
         "Nothing is fitted: the constants are those of data sheets. The planner models each op separately, without\n"
         "compiled or fused ones. The loss of FlashAttention's runs reads and writes fp32 logits several times, which\n"
-        "matters most in the small model. Megatron-LM's layout is a guess; it overlaps tensor-parallel all-reduces with\n"
+        "matters most in the small model. Megatron-LM's layout is a guess; it overlaps tensor-parallel sums with\n"
         "matrix products. nanoGPT and torchtitan are not counted, because their step differs from the modelled one.\n",
         "| run | hardware | published | predicted | error | approximation |",
         "|---|---|---|---|---|---|",
