@@ -4,7 +4,7 @@ gptlite kernels bench [device=cpu] [ops=all] [dtype=bfloat16] [compile=true] [re
 
 ops: comma-separated names, as in `gptlite kernels test`. "eager" is torch's own ops, "compiled" the same under
 torch.compile, "others" Liger's and Apex's layer norm if installed, on a GPU; each is given as a multiple of our time.
-GB/s counts the bytes that must be read and written. "of copy" is the share of this device's copy bandwidth. On a GPU
+GB/s counts the bytes that must be read and written. "of copy" is the fraction of this device's copy bandwidth. On a GPU
 the forward and backward passes are timed separately, with events, on rotating buffers larger than its cache.
 """
 
@@ -52,7 +52,7 @@ class Row:
     dtype: str
     seconds: float
     bytes: float  # that must be read and written
-    share_of_copy: float  # share of the bandwidth of a copy
+    share_of_copy: float  # fraction of the copy bandwidth
     ratios: dict[str, float] = field(default_factory=dict)  # time of each alternative / our time
 
 
@@ -110,7 +110,7 @@ def _chosen(options: Options) -> list[Case]:
     names = {case.ops[0]: case for case in cases}
     for name in options.ops.split(","):
         if name not in names:
-            raise ConfigError(f"ops={name} is not there{did_you_mean(name, names)}; there are {', '.join(names)}")
+            raise ConfigError(f"ops={name} is not one of {', '.join(names)}{did_you_mean(name, names)}")
     return [names[name] for name in options.ops.split(",")]
 
 

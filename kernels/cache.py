@@ -51,7 +51,7 @@ def temporary_folder(make: bool = False) -> Path:
     # Libraries in this folder are executed, and everybody can write to /tmp: accept only a private folder of this user.
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise BuildError(f"{folder} is not a folder of this user alone")
+        raise BuildError(f"{folder} must be a folder that only this user can access; remove it")
     return folder
 
 
@@ -78,7 +78,7 @@ def writable_folder(log: Log) -> Path:
         if why:
             log(f"kernels: {why[0]}; kept in {folder} instead")
         return folder
-    raise BuildError(f"no folder to compile in: {'; '.join(why)}")
+    raise BuildError(f"no writable folder to compile in: {'; '.join(why)}")
 
 
 def lookup(library: Path) -> Record | None:

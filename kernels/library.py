@@ -60,7 +60,7 @@ def load(device_type: str, log: Log = print) -> Loaded | Unavailable:
     about slow steps and failures.
     """
     if device_type not in ("cpu", "cuda"):
-        return Unavailable(f"there are kernels for cpu and cuda, not for {device_type}")
+        return Unavailable(f"kernels exist for cpu and cuda, not for {device_type}")
     if device_type == "cuda" and not torch.cuda.is_available():
         return Unavailable("torch finds no CUDA device")
     if not _LOADED:

@@ -34,7 +34,7 @@ def run(options: Options) -> int:
     if options.cuda not in CHOICES:
         raise ConfigError(f"cuda={options.cuda} is not one of {', '.join(CHOICES)}")
     if not re.fullmatch(r"auto|any|\d{2,3}[af]?", options.arch):
-        raise ConfigError(f"arch={options.arch} is not auto, any or an architecture as 80 or 90")
+        raise ConfigError(f"arch={options.arch} is not auto, any or an architecture such as 80 or 90")
     arch = {"auto": None, "any": ""}.get(options.arch, options.arch)
     cuda = torch.cuda.is_available() if options.cuda == "auto" else options.cuda == "true"
     try:

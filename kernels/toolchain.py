@@ -50,7 +50,7 @@ def find_cxx() -> Compiler:
         if shutil.which(command[0]):
             return _compiler(*command)
     if chosen:
-        raise BuildError(f"the compiler CXX={chosen} is not there")
+        raise BuildError(f"the compiler CXX={chosen} does not exist")
     raise BuildError("no C++ compiler: neither c++, g++ nor clang++ is on PATH, and CXX is not set")
 
 

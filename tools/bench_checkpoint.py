@@ -41,7 +41,9 @@ def main(arguments: list[str]) -> int:
     if not Path(given.folder).is_dir():
         raise ConfigError(f"folder={given.folder} is not a folder; give one on the disk to measure")
     if given.repeats < 1 or min(given.megabytes, given.steps) < 0:
-        raise ConfigError(f"repeats={given.repeats}: at least 1; megabytes={given.megabytes}, steps={given.steps}: 0")
+        raise ConfigError(
+            f"repeats={given.repeats} must be at least 1, megabytes={given.megabytes}, steps={given.steps} at least 0"
+        )
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=given.folder) as folder:
         if given.megabytes:
             against_dd(Path(folder), given.megabytes, given.repeats)

@@ -1,4 +1,4 @@
-"""Benchmark of the data loader: tokens per second, and the share of a training step.
+"""Benchmark of the data loader: tokens per second, and its fraction of the time of a training step.
 
     python tools/bench_loader.py [tokens=200e6] [steps=20] [repeats=5] [KEY=VALUE of train.py]
 

@@ -39,7 +39,7 @@ def main(given: Arguments) -> None:
     """Print the table. Raises ConfigError."""
     folder = Path(given.path).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"path={given.path} is no folder; make it, or give another")
+        raise ConfigError(f"path={given.path} is not a folder; create it, or give another")
     fused = select_ops(OpsConfig(), torch.device("cpu")).adamw
     parameter = nn.Parameter(torch.randn(int(given.elements)))
     parameter.grad = torch.randn_like(parameter)

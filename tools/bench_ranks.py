@@ -6,8 +6,8 @@ torchrun --nproc-per-node=2 tools/bench_ranks.py peer=picotron folder=PICOTRON [
 
 `folder` is a clone of nanoGPT, whose model DeepSpeed trains, or of picotron. A step is forward, backward, clipping and
 AdamW of one global batch, one thread per rank, from a barrier until all ranks are done. The ratio of processor time, of
-all ranks together, is steadier if other programs use the machine. bench_peers.py lists the differences of the two
-sides.
+all ranks together, is more reliable if other programs use the machine. bench_peers.py lists the differences between the
+two programs.
 """
 
 import os
@@ -65,7 +65,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    """Print a line for each layout and side, and the ratio of ours to the peer's."""
+    """Print a line for each layout and program, and the ratio of our time to the peer's."""
     layouts = _check(arguments)
     from gptlite.launch.launcher import keep_freed_memory
 
@@ -122,8 +122,8 @@ def timed(step: Callable[[], Any]) -> Callable[[], Time]:
 
 
 def report(title: str, size: Size, times: dict[str, list[Time]], peer_flops: float) -> list[str]:
-    """Return a line per side, and the ratios as medians over pairs, since a drift of the machine's speed affects both
-    of a pair.
+    """Return a line per program, and the ratios as medians over pairs of steps, since a drift of the machine's speed
+    affects both steps of a pair.
 
     `peer_flops` is the peer's FLOPs per token as a multiple of ours.
     """
@@ -165,10 +165,10 @@ def _check(arguments: Arguments) -> list[str]:
     """Return the layouts. Raises ConfigError for arguments that cannot run."""
     peer = arguments.peer
     if peer not in NEEDS:
-        raise ConfigError(f"peer={peer} is none of {', '.join(NEEDS)}")
+        raise ConfigError(f"peer={peer} is not one of {', '.join(NEEDS)}")
     clone, file = NEEDS[peer]
     if not (Path(arguments.folder) / file).exists():
-        raise ConfigError(f"folder={arguments.folder} holds no {file}; give a clone of {clone}")
+        raise ConfigError(f"folder={arguments.folder} has no {file}; give a clone of {clone}")
     layouts = (arguments.layouts or DEFAULT[peer]).split(",")
     if wrong := [layout for layout in layouts if layout not in LAYOUTS[peer]]:
         raise ConfigError(f"layouts={','.join(wrong)}: with peer={peer} they are {', '.join(LAYOUTS[peer])}")

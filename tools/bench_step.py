@@ -59,7 +59,7 @@ def main(arguments: Arguments) -> None:
     ):
         given = getattr(arguments, key)
         if unknown := set(given.split(",") if several else [given]) - set(known):
-            raise ConfigError(f"{key}={given}: {', '.join(unknown)} unknown; there are {', '.join(known)}")
+            raise ConfigError(f"{key}={given}: {', '.join(unknown)} unknown; give some of {', '.join(known)}")
     if arguments.repeats < 1:
         raise ConfigError(f"repeats={arguments.repeats} must be at least 1")
     if arguments.peer:

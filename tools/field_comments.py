@@ -1,4 +1,4 @@
-"""Griffe extension: the comment beside a field is its description, as the configuration dataclasses are written."""
+"""Griffe extension that uses the comment beside a dataclass field, as in the configuration, as its description."""
 
 import io
 import tokenize
@@ -11,16 +11,16 @@ from griffe import Attribute, Docstring, Extension
 
 @cache
 def _comments(path: Path) -> dict[int, str]:
-    """The comments of a source file, by line."""
+    """Return the comments of a source file as `{line number: text}`."""
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
     return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
 
 
 class FieldComments(Extension):
-    """Takes a trailing comment as the docstring of an attribute of a class that has none."""
+    """Extension that makes a trailing comment the docstring of a class attribute without one."""
 
     def on_attribute_instance(self, *, attr: Attribute, **_: Any) -> None:
-        """Called for every attribute that griffe has read."""
+        """Set the docstring of an attribute. Griffe calls this for every attribute that it reads."""
         if attr.docstring is not None or attr.parent is None or not attr.parent.is_class or attr.endlineno is None:
             return
         if comment := _comments(Path(str(attr.filepath))).get(attr.endlineno):

@@ -26,7 +26,7 @@ class Size:
 def check_clone(folder: str | Path, key: str = "peer") -> None:
     """Raise ConfigError for a folder without nanoGPT's model."""
     if not (Path(folder).expanduser() / "model.py").is_file():
-        raise ConfigError(f"{key}={folder} holds no model.py; give a clone of nanoGPT")
+        raise ConfigError(f"{key}={folder} has no model.py; give a clone of nanoGPT")
 
 
 def nanogpt_model(folder: str | Path, size: Size, bias: bool = False) -> Any:

@@ -4,9 +4,9 @@ python tools/parallelism_table.py [results=FILE] [output=docs/parallelism_checks
     [matrix=docs/parallelism_matrix.csv] [only_missing=false]
 
 It runs every cell of the parity matrix (tests/distributed/matrix.py) on gloo processes: about forty minutes on two idle
-cores. The page gets the largest errors of each precision, and what is refused. results is a JSON file that keeps what
-has been measured, cell by cell; with only_missing=true the cells it has are not run again. Exit codes: 0, or 1 if a
-cell differs from one process.
+cores. The tables are the largest errors of each precision, and the refused configurations. results is a JSON file to
+which each cell's result is added; with only_missing=true, cells in it are not run again. Exit codes: 0, or 1 if a cell
+differs from one process.
 """
 
 import csv
@@ -86,7 +86,7 @@ def main(arguments: Arguments) -> int:
 
 
 def run(cells: "list[Cell]", known: dict[str, Result], file: Path | None) -> None:
-    """Add the cells' results to `known` and, one by one, to the file."""
+    """Run the cells. Each result is added to `known`, and to the file if one is given."""
     from distributed.parity_cells import Pool, References, judge  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory(prefix="gptlite-parity-") as folder:
@@ -107,7 +107,7 @@ def run(cells: "list[Cell]", known: dict[str, Result], file: Path | None) -> Non
 
 
 def summary(result: Any, same: bool, words: str) -> Result:
-    """Return the largest error of each kind over all steps, tensors with their names."""
+    """Return the largest error of each kind over all steps, with the tensor's name for gradients and values."""
     found = [each.distances for each in result.comparisons]
     return {
         "same": same,
@@ -134,7 +134,7 @@ def worst(results: list[Result]) -> list[float]:
 
 
 def matrix_text(results: dict[str, Result]) -> str:
-    """CSV: COLUMNS, then a row for each layout. Numbers are empty where none were kept."""
+    """Return CSV: COLUMNS, then a row for each layout. Numbers are empty for layouts without recorded errors."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -143,7 +143,7 @@ def matrix_text(results: dict[str, Result]) -> str:
 
 
 def matrix_row(name: str, result: Result) -> list[str]:
-    """`layout, 1e-07, 2e-07, 3e-06, layers.6.mlp.up.bias, ..., ok`."""
+    """Return a layout's row, such as `layout, 1e-07, 2e-07, 3e-06, layers.6.mlp.up.bias, ..., ok`."""
     verdict = "ok" if result["same"] else result["words"]
     if "loss" not in result:
         return [name, *[""] * 6, verdict]
@@ -153,7 +153,7 @@ def matrix_row(name: str, result: Result) -> list[str]:
 
 
 def errors_row(name: str, results: list[Result]) -> str:
-    """`| bf16 | 30 | 1e-05 | ... |`: the largest errors of a precision's layouts."""
+    """Return a row such as `| bf16 | 30 | 1e-05 | ... |`: the largest errors of a precision's layouts."""
     return f"| {name} | {len(results)} | {' | '.join(f'{error:.0e}' for error in worst(results))} |"
 
 
@@ -166,7 +166,7 @@ def bounds_row(name: str, results: list[Result], stated: Any) -> str:
 
 
 def world(size: int | None) -> str:
-    """Return ` on 6 ranks` if the number of ranks is the reason of a refusal."""
+    """Return ` on 6 ranks` if the number of ranks is the reason for a refusal; empty for None."""
     return "" if size is None else f" on {size} ranks"
 
 

@@ -1,4 +1,4 @@
-"""Rebuild the table of docs/planner_memory.md: planned memory of layouts beside that of real ranks on this CPU.
+"""Rebuild the table of docs/planner_memory.md: planned memory of layouts, compared with real ranks on this CPU.
 
 python tools/planner_truth.py            # a few minutes; rewrites the table in place
 """

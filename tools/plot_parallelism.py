@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/parallelism.md from the code that runs: placement of the model, ZeRO's bytes, schedules.
+"""Draw the pictures of docs/parallelism.md from the code of a run: placement of the model, ZeRO's bytes, schedules.
 
 python tools/plot_parallelism.py [folder=docs/pictures]
 """
@@ -70,7 +70,7 @@ PANELS = [
 
 
 def layouts() -> Figure:
-    """Draw the pieces that each rank stores, layout by layout."""
+    """Draw, for each layout, the pieces of the model that each rank stores."""
     figure = Figure(figsize=(12, 10.4), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.05, h_pad=0.12))
     grid = figure.subplots(4, 2, height_ratios=[2, 2, 2, 7])
     for axes, panel in zip(grid.flat, PANELS, strict=True):

@@ -33,8 +33,8 @@ def source_files(root: Path) -> Iterator[Path]:
 
 
 def room(path: Path) -> str:
-    """Return the row in which a file counts: its package in gptlite/, else its top-level folder; for a top-level
-    script, its name."""
+    """Return the row in which a file is counted: its package in gptlite/, else its top-level folder, or the name
+    of a top-level script."""
     top, *inner = path.parts
     return f"gptlite/{inner[0]}" if top == "gptlite" and len(inner) > 1 else top
 

@@ -167,7 +167,7 @@ def test_without_a_compiler_there_is_a_reason(
 
 def test_a_compiler_that_cxx_names_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++ -m64")
-    with pytest.raises(BuildError, match=r"the compiler CXX=/nowhere/c[+][+] -m64 is not there"):
+    with pytest.raises(BuildError, match=r"the compiler CXX=/nowhere/c[+][+] -m64 does not exist"):
         find_cxx()
     monkeypatch.setenv("CXX", f"{CXX} -m64")
     assert find_cxx().command == (CXX, "-m64")
@@ -231,14 +231,14 @@ def test_a_temporary_folder_that_others_can_write_is_refused(tmp_path: Path, mon
     made.parent.chmod(0o777)
     reason = reason_in_a_process()
     assert "/proc/nowhere" in reason
-    assert f"{made.parent} is not a folder of this user alone" in reason
+    assert f"{made.parent} must be a folder that only this user can access" in reason
 
 
 def test_nowhere_to_write_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
     reason = reason_in_a_process()
-    assert reason.startswith("no folder to compile in: ")
+    assert reason.startswith("no writable folder to compile in: ")
 
 
 @pytest.mark.parametrize("damage", ["half", "flipped", "empty", "no record", "torn record", "no library"])
@@ -340,7 +340,7 @@ def test_an_nvcc_that_fails_leaves_the_cpu_kernels_and_the_reason(tmp_path: Path
 
 
 def test_other_systems_and_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load("mps", quiet) == Unavailable("there are kernels for cpu and cuda, not for mps")
+    assert load("mps", quiet) == Unavailable("kernels exist for cpu and cuda, not for mps")
     monkeypatch.setattr(library.platform, "system", lambda: "Darwin")
     with pytest.raises(BuildError, match="for Linux, this is Darwin"):
         prepare(False, quiet)

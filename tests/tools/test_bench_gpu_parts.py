@@ -114,7 +114,7 @@ def test_launches_of_lists_views_and_host_tensors() -> None:
 
 
 def test_attention_is_at_its_published_rates() -> None:
-    """12 layers of 12 heads of 64 over 2048 positions: 394 and 617 ns a token."""
+    """12 layers of 12 heads of 64 over 2048 positions: 394 and 617 ns per token."""
     from gpu_bench.byte_model import model_of_trace
 
     q = operand(1, 12, 2048, 64)

@@ -17,32 +17,32 @@ from .step_trace import Op, Trace
 
 COPY, PRODUCT = 4.3e12, 790e12  # bytes and FLOPs a second
 # Causal attention, forward and backward together, FLOP/s by the width of a head, from published kernels:
-# FlashAttention 2 and 3 take 617 and 394 ns a token for 12 layers of 12 heads of 64 over 2048 positions, 2662 and 1557
-# for 24 layers of 16 heads of 128.
+# FlashAttention 2 and 3 take 617 and 394 ns per token for 12 layers of 12 heads of 64 over 2048 positions, 2662 and
+# 1557 for 24 layers of 16 heads of 128.
 ATTENTION = {"FA3": {64: 335e12, 128: 452e12}, "FA2": {64: 214e12, 128: 265e12}}
 # Slowdown of products with rows that are not aligned to 16 bytes: cuBLAS cannot use its fast kernels. The audit
-# estimated 700 to 1000 ns a token for the head's three, where 340 are possible: a factor of 2.1 to 2.9.
+# estimated 700 to 1000 ns per token for the head's three, where 340 are possible: a factor of 2.1 to 2.9.
 MISALIGNED = 2.5
 ALIGNED = 8  # elements of 16 bits
-# Target shares of a copy's rate; 1 for all other kernels.
+# Target fractions of the copy bandwidth; 1 for all other kernels.
 NARROW, NORM_NARROW, NORM_WIDE, NORM_BACKWARD, LOSS = 1024, 0.88, 0.97, 0.88, 0.98
 
 CLASSES = (
     *("GEMM block", "GEMM head", "attention", "dQKV copy", "norm + residual", "GELU", "bias sums", "loss"),
     *("copy/cast", "optimizer", "other"),
 )
-# ns a token of GPT-3 Small by the audit of e6369ae, and the reason for each difference of this model.
+# ns per token of GPT-3 Small by the audit of e6369ae, and the reason for each difference of this model.
 AUDIT = {
     "GEMM block": (850, "charged here at 790 TFLOP/s, the rate of 8192 cubed; the audit took about 600 for K=768"),
     "GEMM head": (850, "the audit's middle of 700 to 1000, at 680 TFLOP/s when aligned; here 790 and the penalty"),
     "attention": (420, "the audit took cuDNN's kernel; here FlashAttention 3's rate, and 2's in the second sum"),
-    "dQKV copy": (65, "the same bytes at a copy's rate"),
+    "dQKV copy": (65, "the same bytes at copy bandwidth"),
     "norm + residual": (110, "here at the goals' shares of a copy; the audit took the kernels as they were"),
-    "GELU": (170, "here at a copy's rate; the audit took half of it, as the kernel stored 2 or 4 bytes at a time"),
-    "bias sums": (35, "torch's sums over tokens at a copy's rate"),
+    "GELU": (170, "here at copy bandwidth; the audit took half of it, as the kernel stored 2 or 4 bytes at a time"),
+    "bias sums": (35, "torch's sums over tokens at copy bandwidth"),
     "loss": (85, "here at 98% of a copy; the audit took 55-60%, bound by instruction issue"),
     "copy/cast": (40, "casts of weights and gradients, the tied sum, and the split head's fp32 sums"),
-    "optimizer": (95, "norm and AdamW at a copy's rate; the audit added the wait for the blocking read, and launches"),
+    "optimizer": (95, "norm and AdamW at copy bandwidth; the audit added the wait for the blocking read, and launches"),
     "other": (0, "embedding: gather and scatter of fp32 rows, which the audit did not list"),
 }
 GOALS = {"small": 590e3, "xl": 77e3}  # tokens a second
@@ -105,14 +105,14 @@ class Model:
     rows: list[Row]
 
     def by_class(self, slower: bool = False) -> dict[str, float]:
-        """Return the ns a token of each class; `slower`: with FlashAttention 2."""
+        """Return the ns per token of each class; `slower`: with FlashAttention 2."""
         sums = dict.fromkeys(CLASSES, 0.0)
         for row in self.rows:
             sums[row.group] += (row.slower_ns if slower else row.ns) / self.trace.tokens
         return sums
 
     def ns_a_token(self, slower: bool = False) -> float:
-        """Return the ns a token of the whole step."""
+        """Return the ns per token of the whole step; `slower`: with FlashAttention 2."""
         return sum(self.by_class(slower).values())
 
     @property
@@ -192,7 +192,7 @@ def seconds_of(op: Op, trace: Trace, moved: int, flops: int, attention: str) -> 
 
 
 def share_of_copy(op: Op) -> float:
-    """Return the target share of a copy's rate for a kernel of ours."""
+    """Return the target fraction of the copy bandwidth for one of our kernels, 1 for any other op."""
     if op.name.startswith("gptlite.cross_entropy"):
         return LOSS
     if op.name.startswith(("gptlite.layer_norm", "gptlite.residual_norm")):

@@ -42,7 +42,7 @@ def run(part: Part, options: Arguments) -> None:
 
 
 def products(device: torch.device, tiny: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield a large product, and the head's: logits, the gradients of its input and of its table, with aligned and
+    """Yield a large product, and the head's: logits, the gradients of its input and of its weight, with aligned and
     unaligned rows."""
     side, tokens = (128, 64) if tiny else (8192, 16384)
     random = partial(torch.randn, dtype=torch.bfloat16, device=device)

@@ -1,5 +1,5 @@
-"""Packages that a source tree needs but that are not installed: taken from a folder of wheels, or instructions to get
-them.
+"""Packages that a source tree needs but that are not installed: imported from a folder of wheels, or named in an error
+that explains how to get them.
 
 Only the standard library here, as this runs before anything else can be imported.
 """

@@ -98,7 +98,7 @@ def ended(part: Part, gate: Gate, environment: dict[str, str]) -> None:
 
 
 def gradients(part: Part, device: torch.device) -> None:
-    """Compare the whole model's gradients in bf16, for each attention, with fp64, beside those of the reference ops."""
+    """Compare the model's bf16 gradients with fp64, for each attention backend and for the reference ops."""
     rows = gradient_rows(device)
     part.table(
         ("attention", "worst error of a gradient", "its parameter", "error of the loss", "allowed", ""),

@@ -1,4 +1,4 @@
-"""part=kernels: each kernel and direction alone, as a share of a copy's rate, beside other implementations."""
+"""part=kernels: each kernel and direction as a fraction of the copy bandwidth, compared with other implementations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .report import Part, markdown_table
 if TYPE_CHECKING:
     from bench_gpu import Arguments
 
-# Target shares of a copy's rate, in percent, by op, direction and minimum width.
+# Target fractions of the copy bandwidth, in percent, by op, direction and minimum width.
 GOALS = (
     ("layer_norm", "forward", 2048, 97),
     ("layer_norm", "forward", 0, 88),
@@ -28,7 +28,7 @@ FIRST = "layer_norm,cross_entropy_,causal_softmax,residual_norm,bias_gelu"
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Time all ops beside eager torch, then, while there is time, some beside compiled torch."""
+    """Compare all ops with eager torch, then, if time is left, some with compiled torch."""
     tiny, device = options.size == "tiny", options.device
     loaded = load(device, part.text)
     if isinstance(loaded, Unavailable):
@@ -37,7 +37,7 @@ def run(part: Part, options: Arguments) -> None:
     repeats = 2 if tiny else 20
     measured(part, "eager", bench.Options(device, "layer_norm" if tiny else "all", compile=False, repeats=repeats))
     if not tiny and not part.over:
-        part.text("Beside torch.compile:")
+        part.text("Compared with torch.compile:")
         measured(part, "compiled", bench.Options(device, FIRST, compile=True, repeats=repeats))
 
 
@@ -59,6 +59,6 @@ def measured(part: Part, key: str, options: bench.Options) -> None:
 
 
 def goal_of(op: str, direction: str, width: int) -> int | None:
-    """Return the target share of a copy's rate, in percent, if there is one."""
+    """Return the target fraction of the copy bandwidth, in percent, or None."""
     goals = (goal for name, way, least, goal in GOALS if name == op and way in ("", direction) and width >= least)
     return next(goals, None)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BATCH = {"small": 16, "xl": 16, "tiny": 2}
 ROWS = 28  # rows shown of the table of ops; the JSON has all
-# ns a token with every possible fusion and aligned products; all pointwise ops are counted with the norms.
+# ns per token with every possible fusion and aligned products; all pointwise ops are counted with the norms.
 FUSED = ("GEMM block", "GEMM head", "attention", "norm + residual", "loss", "optimizer")
 LIMITS: dict[str, dict[str, float]] = {
     "small": dict(zip(FUSED, (645.0, 293.0, 394.0, 103.0, 47.0, 28.0), strict=True)),
@@ -49,10 +49,10 @@ def run(part: Part, options: Arguments) -> None:
         "A dispatch trace of the trainer's own step (forward, backward, gradient norm, clipping, AdamW) on tensors "
         f"without data, with the ops a GPU takes. Rates: memory {rules.COPY / 1e12:g} TB/s, products "
         f"{rules.PRODUCT / 1e12:g} TFLOP/s, attention {rates('FA3')} (FlashAttention 3's class; {rates('FA2')} for "
-        f"2's), layer norm at {rules.NORM_NARROW:.0%} of a copy below a width of {rules.NARROW} and "
+        f"2's), layer norm at {rules.NORM_NARROW:.0%} of copy bandwidth below a width of {rules.NARROW} and "
         f"{rules.NORM_WIDE:.0%} from there on, its backward pass at {rules.NORM_BACKWARD:.0%}, cross entropy at "
-        f"{rules.LOSS:.0%}, all else at a copy's rate; products with rows off 16 bytes take {rules.MISALIGNED:g} times "
-        "as long. Rates are assumed, not measured here: the sum is a floor."
+        f"{rules.LOSS:.0%}, all else at 100%. Products with rows that are not aligned to 16 bytes take "
+        f"{rules.MISALIGNED:g} times as long. Rates are assumed, not measured here: the sum is a lower bound."
     )
     sizes = ("tiny",) if options.size == "tiny" else ("small", "xl")
     for index, size in enumerate(sizes):
@@ -86,17 +86,17 @@ def _say(part: Part, size: str, models: dict[str, Model]) -> None:
     reads = f" ({'; '.join(trace.blocking_reads)})" if trace.blocking_reads else ""
     part.text(
         f"**{NAMES[size]}**, {trace.micro_batch} x {trace.tokens // trace.micro_batch} tokens, bf16: "
-        f"**{total:,.0f} ns a token** at least "
+        f"**{total:,.0f} ns per token** at least "
         f"({1e9 / total:,.0f} tokens/s); {mine.ns_a_token(slower=True):,.0f} with FlashAttention 2. "
         f"{mine.launches} launches a step, {len(trace.blocking_reads)} blocking reads"
-        f"{reads}, {len(trace.copies_to_host)} copies to the host that nothing waits for, "
-        f"{sum(row.misaligned for row in mine.misaligned)} products off 16 bytes."
+        f"{reads}, {len(trace.copies_to_host)} asynchronous copies to the host, "
+        f"{sum(row.misaligned for row in mine.misaligned)} products not aligned to 16 bytes."
     )
     if other is not None:
         part.text(
-            f"The other tree: {other.ns_a_token():,.0f} ns a token, {other.ns_a_token(slower=True):,.0f} with "
+            f"The other tree: {other.ns_a_token():,.0f} ns per token, {other.ns_a_token(slower=True):,.0f} with "
             f"FlashAttention 2; {other.launches} launches, {len(other.trace.blocking_reads)} blocking reads, "
-            f"{sum(row.misaligned for row in other.misaligned)} products off 16 bytes."
+            f"{sum(row.misaligned for row in other.misaligned)} products not aligned to 16 bytes."
         )
     if mine.undeclared:
         part.failed(f"launches are not declared of {', '.join(mine.undeclared)}: byte_model.LAUNCHES counts them as 1")
@@ -105,7 +105,7 @@ def _say(part: Part, size: str, models: dict[str, Model]) -> None:
         part.text(f"The goal, {goal:,.0f} tokens/s, is {possible} by this sum.")
     bars = {name: model.by_class() for name, model in models.items()}
     _classes(part, bars, audit=size == "small")
-    head = ("class", "op", "pass", "shapes", "calls", "launches", "MB", "GFLOP", "ns a token", "off 16 B")
+    head = ("class", "op", "pass", "shapes", "calls", "launches", "MB", "GFLOP", "ns per token", "off 16 B")
     part.table(head, [_cells(row, trace.tokens) for row in mine.rows[:ROWS]])
     part.put(size, {name.split()[0]: _json(model) for name, model in models.items()})
     if size == "small":
@@ -114,14 +114,14 @@ def _say(part: Part, size: str, models: dict[str, Model]) -> None:
         bars["limit, all fused"] = LIMITS[size]
     file = part.folder / f"model-{size}.png"
     stacked_classes(file, f"{NAMES[size]}: least time by class", bars, 1e9 / goal if goal else None)
-    part.picture(file, f"Least time of a step of {NAMES[size]}, ns a token by class")
+    part.picture(file, f"Least time of a step of {NAMES[size]}, ns per token by class")
 
 
 def _classes(part: Part, bars: dict[str, dict[str, float]], audit: bool) -> None:
-    """Add a table of the ns a token of each class, and their sum."""
+    """Add a table of the ns per token of each class, and their sum."""
     columns = [{**bar, "sum": sum(bar.values())} for bar in bars.values()]
     rows = [[name, *(f"{column[name]:.0f}" for column in columns)] for name in (*CLASSES, "sum")]
-    head = ["class", "ns a token", *list(bars)[1:]]
+    head = ["class", "ns per token", *list(bars)[1:]]
     if audit:
         head += ["audit", "why the audit's differs"]
         for row in rows:

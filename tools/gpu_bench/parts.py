@@ -55,7 +55,7 @@ def check(options: Arguments) -> None:
     if options.part == "peer" and not options.peer:
         raise ConfigError("part=peer needs peer=NANOGPT, a clone of nanoGPT")
     if options.tree and not (Path(options.tree).expanduser() / "tools" / "gpu_bench").is_dir():
-        raise ConfigError(f"tree={options.tree} is no source tree of gptlite that has tools/gpu_bench")
+        raise ConfigError(f"tree={options.tree} is not a source tree of gptlite with tools/gpu_bench")
     if options.part != "model" and options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"part={options.part}: torch {torch.__version__} finds no GPU; part=model needs none, and device=cpu "
@@ -66,7 +66,7 @@ def check(options: Arguments) -> None:
 
 
 def _all(options: Arguments, folder: Path) -> int:
-    """Run every part with its share of the time. A part that fails or hangs is recorded, and the others go on."""
+    """Run every part within its time limit. If a part fails or hangs, this is recorded, and the next part runs."""
     names = [name for name in SHARES if name != "peer" or options.peer]
     started = time.monotonic()
     _build_kernels()

@@ -25,7 +25,7 @@ VOCABULARY = 50304  # GPT-2's, as nanoGPT pads it
 
 
 def run(part: Part, options: Arguments) -> None:
-    """Time both on models without biases, the compiled forms first."""
+    """Time nanoGPT's and our step on models without biases, the compiled ones first."""
     tiny, device = options.size == "tiny", torch.device(options.device)
     contenders = ("nanoGPT", "gptlite") if tiny else ("nanoGPT compiled", "gptlite compiled", "gptlite")
     part.text("Both without biases and with a vocabulary that needs no padding; AdamW, clipping at 1, no data loader.")

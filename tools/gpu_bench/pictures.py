@@ -27,7 +27,7 @@ NARROWEST = 0.04  # share of the axis below which a segment has no number on it
 
 
 def stacked_classes(file: Path, title: str, bars: Mapping[str, Mapping[str, float]], goal: float | None) -> None:
-    """Draw a stacked bar per name, with its classes in ns a token; `goal` is drawn as a line."""
+    """Draw a stacked bar per name, with its classes in ns per token; `goal` is drawn as a line."""
     figure = Figure(figsize=(9.0, 4.2), dpi=100)
     axes, names = figure.subplots(), list(bars)[::-1]
     most = max(sum(bar.values()) for bar in bars.values())
@@ -51,7 +51,7 @@ def stacked_classes(file: Path, title: str, bars: Mapping[str, Mapping[str, floa
 
 
 def beside_floor(file: Path, title: str, measured: Mapping[str, float], floor: Mapping[str, float]) -> None:
-    """Draw for each class the measured ns a token and its lower bound."""
+    """Draw for each class the measured ns per token and its lower bound."""
     axes = Figure(figsize=(9.0, 4.2), dpi=100).subplots()
     drawn = axes.barh([row - 0.2 for row in range(len(measured))], list(measured.values()), 0.38, color="#4477aa")
     axes.barh([row + 0.2 for row in range(len(floor))], list(floor.values()), 0.38, color="#ccbb44", label="floor")
@@ -68,7 +68,7 @@ def beside_floor(file: Path, title: str, measured: Mapping[str, float], floor: M
 
 
 def _save(axes: Axes, title: str, file: Path, columns: int) -> None:
-    axes.set_xlabel("ns a token")
+    axes.set_xlabel("ns per token")
     axes.set_title(title, pad=14)
     axes.legend(ncols=columns, fontsize=8, loc="upper center", bbox_to_anchor=(0.45, -0.16), frameon=False)
     axes.figure.tight_layout()  # type: ignore[union-attr]

@@ -52,14 +52,14 @@ def run(part: Part, options: Arguments) -> None:
     total, tokens = sum(each.seconds for each in slices) / STEPS, BATCH[size] * config.sequence_length
     part.text(
         f"{size}, {BATCH[size]} x {config.sequence_length} tokens, bf16, eager: {total * 1e3:.2f} ms of kernels a "
-        f"step, {len(slices) / STEPS:.0f} of them, {total * 1e9 / tokens:.0f} ns a token."
+        f"step, {len(slices) / STEPS:.0f} of them, {total * 1e9 / tokens:.0f} ns per token."
     )
     _top(part, slices, model.trace, total)
     _classes(part, slices, model, tokens)
 
 
 def slices_of(step: Callable[[], Any], cuda: bool) -> list[Slice]:
-    """Return the device's activity over STEPS steps; on a CPU an op's own time stands for a kernel's."""
+    """Return the device's activity over STEPS steps; on a CPU an op's own time is used instead of a kernel's."""
     for _ in range(WARM_UP):
         step()
     if cuda:
@@ -135,7 +135,7 @@ def _classes(part: Part, slices: list[Slice], model: Model, tokens: int) -> None
     pairs = {name: (measured[name], floor[name]) for name in CLASSES}
     pairs["sum"] = sum(measured.values()), sum(floor.values())
     part.table(
-        ("class", "ns a token", "floor", "times the floor"),
+        ("class", "ns per token", "floor", "times the floor"),
         [
             (name, f"{ns:.1f}", f"{least:.1f}", f"{ns / least:.2f}" if least > 0 else "")
             for name, (ns, least) in pairs.items()

@@ -87,7 +87,7 @@ class Part:
 
 
 def add_failure(folder: Path, name: str, failure: str) -> None:
-    """Add a failure to the files of a part whose process has ended."""
+    """Add a failure to the result files of a part, once its process has ended."""
     file, section = folder / f"{name}.json", folder / f"{name}.md"
     if not file.exists():
         Part(folder, name, 0).failed(failure)

@@ -126,8 +126,8 @@ def gpu_ops() -> Ops:
 
 
 class _Functions(TorchFunctionMode):
-    """A function mode that supplies the values on the host that a tensor without data lacks. SDPA becomes its flash
-    kernel, as on a GPU."""
+    """Function mode that supplies host values of tensors without data, and replaces SDPA by its flash kernel, as on a
+    GPU."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
