@@ -7,8 +7,7 @@ in order, with the events of each from the model's profile.
 
 from __future__ import annotations
 
-from itertools import accumulate
-from operator import add
+import numpy as np
 
 from gptlite.optimizer.config import Shard
 from gptlite.parallelism.config import Offload
@@ -17,7 +16,7 @@ from gptlite.plan.offload import buffers_bytes
 from gptlite.plan.parameters import Stage, copies, cut, shard_elements, stages
 from gptlite.plan.passes import passes_of
 from gptlite.plan.traffic import message_bytes
-from gptlite.plan.walk import states, turns
+from gptlite.plan.walk import Turn, turns
 from gptlite.plan.workload import MASTER, RankBytes, Workload
 
 INDEX = 8  # bytes of a token id, int64
@@ -42,39 +41,65 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
     The estimate is for the first data rank, whose shards are the longest.
     """
     held, host = stages(work, pp_rank, tp_rank), 0
-    parameters, gradients = _parameters(work, held, pp_rank)
+    parameters, gradients, activations = _walked(work, held, pp_rank, tp_rank)
     optimizer = _optimizer(work, held)
     if work.on_host:
         shards = work.layout.size("dp_shard")
         host = optimizer + (work.stored + MASTER) * sum(stage.sharded(shards) for stage in held)
         optimizer = 0
-    return RankBytes(parameters, gradients, optimizer, _activations(work, held, pp_rank, tp_rank), host)
+    return RankBytes(parameters, gradients, optimizer, activations, host)
 
 
-def _parameters(work: Workload, held: list[Stage], pp_rank: int) -> tuple[int, int]:
-    """Return parameters and gradients at the instant when their sum peaks: at the start of a backward pass, or at the
-    update."""
-    shards, zero, count = work.layout.size("dp_shard"), work.parallelism.zero, work.micro_batches
-    sizes = [MASTER * stage.sharded(shards) for stage in held]  # of the gradients of a rank's shards
-    elements = 0 if work.on_host else sum(sizes) // MASTER
-    mine, updating = work.stored * elements, MASTER * elements
-    gathered = [
-        work.gather_item * shards * (shard_elements(stage.others, shards) if zero == 3 else stage.sharded(shards))
-        for stage in held
-    ]
-    done = [0 if work.on_host else size for size in sizes]  # offload moves reduced gradients to the host
-    if zero < 2:
-        reduced = [work.reduce_item * stage.sharded(1) for stage in held]
-    elif work.layout.size("dp_replicate") > 1:  # sums of a part of the ranks, in the dtype they are made in
-        reduced = [size * work.reduce_item // MASTER for size in sizes]
-    else:
-        reduced = done
-    found: tuple[int, int] = (0, 0)
-    for unsharded, partial, complete in states(work.parallelism, pp_rank, count, zero == 3):
-        parameters = sum(gathered[place] for place in unsharded) if work.sharded else 0
-        gradients = sum(reduced[place] for place in partial) + sum(done[place] for place in complete)
-        found = max(found, (mine + parameters, gradients), key=sum)
-    return max(found, (mine, updating), key=sum)
+def _walked(work: Workload, held: list[Stage], pp_rank: int, tp_rank: int) -> tuple[int, int, int]:
+    """Return parameters and gradients at the instant when their sum peaks, at the start of a backward pass or at the
+    update, and the peak of all else. All are accumulated over the rank's passes in order."""
+    message, numbers = message_bytes(work), {stage.number for stage in held}
+    passes, states = [passes_of(work, stage, tp_rank) for stage in held], [ModelState(work, stage) for stage in held]
+    different, order = turns(work.parallelism, pp_rank, work.micro_batches)
+    rows = []
+    for turn in different:
+        peak, change = passes[turn.place][turn.kind, turn.first, turn.last]
+        change += message * _messages(work, turn.kind, held[turn.place].number, numbers)
+        rows.append((peak, change, *states[turn.place].changes(turn), turn.kind != "F"))
+    peaks, changes, gathered, freed, summed, backward = np.array(rows)[order].T
+    before, partial, reduced = (np.cumsum(each) - each for each in (changes, gathered - freed, summed))
+    unsharded = partial + gathered
+    at = np.argmax(np.where(backward, unsharded + reduced, -1))
+    elements = 0 if work.on_host else sum(stage.sharded(work.layout.size("dp_shard")) for stage in held)
+    inside = work.stored * elements + int(unsharded[at]), int(reduced[at])
+    parameters, gradients = max(inside, (work.stored * elements, MASTER * elements), key=sum)
+    # The sums of tied parameters' gradients, where two ranks have a copy.
+    tied = [2 * copy.shard(work.layout.size("dp_shard")) * MASTER for copy in copies(held)]
+    top = max(0, int((before + peaks).max()), *tied)
+    return parameters, gradients, top + _buffers(work, held, message)
+
+
+class ModelState:
+    """Changes of a stage's model state beside its shards, in bytes: `gathered` parameters and the gradients that are
+    accumulated, `reduced` of some micro-batches and `done` of all."""
+
+    def __init__(self, work: Workload, stage: Stage) -> None:
+        shards, zero = work.layout.size("dp_shard"), work.parallelism.zero
+        size = MASTER * stage.sharded(shards)
+        whole = shard_elements(stage.others, shards) if zero == 3 else stage.sharded(shards)
+        self.gathered = work.gather_item * shards * whole * work.sharded
+        self.done = 0 if work.on_host else size  # offload moves reduced gradients to the host
+        self.reduced, self.frees, self.first = self.done, zero == 3, stage.first
+        if zero < 2:
+            self.reduced = work.reduce_item * stage.sharded(1)
+        elif work.layout.size("dp_replicate") > 1:  # sums of a part of the ranks, in the dtype they are made in
+            self.reduced = size * work.reduce_item // MASTER
+
+    def changes(self, turn: Turn) -> tuple[int, int, int]:
+        """Return the parameters that a pass gathers, those that it frees at its end, and its change of gradients."""
+        if self.frees:  # the second half of a backward pass only frees what a forward pass has gathered
+            half = turn.kind == "W" and not self.first
+            gathers, frees = turn.fresh and not half, turn.kind != "F" and not (half and turn.fresh)
+        else:
+            gathers, frees = turn.kind == "F" and turn.first, turn.last
+        first = turn.first and turn.kind != "F"
+        summed = self.done - self.reduced * (not first) if turn.last else self.reduced * first
+        return self.gathered * gathers, self.gathered * frees, summed
 
 
 def _optimizer(work: Workload, held: list[Stage]) -> int:
@@ -87,23 +112,6 @@ def _optimizer(work: Workload, held: list[Stage]) -> int:
     return work.optimizer.state_bytes(
         [Shard(each.shard(shards), each.width, inside, count) for group, inside, count in kinds for each in group]
     )
-
-
-def _activations(work: Workload, held: list[Stage], pp_rank: int, tp_rank: int) -> int:
-    """Return the peak bytes of a step's passes."""
-    message, numbers = message_bytes(work), {stage.number for stage in held}
-    passes = [passes_of(work, stage, tp_rank) for stage in held]
-    different, order = turns(work.parallelism, pp_rank, work.micro_batches)
-    peaks, changes = list[int](), list[int]()
-    for place, kind, first, last in different:
-        peak, change = passes[place][kind, first, last]
-        peaks.append(peak)
-        changes.append(change + message * _messages(work, kind, held[place].number, numbers))
-    levels = accumulate(map(changes.__getitem__, order), initial=0)
-    top = max(0, *map(add, levels, map(peaks.__getitem__, order)))
-    for copy in copies(held):
-        top = max(top, 2 * copy.shard(work.layout.size("dp_shard")) * MASTER)
-    return top + _buffers(work, held, message)
 
 
 def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> int:

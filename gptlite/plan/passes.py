@@ -52,8 +52,8 @@ def _key(work: Workload, stage: Stage, tp_rank: int) -> tuple[object, ...]:
 
 @cached(_key)
 def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
-    """Return the peak of each pass of a stage above the level before it, and the change it leaves, keyed as
-    `walk.Turn`."""
+    """Return the peak of each pass of a stage above the level before it, and the change it leaves, keyed by
+    the kind, `first` and `last` of `walk.Turn`."""
     memory, split = _Stage(work, stage, tp_rank), splits_backward(work.parallelism)
     first, later, kept = memory.forward_passes()
     found = {("F", True, False): (first, kept), ("F", False, False): (later, kept)}
@@ -63,9 +63,9 @@ def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
     for is_last, reduces in ((False, each), (True, final)):
         if split and not stage.first:
             inputs, weights = memory.halves(reduces, kept)
+            found["I", False, False] = inputs.most, inputs.left
         else:  # the first stage needs no gradient of its input, so its second half does the whole backward pass
-            inputs, weights = Taken(0, 0), memory.backward(reduces, kept)
-        found["I", False, False] = inputs.most, inputs.left
+            weights = memory.backward(reduces, kept)
         for is_first in (False, True):
             peak, change = weights.most, weights.left
             if weights.reducing is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -94,7 +94,7 @@ def simulated(plan: Plan) -> str:
     work, pp_rank = plan.best.work, plan.best.prediction.memory_rank
     rank = pp_rank * (work.layout.world_size // work.layout.size("pp"))
     print(f"simulating rank {rank}: seconds, or a minute for a hundred layers", flush=True)
-    result, sent = simulate(work, rank), Counter[str]()
+    result, sent = simulate(work, rank), defaultdict[str, float](float)
     for transfer in result.transfers:
         sent[transfer.axis] += transfer.wire_bytes
     parts = ", ".join(f"{key} {format_bytes(value)}" for key, value in asdict(result.peak).items())

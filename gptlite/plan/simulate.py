@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 
 from gptlite.parallelism.layout import rule
-from gptlite.plan.profile import Op, Sent
+from gptlite.plan.profile import Op
 from gptlite.plan.simulate_step import State, watched_step
 from gptlite.plan.watch import Change
 from gptlite.plan.workload import RankBytes, Transfer, Workload
@@ -28,12 +28,12 @@ class Simulation:
     flops: int
 
     @classmethod
-    def of(cls, counts: Counter[str | Sent]) -> Simulation:
+    def of(cls, counts: Counter[str | Transfer]) -> Simulation:
         """Return the simulation from counts of each transfer, of FLOPs, and of bytes by category."""
         sizes = {key: size for key, size in counts.items() if isinstance(key, str)}
-        sent = sorted((key, count) for key, count in counts.items() if isinstance(key, Sent))
-        transfers = [Transfer(each.axis, each.kind, each.ranks, int(each.payload), n, each.phase) for each, n in sent]
-        return cls(RankBytes(**{key: sizes[key] for key in sizes if key != "flops"}), transfers, sizes["flops"])
+        sent = sorted((key, count) for key, count in counts.items() if isinstance(key, Transfer))
+        flops = sizes.pop("flops")
+        return cls(RankBytes(**sizes), [each._replace(count=count) for each, count in sent], flops)
 
 
 def simulate(work: Workload, rank: int) -> Simulation:
@@ -71,16 +71,16 @@ def enough(work: Workload) -> tuple[int, int]:
     return (few, more) if same else (count, count)
 
 
-def counted(work: Workload, rank: int, micro_batches: int) -> Counter[str | Sent]:
+def counted(work: Workload, rank: int, micro_batches: int) -> Counter[str | Transfer]:
     """Return the counts of a step with that many micro-batches: see `Simulation.of`."""
     watch = watched_step(work, rank, micro_batches)
-    found = Counter[str | Sent](each for each in watch.log if isinstance(each, Sent))
+    found = Counter[str | Transfer](each for each in watch.log if isinstance(each, Transfer))
     found["flops"] = sum(int(each.flops) for each in watch.log if isinstance(each, Op))
     found.update(peak(watch.log, watch.begin, watch.samples))
     return found
 
 
-def peak(log: Sequence[Change | Op | Sent], begin: int, samples: Sequence[State]) -> dict[str, int]:
+def peak(log: Sequence[Change | Op | Transfer], begin: int, samples: Sequence[State]) -> dict[str, int]:
     """Return the model state by category at the sample where it peaks, and the peak of all else from `begin` on.
 
     The definitions are those of `parallelism.memory_watch`. A storage that is model state in some sample counts as such

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from math import prod
 
+import numpy as np
+
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.layout import num_stages, splits_backward, stages_of_rank
 from gptlite.plan.parameters import Stage, copies, stages
-from gptlite.plan.profile import Sent, halves_of, profile_of
-from gptlite.plan.walk import gathers
+from gptlite.plan.profile import halves_of, profile_of
+from gptlite.plan.walk import turns
 from gptlite.plan.workload import MASTER, Transfer, Workload
 
 SETTLED = 8 * 7  # bytes of the step's all-reduce: loss, squared norm and five values on stopping, in float64
@@ -42,7 +44,7 @@ def outside_layers(work: Workload, pp_rank: int) -> list[Transfer]:
 
 def _together(every: Iterable[Transfer]) -> list[Transfer]:
     """Merge equal transfers, and drop those that send nothing."""
-    counts: dict[tuple[str, str, int, int, str], int] = {}
+    counts: dict[tuple[str, str, int, float, str], int] = {}
     for axis, kind, ranks, payload, count, phase in every:
         if ranks > 1 and count and payload:
             key = axis, kind, ranks, payload, phase
@@ -74,7 +76,7 @@ def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
     """Yield the transfers of a stage's passes along the tensor and the context axis, for each micro-batch."""
     if work.layout.size("tp") * work.layout.context == 1:
         return
-    profile, found = profile_of(work, tp_rank), Counter[Sent]()
+    profile, found = profile_of(work, tp_rank), Counter[Transfer]()
     split = splits_backward(work.parallelism) and not stage.first
     if split:
         found = halves_of(work).sent(stage.layers, stage.last)
@@ -83,7 +85,7 @@ def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
         for sent in (*forward.sent, *(() if split else backward.sent)):
             found[sent] += times
     for sent, count in found.items():
-        yield Transfer(sent.axis, sent.kind, sent.ranks, round(sent.payload), count * work.micro_batches, sent.phase)
+        yield sent._replace(payload=round(sent.payload), count=count * work.micro_batches)
 
 
 def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[Transfer]:
@@ -109,8 +111,12 @@ def gathered(work: Workload, pp_rank: int, stage: int, block: bool) -> dict[str,
     """
     if work.parallelism.zero < 3:
         return {"forward": 1}
-    forward, backward = gathers(work.parallelism, pp_rank, work.micro_batches)[stage, block]
-    return {"forward": forward, "backward": backward}
+    different, order = turns(work.parallelism, pp_rank, work.micro_batches)
+    place, found = stages_of_rank(work.parallelism, pp_rank).index(stage), Counter[str]()
+    for turn, times in zip(different, np.bincount(order).tolist(), strict=True):
+        if turn.place == place and (block or turn.fresh):
+            found["forward" if turn.kind == "F" else "backward"] += times
+    return found
 
 
 def _pipeline(work: Workload, stage: Stage, pp_rank: int) -> Iterator[Transfer]:

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import held_messages, is_last_sum, shapes_unseen, watched_resizes
 from gptlite.plan.op_costs import moment_bytes, op_of
-from gptlite.plan.profile import Op, Sent
+from gptlite.plan.profile import Op
+from gptlite.plan.workload import Transfer
 
 # Collectives of torch.distributed, by their names at the dispatcher.
 KINDS = {
@@ -54,7 +55,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, mesh: Mesh, device: str, counted: str = "cpu") -> None:
         super().__init__()
-        self.log: list[Change | Op | Sent] = []
+        self.log: list[Change | Op | Transfer] = []
         self.phase, self.world = "step", False
         self._counted = counted
         self._axes = {group.group_name: axis for axis, group in mesh.groups().items()}
@@ -109,7 +110,8 @@ class Watch(TorchDispatchMode):
     def sent(self, group: dist.ProcessGroup, kind: str, payload: int) -> None:
         """Record one transfer of this phase."""
         axis = "world" if self.world else self._axes.get(group.group_name, "world")
-        self.log.append(Sent(axis, kind, 2 if kind in MESSAGES else group.size(), float(payload), self.phase))
+        ranks = 2 if kind in MESSAGES else group.size()
+        self.log.append(Transfer(axis, kind, ranks, float(payload), 1, self.phase))
 
     def _transferred(self, name: str, args: Any) -> int:
         """Record a collective, and return the temporary memory that it needs."""
