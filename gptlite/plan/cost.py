@@ -15,11 +15,10 @@ from gptlite.parallelism.layout import CONTEXT, splits_backward
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.hardware import Device, Links, device_of, ranks_on_node, waiting_for_cores
 from gptlite.plan.memory import most
-from gptlite.plan.offload import moved
 from gptlite.plan.parameters import Alike, Cut, cut, num_blocks, stages
 from gptlite.plan.profile import Op, Segment, plain_profile
 from gptlite.plan.timeline import pipeline_seconds
-from gptlite.plan.traffic import message_bytes, outside_layers, reductions
+from gptlite.plan.traffic import message_bytes, moved, outside_layers, reductions
 from gptlite.plan.workload import Prediction, RankBytes, Workload
 
 DATA = ("dp_replicate", "dp_shard")

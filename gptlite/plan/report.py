@@ -20,12 +20,12 @@ from gptlite.plan.capacity import GIB, MEMORY_ERROR
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, stage_seconds
 from gptlite.plan.largest import Largest
-from gptlite.plan.offload import file_bytes
 from gptlite.plan.parameters import num_parameters
 from gptlite.plan.pictures import TIME, draw_layouts, draw_timeline, make_folder
 from gptlite.plan.planning import Plan, fixed_keys, overrides, rank_limit, train_overrides, vocabulary_of
 from gptlite.plan.search import ERROR, Candidate, distinct, equal_seconds, equals
 from gptlite.plan.timeline import timeline
+from gptlite.plan.traffic import file_bytes
 from gptlite.plan.workload import Workload
 
 WIDTH = 80

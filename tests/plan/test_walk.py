@@ -43,7 +43,7 @@ def replayed(layout, rank, count, mine, frees):
     different, numbers = turns(layout, rank, count)
     for turn in (different[number] for number in numbers):
         stage = SimpleNamespace(gathered=1, reduced=1, done=100, frees=frees, first=mine[turn.place] == 0)
-        gathers, freed, summed = ModelState.changes(stage, turn)
+        gathers, freed, summed = ModelState.changes(stage, turn)  # type: ignore[arg-type]
         there[turn.place] += gathers
         if turn.kind != "F":
             some, whole = (tuple(sorted(each for each in sums if sums[each] == size)) for size in (1, 100))
