@@ -52,6 +52,17 @@ from gptlite.trainer.signals import Stopping, StopSignal
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Step
 
+State = dict[str, dict[int, int]]  # bytes of storages by their numbers, by category
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Methods of torch's pipeline stage that return the messages around a pass, and the phase of that pass.
+MESSAGE_METHODS = {
+    "get_fwd_send_ops": "forward",
+    "get_fwd_recv_ops": "forward",
+    "get_bwd_send_ops": "backward",
+    "get_bwd_recv_ops": "backward",
+}
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -126,18 +137,6 @@ def peak(log: Sequence[Change | Op | Transfer], begin: int, samples: Sequence[St
     beside = islice(accumulate(sizes, initial=0), begin, None)
     sums = ({name: sum(sizes.values()) for name, sizes in sample.items()} for sample in samples)
     return {**max(sums, key=lambda sample: sum(sample.values())), "activations": max(beside)}
-
-
-State = dict[str, dict[int, int]]  # bytes of storages by their numbers, by category
-CPU = torch.device("cpu")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Methods of torch's pipeline stage that return the messages around a pass, and the phase of that pass.
-MESSAGE_METHODS = {
-    "get_fwd_send_ops": "forward",
-    "get_fwd_recv_ops": "forward",
-    "get_bwd_send_ops": "backward",
-    "get_bwd_recv_ops": "backward",
-}
 
 
 class StepWatch(Watch):

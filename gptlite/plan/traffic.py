@@ -23,6 +23,7 @@ from gptlite.plan.profile import halves_of, profile_of
 from gptlite.plan.walk import turns
 from gptlite.plan.workload import MASTER, Transfer, Workload
 
+PAGE = 4096  # bytes: parameters are aligned to it in a state file
 SETTLED = 8 * 7  # bytes of the step's all-reduce: loss, squared norm and five values on stopping, in float64
 VALID = 8  # bytes of the number of valid tokens, int64
 
@@ -139,9 +140,6 @@ def message_bytes(work: Workload) -> int:
     between = work.layout.size("tp") if work.parallelism.sequence else 1
     shape = spec_of(work.model).activations(work.model, work.micro_batch_size, work.rank_length // between)
     return prod(shape) * work.stream_item
-
-
-PAGE = 4096  # bytes: parameters are aligned to it in a state file
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,26 @@ KINDS = {
 MESSAGES = ("send", "recv")
 GLOO_COPIES = ("all_gather", "reduce_scatter")  # gloo runs them in its own buffers, as large as the whole tensor
 ANSWER = 1  # result of every `.item()`: pipeline stages check that they agree, and 1 means yes
+NOTHING = {  # ops that compute nothing
+    *("detach", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "lift_fresh", "device"),
+    *("_local_scalar_dense", "resize_", "set_", "_unsafe_view", "_reshape_alias"),
+}
+LOOKUPS = {"embedding", "index", "gather", "index_select"}  # read as much of their first argument as they write
+WRITES = {"copy_", "zero_", "fill_"}  # overwrite their first argument without reading it
+SILENT = ("c10d", "_c10d_functional", "prim")
+# Index of the left factor among the arguments; the right one follows it.
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "weight_gradient": 0}
+SCORES = {  # index of the queries; the keys follow them, or are packed with them
+    "_scaled_dot_product_flash_attention_for_cpu": 0,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 1,
+    "attention": 0,
+    "attention_backward": 3,
+    "attention_packed": 0,
+    "attention_packed_backward": 3,
+}
+ROWS = 256  # limit of partial sums for each of three columns, see gptlite_rows_workspace in kernels/cpu/workspace.cpp
+# Our ops that sum over rows: index of the argument with the rows.
+ROWS_OF = {"layer_norm_backward": 1, "residual_norm_backward": 2, "bias_gelu_backward": 1}
 
 
 class Change(NamedTuple):
@@ -150,28 +170,6 @@ class Watch(TorchDispatchMode):
         if now != before:
             self._storages[storage._cdata] = number, now, reference
             self.log.append(Change(number, now - before))
-
-
-NOTHING = {  # ops that compute nothing
-    *("detach", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "lift_fresh", "device"),
-    *("_local_scalar_dense", "resize_", "set_", "_unsafe_view", "_reshape_alias"),
-}
-LOOKUPS = {"embedding", "index", "gather", "index_select"}  # read as much of their first argument as they write
-WRITES = {"copy_", "zero_", "fill_"}  # overwrite their first argument without reading it
-SILENT = ("c10d", "_c10d_functional", "prim")
-# Index of the left factor among the arguments; the right one follows it.
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "weight_gradient": 0}
-SCORES = {  # index of the queries; the keys follow them, or are packed with them
-    "_scaled_dot_product_flash_attention_for_cpu": 0,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": 1,
-    "attention": 0,
-    "attention_backward": 3,
-    "attention_packed": 0,
-    "attention_packed_backward": 3,
-}
-ROWS = 256  # limit of partial sums for each of three columns, see gptlite_rows_workspace in kernels/cpu/workspace.cpp
-# Our ops that sum over rows: index of the argument with the rows.
-ROWS_OF = {"layer_norm_backward": 1, "residual_norm_backward": 2, "bias_gelu_backward": 1}
 
 
 def op_of(func: Any, args: Any, out: Any) -> Op | None:
