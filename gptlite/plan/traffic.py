@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 
-import numpy as np
-
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages, splits_backward, stages_of_rank
 from gptlite.plan.parameters import Parameter, Stage, copies, stages
 from gptlite.plan.profile import halves_of, profile_of
-from gptlite.plan.walk import turns
+from gptlite.plan.walk import gathers
 from gptlite.plan.workload import MASTER, Transfer, Workload
 
 PAGE = 4096  # bytes: parameters are aligned to it in a state file
@@ -115,12 +113,8 @@ def gathered(work: Workload, pp_rank: int, stage: int, block: bool) -> dict[str,
     """
     if work.parallelism.zero < 3:
         return {"forward": 1}
-    different, order = turns(work.parallelism, pp_rank, work.micro_batches)
-    place, found = stages_of_rank(work.parallelism, pp_rank).index(stage), Counter[str]()
-    for turn, times in zip(different, np.bincount(order).tolist(), strict=True):
-        if turn.place == place and (block or turn.fresh):
-            found["forward" if turn.kind == "F" else "backward"] += times
-    return found
+    counts, mine = gathers(work.parallelism, pp_rank, work.micro_batches), stages_of_rank(work.parallelism, pp_rank)
+    return {phase: counts[mine.index(stage), block, phase] for phase in ("forward", "backward")}
 
 
 def _pipeline(work: Workload, stage: Stage, pp_rank: int) -> Iterator[Transfer]:

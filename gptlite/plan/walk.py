@@ -6,6 +6,7 @@ rest of an estimate, so a bounded cache shares it among layouts with the same sc
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,3 +56,15 @@ def turns(config: ParallelismConfig, rank: int, micro_batches: int) -> tuple[lis
         numbers.append(known.setdefault(turn, len(known)))
         before[stage] = kind
     return [Turn(*turn) for turn in known], np.array(numbers, np.uint16)
+
+
+@cached(pipeline_key)
+def gathers(config: ParallelismConfig, rank: int, micro_batches: int) -> Counter[tuple[int, bool, str]]:
+    """Return the number of ZeRO-3 gathers of each of a rank's stages, by its place, True for its blocks, and phase."""
+    found = Counter[tuple[int, bool, str]]()
+    different, numbers = turns(config, rank, micro_batches)
+    for turn, times in zip(different, np.bincount(numbers).tolist(), strict=True):
+        phase = "forward" if turn.kind == "F" else "backward"
+        found[turn.place, True, phase] += times
+        found[turn.place, False, phase] += times * turn.fresh
+    return found

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from gptlite.parallelism.layout import stages_of_rank
 from gptlite.plan.memory import ModelState
 from gptlite.plan.timeline import order
-from gptlite.plan.walk import turns
+from gptlite.plan.walk import gathers, turns
 from plan.test_timeline import CASES, config
 
 
@@ -72,14 +72,15 @@ def walked(passes, place, count, frees):
 
 def test_gathers_are_counted_pass_by_pass():
     for layout, rank, count, passes in every():
-        different, numbers = turns(layout, rank, count)
+        found = gathers(layout, rank, count)
         for place, stage in enumerate(stages_of_rank(layout, rank)):
             kinds = [kind for kind, number, _ in passes if number == stage and (kind != "I" or stage > 0)]
-            mine = [turn for turn in (different[number] for number in numbers) if turn.place == place]
             for block in (True, False):
                 counts, there = {True: 0, False: 0}, False
                 for kind in kinds:
                     counts[kind == "F"] += not there
                     there = kind == "F" and not block
-                forward = [turn.kind == "F" for turn in mine if block or turn.fresh]
-                assert (forward.count(True), forward.count(False)) == (counts[True], counts[False])
+                assert (found[place, block, "forward"], found[place, block, "backward"]) == (
+                    counts[True],
+                    counts[False],
+                )
