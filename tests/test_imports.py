@@ -65,7 +65,7 @@ ROOMS = {
     ),
     "plan": Room(
         "data kernels metrics models ops optimizer parallelism precision trainer",
-        packages="torch",
+        packages="numpy torch",
         lazy="matplotlib yaml",
     ),
     # The composition, from the command line down.

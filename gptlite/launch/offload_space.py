@@ -9,7 +9,7 @@ from gptlite.files import unwritable
 from gptlite.ops.config import Attention
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout
-from gptlite.plan.offload import file_bytes
+from gptlite.plan.traffic import file_bytes
 from gptlite.plan.workload import Workload
 
 
