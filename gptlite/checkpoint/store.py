@@ -1,4 +1,4 @@
-"""Checkpoints folder on disk: names, atomic commit, leftovers. This module does not know a checkpoint's contents."""
+"""Checkpoints folder on disk: names, atomic commit, leftovers. Independent of a checkpoint's contents."""
 
 import errno
 import os
@@ -77,7 +77,7 @@ def check_space(root: Path, size: int) -> None:
     free = shutil.disk_usage(root).free
     if free < size + SMALL_FILES:
         needed, there = (f"{number / 1e6:.1f} MB" for number in (size + SMALL_FILES, free))
-        raise OSError(errno.ENOSPC, f"a checkpoint takes {needed}, and {there} are free", str(root))
+        raise OSError(errno.ENOSPC, f"a checkpoint takes {needed}, but only {there} are free", str(root))
 
 
 def point_latest(final: Path) -> None:

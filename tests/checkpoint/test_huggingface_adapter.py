@@ -141,7 +141,7 @@ def test_what_is_not_quite_it_is_refused(step: Path, tmp_path: Path, monkeypatch
             import_(tmp_path / "out", tmp_path / "run")
     safetensors.torch.save_file(intact, path)
     monkeypatch.setattr(ConvSpec, "vocab_size", lambda self, config: None)
-    with pytest.raises(ConfigError, match="the conv model has no number of token ids; give its spec `vocab_size`"):
+    with pytest.raises(ConfigError, match="the conv model has no number of token ids; add `vocab_size` to its spec"):
         import_(tmp_path / "out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
