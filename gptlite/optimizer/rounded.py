@@ -55,7 +55,7 @@ def set_step(optimizer: Optimizer, step: int) -> None:
 
 
 class Rounding:
-    """Optimizer rule on fp32 copies, one parameter at a time, with the seed and the step of the random numbers."""
+    """Application of an optimizer's rule to fp32 copies, one parameter at a time, with stochastic rounding."""
 
     def __init__(self, optimizer: Optimizer, seed: int) -> None:
         self.seed, self.number = seed, 0
@@ -78,7 +78,7 @@ class Rounding:
 
 
 def round_box_(parameter: Tensor, values: Tensor, seed: int, step: int, name: str) -> None:
-    """Write the fp32 `values` of this rank's part into a parameter. Rounding is the same as for the whole parameter."""
+    """Round the fp32 `values` of this rank's shard into a parameter, as if the whole parameter were rounded."""
     sizes, starts = local_box(parameter)
     target = local_tensor(parameter).detach()
     if not values.numel():

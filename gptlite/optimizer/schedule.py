@@ -89,7 +89,7 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _deepspeed_warmup(step: int, warmup: int, config: WarmupConfig) -> float:
-    """Return the factor of DeepSpeed's WarmupLR. Step 0 is at `min_ratio` itself, a rate of 0 if that is 0."""
+    """Return the factor of DeepSpeed's WarmupLR. Step 0 has the factor `min_ratio`, which may be 0."""
     if step >= warmup:
         return 1.0
     # DeepSpeed treats a warmup of one step as two, since log(1) = 0 cannot be a divisor.
