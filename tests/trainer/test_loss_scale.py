@@ -189,7 +189,7 @@ def test_a_skipped_step_counts_but_for_adam(run, tmp_path):
 
     log = (tmp_path / "a" / "train.log").read_text()
     assert log.count(" and is skipped; ") == sum(over)
-    assert "step 1 overflowed at a loss scale of 4.29497e+09 and is skipped; it is now 2.14748e+09" in log
+    assert "step 1 is skipped: overflow at loss scale 4.29497e+09, which is now 2.14748e+09" in log
     stored, meta = checkpoint(tmp_path / "a", 24)
     steps = {value.item() for key, value in stored.items() if key.startswith("optim.") and key.endswith(".step")}
     assert steps == {24 - sum(over)}
