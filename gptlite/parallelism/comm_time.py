@@ -1,8 +1,8 @@
 """Communication time per axis as a share of the training step, and detection of the slowest rank.
 
-On a CPU, communication blocks the thread. Sampling the main thread's position twenty times a second therefore gives its
-share of the time at almost no cost. On GPUs the process groups time their collectives. Time in a collective includes
-waiting for its slowest rank, so the rank that spends the least time in collectives is the slowest.
+On a CPU, communication blocks the thread. Sampling the main thread's position twenty times a second therefore measures
+its share of the time at almost no cost. On GPUs the process groups time their collectives. Time in a collective
+includes waiting for its slowest rank, so the rank that spends the least time in collectives is the slowest.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _pieces(whole: Tensor, level: Level) -> Sequence[Tensor]:
 
 
 def _piece(level: Level, rank: int) -> tuple[int, ...]:
-    """Shape of a rank's shard."""
+    """Return the shape of a rank's shard at that level."""
     cut, shape = level
     return (*shape[: cut.dim], cut.lengths(shape[cut.dim])[rank], *shape[cut.dim + 1 :])
 

@@ -107,8 +107,8 @@ class MemoryWatch:
 
 
 def where_backward_begins(out: Tensor, call: Callable[[], None]) -> None:
-    """Call `call` once, when the backward pass from a part's output begins. In a split pass the second half does not
-    call it again."""
+    """Call `call` once, when the backward pass from a part's output begins. In a split pass, the weight-gradient half
+    does not call it again."""
 
     def begins(gradient: Tensor) -> None:
         hook.remove()

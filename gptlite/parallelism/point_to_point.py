@@ -1,7 +1,7 @@
 """FSDP2's all-gather and reduce-scatter by pairwise messages, for gloo.
 
-gloo implements reduce-scatter as a full all-reduce, and copies all-gathered data once more. Over two ranks, messages
-took 40% and 55% of its time (docs/benchmarks.md). Sums are taken in rank order.
+gloo implements reduce-scatter as a full all-reduce, and copies all-gathered data once more. Between two ranks, messages
+are two to four times as fast (docs/benchmarks_training.md). Sums are taken in rank order.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,8 @@ class PairwiseReduceScatter(_Allocate):
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks, starting with the next higher one, so that they do not all send to the same rank at once."""
+    """Return the other ranks, starting with the next higher one, so that they do not all send to the same rank at
+    once."""
     return [(group.rank() + step) % group.size() for step in range(1, group.size())]
 
 

@@ -118,7 +118,7 @@ def test_checkpoints_from_within_the_spike_are_renamed(run: Callable, tmp_path: 
     folders = sorted(path.name for path in (tmp_path / "a" / "checkpoints").iterdir() if path.is_dir())
     assert folders[:2] == ["step-00000020", "step-00000024"]
     assert folders[2].startswith("superseded-step-00000016-")
-    assert "Back to step-00000012" in (tmp_path / "a" / "train.log").read_text()
+    assert "Resuming from step-00000012" in (tmp_path / "a" / "train.log").read_text()
     assert run("b", *SPIKE)[0] == 0
     assert differing(tmp_path / "a", tmp_path / "b", 24) == []
 
