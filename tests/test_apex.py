@@ -106,7 +106,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 REASONS = {
     "none": "Apex is not installed; build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation . in",
-    "pypi": "is not NVIDIA's, PyPI has another by that name; uninstall it, and build it with",
+    "pypi": "is not NVIDIA's: PyPI's apex is another project; uninstall it, and build it with",
     "python_only": "is a Python-only build, without {extension}; build it with",
 }
 

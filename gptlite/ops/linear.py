@@ -60,7 +60,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype, onto: Tensor | None = None
 
 
 def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return an optional bias in a dtype."""
+    """Return an optional bias in `dtype`; None for None."""
     return None if tensor is None else as_dtype(tensor, dtype)
 
 

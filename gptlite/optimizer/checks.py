@@ -48,8 +48,7 @@ def check_placement(optimizer: OptimizerConfig, zero: int, tensor: int, offload:
     if isinstance(optimizer, ApexLambConfig) and (zero > 0 or tensor > 1):
         key = f"parallelism.zero={zero}" if zero > 0 else f"parallelism.tensor={tensor}"
         raise ConfigError(
-            f"optimizer=apex_lamb needs the norms of whole parameters, but {key} shards them; "
-            f"use optimizer=lamb"
+            f"optimizer=apex_lamb needs the norms of whole parameters, but {key} shards them; use optimizer=lamb"
         )
 
 

@@ -184,7 +184,7 @@ RAMPS = {
     "data.batch_ramp=[3,1,100] parallelism.data=2 data.micro_batch_size=1": "has a global batch of 3, not divisible by "
     "data.micro_batch_size=1 x data=2; take a first size and an increment that are multiples of 2",
     "data.batch_ramp=[1,5,100] parallelism.pipeline=2 parallelism.data=1 data.micro_batch_size=1": "has a global batch "
-    "of 1: parallelism.schedule=1f1b with parallelism.pipeline=2 needs at least 2 micro-batches per step, not 1; take a",
+    "of 1: parallelism.schedule=1f1b with parallelism.pipeline=2 needs at least 2 micro-batches per step, not 1; take",
     "data.batch_ramp=[5,2,100]": "does not reach data.global_batch_size=16 from 5 in steps of 2; take an increment",
 }
 

@@ -137,9 +137,7 @@ def test_a_gradient_that_is_not_finite_is_a_spike_at_once(
     monkeypatch.setattr(GPT, "forward", forward)
     assert run("a", *SPIKE)[0] == 0
     log = (tmp_path / "a" / "train.log").read_text()
-    assert (
-        "spike at step 13: loss inf, gradient norm nan. Resuming from step-00000010 without samples 44 to 51" in log
-    )
+    assert "spike at step 13: loss inf, gradient norm nan. Resuming from step-00000010 without samples 44 to 51" in log
     assert run("b", *SPIKE, "trainer.spike.policy=none")[0] == 1
     assert json.loads((tmp_path / "b" / "result.json").read_text())["status"].startswith("diverged: step 13: loss inf")
 
