@@ -1,4 +1,4 @@
-"""A model with its configuration: the interface of a run's parts to any model."""
+"""A model with its configuration: the interface between a run and any model."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Model:
                     yield f"{path}.{name}" if path else name, buffer
 
     def tie(self, part: nn.Module) -> None:
-        """Tie parameters again in a part that holds both: a move to another device makes two separate ones of them."""
+        """Tie parameters again in a part that holds both: a move to another device separates them."""
         for copy, owner in self.spec.tied(self.config).items():
             if (found := _parameter(part, owner)) is not None and _parameter(part, copy) is not None:
                 path, _, name = copy.rpartition(".")

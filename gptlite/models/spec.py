@@ -106,7 +106,7 @@ class ModelSpec(Generic[C]):
         return False
 
     def table_rows(self, config: C) -> int | None:
-        """Return the number of rows of the tables that the tensor axis shards by rows; None if it is not known yet."""
+        """Return the number of embedding rows, which the tensor axis shards; None if it is not known yet."""
         return None
 
     def product_sizes(self, config: C) -> dict[str, int] | None:
@@ -241,4 +241,4 @@ def spec_of(config: Any) -> ModelSpec:
     for spec in SPECS:
         if spec.schema is type(config):
             return spec
-    raise TypeError(f"{type(config).__name__} is no configuration of a model that is registered")
+    raise TypeError(f"{type(config).__name__} is not the configuration of a registered model")

@@ -35,7 +35,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 CONFIGS = {
     "model_type": ({"model_type": "llama"}, "model_type='llama': only model_type='gpt2'"),
     "no model_type": ({"model_type": None}, "model_type=None"),
-    "activation": ({"activation_function": "gelu_nwe"}, "activation_function='gelu_nwe' is none of"),
+    "activation": ({"activation_function": "gelu_nwe"}, "activation_function='gelu_nwe' is not one of"),
     "inverse layer": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     "unscaled": ({"scale_attn_weights": False}, "scale_attn_weights=False"),
     "cross": ({"add_cross_attention": True}, "add_cross_attention=True"),
