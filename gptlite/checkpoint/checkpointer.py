@@ -250,7 +250,8 @@ class Checkpointer:
 
 
 def _samples(folder: Path) -> int:
-    """Return the samples a checkpoint has consumed; 0 if unreadable, since verification rejects it later."""
+    """Return the number of samples that a checkpoint's run has read; 0 if it is unreadable, as verification rejects
+    it."""
     try:
         return read_manifest(folder).meta["consumed_samples"]
     except DamagedCheckpoint:

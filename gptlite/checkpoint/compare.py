@@ -84,7 +84,7 @@ class Difference:
 
 
 class Differences(list[Difference]):
-    """Differing keys of two configurations, in the order of the newer one."""
+    """Differences between two configurations, in the key order of the newer one."""
 
     def of(self, effect: Effect) -> list[Difference]:
         """Return the differences with one effect."""

@@ -220,7 +220,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Planner that requests this rank's boxes from the stored boxes that overlap them."""
+    """Planner that reads this rank's boxes from the stored boxes that overlap them."""
 
     def __init__(self, parts: Parts, log: Log):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -96,7 +96,7 @@ def damage(folder: Path, log: Log, *, hashes: bool = False) -> str:
 
 
 def beyond(root: Path, saved: Path, keep: int, every: int, log: Log) -> list[Path]:
-    """Return the folders older than the newest `keep` intact ones, except multiples of `every` and `saved`.
+    """Return the checkpoints older than the newest `keep` intact ones, except `saved` and multiples of `every`.
 
     Intact is judged by file sizes. `keep=0` keeps all. A damaged checkpoint is neither counted nor returned: it may be
     the only copy left, and deleting it is the user's decision.

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint: verification by all ranks, tensors in place, metadata and configuration."""
+"""Loading of a checkpoint: verification by all ranks, reading of tensors in place, and its configuration."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +59,7 @@ def load_tensors(
 
 
 def whole_tensors(path: Path, log: Log) -> Callable[[str], Tensor]:
-    """Return a function that reads whole tensors of a step folder by key. Only the tensors' locations are verified."""
+    """Return a function from a key to the whole tensor in a step folder. Only the tensors' locations are verified."""
     manifest = read_manifest(path)
     metadata = read_metadata(path, manifest)
 
@@ -92,7 +92,7 @@ def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup
 
 
 def not_finite(tensor: Tensor) -> str:
-    """Return `holds 3 numbers that are NaN or infinite, the first at [0, 7]`, or an empty string if there are none."""
+    """Return `holds 3 numbers that are NaN or infinite, the first at [0, 7]`, or an empty string if all are finite."""
     if tensor.isfinite().all():
         return ""
     places = (~tensor.isfinite()).nonzero()

@@ -60,7 +60,7 @@ def boxes_of(metadata: Metadata, key: str) -> list[tuple[ChunkStorageMetadata, _
 
 
 def check_metadata(metadata: Metadata, tensors: Entries, files: Entries) -> None:
-    """Raise ValueError unless exactly these tensors of a manifest are stored, each element in one box of a file."""
+    """Raise ValueError unless exactly `tensors`, of a manifest, are stored, with each element in one box of a file."""
     found = metadata.state_dict_metadata
     if extra := found.keys() - tensors.keys():
         raise ValueError(f"checkpoint key {min(extra)!r:.100} is not in the manifest")

@@ -37,7 +37,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Side:
-    """Configuration, and the checkpoint that contains it, if any."""
+    """One side of the comparison: a configuration, and the manifest of the checkpoint that contains it, if any."""
 
     path: Path
     config: dict[str, Any]

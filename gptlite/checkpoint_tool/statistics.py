@@ -47,7 +47,7 @@ def statistics(tensor: Tensor) -> dict[str, float | int | None]:
 
 @dataclass(frozen=True)
 class Distance:
-    """Distance between two tensors: elements that differ, the largest |a - b|, and |a - b| / |a| by norms."""
+    """Distance between two tensors: elements that differ, the largest |a - b|, and norm(a - b) / norm(a)."""
 
     differing: int
     largest: float

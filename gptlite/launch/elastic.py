@@ -46,7 +46,7 @@ main(sys.argv[1:])
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of the ranks: exit code and, after a failure, the reason in one line and whether memory ran out."""
+    """Result of a run's ranks: exit code and, after a failure, the reason in one line and whether memory ran out."""
 
     exit_code: int
     reason: str = ""

@@ -35,7 +35,7 @@ def limit(gib: float | None) -> None:
 
 
 def limit_words(gib: float | None) -> str:
-    """Suffix of an out-of-memory message that names the limit, if there is one."""
+    """Return the suffix of an out-of-memory message that names the limit; empty without a limit."""
     return f" (trainer.host_memory_limit={gib:g} GiB)" if gib else ""
 
 
@@ -93,7 +93,8 @@ def was_near(file: Path, gib: float | None) -> bool:
 
 
 def kernel_kills() -> int:
-    """Number of processes that the kernel's OOM killer has ended so far, on this machine and in this control group."""
+    """Return the number of processes that the kernel's OOM killer has ended so far, on this machine and in this control
+    group."""
     count = 0
     for path in (Path("/proc/vmstat"), *_memory_events()):
         with suppress(OSError, ValueError):

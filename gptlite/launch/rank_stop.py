@@ -1,4 +1,5 @@
-"""Delivery of stop requests to ranks started by train.py. Their launcher also uses signals for other purposes."""
+"""Delivery of stop requests to ranks started by train.py. A signal is not enough, since their launcher also uses
+signals otherwise."""
 
 import os
 import signal

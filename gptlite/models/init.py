@@ -57,7 +57,8 @@ def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:
 
 
 def draw_normal_(parameter: Tensor, std: float, seed: int, name: str, offset: int = 0) -> None:
-    """Fill a contiguous fp32 parameter with N(0, std) from (seed, name), starting at element `offset` of the whole.
+    """Fill a contiguous fp32 parameter with N(0, std) from (seed, name), starting at element `offset` of the whole
+    tensor.
 
     A shard gets the same bits as it has in the whole tensor. Raises ValueError for a negative offset.
     """

@@ -57,7 +57,7 @@ class Model:
         return None if found is None or count is None else count * found[0] + found[1]
 
     def stage_blocks(self, stages: int) -> list[range]:
-        """Return the blocks of each pipeline stage, balanced by FLOPs, with the end of the model on the last. Raises
+        """Return the blocks of each pipeline stage, balanced by FLOPs including the layers after the last block. Raises
         ValueError for a model without a number of blocks."""
         count = self.spec.num_blocks(self.config)
         if count is None:

@@ -1,4 +1,4 @@
-"""ModelSpec: the interface through which the engine sees a model.
+"""ModelSpec: the interface between the engine and a model.
 
 A new model is a configuration dataclass, a module and a subclass of ModelSpec. Three methods are required: `build`,
 `blocks` and `forward`. The others have defaults for a plain nn.Module; if a parallelism axis needs one that is missing,
@@ -41,7 +41,7 @@ class Cut(Enum):
 
     @property
     def dims(self) -> dict[str, int]:
-        """The sharded parameters of such a layer, with the dim of each; other parameters are whole on each rank."""
+        """`{parameter: sharded dim}` of such a layer; other parameters are replicated."""
         return {"weight": 1} if self is Cut.row else {"weight": 0, "bias": 0}
 
 
@@ -62,14 +62,14 @@ class Constant:
 @dataclass(frozen=True)
 class Matrices:
     """Matrix structure that Muon needs: `edges`, name suffixes of matrices that AdamW steps (embeddings, the head), and
-    `fused`, by name suffix the number of groups and of matrices per group that are fused into one."""
+    `fused`, `{name suffix: (groups, matrices per group)}` of parameters that consist of several matrices."""
 
     edges: tuple[str, ...] = ()
     fused: Mapping[str, tuple[int, int]] | None = None
 
 
 class ModelSpec(Generic[C]):
-    """A model as the engine sees it. Methods take the model's configuration, an instance of `schema`.
+    """Interface of a model for the engine. Methods take the model's configuration, an instance of `schema`.
 
     `name` is that of its schema in presets: `defaults: [<name>_schema, _self_]`. `casts` is True if its layers compute
     in their input's dtype, whatever their parameters' dtype, as gptlite.models.layers do; other models run under
@@ -94,7 +94,8 @@ class ModelSpec(Generic[C]):
         return None
 
     def tensor_sizes(self, config: C) -> dict[str, int] | None:
-        """Return the sizes, by key, that parallelism.tensor must divide; None: parallelism.tensor > 1 is refused."""
+        """Return `{key: size}` of sizes that parallelism.tensor must divide; None: parallelism.tensor > 1 is
+        refused."""
         return None
 
     def max_length(self, config: C) -> int | None:
@@ -110,8 +111,8 @@ class ModelSpec(Generic[C]):
         return None
 
     def product_sizes(self, config: C) -> dict[str, int] | None:
-        """Return the dims of products, by key, which precision=fp8 needs to be multiples of 16; None: fp8 is
-        refused."""
+        """Return `{key: size}` of the products' dimensions, which must be multiples of 16 for precision=fp8; None: fp8
+        is refused."""
         return None
 
     def norms_have_biases(self, config: C) -> bool:
@@ -123,12 +124,12 @@ class ModelSpec(Generic[C]):
         return None
 
     def with_vocabulary(self, config: C, vocab_size: int) -> C:
-        """Return the configuration with the tokenizer's number of token ids, if it has none of its own."""
+        """Return the configuration with the tokenizer's number of token ids, unless it already has a number."""
         return config
 
     def flops(self, config: C, length: int) -> tuple[int, int] | None:
-        """Return the FLOPs of a token, forward and backward, in one block and in everything after the blocks. None: MFU
-        counts them (gptlite.models.flops), and all blocks have equal weight in a pipeline."""
+        """Return the FLOPs of a token, forward and backward, in one block and in everything after the blocks. None:
+        they are counted for MFU (gptlite.models.flops), and a pipeline treats all blocks as equal."""
         return None
 
     def activation_bytes(
@@ -153,7 +154,7 @@ class ModelSpec(Generic[C]):
         return ""
 
     def huggingface(self) -> Adapter[C] | None:
-        """Return the model's form in Hugging Face's transformers; None: an export is refused."""
+        """Return the converter to and from Hugging Face's transformers; None: exports are refused."""
         return None
 
     # Methods on modules.
@@ -181,8 +182,8 @@ class ModelSpec(Generic[C]):
         return (targets != IGNORE).sum()
 
     def keep(self, part: nn.Module, config: C, blocks: range) -> None:
-        """Reduce the whole model to the part with these blocks: drop other blocks, and the ends of the model that are
-        not in it."""
+        """Reduce the whole model to the part with these blocks: drop the other blocks, and the layers before or after
+        all blocks if they are not in it."""
         raise NotImplementedError(f"{type(self).__name__} cannot be cut into parts of a pipeline")
 
     def activations(self, config: C, batch: int, length: int) -> tuple[int, ...]:
@@ -190,11 +191,12 @@ class ModelSpec(Generic[C]):
         raise NotImplementedError(f"{type(self).__name__} does not say what its parts exchange")
 
     def cuts(self, config: C) -> Mapping[str, Cut]:
-        """Return the sharding of layers over the tensor axis, by module name; `*` matches one component of a name."""
+        """Return `{module name: sharding}` of layers over the tensor axis; `*` matches one component of a name."""
         return {}
 
     def tied(self, config: C) -> Mapping[str, str]:
-        """Return tied parameters: from the name of the copy, at the end of the model, to the name at its beginning."""
+        """Return `{copy: owner}` of tied parameters, by name: the owner comes before the blocks, the copy after
+        them."""
         return {}
 
     def initial(self, config: C, name: str, shape: tuple[int, ...]) -> Normal | Constant:
@@ -205,15 +207,15 @@ class ModelSpec(Generic[C]):
         return Constant(1.0 if name.endswith("weight") else 0.0)
 
     def buffers(self, config: C, ops: Ops, seed: int) -> dict[str, Tensor]:
-        """Return the initial values of the whole model's buffers, by name. By default a model is built on the CPU for
-        them."""
+        """Return `{name: initial value}` of the whole model's buffers. By default a model is built on the CPU for
+        this."""
         import torch
 
         with torch.device("cpu"):
             return dict(self.build(config, ops, seed).named_buffers())
 
     def prepare(self, part: nn.Module, policy: Policy, recomputes: bool) -> None:
-        """Set a part's dtypes, and if its blocks are recomputed in the backward pass; called once."""
+        """Set up a part for a precision policy, once. `recomputes`: its blocks are recomputed in the backward pass."""
 
     def generate(
         self,

@@ -150,7 +150,7 @@ class _Heads(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """CPU kernel on heads q, k, v with any strides, or on packed [B, S, H, 3, D], which saves three copies."""
+    """Our CPU kernel, on heads q, k, v with any strides, or on packed qkv [B, S, H, 3, D] without three copies."""
 
     @staticmethod
     def forward(ctx: Any, *qkv: Tensor) -> Tensor:

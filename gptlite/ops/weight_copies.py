@@ -24,7 +24,7 @@ class WeightCopy:
 
 
 def keep_copies(part: nn.Module, dtypes: Mapping[Any, torch.dtype]) -> None:
-    """Create 16-bit copies of parameters of `part`, by dtype, and refresh stale ones before each forward pass."""
+    """Create copies of the parameters in `dtypes`, and refresh stale ones before each forward pass of `part`."""
     for parameter, dtype in dtypes.items():
         parameter.weight_copy = WeightCopy(torch.empty_like(parameter, dtype=dtype, requires_grad=False))  # type: ignore[attr-defined]
     parameters = list(dtypes)

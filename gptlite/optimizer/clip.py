@@ -1,4 +1,4 @@
-"""Global gradient norm over all ranks, and clipping by it. Nothing here synchronizes with the device."""
+"""Gradient norm of a rank, and clipping by the global norm. Nothing here synchronizes with the device."""
 
 from collections.abc import Iterable, Sequence
 

@@ -117,7 +117,7 @@ class AdamWConfig(_TwoMoments):
 
 @dataclass
 class AdamConfig(_TwoMoments):
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980); weight decay is the L2 penalty."""
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980); weight decay is an L2 penalty."""
 
     adam_kernel: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True

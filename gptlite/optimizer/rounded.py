@@ -1,8 +1,8 @@
 """bf16 parameters without an fp32 copy. A step is computed in fp32 and rounded to bf16 stochastically.
 
 bf16 has 8 bits of precision, so rounding to nearest would always drop a step below about 1/512 of a weight. Stochastic
-rounding rounds up with a probability equal to the distance from the value below, so that the step is correct on average
-(Gupta et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192).
+rounding rounds up with a probability proportional to the distance from the lower neighbour, so that the step is correct
+on average (Gupta et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192).
 
 The random numbers come from Philox. The key is the seed and a parameter's global name; the counter is the step and an
 element's position in the whole parameter. The rounding is therefore the same for any layout and for all replicas, and a

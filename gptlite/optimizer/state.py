@@ -15,7 +15,7 @@ from gptlite.parallelism.state_file import InFiles
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the live state tensors by key. Writing into them changes the optimizer.
+    """Return `{key: live state tensor}`. Writing into the tensors changes the optimizer.
 
     8-bit state is returned as fp32 copies, which `take_optimizer_state` copies back. State that torch would create at
     the first step is created here if missing, with its initial value, so that a checkpoint can be read into a new

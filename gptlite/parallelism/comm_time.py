@@ -65,7 +65,7 @@ class CommunicationTime:
 
 
 def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, Any]:
-    """Compute a row's keys from every rank's shares [world, kinds()] of a step."""
+    """Return the keys of a metrics row, computed from every rank's shares of a step [world, kinds()]."""
     sizes = {kind: mesh.layout.size(*axes) for kind, axes in kinds().items()}
     seconds = (shares.mean(0) * step_seconds).tolist()
     row: dict[str, Any] = {

@@ -162,5 +162,5 @@ def _fill(whole: Tensor, qkv: Tensor, axis: ContextAxis) -> None:
 
 
 def _owners(size: int) -> list[tuple[int, int]]:
-    """Rank that holds each chunk of a sequence, and the chunk's index there (0 or 1)."""
+    """Return for each chunk of a sequence the rank that holds it, and the chunk's index there (0 or 1)."""
     return [(rank, 0) for rank in range(size)] + [(rank, 1) for rank in reversed(range(size))]

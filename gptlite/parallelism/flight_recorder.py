@@ -53,7 +53,7 @@ def shares_of(entries: Sequence[dict[str, Any]], since: float, now: float) -> di
 
 
 def oldest_under_way() -> tuple[str, str] | None:
-    """Name and mesh axis of the longest-running collective on this rank, e.g. `("all_reduce", "tp")`, or None.
+    """Return name and mesh axis of the longest-running collective on this rank, e.g. `("all_reduce", "tp")`, or None.
 
     The axis is "world" for a group of all ranks. Point-to-point messages over gloo are not recorded.
     """
@@ -65,7 +65,7 @@ def oldest_under_way() -> tuple[str, str] | None:
 
 
 def axis_of(entry: dict[str, Any]) -> str:
-    """The mesh axis of a recorded collective, from DeviceMesh's group description, such as `mesh_tp`."""
+    """Return the mesh axis of a recorded collective, from DeviceMesh's group description, such as `mesh_tp`."""
     _, _, axis = entry["process_group"][1].partition("mesh_")
     return next((each.kind for each in every_axis() if each.name == axis), axis) or WORLD
 

@@ -41,7 +41,7 @@ class Layout:
 
     @cached_property
     def fsdp_size(self) -> int:
-        """Number of ranks whose gradients are summed, each over other tokens: dp_replicate * dp_shard."""
+        """Number of ranks whose gradients are summed, each over different tokens: dp_replicate * dp_shard."""
         return self.size(*DATA_AXES)
 
     @cached_property
@@ -235,17 +235,17 @@ def chunk_starts(length: int, size: int, rank: int) -> tuple[int, int]:
 
 
 def stages_per_rank(config: ParallelismConfig) -> int:
-    """Number of model parts on each pipeline rank. Without a pipeline it is one, the whole model."""
+    """Return the number of stages on each pipeline rank; 1 without a pipeline, the whole model."""
     return 1 if config.pipeline == 1 else config.virtual_stages or rule(config).virtual
 
 
 def num_stages(config: ParallelismConfig) -> int:
-    """Total number of model parts."""
+    """Return the total number of pipeline stages."""
     return config.pipeline * stages_per_rank(config)
 
 
 def stages_of_rank(config: ParallelismConfig, pp_rank: int) -> list[int]:
-    """The stages of one pipeline rank, first to last: r, r + pp, ... or, in a V, r and 2 * pp - 1 - r."""
+    """Return the stages of one pipeline rank, first to last: r, r + pp, ... or, in a V, r and 2 * pp - 1 - r."""
     if config.pipeline > 1 and rule(config).v_shape:
         return [pp_rank, 2 * config.pipeline - 1 - pp_rank]
     return list(range(pp_rank, num_stages(config), config.pipeline))
@@ -273,7 +273,7 @@ def split_layers(num_layers: int, num_stages: int, layer_cost: float, head_cost:
 
 
 def accumulation(global_batch: int, micro_batch: int, data_size: int) -> int:
-    """Number of micro-batches that each data-parallel rank runs per step."""
+    """Return the number of micro-batches that each data-parallel rank runs per step."""
     return global_batch // (micro_batch * data_size)
 
 
@@ -315,7 +315,7 @@ def largest_micro_batch(config: ParallelismConfig, global_batches: Sequence[int]
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a number, smallest first."""
+    """Return the divisors of a number, smallest first."""
     # Divisors come in pairs around the square root, so only the smaller ones are searched.
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]

@@ -68,7 +68,8 @@ def predicted_state(
 
 
 def whole_elements(optimizer: Optimizer, mesh: Mesh) -> int:
-    """Number of parameters in this rank's parts before ZeRO shards them, including the padding to equal shards."""
+    """Return the number of parameters in this rank's parts before ZeRO shards them, including the padding to equal
+    shards."""
     return _elements(shards_of(optimizer)) * mesh.size("dp_shard")
 
 
@@ -81,7 +82,7 @@ def paper_bytes_a_parameter(zero: int, shards: int, itemsize: int) -> float:
 
 
 def micro_batches_in_flight(config: ParallelismConfig, pp_rank: int, micro_batches: int) -> float:
-    """Number of micro-batches whose activations a rank holds at once, averaged over its stages."""
+    """Return the number of micro-batches whose activations a rank holds at once, averaged over its stages."""
     ranks = config.pipeline
     if ranks == 1:
         return 1
@@ -97,12 +98,12 @@ def micro_batches_in_flight(config: ParallelismConfig, pp_rank: int, micro_batch
 
 
 def shards_of(optimizer: Optimizer) -> Iterable[Tensor]:
-    """Parameters of an optimizer: the shards, whether or not they are gathered."""
+    """Return an optimizer's parameters, which are shards even while FSDP2 has gathered them."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:
-    """Local tensors of the optimizer's state. For state in files, only those in memory."""
+    """Return the local tensors of the optimizer's state; of state in files, only those in memory."""
     if isinstance(optimizer, InFiles):
         return optimizer.resident()
     values = (value for state in optimizer.state.values() for value in state.values())
@@ -116,7 +117,7 @@ def _plain(tensor: Tensor) -> list[Tensor]:
 
 
 def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each distinct storage under some local tensors, by address. Freed storages are left out."""
+    """Return `{address: bytes}` of the distinct storages of local tensors. Freed storages are left out."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 

@@ -47,9 +47,10 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Hash of a tensor's bits, int64 [], computed on its device in one pass. Flipping any single bit changes it.
+    """Return a hash of a tensor's bits, int64 [], computed on its device in one pass. Flipping any single bit changes
+    it.
 
-    Sum of rows of 64-bit words, each row multiplied by a different odd number, modulo 2^64.
+    It is the sum of rows of 64-bit words, each row multiplied by a different odd number, modulo 2^64.
     """
     bits = tensor.contiguous().flatten()
     if tensor.numel() * tensor.element_size() % (8 * ROW) or bits.storage_offset() * bits.element_size() % 8:

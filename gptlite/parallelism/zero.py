@@ -75,7 +75,7 @@ def sharded_modules(part: nn.Module) -> list[FSDPModule]:
 
 
 def storage_device(mesh: Mesh, config: ParallelismConfig) -> torch.device:
-    """Device that stores parameters, gradients and optimizer state between uses."""
+    """Return the device that stores parameters, gradients and optimizer state between uses."""
     return mesh.device if config.offload is Offload.none else torch.device("cpu")
 
 

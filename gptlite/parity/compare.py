@@ -98,7 +98,7 @@ def half_limits(apart: Sequence[Distances], epsilon: float) -> Limits:
 
     Losses and gradient norms may always be off by a fraction of `epsilon`, the dtype's machine epsilon (2^-7 for bf16,
     2^-10 for fp16): 3e-5 and 2e-3 in bf16. Values may be off by 0.6 of a learning rate, as if Adam had moved one in
-    eleven the other way; a missing update is off by 0.7 or more.
+    eleven in the wrong direction; a missing update is off by 0.7 or more.
     """
     return replace(_around(apart, 4.0, epsilon), first=_around(apart[:1], 2.0, epsilon))
 

@@ -24,7 +24,8 @@ from gptlite.trainer.step import Step
 class StepRecord:
     """One optimizer step: its loss and gradient norm, every gradient (reduced, not clipped) and every updated value.
 
-    Tensors are whole, by global name, in the order of the model. `reports` is every rank's (loss, gradient norm, rate).
+    Tensors are whole and keyed by global name, in the order of the model. `reports` is every rank's (loss, gradient
+    norm, rate).
     """
 
     step: int  # from 1

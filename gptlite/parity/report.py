@@ -15,7 +15,7 @@ HEADER = (
 
 def row(comparison: StepComparison) -> str:
     """Return the row of a step: loss and gradient norm of the reference and of the layout, their distances, and the
-    worst tensors by name."""
+    tensors with the largest errors."""
     found = comparison.distances
     numbers = (*comparison.loss, found.loss, *comparison.grad_norm, found.grad_norm)
     left = "{:9.5f} {:9.5f} {:7.1e}  {:9.5f} {:9.5f} {:7.1e}".format(*numbers)

@@ -21,7 +21,7 @@ PROGRESS_SECONDS = 5.0
 class Evaluation:
     """Sums over the evaluated text. `text_bytes` is the UTF-8 size of the predicted tokens; None if they are not text.
 
-    For a blend, `parts` has the evaluation of each data set by name; they add up to this one.
+    For a blend, `parts` maps the name of each data set to its evaluation; they add up to this one.
     """
 
     nats: float

@@ -57,7 +57,7 @@ class Outcome:
 
 
 class Saves(Protocol):
-    """Protocol of the object that saves and restores the state."""
+    """Interface of the object that saves and restores the state."""
 
     @property
     def save_seconds(self) -> float:

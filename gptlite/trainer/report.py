@@ -98,7 +98,7 @@ class Reporter:
     def figures(self) -> dict[str, Any]:
         """Return result.json's figures from the training rows; None for those that no row had.
 
-        `tokens_per_second`, `step_seconds` and `mfu` are at the median speed. `comm_seconds`, by axis, is the last
+        `tokens_per_second`, `step_seconds` and `mfu` are at the median speed. `comm_seconds` maps each axis to the last
         row's communication time (see parallelism/comm_time.py), scaled to a step at that speed. `loss` is the last
         row's.
         """

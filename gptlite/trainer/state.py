@@ -118,7 +118,7 @@ class TrainState:
             yield from (parameter for parameter in part.parameters() if id(parameter) not in copies)
 
     def remaining_batches(self, max_steps: int) -> float:
-        """Return the samples of the steps up to `max_steps`, in units of the full global batch size."""
+        """Return the number of full global batches that equal the samples of the steps left until `max_steps`."""
         schedule = self.loader.schedule
         end = schedule.after(self.consumed_samples, max_steps - self.step)
         return (schedule.trained(end) - schedule.trained(self.consumed_samples)) / schedule.global_batch_size
@@ -143,11 +143,11 @@ class TrainState:
             yield from self.model.named_weights(part)
 
     def tied_names(self) -> list[str]:
-        """Names of parameters that both the first and the last part of a pipeline hold."""
+        """Return the names of parameters that both the first and the last pipeline stage hold."""
         return sorted(set(self.model.spec.tied(self.model.config).values()))
 
     def num_bytes(self) -> int:
-        """Size of this rank's part of a checkpoint's tensors, in bytes."""
+        """Return the size in bytes of this rank's part of a checkpoint's tensors."""
         return sum(num_local_elements(tensor) * tensor.element_size() for tensor in self.tensors().values())
 
     def meta(self) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class CausalSelfAttention(nn.Module):
         return self.proj(out) if bias else self.proj.project(out)
 
     def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, mask: Tensor | None, context: ContextCut) -> Tensor:
-        """qkv [B, s, H, 3, D] of this rank's two chunks -> [B, s, H, D]. Queries attend to no key after their chunk."""
+        """Attend from qkv [B, s, H, 3, D] of this rank's two chunks to the whole sequence. Returns [B, s, H, D]."""
         length = qkv.shape[1]
         pairs, memory = context.keys_and_values(qkv)
         queries = qkv[:, :, :, 0].transpose(1, 2).chunk(2, 2)

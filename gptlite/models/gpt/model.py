@@ -245,8 +245,8 @@ class GPT(nn.Module):
         documents: Documents | None,
         shared: TableGradient | None = None,
     ) -> Tensor:
-        """tokens [B, S] from position `start` on -> [B, S, d], or this rank's slice of the sequence; with sequences
-        sharded over ranks, the local tokens."""
+        """Embed tokens [B, S] from position `start` on; with context parallelism, they are this rank's. Returns [B, S,
+        d], or this rank's slice with sequence parallelism."""
         assert self.token_embedding is not None
         assert self.position_embedding is not None
         if (end := start + tokens.shape[1]) > self.config.sequence_length:
