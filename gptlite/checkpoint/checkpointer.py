@@ -186,9 +186,9 @@ class Checkpointer:
         # A step 0 contains imported weights, which a fresh start would ignore.
         if held and (store.step_of(held[0]) or 0) >= start + (found is not None):
             key = f"checkpoint.load={self.config.load}" if resume == "auto" else f"checkpoint.resume={resume}"
-            fix = "take another run.dir, or checkpoint.resume=auto checkpoint.load=all to continue from there"
+            fix = "use another run.dir, or checkpoint.resume=auto checkpoint.load=all to continue from there"
             if store.step_of(held[0]) == 0:
-                fix = f"take another run.dir, with checkpoint.resume={self.root.parent} checkpoint.load=weights"
+                fix = f"use another run.dir, with checkpoint.resume={self.root.parent} checkpoint.load=weights"
             raise ConfigError(f"{key} starts from step {start}, but {self.root} already holds {held[0].name}; {fix}")
 
     def _shared(self, tensors: Mapping[str, Tensor]) -> Parts:

@@ -37,7 +37,7 @@ class DamagedCheckpoint(ConfigError):
     """Error for a checkpoint folder that differs from its manifest. `reason` has the file and the problem."""
 
     def __init__(self, folder: Path, reason: str):
-        super().__init__(f"checkpoint {folder} cannot be used: {reason}; take another one")
+        super().__init__(f"checkpoint {folder} cannot be used: {reason}; use another one")
         self.folder, self.reason = folder, reason
 
     def __reduce__(self) -> tuple[type, tuple[Path, str]]:

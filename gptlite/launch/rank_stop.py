@@ -1,5 +1,5 @@
-"""Delivery of stop requests to ranks started by train.py. A signal is not enough, since their launcher also uses
-signals otherwise."""
+"""Delivery of stop requests to ranks started by train.py. Signals alone do not suffice, as their launcher uses them for
+other purposes too."""
 
 import os
 import signal

@@ -76,7 +76,7 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
 
 
 def under(starter: Starter, config: Config, started: float, pretrain: Pretrain | None = None) -> int:
-    """Run this process as a rank of torchrun or srun and return its exit code. Raises ConfigError if refused.
+    """Run this process as a rank of torchrun or srun and return its exit code. Raises ConfigError for a refused run.
 
     Each rank composes a `config`, but all use rank 0's, since folder names contain the time.
     """

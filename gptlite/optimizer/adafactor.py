@@ -55,7 +55,7 @@ def build(config: AdafactorConfig, context: BuildContext) -> Adafactor:
 
 
 class Adafactor(OwnOptimizer):
-    """Adafactor. With `lr` relative, a step's RMS is at most clip_threshold lr max(eps2, RMS(x)).
+    """Adafactor with `lr` as relative step size: a step's RMS is at most clip_threshold lr max(eps2, RMS(x)).
 
     The state of a matrix is the running mean square gradient of each row and column (`row_var`, `col_var`), that of a
     vector of each element. If parameters are sharded, these means and the RMS of weights and updates are reduced over

@@ -45,7 +45,7 @@ BETAS_AND_EPS = {**BETAS, "eps": Range(_positive, "must be above 0, e.g. 1e-8")}
 
 
 class Shard(NamedTuple):
-    """Shards of `count` equal parameters on a rank: `elements` in rows of `width`. `in_block`: they are in a block."""
+    """Shards of `count` equal parameters on a rank: `elements` in rows of `width`. `in_block`: of a block."""
 
     elements: int
     width: int
@@ -345,8 +345,8 @@ class LinearConfig(ScheduleConfig):
 
 @dataclass
 class WSDConfig(ScheduleConfig):
-    """Warmup-stable-decay (MiniCPM, arXiv:2404.06395): the peak rate, then linear decay in the last
-    `decay_fraction`."""
+    """Warmup-stable-decay (MiniCPM, arXiv:2404.06395): the peak rate, then a linear decay in the last `decay_fraction`
+    of the steps."""
 
     min_ratio: float = 0.0
     decay_fraction: float = 0.2

@@ -67,7 +67,7 @@ class Reporter:
         """Log a step that was skipped for an overflow."""
         assert state.scaler is not None
         after = state.scaler.scale
-        change = f"is now {after:g}" if after != result.loss_scale else "stays"
+        change = f"is now {after:g}" if after != result.loss_scale else "is unchanged"
         self.log(f"step {result.step} is skipped: overflow at loss scale {result.loss_scale:g}, which {change}")
 
     def rewound(self, state: TrainState, spike: Spike, checkpoint: Path) -> None:
