@@ -85,13 +85,13 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]]
         lambda t: t | {"transformer.h.0.mlp.c_fc.weight": torch.zeros(96, 24)},
         "h.0.mlp.c_fc.weight is [96, 24]",
     ),
-    "twice": (lambda t: t | {"wte.weight": t[W].clone()}, "is stored twice"),
+    "twice": (lambda t: t | {"wte.weight": t[W].clone()}, "is also stored as"),
     "NaN": (
         lambda t: t | {LN: t[LN].index_fill(0, torch.tensor(3), torch.nan)},
         "h.1.ln_1.weight holds 1 numbers that are NaN or infinite, the first at [3]",
     ),
     "infinite": (lambda t: t | {W: t[W].index_fill(0, torch.tensor(5), torch.inf)}, "wte.weight holds 24 numbers"),
-    "another head": (lambda t: t | {"lm_head.weight": t[W] + 1}, "lm_head.weight is not wte.weight"),
+    "another head": (lambda t: t | {"lm_head.weight": t[W] + 1}, "lm_head.weight differs from wte.weight"),
     "integers": (lambda t: t | {W: t[W].to(torch.int8)}, "wte.weight is torch.int8; save it in float32 first"),
     "doubles": (lambda t: t | {W: t[W].double()}, "wte.weight is torch.float64; save it in float32 first"),
 }
