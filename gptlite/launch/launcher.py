@@ -1,4 +1,4 @@
-"""Start of a run's ranks: in this process if there is only one, else in processes of their own."""
+"""Start of a run's ranks: in this process if there is only one, else in separate processes."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def ran_out(reason: str, config: Config, world: int) -> int:
 
 
 def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
-    """Return the configuration with its layout resolved, and the number of ranks. Raises ConfigError if they cannot
-    run."""
+    """Return the configuration with its layout resolved, and the number of ranks. Raises ConfigError if it cannot run
+    here."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -87,7 +87,7 @@ def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
     # srun may make only its own GPU visible to each rank.
     if gpus and here > gpus and not (outer and outer.name == "srun" and gpus == 1):
         raise ConfigError(
-            f"the layout has {here} ranks on this machine, which shows {gpus} GPU{'s' * (gpus > 1)}; lower the degrees "
+            f"the layout has {here} ranks on this machine, which has {gpus} GPU{'s' * (gpus > 1)}; lower the degrees "
             f"of parallelism, or set CUDA_VISIBLE_DEVICES= for ranks on the CPU"
         )
     check_offload_space(config, layout, here)
@@ -95,7 +95,7 @@ def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
 
 
 def start_ranks(config: Config, world: int, started: float) -> Ended:
-    """Run the configuration in new processes, also if it is one. Raises ConfigError if it is refused."""
+    """Run the configuration in new processes, even for one rank. Raises ConfigError if a rank refuses it."""
     import torch
 
     from gptlite.launch.elastic import rank_ending
@@ -127,7 +127,7 @@ def keep_freed_memory() -> None:
 
 
 def share_cores(ranks: int) -> None:
-    """Limit torch's threads to this rank's share of the cores, unless the environment or Slurm has already set it."""
+    """Limit torch's threads to one of `ranks` equal shares of the cores, unless the environment or Slurm sets them."""
     import torch
 
     # Ranks that Slurm binds to cores count only those.

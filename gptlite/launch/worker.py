@@ -1,4 +1,4 @@
-"""Process of one of several ranks, started by train.py, torchrun or srun."""
+"""Entry points of a rank that train.py, torchrun or srun has started."""
 
 import contextlib
 import ctypes
@@ -76,9 +76,9 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
 
 
 def under(starter: Starter, config: Config, started: float, pretrain: Pretrain | None = None) -> int:
-    """Run this process as a rank of torchrun or srun and return its exit code. Raises ConfigError on all ranks.
+    """Run this process as a rank of torchrun or srun and return its exit code. Raises ConfigError for a refused run.
 
-    `config` is composed by each rank itself. Rank 0's is used on all, since folder names contain the time.
+    Each rank composes a `config`, but all use rank 0's, since folder names contain the time.
     """
     from gptlite.launch.launcher import keep_freed_memory, ran_out, share_cores
 
@@ -120,10 +120,10 @@ def train_rank(
     pretrain: Pretrain | None = None,
     node: Starter | None = None,
 ) -> int:
-    """Join the process group and train; returns the exit code.
+    """Join the process group, train, and return the exit code.
 
-    `node`: torchrun or srun started this rank. It then takes the configuration from rank 0 and, as the first rank of a
-    machine without rank 0, prints where output goes.
+    `node` is set if torchrun or srun started this rank. The rank then takes the configuration from rank 0 and, if it is
+    the first on a machine without rank 0, prints where the output goes.
     """
     from gptlite.parallelism.process_group import broadcast_text, join
 
@@ -148,7 +148,7 @@ def train_rank(
 
 
 def die_with(launcher: int) -> None:
-    """Have the kernel kill this process when its launcher ends, however that ends."""
+    """Have the kernel kill this process when its launcher ends for any reason."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

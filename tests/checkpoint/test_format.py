@@ -194,5 +194,5 @@ def test_a_version_to_come_is_refused_with_what_to_do(tmp_path):
     for read in (read_manifest, lambda path: load_tensors(path, {})):
         with pytest.raises(DamagedCheckpoint) as error:
             read(folder)
-        words = "its format_version is 2, this gptlite reads 1: update gptlite; take another one"
+        words = "its format_version is 2, but this gptlite reads 1: update gptlite; use another one"
         assert str(error.value) == f"checkpoint {folder} cannot be used: {words}"

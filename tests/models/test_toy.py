@@ -120,7 +120,7 @@ def test_what_the_spec_does_not_have_is_refused_by_name(words, refusal):
 
 
 def test_a_configuration_without_a_spec_is_named():
-    with pytest.raises(TypeError, match="dict is no configuration of a model"):
+    with pytest.raises(TypeError, match="dict is not the configuration of a registered model"):
         Model.of({})
     assert Model.of(ConvConfig(symbols=3)).spec.name == "conv"
 
