@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from gptlite.config.checks import check
 from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.plugins import import_plugins, named_in
+from gptlite.config.saved import saved_overrides
 from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of, register, schema_names
 from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
@@ -21,13 +22,29 @@ from gptlite.models.spec import spec_of
 
 
 def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
-    """Return the configuration that `train.py` would run with these overrides. Raises ConfigError."""
+    """Return the configuration that `gptlite train` would run with these overrides, `KEY=VALUE` and `GROUP=PRESET`.
 
+    With `run.dir=FOLDER` of an existing run, the overrides add to that run's, as on the command line. Raises
+    ConfigError.
+    """
+    if isinstance(overrides, str):
+        raise ConfigError(f"load({overrides!r}): the overrides are a list; give load([{overrides!r}])")
     overrides = list(overrides)
+    if flags := [each for each in overrides if not isinstance(each, str) or each.startswith("-")]:
+        raise ConfigError(f"load takes KEY=VALUE and GROUP=PRESET as strings, and got {flags[0]!r}")
+    overrides = [*saved_overrides(overrides), *overrides]
     import_plugins(named_in(overrides))  # first, as plugins add schemas
     register()
     with refusals(), initialize_config_dir(str(config_dir), version_base="1.3"):
-        return typed(compose("config", overrides=with_model(overrides)))
+        config = typed(compose("config", overrides=with_model(overrides)))
+    config.run.overrides = overrides
+    return config
+
+
+def require_config(config: object) -> None:
+    """Raise ConfigError if this is not a Config."""
+    if not isinstance(config, Config):
+        raise ConfigError(f"{config!r} is not a Config; compose one with gptlite.load([KEY=VALUE, ...])")
 
 
 HELP = """\
