@@ -35,8 +35,9 @@ def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
     overrides = [*saved_overrides(overrides), *overrides]
     import_plugins(named_in(overrides))  # first, as plugins add schemas
     register()
+    overrides = with_model(overrides)
     with refusals(), initialize_config_dir(str(config_dir), version_base="1.3"):
-        config = typed(compose("config", overrides=with_model(overrides)))
+        config = typed(compose("config", overrides=overrides))
     config.run.overrides = overrides
     return config
 
@@ -53,6 +54,7 @@ gptlite: GPT pretraining, composed by Hydra.
 gptlite train                               train the default: GPT-lite on Shakespeare
 gptlite train GROUP=PRESET KEY=VALUE ...    change anything
 gptlite train run.dir=outputs/...           resume a run
+gptlite train --hostfile FILE ...           train on several machines: call it on each
 gptlite train --cfg job                     print the configuration and stop
 gptlite train --hydra-help                  Hydra's own options
 
