@@ -26,12 +26,12 @@ def test_it_is_stored_without_outputs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_it_trains_plots_resumes_and_generates(tmp_path: Path) -> None:
+def test_it_trains_plots_resumes_and_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a busy machine's threads would wait for each other
     book = nbformat.read(NOTEBOOK, as_version=4)
     book.cells.append(nbformat.v4.new_code_cell(FIGURES))
-    nbclient.NotebookClient(book, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(book, timeout=400, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = {key: next(c for c in book.cells if mark in c.source).outputs for key, mark in MARKS.items()}
     first, second, checkpoint, losses = json.loads(said(book.cells[-1].outputs))
     assert sum(losses[-3:]) / 3 < losses[0] - 1  # nats; of 65 letters all alike it begins at 4.2
