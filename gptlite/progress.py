@@ -16,7 +16,7 @@ def log(line: str) -> None:
 
 
 class Console:
-    """Standard output of a run. In a notebook consecutive progress lines, those that end with an ETA, update one line."""
+    """Standard output of a run. In a notebook consecutive progress lines, which end with an ETA, update one line."""
 
     def __init__(self) -> None:
         self._updating = in_notebook()

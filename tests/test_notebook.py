@@ -13,7 +13,8 @@ FIGURES = """
 import json
 from pathlib import Path
 rows = [json.loads(line) for line in Path(second.folder, "metrics.jsonl").read_text().splitlines()]
-print(json.dumps([first.metrics, second.metrics, str(second.checkpoint), [row["loss"] for row in rows if "loss" in row]]))
+losses = [row["loss"] for row in rows if "loss" in row]
+print(json.dumps([first.metrics, second.metrics, str(second.checkpoint), losses]))
 """
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from gptlite.config.checks import check
@@ -36,10 +38,21 @@ def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
     import_plugins(named_in(overrides))  # first, as plugins add schemas
     register()
     overrides = with_model(overrides)
-    with refusals(), initialize_config_dir(str(config_dir), version_base="1.3"):
+    with refusals(), _initialized(config_dir):
         config = typed(compose("config", overrides=overrides))
     config.run.overrides = overrides
     return config
+
+
+@contextmanager
+def _initialized(config_dir: Path) -> Iterator[None]:
+    """Context in which Hydra composes from a folder. A Hydra that the caller has initialized is set aside meanwhile."""
+    others, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+    try:
+        with initialize_config_dir(str(config_dir), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = others
 
 
 def require_config(config: object) -> None:
