@@ -175,7 +175,7 @@ def test_several_layouts_in_one_process(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_the_layout_takes_the_ranks_it_is_given(tmp_path: Path) -> None:
-    result = launch(tiny(tmp_path / "run", "parallelism=zero1"), ranks=4)
+    result = launch(tiny(tmp_path / "run", "parallelism=zero1", "data.micro_batch_size=1"), ranks=4)
     assert result.metrics["layout"] == "data 4 (zero 1)"
     single = launch(tiny(tmp_path / "single", "parallelism=zero1"), ranks=1)
     assert single.metrics["world_size"] == 1

@@ -73,7 +73,8 @@ def launch(config: Config, *, ranks: int | None = None, handle_signals: bool = F
             held.enter_context(handlers_restored())
         held.enter_context(freed_memory_kept())
         held.enter_context(environment_restored())
-        held.callback(lift)
+        if config.trainer.host_memory_limit is not None:
+            held.callback(lift)
         return alone(config, started, StopSignal() if handle_signals else None)
 
 
@@ -83,13 +84,14 @@ def in_processes(config: Config, world: int, started: float, handle_signals: boo
     with tempfile.TemporaryDirectory(prefix="gptlite-") as name:
         folder = Path(name)
         (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        paths = os.pathsep.join(each or os.getcwd() for each in sys.path)  # for plugins to import as here
         process = subprocess.Popen(
             [sys.executable, "-P", "-u", "-c", START, name, str(world), str(started), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C is this process's, which passes it on or ends the ranks
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # plugins import as here
+            env={**os.environ, "PYTHONPATH": paths},
         )
         assert process.stdout is not None
         with ending(process), process.stdout as output, ExitStack() as held:
