@@ -280,7 +280,6 @@ def workloads(
             reason = space.refuses(parallelism, micro)
             work = replace(space.work, parallelism=parallelism, layout=layout, micro_batch_size=micro)
             yield work, reason
-    progress(len(every), len(every))
 
 
 def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[ParallelismConfig]:
