@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import operator
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from gptlite.plan.parameters import num_blocks
 from gptlite.plan.workload import Prediction, RankBytes, Workload
 from gptlite.progress import Log, Progress
 
+REPORT_SECONDS = 5.0  # a search that takes longer says what follows it
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 WANTED = 30  # default number of kinds of layouts that fit
 ASKED = 300  # layouts whose memory is computed exactly when none fits, to report the smallest
@@ -264,9 +266,12 @@ def workloads(
 ) -> Iterator[tuple[Workload, str]]:
     """Yield every layout, with the reason why it cannot run, empty if it can."""
     every = list(layouts(space, cluster, world))
-    progress = Progress(f"plan for {world} ranks", len(every), log, unit="layouts")
-    for parallelism in every:
-        progress.add(1)
+    label, started = f"plan for {world} ranks", time.monotonic()
+    progress = Progress(label, len(every), log, unit="layouts")
+    for number, parallelism in enumerate(every):
+        if number == 1:  # the first layout includes the profile of the model
+            progress = Progress(label, len(every), log, done=1, unit="layouts")
+        progress.add(number > 0)
         try:
             layout = resolve(parallelism, world)
         except ConfigError as error:
@@ -280,6 +285,8 @@ def workloads(
             reason = space.refuses(parallelism, micro)
             work = replace(space.work, parallelism=parallelism, layout=layout, micro_batch_size=micro)
             yield work, reason
+    if time.monotonic() - started > REPORT_SECONDS:
+        log(f"{label}: checking the memory of the fastest layouts")
 
 
 def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[ParallelismConfig]:
