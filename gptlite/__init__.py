@@ -1,14 +1,62 @@
-"""gptlite: a Hydra-configured, Megatron-style GPT pretraining framework. Start reading at `pretrain.py`."""
+"""gptlite: a Hydra-configured, Megatron-style GPT pretraining framework. Start reading at `pretrain.py`.
+
+`load`, `pretrain` and `launch` are the Python API, which docs/python.md describes.
+"""
 
 import sys
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from gptlite.config import Config, load
+    from gptlite.errors import ConfigError
+    from gptlite.launch.api import RunFailed, launch
+    from gptlite.pretrain import pretrain
+    from gptlite.run.result import Result
+
+__all__ = ["Config", "ConfigError", "Result", "RunFailed", "launch", "load", "pretrain"]
 __version__ = "0.1.0"
+
+# The module of each public name, imported at its first use: `gptlite --help` needs neither torch nor Hydra.
+_PUBLIC = {
+    "Config": "gptlite.config",
+    "ConfigError": "gptlite.errors",
+    "Result": "gptlite.run.result",
+    "RunFailed": "gptlite.launch.api",
+    "launch": "gptlite.launch.api",
+    "load": "gptlite.config",
+    "pretrain": "gptlite.pretrain",
+}
 
 # Packages that are siblings of this one in the source tree, by their installed names in pyproject.toml.
 _BESIDE = {"kernels": "kernels", "recipes": "data"}
+
+
+class _Package(ModuleType):
+    """Type of this module, with lazy public names.
+
+    Importing the submodule gptlite.pretrain or gptlite.launch would set the attribute of that name to the module; it
+    stays the function. `from gptlite.pretrain import ...` takes the module from sys.modules.
+    """
+
+    def __getattr__(self, name: str) -> object:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_PUBLIC[name]), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _PUBLIC and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 class _SourceTree:

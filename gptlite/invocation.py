@@ -37,7 +37,7 @@ def command(name: str) -> str:
     # Suggest `gptlite` only if it belongs to this interpreter, as another environment may have its own.
     if words[0] == "-m" and (found := shutil.which("gptlite")) and Path(found).parent == Path(sys.executable).parent:
         return f"gptlite {name}"
-    return shlex.join([_python(), *words])
+    return shlex.join([python(), *words])
 
 
 def arguments(name: str) -> list[str]:
@@ -50,7 +50,7 @@ def arguments(name: str) -> list[str]:
 def recipe(corpus: str) -> str:
     """Return the start of the command line of a corpus's recipe."""
     return shlex.join(
-        [_python(), *(_script(f"data/{corpus}/prepare.py") or ["-m", f"gptlite.recipes.{corpus}.prepare"])]
+        [python(), *(_script(f"data/{corpus}/prepare.py") or ["-m", f"gptlite.recipes.{corpus}.prepare"])]
     )
 
 
@@ -70,7 +70,7 @@ def _script(relative: str) -> list[str] | None:
     return [str(file.relative_to(here) if file.is_relative_to(here) else file)]
 
 
-def _python() -> str:
+def python() -> str:
     """Return `python` if that is this interpreter, else its path."""
     found = shutil.which("python")
     return "python" if found and Path(found).parent == Path(sys.executable).parent else sys.executable

@@ -1,11 +1,13 @@
 """Progress lines for work that takes more than a few seconds."""
 
+import re
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
 Log = Callable[[str], None]
+PROGRESS = re.compile(r"\bETA \S+$")
 
 
 def log(line: str) -> None:
@@ -16,6 +18,30 @@ def log(line: str) -> None:
 def counted(number: int, word: str) -> str:
     """Return e.g. `1 thread`, `2 threads`, `2 micro-batches`."""
     return f"{number} {word}" if number == 1 else f"{number:,} {word}{'es' if word.endswith('ch') else 's'}"
+
+
+class Console:
+    """Standard output of a run. In a notebook consecutive progress lines, which end with an ETA, update one line."""
+
+    def __init__(self) -> None:
+        self._updating = in_notebook()
+        self._open = 0  # length of the line that the next progress line replaces
+
+    def print(self, text: str) -> None:
+        """Print lines."""
+        if not self._updating:
+            print(text, flush=True)
+            return
+        progress = bool(PROGRESS.search(text))
+        before = ("\r" if progress else "\n") if self._open else ""
+        print(before + text.ljust(self._open * progress), end="" if progress else "\n", flush=True)
+        self._open = len(text) if progress else 0
+
+
+def in_notebook() -> bool:
+    """Return True in a Jupyter kernel."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return hasattr(shell, "kernel")
 
 
 class Progress:

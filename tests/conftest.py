@@ -13,6 +13,7 @@ from gptlite.kernels.library import Loaded, prepare
 from gptlite.kernels.library import load as load_kernels
 from gptlite.kernels.toolchain import BuildError
 from gptlite.pretrain import pretrain
+from gptlite.trainer.signals import StopSignal
 
 LINES = ("the cat sat on the mat", "a dog ran after the cat", "the mat lay under the dog", "no cat minds a mat")
 TINY = """
@@ -60,7 +61,7 @@ def run(tiny: list[str], tmp_path: Path) -> Callable[..., tuple[int, Config]]:
 
     def train(name: str, *overrides: str) -> tuple[int, Config]:
         config = load([*tiny, f"run.dir={tmp_path / name}", f"run.name={name}", *overrides])
-        return pretrain(config), config
+        return pretrain(config, stop_signal=StopSignal()).exit_code, config
 
     return train
 

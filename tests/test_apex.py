@@ -107,7 +107,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 REASONS = {
     "none": "Apex is not installed; build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation . in",
-    "pypi": "is not NVIDIA's, PyPI has another by that name; uninstall it, and build it with",
+    "pypi": "is not NVIDIA's: PyPI's apex is another project; uninstall it, and build it with",
     "python_only": "is a Python-only build, without {extension}; build it with",
 }
 
@@ -139,16 +139,16 @@ def test_a_whole_one_is_taken_but_not_on_a_cpu(install: Install):
     for name, instead in (("apex_adam", "adamw"), ("apex_lamb", "lamb")):
         config = load([f"optimizer={name}"])
         check_device(config, "cuda")
-        with pytest.raises(ConfigError, match=rf"^optimizer={name} needs a GPU, and this runs on cpu; .*={instead}$"):
+        with pytest.raises(ConfigError, match=rf"^optimizer={name} needs a GPU, but this runs on cpu; .*={instead}$"):
             check_device(config, "cpu")
     config = load(["ops.layer_norm=apex"])
-    with pytest.raises(ConfigError, match=r"^ops.layer_norm=apex needs a GPU, and this runs on cpu; use .*=auto$"):
+    with pytest.raises(ConfigError, match=r"^ops.layer_norm=apex needs a GPU, but this runs on cpu; use .*=auto$"):
         select_ops(config.ops, torch.device("cpu"))
     assert "apex" not in sys.modules
 
 
-WHOLE = r"^optimizer=apex_lamb takes the norm of what a rank .*; use optimizer=lamb$"
-HOST = r"^optimizer=apex_adam steps on a GPU, and parallelism.offload=cpu has the"
+WHOLE = r"^optimizer=apex_lamb needs the norms of whole parameters, .*; use optimizer=lamb$"
+HOST = r"^optimizer=apex_adam steps on a GPU, but parallelism.offload=cpu keeps its"
 UNFIT = {
     **{
         f"optimizer=apex_lamb {each}": WHOLE

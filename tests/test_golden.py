@@ -32,7 +32,7 @@ def losses(folder: Path) -> list[float]:
     text = folder / "text.txt"
     text.write_text("".join(" ".join(draw.choices(WORDS, k=draw.randint(4, 9))) + ".\n" for _ in range(900)))
     overrides = [*RUN, f"data.path={text}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder / 'run'}"]
-    assert pretrain(load(overrides)) == 0
+    assert pretrain(load(overrides)).exit_code == 0
     return [row["loss"] for row in read_metrics(folder / "run") if "loss" in row]
 
 

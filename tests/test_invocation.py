@@ -84,7 +84,7 @@ def test_a_command_is_a_module_with_a_main(name: str):
 
 
 def test_in_a_checkout_a_command_is_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    python = invocation._python()
+    python = invocation.python()
     monkeypatch.chdir(ROOT)
     assert command("train") == f"{python} train.py"
     assert command("train-tokenizer") == f"{python} tools/train_tokenizer.py"

@@ -114,7 +114,7 @@ def test_a_name_is_taken_once() -> None:
     with pytest.raises(ConfigError, match=r"a model gpt is registered already, by gptlite\.models\.gpt\.config"):
         register_model(Spec())
     register_optimizer("signum", SignumConfig)
-    with pytest.raises(ConfigError, match=r"an optimizer adamw is there already, of gptlite\.optimizer\.config"):
+    with pytest.raises(ConfigError, match=r"an optimizer adamw is registered already, by gptlite\.optimizer\.config"):
         register_optimizer("adamw", SignumConfig)
     assert OPTIMIZERS["signum"] is SignumConfig
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gptlite import progress
-from gptlite.progress import Progress
+from gptlite.progress import Console, Progress
 
 
 @pytest.fixture
@@ -46,3 +46,22 @@ def test_more_than_was_announced_does_no_harm(clock):
     progress.add(5_000_000)
     (line,) = lines
     assert line.endswith("ETA 0:00:00")
+
+
+LINES = ["begin", "step 1/9 | loss 1 | ETA 1m10s", "step 2/9 | ETA 9s", "eval 2/9", "loading: 1%, ETA 0:00:30", "end"]
+
+
+def test_a_notebook_has_one_updating_line(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "in_notebook", lambda: True)
+    console = Console()
+    for line in LINES:
+        console.print(line)
+    one, two = LINES[1], LINES[2].ljust(len(LINES[1]))
+    assert capsys.readouterr().out == f"begin\n{one}\r{two}\neval 2/9\n{LINES[4]}\nend\n"
+
+
+def test_elsewhere_every_line_stays(capsys):
+    console = Console()
+    for line in LINES:
+        console.print(line)
+    assert capsys.readouterr().out.splitlines() == LINES

@@ -1,6 +1,7 @@
 """tools/size.py, and the sizes DESIGN promises."""
 
 import ast
+import json
 import runpy
 from pathlib import Path
 
@@ -41,12 +42,21 @@ def test_rooms_and_languages_are_told_apart(checkout):
     assert ["tests", "1", "402"] in rows
 
 
+def test_a_notebook_counts_by_its_code(checkout):
+    code, text = ({"cell_type": kind, "source": ["a = 1\n", "a"]} for kind in ("code", "markdown"))
+    (checkout / "examples").mkdir()
+    (checkout / "examples" / "one.ipynb").write_text(json.dumps({"cells": [text, code, code]}))
+    assert ["examples", "1", "4"] in [line.split() for line in SIZE["report"](checkout).splitlines()]
+
+
 def test_only_files_over_the_limit_are_flagged(checkout):
     flagged = [line.split()[1] for line in SIZE["report"](checkout).splitlines() if "split it" in line]
     assert flagged == ["gptlite/model/gpt.py", "tests/models/test_gpt.py"]
 
 
-@pytest.mark.parametrize(("name", "limit"), [("train.py", 80), ("gptlite/trainer/loop.py", 300)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("train.py", 80), ("gptlite/pretrain.py", 81), ("gptlite/trainer/loop.py", 300)]
+)
 def test_the_files_read_first_stay_short(name, limit):
     assert len((ROOT / name).read_bytes().splitlines()) < limit
 

@@ -1,8 +1,9 @@
 """Count the lines of each package, and list files that are too long: `python tools/size.py`.
 
-Lines are all lines, as `wc -l` counts them. Tests are counted separately.
+Lines are all lines, as `wc -l` counts them; of a notebook, those of its code cells. Tests are counted separately.
 """
 
+import json
 import statistics
 import sys
 from collections import Counter, defaultdict
@@ -10,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("gptlite", "kernels", "data", "conf", "tools", "tests")
+FOLDERS = ("gptlite", "kernels", "data", "conf", "tools", "examples", "tests")
 LANGUAGES = {
-    ".py": "Python",
+    **dict.fromkeys((".py", ".ipynb"), "Python"),
     **dict.fromkeys((".cpp", ".cc", ".c", ".h", ".hpp"), "C++"),
     **dict.fromkeys((".cu", ".cuh"), "CUDA"),
     **dict.fromkeys((".yaml", ".yml"), "YAML"),
@@ -32,6 +33,14 @@ def source_files(root: Path) -> Iterator[Path]:
             yield relative
 
 
+def count_lines(path: Path) -> int:
+    """Return the number of lines of a file, or of a notebook's code cells."""
+    if path.suffix != ".ipynb":
+        return len(path.read_bytes().splitlines())
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return sum(len("".join(cell["source"]).splitlines()) for cell in cells if cell["cell_type"] == "code")
+
+
 def room(path: Path) -> str:
     """Return the row in which a file is counted: its package in gptlite/, else its top-level folder, or the name
     of a top-level script."""
@@ -41,7 +50,7 @@ def room(path: Path) -> str:
 
 def report(root: Path) -> str:
     """Return the table of packages, and the largest files. A last line without a newline counts."""
-    lines = {path: len((root / path).read_bytes().splitlines()) for path in source_files(root)}
+    lines = {path: count_lines(root / path) for path in source_files(root)}
     rooms: dict[str, dict[Path, int]] = defaultdict(dict)
     for path, count in lines.items():
         rooms[room(path)][path] = count

@@ -1,1 +1,1 @@
-"""Checkpoints, with atomic commits and verification before loading. Start reading at `checkpointer.py`."""
+"""Checkpoints, with atomic commits and verification before loading. Start at `checkpointer.py`."""

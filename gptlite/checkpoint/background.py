@@ -1,4 +1,4 @@
-"""Background save in one thread, with its result."""
+"""Background thread for one save, with a time limit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NICENESS = 10  # on a core that training also uses, the thread gets about a tent
 
 
 class Background:
-    """Action that runs in a thread at once. `name` describes it in the error if it takes longer than `limit` seconds.
+    """Action in a thread that starts at once. `name` describes it in the error if it takes longer than `limit` seconds.
 
-    `yielding`: training computes on this machine's cores, so the thread runs at low priority.
+    With `yielding`, the thread runs at low priority, since training computes on the same cores.
     """
 
     def __init__(self, action: Callable[[], None], name: str, limit: float, *, yielding: bool) -> None:
@@ -26,7 +26,7 @@ class Background:
 
     @property
     def failed(self) -> bool:
-        """True if `result` would raise: the action has raised, or its time is over."""
+        """True if `result` would raise: the action has raised, or its time limit has passed."""
         return time.monotonic() >= self._end if self.running else self._outcome.exception() is not None
 
     @property
@@ -40,7 +40,7 @@ class Background:
         wait([self._outcome], max(0.0, self._end - time.monotonic()))
         if self.running:
             raise TimeoutError(
-                f"{self._name} is not written after checkpoint.timeout_seconds={self._limit:g}: "
+                f"{self._name} was not written within checkpoint.timeout_seconds={self._limit:g}: "
                 "its file system hangs or is slow; check it, or raise the limit"
             )
         self._outcome.result()

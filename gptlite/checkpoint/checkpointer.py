@@ -64,13 +64,13 @@ class Checkpointer:
     ) -> Path:
         """Commit a checkpoint of step `meta["step"]`, then remove older ones beyond `keep`. Returns its folder.
 
-        `tensors` have global names, a tied weight only one. Each rank passes the tensors that it has whole or in part.
-        `meta` is JSON; `beside` has small files by their path in the folder. An intact checkpoint of that step is not
-        written again. Until the final rename, all files are under hidden names, so a failure leaves the existing
-        checkpoints unchanged.
+        `tensors` is keyed by global names; a tied weight has only one. Each rank passes the tensors of which it holds
+        all or a shard. `meta` must be serializable as JSON; `beside` is `{path in the folder: content}` of more small
+        files. An intact checkpoint of that step is not written again. Until the final rename, all files are under a
+        hidden name, so a failure leaves the existing checkpoints unchanged.
 
-        Rank 0 creates and renames the folder; all contents except tensors are rank 0's. An exception on one rank is
-        raised on all: OSError (e.g. a full disk), TypeError (`meta` is not JSON).
+        Rank 0 creates and renames the folder, and writes everything except tensors. An exception on one rank is raised
+        on all: OSError (e.g. a full disk), TypeError (`meta` is not JSON).
 
         With `async_save`, it returns once the tensors are copied, and a thread does the rest. Only one save runs at a
         time, so it first waits for the previous one. An exception in the thread is raised by `finish` or the next
@@ -82,7 +82,7 @@ class Checkpointer:
         final = self.root / store.step_name(meta["step"])
 
         def complete(folder: Path, files: Entries) -> None:
-            """Write all files except tensors, which exist already. The manifest is last."""
+            """Write all files except the tensors, which are written already. The manifest comes last."""
             for name, content in {"config.yaml": config_yaml.encode(), **(beside or {})}.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
@@ -132,11 +132,11 @@ class Checkpointer:
                 self._group = None
 
     def size(self, tensors: Mapping[str, Tensor]) -> int:
-        """Return the bytes of tensors in a checkpoint of all ranks."""
+        """Return the total size in bytes of the tensors of all ranks in a checkpoint."""
         return self._shared(tensors).total_bytes
 
     def find(self, resume: str, log: Log = print) -> Path | None:
-        """Return the verified step folder to start from, or None for a fresh start. Logs the reason of every rejection.
+        """Return the verified step folder to start from, or None for a fresh start. Logs the reason for each rejection.
 
         Rank 0 searches, and every rank hashes a share of the files.
 
@@ -160,8 +160,8 @@ class Checkpointer:
     def rewind(self, position: int, start: Path | None, log: Log = print) -> Path | None:
         """Return the newest intact checkpoint with `consumed_samples` of at most `position`, or None if there is none.
 
-        The candidates are this run's checkpoints and `start`, which the run began from. Later checkpoints of this run
-        are renamed, so that nothing resumes from them.
+        The candidates are this run's checkpoints and `start`, from which the run began. Later checkpoints of this run
+        are renamed, so that no run resumes from them.
         """
         self.finish()
         held = from_main(self.mesh, lambda: store.step_folders(self.root))
@@ -175,7 +175,7 @@ class Checkpointer:
             later = held[: held.index(found)] if found in held else held  # newest first
             for folder in later:
                 aside = store.set_aside(folder, "superseded")
-                log(f"checkpoint: {folder.name} is now {aside.name}: it is from after the samples that are skipped")
+                log(f"checkpoint: renamed {folder.name} to {aside.name}: it follows the samples that are skipped")
             if later and found in held:
                 store.point_latest(found)
 
@@ -188,13 +188,13 @@ class Checkpointer:
         # The step of a found checkpoint itself is no conflict: it is not written again.
         if held and (store.step_of(held[0]) or 0) >= start + (found is not None):
             key = f"checkpoint.load={self.config.load}" if resume == "auto" else f"checkpoint.resume={resume}"
-            fix = "take another run.dir, or checkpoint.resume=auto checkpoint.load=all to go on from there"
+            fix = "use another run.dir, or checkpoint.resume=auto checkpoint.load=all to continue from there"
             if store.step_of(held[0]) == 0:
-                fix = f"take another run.dir, with checkpoint.resume={self.root.parent} checkpoint.load=weights"
+                fix = f"use another run.dir, with checkpoint.resume={self.root.parent} checkpoint.load=weights"
             raise ConfigError(f"{key} starts from step {start}, but {self.root} already holds {held[0].name}; {fix}")
 
     def _shared(self, tensors: Mapping[str, Tensor]) -> Parts:
-        """Return this rank's parts and the keys it writes. Raises TypeError on all ranks if one is not a tensor."""
+        """Return this rank's parts with its boxes to write assigned. Raises TypeError on all ranks for a non-tensor."""
         parts = together(self.mesh, lambda: Parts(tensors))
         parts.share(from_all(self.mesh, lambda: parts.offers), self.mesh.rank)
         return parts
@@ -208,7 +208,7 @@ class Checkpointer:
         began: float,
         agree: dist.ProcessGroup | None,
     ) -> None:
-        """Write, complete and commit a checkpoint. The ranks agree over the store, or over a group if in a thread."""
+        """Write, complete and commit a checkpoint. In a thread, ranks synchronize over a group instead of the store."""
         mesh = self.mesh
         with ExitStack() as lock, ExitStack() as staging:  # rank 0's; empty on the others
             folder = from_main(mesh, lambda: self._begin(final, parts.total_bytes, lock, staging, log), agree)
@@ -238,7 +238,7 @@ class Checkpointer:
         return folder
 
     def _retain(self, saved: Path, log: Log, agree: dist.ProcessGroup | None) -> None:
-        """Remove checkpoints beyond the configured number, after the newest one was read back from disk."""
+        """Remove checkpoints beyond the configured number, once the newest one has been read back and verified."""
         keep, every = self.config.keep, self.config.keep_every
         going = from_main(self.mesh, lambda: beyond(self.root, saved, keep, every, log), agree)
         if not going:
@@ -246,13 +246,14 @@ class Checkpointer:
         try:
             verify_together(saved, log, self.mesh, agree)  # every byte, as the older ones are about to go
         except DamagedCheckpoint as error:
-            log(f"checkpoint: {saved.name} does not read back: {error.reason}; older ones stay")
+            log(f"checkpoint: {saved.name} failed verification: {error.reason}; older ones are kept")
         else:
             from_main(self.mesh, lambda: [store.remove(folder) for folder in going], agree)
 
 
 def _samples(folder: Path) -> int:
-    """Return the samples a checkpoint has consumed; 0 if unreadable, since verification rejects it later."""
+    """Return the number of samples that a checkpoint's run has read; 0 if it is unreadable, as verification rejects
+    it."""
     try:
         return read_manifest(folder).meta["consumed_samples"]
     except DamagedCheckpoint:

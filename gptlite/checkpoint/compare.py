@@ -9,9 +9,9 @@ from typing import Any
 class Effect(Enum):
     """Effect of a difference on a resumed run.
 
-    refused: another model or other data. changes_numbers: the curve differs from that of an uninterrupted run.
-    reshards: the same work, split differently over ranks and micro-batches; the same run up to rounding. safe: the same
-    run to the last bit.
+    refused: the model or the data differs. changes_numbers: the loss curve differs from that of an uninterrupted run.
+    reshards: the same run up to rounding, with its work split differently over ranks and micro-batches. safe: results
+    are bit-identical.
     """
 
     refused = "refused"
@@ -84,32 +84,32 @@ class Difference:
 
 
 class Differences(list[Difference]):
-    """Differing keys of two configurations, in the order of the newer one."""
+    """Differences between two configurations, in the key order of the newer one."""
 
     def of(self, effect: Effect) -> list[Difference]:
         """Return the differences with one effect."""
         return [each for each in self if each.effect is effect]
 
     def refusal(self, load: str = "all") -> str:
-        """Return the line for a ConfigError, given `checkpoint.load`; empty if nothing is refused."""
+        """Return the message of a ConfigError, given `checkpoint.load`; empty if nothing is refused."""
         fix = "set it back, or start anew with checkpoint.resume=never in another run.dir"
         if load == "weights":
-            fix = "give data of the checkpoint's tokenizer, or leave checkpoint.resume and checkpoint.load out"
+            fix = "give data with the checkpoint's tokenizer, or leave checkpoint.resume and checkpoint.load out"
             if any(each.key.startswith(("model", "schemas.model")) for each in self.of(Effect.refused)):
                 fix = "leave model out: with checkpoint.load=weights it is the checkpoint's"
-        return _line("", self.of(Effect.refused), f"another model or other data; {fix}")
+        return _line("", self.of(Effect.refused), f"the model or the data differs; {fix}")
 
     def notice(self) -> str:
-        """Return the log line about changed numbers; empty if there are none."""
-        words = "the curve will not be that of an uninterrupted run"
+        """Return a log line that lists the differences that change the loss curve; empty if there are none."""
+        words = "the loss curve will differ from that of an uninterrupted run"
         return _line("resuming with ", self.of(Effect.changes_numbers), words)
 
     def resharding(self) -> str:
-        """Return the log line about work that is split differently; empty if there is none."""
+        """Return a log line that lists the differences that reshard the run; empty if there are none."""
         return _line("reshards: ", self.of(Effect.reshards), "the same run up to rounding")
 
     def harmless(self) -> str:
-        """Return the log line about safe differences, without the run's own names; empty if there are none."""
+        """Return a log line that lists the safe differences other than `run.*`; empty if there are none."""
         safe = [each for each in self.of(Effect.safe) if not each.key.startswith("run.")]
         return _line("safe: ", safe, "the same run")
 
@@ -151,7 +151,7 @@ def _effect(key: str, before: dict[str, Any], after: dict[str, Any], load: str) 
 
 
 def _tied_to_weights(key: str, before: dict[str, Any]) -> bool:
-    """Return True if the weights make no sense with another value. Token ids of unknown meaning are not tied."""
+    """Return True if the weights are valid only with the old value. Keys of an unknown tokenizer are not tied."""
     if key in _TOKENIZER_KEYS and any(before.get(name, "") in _NO_TOKENIZER for name in _TOKENIZER_KEYS):
         return False
     return any(prefix in _REFUSED_FOR_WEIGHTS for prefix in _prefixes(key))
@@ -164,12 +164,12 @@ def _share_data(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 
 def _follows_length(config: dict[str, Any]) -> bool:
-    """Return True if the schedule's length is trainer.max_steps, as it is if one of its fields is null."""
+    """Return True if the schedule's length is trainer.max_steps: one of the schedule's fields is null."""
     return any(key.startswith("schedule.") and value is None for key, value in config.items())
 
 
 def _prefixes(key: str) -> list[str]:
-    """Return `a.b.c`, `a.b`, `a`."""
+    """Return the dotted prefixes of a key, longest first: `a.b.c`, `a.b`, `a`."""
     parts = key.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 

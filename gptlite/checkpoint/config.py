@@ -9,8 +9,8 @@ class CheckpointConfig:
 
     `load`: all, or `weights` (new optimizer, schedule and data position). `interval: 0` saves only at the end and when
     the run is stopped. `keep: 0` keeps all checkpoints; `keep_every: 1000` also keeps those of steps 1000, 2000, ...
-    `async_save`: training continues while a copy of the state is written. `timeout_seconds` limits the duration of a
-    save, and the time that a rank waits for others in one.
+    `async_save`: training continues while a copy of the state is written. `timeout_seconds` limits how long a save
+    takes, and how long a rank waits for the others during one.
     """
 
     interval: int = 250

@@ -1,11 +1,12 @@
-"""Interface to torch.distributed.checkpoint (DCP). It closes gaps in DCP's defaults, together with `metadata`.
+"""Adapter for torch.distributed.checkpoint (DCP). Together with `metadata`, it closes gaps in DCP's defaults.
 
 Observed in torch 2.13: DCP wraps every error, Ctrl-C too, in a BaseException. It syncs `.metadata` before its buffer is
 flushed (the manifest syncs all files again, so DCP's sync is off). It sends errors between ranks in a form that does
 not always pickle, and then all ranks hang. Write errors are therefore kept from DCP and raised afterwards.
 
-DCP gets plain local tensors and their boxes in the whole. `.metadata` then contains keys, global shapes and boxes, and
-is independent of ranks, meshes and DTensors. If several ranks hold a box, one of them writes it.
+DCP gets plain local tensors and their boxes (offsets and sizes in the global tensor). `.metadata` then contains keys,
+global shapes and boxes, and is independent of ranks, meshes and DTensors. If several ranks hold a box, one of them
+writes it.
 """
 
 import os
@@ -74,7 +75,7 @@ def write(
 
 
 def read(folder: Path, metadata: Metadata, parts: Parts, log: Log) -> None:
-    """Read this rank's parts in place from a step folder. Keys, shapes and dtypes must have been compared before.
+    """Read this rank's parts in place from a step folder. Keys, shapes and dtypes must have been checked.
 
     Raises DamagedCheckpoint, in one line, if stored data is not the expected tensor.
     """
@@ -188,7 +189,7 @@ class _Reader(FileSystemReader):
         index, target = item.storage_index, planner.resolve_tensor(item).detach()
         sizes = self._metadata.state_dict_metadata[index.fqn].chunks[index.index].sizes
         if not isinstance(stored, Tensor) or stored.shape != sizes:
-            raise ValueError(f"{index.fqn} is not stored as its metadata says")
+            raise ValueError(f"the stored shape of {index.fqn} differs from its metadata")
         if stored.dtype != target.dtype:  # copy_ would cast silently
             raise ValueError(f"{index.fqn} is stored as {stored.dtype}")
         target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
@@ -222,7 +223,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Planner that requests this rank's boxes from the stored boxes that overlap them."""
+    """Planner that reads this rank's boxes from the stored boxes that overlap them."""
 
     def __init__(self, parts: Parts, log: Log):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -26,7 +26,7 @@ def is_step(folder: Path) -> bool:
 
 
 def candidates(path: str, key: str, *, words: tuple[str, ...] = ()) -> list[Path]:
-    """Return the step folders that `path` may refer to, best first, without reading them. Raises ConfigError.
+    """Return the step folders at `path`, newest first, without reading them. Raises ConfigError if there are none.
 
     `words` are the other legal values of `key`, for the error message.
     """
@@ -40,14 +40,17 @@ def candidates(path: str, key: str, *, words: tuple[str, ...] = ()) -> list[Path
     folders = store.step_folders(folder) or store.step_folders(folder / "checkpoints")
     if not folders and (folder / "config.json").is_file():
         given = f"{command('checkpoint')} import {path} RUN_DIR"
-        raise ConfigError(f"{key}={path} is a Hugging Face model; make a checkpoint of it: {given}, then {key}=RUN_DIR")
+        raise ConfigError(f"{key}={path} is a Hugging Face model; convert it first: {given}, then {key}=RUN_DIR")
     if not folders:
         raise ConfigError(f"{key}={path} holds no checkpoint; give a run folder or a checkpoint in one")
     return folders
 
 
 def first_intact(folders: list[Path], path: str, key: str, log: Log, check: Callable[[Path], object]) -> Path:
-    """Return the first intact one of the `candidates` for `path`. Raises ConfigError; DamagedCheckpoint for a step."""
+    """Return the first of the `candidates` for `path` that passes `check`.
+
+    Raises ConfigError if none does, or DamagedCheckpoint if `path` is itself a step folder.
+    """
     if folders == [Path(path).expanduser()]:
         check(folders[0])
         return folders[0]
@@ -67,7 +70,7 @@ def newest_intact(folders: list[Path], where: str, fix: str, log: Log, check: Ca
 
 
 def passing_over(folders: list[Path], log: Log, check: Callable[[Path], object]) -> tuple[Path | None, str]:
-    """Return the first of `folders` that passes `check`, and the reason of the first rejection.
+    """Return the first of `folders` that passes `check`, or None, and the reason for the first rejection.
 
     Every rejected checkpoint is logged with the reason.
     """
@@ -93,7 +96,7 @@ def damage(folder: Path, log: Log, *, hashes: bool = False) -> str:
 
 
 def beyond(root: Path, saved: Path, keep: int, every: int, log: Log) -> list[Path]:
-    """Return the folders older than the newest `keep` intact ones, except multiples of `every` and `saved`.
+    """Return the checkpoints older than the newest `keep` intact ones, except `saved` and multiples of `every`.
 
     Intact is judged by file sizes. `keep=0` keeps all. A damaged checkpoint is neither counted nor returned: it may be
     the only copy left, and deleting it is the user's decision.

@@ -1,4 +1,4 @@
-"""New file with a SHA-256 of the bytes passed to it, not of the bytes read back."""
+"""File writer that computes the SHA-256 of the bytes passed to it, not of bytes read back from disk."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PIECE = 1 << 22  # bytes hashed and written at a time; a multiple of any disk's 
 class HashedFile:
     """Binary file for sequential writes, hashed as it is written. The file must not exist yet.
 
-    Hashing and the disk have about the same throughput, so one thread hashes and one writes a piece while the caller
-    fills the next. If the file system supports it, writes bypass the page cache, which costs time and memory that
-    training can use. `entry` is the file's manifest entry, set when it is closed and on disk.
+    Hashing and the disk have about the same throughput, so two threads hash and write a piece while the caller fills
+    the next. If the file system supports it, writes bypass the page cache, whose time and memory training can use.
+    `entry` is the file's manifest entry, set when it is closed and on disk.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,6 +1,6 @@
 """Weights in a Hugging Face folder: one safetensors file, several with an index, or an older pickle.
 
-To write a file, the safetensors package needs all tensors at once; here at most one is in memory. The format is eight
+The safetensors package needs all tensors in memory to write a file; this module holds at most one. The format is eight
 bytes, little-endian, with the length of a JSON header; the header, `{name: {"dtype", "shape", "data_offsets": [begin,
 end]}}`; and the data, row-major and little-endian, with offsets counted from its first byte.
 """
@@ -33,7 +33,7 @@ MOST_HEADER_BYTES = 100_000_000  # the safetensors package's limit
 
 @dataclass(frozen=True)
 class Stored:
-    """Tensor in a folder, stored or to be written: its full name there, and a function that reads it."""
+    """Tensor of a weights file, existing or to be written: its name in the file, and a function that reads it."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,16 +42,16 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file."""
+        """Size in the file, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def write_weights(folder: Path, tensors: Sequence[Stored], max_shard_bytes: int, log: Log) -> None:
     """Write tensors into one file, or into several with an index if they exceed `max_shard_bytes`.
 
-    Each tensor is read when its turn comes, then released. `read` may return any shape, strides and floating dtype; its
-    elements, row by row, are stored. Raises ConfigError if a number becomes infinite by conversion, OSError for a full
-    disk.
+    Tensors are read one at a time and released once written. `read` may return any shape, strides and floating dtype;
+    its elements are stored in row-major order. Raises ConfigError if a finite value overflows when converted, OSError
+    for a full disk.
     """
     progress = Progress("export", sum(each.num_bytes for each in tensors), log)
     shards: list[list[Stored]] = [[]]
@@ -97,16 +97,16 @@ def _write_tensor(file: BinaryIO, stored: Stored, progress: Progress) -> None:
     for block in tensor.split(rows):
         converted = block.to(stored.dtype)
         if (converted.isinf() & block.isfinite()).any():
-            raise ConfigError(f"{stored.name} holds numbers too large for {stored.dtype}; take another dtype")
+            raise ConfigError(f"{stored.name} has values that overflow {stored.dtype}; use another dtype")
         data = converted.contiguous().reshape(-1).view(torch.uint8)  # NumPy has no bf16
         file.write(data.numpy())  # type: ignore[arg-type]
         progress.add(len(data))
 
 
 def open_weights(folder: Path, canonical: Callable[[str], str | None]) -> dict[str, Stored]:
-    """Return the tensors stored in a folder, by canonical name, without those that have none.
+    """Return `{canonical name: tensor}` of a folder, without tensors for which `canonical` returns None.
 
-    Raises ConfigError, with the file, for one that is missing or damaged, or for a name that occurs twice.
+    Raises ConfigError that names the file if it is missing or damaged, or if a canonical name occurs twice.
     """
     readers = {SINGLE: _of_file, INDEX: _of_index, PICKLE: _of_pickle}
     for name, reader in readers.items():
@@ -120,7 +120,7 @@ def open_weights(folder: Path, canonical: Callable[[str], str | None]) -> dict[s
         if (short := canonical(name)) is None:
             continue
         if short in weights:
-            raise ConfigError(f"{folder}: {name} is stored twice, as {weights[short].name} too; take one out")
+            raise ConfigError(f"{folder}: {name} is also stored as {weights[short].name}; remove one of them")
         weights[short] = each
     return weights
 
@@ -139,17 +139,17 @@ def _of_file(path: Path) -> dict[str, Stored]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} is no safetensors file, or a damaged one: {error}; fetch it again") from None
+        raise ConfigError(f"{path} is not a safetensors file, or is damaged: {error}; download it again") from None
     if sum(each.num_bytes for each in found.values()) != size:
-        raise ConfigError(f"{path} has {size} bytes of data, its header says otherwise; fetch it again")
+        raise ConfigError(f"{path} has {size} bytes of data, which does not match its header; download it again")
     return found
 
 
 def _entry(path: Path, name: str, entry: dict[str, Any], data: int, size: int) -> Stored:
-    """Return a tensor from its header entry. Raises ValueError, among others, for an invalid one."""
+    """Return a tensor from its header entry. Raises ValueError, KeyError or TypeError for an invalid entry."""
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     if entry["dtype"] not in DTYPES:
-        raise ValueError(f"{name} is of dtype {entry['dtype']}")
+        raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
     dtype = DTYPES[entry["dtype"]]
 
     def read() -> Tensor:
@@ -157,41 +157,41 @@ def _entry(path: Path, name: str, entry: dict[str, Any], data: int, size: int) -
         with open(path, "rb") as file:
             file.seek(data + begin)
             if file.readinto(content) != len(content):
-                raise ConfigError(f"{path} ends within {name}; fetch it again")
+                raise ConfigError(f"{path} ends within {name}; download it again")
         # frombuffer refuses an empty buffer.
         return torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
 
     stored = Stored(name, shape, dtype, read)
     # `type`, as a bool is an int too.
     if not all(type(n) is int and n >= 0 for n in (*shape, begin)) or end - begin != stored.num_bytes or end > size:
-        raise ValueError(f"{name} has no place in it")
+        raise ValueError(f"the shape or the offsets of {name} are invalid")
     return stored
 
 
 def _of_index(path: Path) -> dict[str, Stored]:
     where = read_json(path).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
-        raise ConfigError(f"{path} has no weight_map from names to files; fetch it again")
+        raise ConfigError(f"{path} has no weight_map from names to files; download it again")
     files: dict[str, dict[str, Stored]] = {}
     for file in sorted(set(where.values())):
         if Path(file).name != file:  # reject files outside the folder
-            raise ConfigError(f"{path}: {file} is no name of a file beside it; fetch it again")
+            raise ConfigError(f"{path}: {file} is not a file name in the same folder; download it again")
         files[file] = _of_file(path.with_name(file))
     for name, file in where.items():
         if name not in files[file]:
-            raise ConfigError(f"{path}: {name} is not in {file}; fetch both again")
+            raise ConfigError(f"{path}: {name} is not in {file}; download both again")
     return {name: files[file][name] for name, file in where.items()}
 
 
 def _of_pickle(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a state dict, all in memory. Unpickling runs no code."""
+    """Return the tensors of a pickled state dict, all in memory. Unpickling runs no code from the file."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a hostile pickle can raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         # torch's message explains how to unpickle it anyway, which would run its code.
         if isinstance(error, pickle.UnpicklingError):
-            reason = "it holds something else, which is not unpickled; save its state dict with save_pretrained"
+            reason = "it holds other objects, which are not unpickled; save its state dict with save_pretrained"
         raise ConfigError(f"{path} cannot be read as a state dict of tensors: {reason}") from None
     plain = isinstance(content, dict) and all(isinstance(each, Tensor) for each in content.values())
     if not plain or any(each.layout is not torch.strided for each in content.values()):
@@ -201,7 +201,7 @@ def _of_pickle(path: Path) -> dict[str, Stored]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ConfigError with the file."""
+    """Return the object in a JSON file. Raises ConfigError that names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

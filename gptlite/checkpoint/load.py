@@ -1,4 +1,4 @@
-"""Loading of a checkpoint: verification by all ranks, tensors in place, metadata and configuration."""
+"""Loading of a checkpoint: verification by all ranks, reading of tensors in place, and its configuration."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,17 +35,17 @@ def load_tensors(
     verified: bool = False,
     mesh: Mesh = ALONE,
 ) -> None:
-    """Fill this rank's part of the tensors of `into` from the step folder `path`, in place and bit for bit.
+    """Fill this rank's parts of the tensors in `into` from the step folder `path`, in place and bit for bit.
 
     Every key of `into` must be stored with the same global shape and dtype. With `strict`, every stored key must be
     requested by a rank; otherwise the rest is ignored (e.g. optimizer state when loading weights). Nothing is unpickled
-    and no tensor is written before every byte matched its SHA-256.
+    and no tensor is written before the SHA-256 of every file has matched.
 
     `verified` states that this process has found the folder intact (`find_checkpoint`, `Checkpointer.find`). Then only
     the file sizes and the small unpickled files are checked again, and tensors are not hashed a second time.
 
     All ranks of `mesh` call this and verify together. An exception on one rank is raised on all: DamagedCheckpoint for
-    a damaged folder, ConfigError for a checkpoint of another model.
+    a damaged folder, ConfigError if the keys, shapes or dtypes differ.
     """
     if verified:
         manifest = from_main(mesh, lambda: verify(path, log, hashes=False))
@@ -59,7 +59,7 @@ def load_tensors(
 
 
 def whole_tensors(path: Path, log: Log) -> Callable[[str], Tensor]:
-    """Return a function that reads whole tensors of a step folder by key. Only the tensors' locations are verified."""
+    """Return a function from a key to the whole tensor in a step folder. Only the tensors' locations are verified."""
     manifest = read_manifest(path)
     metadata = read_metadata(path, manifest)
 
@@ -73,9 +73,9 @@ def whole_tensors(path: Path, log: Log) -> Callable[[str], Tensor]:
 
 
 def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup | None = None) -> Manifest:
-    """Run `manifest.verify` with the files divided among the ranks: one rank needs minutes for a large checkpoint.
+    """Run `manifest.verify` with the files divided among the ranks: one rank would need minutes for a large checkpoint.
 
-    Rank 0's manifest is used. Raises DamagedCheckpoint on all ranks, with the finding of the first rank that has one.
+    Rank 0's manifest is used. Raises DamagedCheckpoint on all ranks, with the reason from the first that found damage.
     """
     if mesh.world_size == 1:
         return verify(folder, log)
@@ -92,7 +92,7 @@ def verify_together(folder: Path, log: Log, mesh: Mesh, agree: dist.ProcessGroup
 
 
 def not_finite(tensor: Tensor) -> str:
-    """Return `holds 3 numbers that are NaN or infinite, the first at [0, 7]`, or an empty string if there are none."""
+    """Return `holds 3 numbers that are NaN or infinite, the first at [0, 7]`, or an empty string if all are finite."""
     if tensor.isfinite().all():
         return ""
     places = (~tensor.isfinite()).nonzero()
@@ -115,6 +115,6 @@ def _compare(path: Path, manifest: Manifest, wanted: Entries, strict: bool) -> N
     there, here = in_words(stored.get(keys[0])), in_words(wanted.get(keys[0]))
     more = f" ({len(keys) - 1} more keys differ)" if len(keys) > 1 else ""
     raise ConfigError(
-        f"checkpoint {path} is of another model: {keys[0]} is {there} there, {here} here{more}; "
+        f"checkpoint {path} does not match this run: {keys[0]} is {there} there, {here} here{more}; "
         "set model.* and optimizer as in its config.yaml, or start anew in another run.dir"
     )

@@ -37,7 +37,7 @@ class DamagedCheckpoint(ConfigError):
     """Error for a checkpoint folder that differs from its manifest. `reason` has the file and the problem."""
 
     def __init__(self, folder: Path, reason: str):
-        super().__init__(f"checkpoint {folder} cannot be used: {reason}; take another one")
+        super().__init__(f"checkpoint {folder} cannot be used: {reason}; use another one")
         self.folder, self.reason = folder, reason
 
     def __reduce__(self) -> tuple[type, tuple[Path, str]]:
@@ -48,8 +48,8 @@ class DamagedCheckpoint(ConfigError):
 class Manifest:
     """Content of MANIFEST.json, besides its own checksum.
 
-    `meta` is the caller's (step, tokens, ...). `environment` describes the machine and versions. `files` maps a path
-    relative to the folder to its size in bytes and SHA-256, `tensors` a key to its global shape and dtype.
+    `meta` comes from the caller (step, tokens, ...). `environment` has the machine and the versions. `files` maps a
+    path relative to the folder to its size in bytes and SHA-256, `tensors` a key to its global shape and dtype.
     """
 
     format_version: int
@@ -61,17 +61,17 @@ class Manifest:
 
 
 def describe(tensor: Tensor) -> dict[str, Any]:
-    """Return shape and dtype in the manifest's form; for a DTensor, those of the whole."""
+    """Return the entry of a tensor in `Manifest.tensors`; a DTensor's has the global shape."""
     return spell(tensor.shape, tensor.dtype)
 
 
 def spell(shape: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
-    """Return an entry of `Manifest.tensors`."""
+    """Return the entry of a shape and a dtype in `Manifest.tensors`."""
     return {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
 
 
 def in_words(entry: dict[str, Any] | None) -> str:
-    """Return `float32 [7, 4]` for an entry of `Manifest.tensors`."""
+    """Return e.g. `float32 [7, 4]` for an entry of `Manifest.tensors`, or `absent` for None."""
     return f"{entry['dtype']} {entry['shape']}" if entry else "absent"
 
 
@@ -94,7 +94,7 @@ def environment(layout: str = ONE_RANK) -> dict[str, Any]:
 
 
 def environment_changes(manifest: Manifest, layout: str = ONE_RANK) -> list[str]:
-    """Return differences from the writer's environment, as "threads: 8 then, 4 now". Empty: resuming is bit-exact."""
+    """Return differences from the writer's environment, e.g. "threads: 8 then, 4 now". Empty: a resume is bit-exact."""
     then, now = {"layout": ONE_RANK} | manifest.environment, environment(layout)
     keys = [*now, *(key for key in then if key not in now)]
     return [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
@@ -105,13 +105,14 @@ def write_manifest(
 ) -> None:
     """Write the manifest of all files below `folder`, after hashing and syncing them.
 
-    `tensors` are the descriptions of all ranks; `written` has the files that ranks have hashed already. Raises
-    TypeError if `meta` is not JSON, OSError if the disk is full or fails, or if a rank's file is missing.
+    `tensors` describes the tensors of all ranks; `written` has the entries of files that ranks have already hashed.
+    Raises TypeError if `meta` is not JSON, OSError if the disk is full or fails, or if a rank's file is missing or has
+    another size.
     """
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     for name, entry in written.items():
         if name not in paths or paths[name].stat().st_size != entry["bytes"]:
-            raise OSError(f"{folder / name} is not what its rank has written: all ranks must see the same folder")
+            raise OSError(f"{folder / name} differs from what its rank wrote: all ranks must share one file system")
     rest: Entries = {}
     for name in paths.keys() - written.keys():
         with open(paths[name], "rb") as file:
@@ -145,7 +146,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(folder, f"{FILE_NAME} was altered: its checksum differs")
     if (found := content.get("format_version")) != FORMAT_VERSION:
         raise DamagedCheckpoint(
-            folder, f"its format_version is {found}, this gptlite reads {FORMAT_VERSION}: update gptlite"
+            folder, f"its format_version is {found}, but this gptlite reads {FORMAT_VERSION}: update gptlite"
         )
     if not _well_formed(content):
         raise DamagedCheckpoint(folder, f"{FILE_NAME} is not a manifest")
@@ -153,7 +154,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _well_formed(content: dict[str, Any]) -> bool:
-    """Return True if a manifest is complete and has no file outside its folder. Anyone can compute a checksum."""
+    """Return True if a manifest is complete and names no file outside its folder. Its checksum proves neither."""
     try:
         return (
             set(content) == {field.name for field in fields(Manifest)}
@@ -177,21 +178,21 @@ def verify(folder: Path, log: Log, *, hashes: bool = True) -> Manifest:
     """Check that every file exists with its size and, with `hashes`, its SHA-256. Raises DamagedCheckpoint."""
     manifest = read_manifest(folder)
     if step_of(folder) not in (None, step := manifest.meta["step"]):  # a copy may have any other name
-        raise DamagedCheckpoint(folder, f"{FILE_NAME} is of step {step}")
+        raise DamagedCheckpoint(folder, f"{FILE_NAME} belongs to step {step}")
     # Sizes first, to find a missing or truncated file before reading gigabytes.
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.is_file():
             raise DamagedCheckpoint(folder, f"{name} is missing")
         if (size := path.stat().st_size) != entry["bytes"]:
-            raise DamagedCheckpoint(folder, f"{name} has {size} bytes, its manifest says {entry['bytes']}")
+            raise DamagedCheckpoint(folder, f"{name} has {size} bytes, but its manifest lists {entry['bytes']}")
     if hashes:
         check_hashes(folder, manifest, list(manifest.files), log, threads=min(MOST_THREADS, os.cpu_count() or 1))
     return manifest
 
 
 def check_hashes(folder: Path, manifest: Manifest, names: Sequence[str], log: Log, threads: int = 1) -> None:
-    """Compare every byte of some files, read from disk, with the manifest. Raises DamagedCheckpoint."""
+    """Compare the SHA-256 of the files `names`, read from disk, with the manifest. Raises DamagedCheckpoint."""
     total = sum(manifest.files[name]["bytes"] for name in names)
     progress = Progress(f"checkpoint: verifying {folder.name}", total, log)
 

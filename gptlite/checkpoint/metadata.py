@@ -1,4 +1,4 @@
-"""data/.metadata, the location of all tensor elements: restricted unpickling and checks.
+"""Restricted unpickling and checks of data/.metadata, which locates all tensor elements.
 
 torch.distributed.checkpoint (DCP), as of torch 2.13, unpickles it without restrictions, and silently loads tensors
 whose chunks leave gaps.
@@ -36,7 +36,7 @@ _ALLOWED = {
 
 def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
     """Return the metadata of a step folder. Raises DamagedCheckpoint, in one line, unless it is a pickle of DCP's own
-    classes with each element of each tensor in exactly one box of a file."""
+    classes that places each element of each tensor in exactly one box of a file."""
     content = read_file(folder, NAME)
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
@@ -53,14 +53,14 @@ def read_metadata(folder: Path, manifest: Manifest) -> Metadata:
 
 
 def boxes_of(metadata: Metadata, key: str) -> list[tuple[ChunkStorageMetadata, _StorageInfo]]:
-    """Return the boxes of a tensor and the location of each."""
+    """Return the boxes of a tensor, each with its location in a file."""
     entry = metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     return [(box, metadata.storage_data[MetadataIndex(key, box.offsets)]) for box in entry.chunks]
 
 
 def check_metadata(metadata: Metadata, tensors: Entries, files: Entries) -> None:
-    """Raise ValueError unless exactly these tensors of a manifest are stored, each element in one box of a file."""
+    """Raise ValueError unless exactly `tensors`, of a manifest, are stored, with each element in one box of a file."""
     found = metadata.state_dict_metadata
     if extra := found.keys() - tensors.keys():
         raise ValueError(f"checkpoint key {min(extra)!r:.100} is not in the manifest")
@@ -85,7 +85,7 @@ def _check_box(
     if place is None:
         raise ValueError(f"checkpoint key {key}: the box at {offset} is in no file")
     if place.transform_descriptors:
-        raise ValueError(f"{NAME} says that tensors are compressed or otherwise transformed")
+        raise ValueError(f"{NAME} marks tensors as compressed or otherwise transformed")
     file = files.get(f"data/{place.relative_path}")
     if file is None or not 0 <= place.offset <= place.offset + place.length <= file["bytes"]:
         name = f"data/{place.relative_path}"
@@ -115,12 +115,12 @@ class _Unpickler(pickle.Unpickler):
             return _member  # Python 3.11.0 to 3.11.3 pickles a member of an Enum as an attribute of its class
         allowed = (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype))
         if not allowed:
-            raise pickle.UnpicklingError(f"{NAME} asks for {module}.{name}, which no checkpoint needs")
+            raise pickle.UnpicklingError(f"{NAME} refers to {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
 
 def _member(kind: Any, name: str) -> Enum:
     """Return a member of an Enum by its name. Raises pickle.UnpicklingError for an attribute of anything else."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError(f"{NAME} asks for {name} of {kind}, which no checkpoint needs")
+        raise pickle.UnpicklingError(f"{NAME} refers to {name} of {kind}, which no checkpoint needs")
     return kind[name]

@@ -13,24 +13,25 @@ from gptlite.progress import Log, Progress
 
 
 class Parts:
-    """Parts by key: the elements on this rank (`local`), and their description for DCP (`offers`).
+    """This rank's parts of tensors, keyed by checkpoint key: elements (`local`), and descriptions for DCP (`offers`).
 
-    After the ranks have `share`d, `written` lists the keys whose box this rank writes, `described` the tensors of all
-    ranks in the form of a manifest, and `total_bytes` their size. Raises TypeError for values that are not tensors.
+    After `share`, `written` lists the keys whose box this rank writes, `described` has the manifest entries of all
+    ranks' tensors, and `total_bytes` is their size. Raises TypeError for values that are not tensors, ValueError for a
+    local shape that does not fit the placements.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         for key, value in tensors.items():
             if not isinstance(value, Tensor):
                 kind = type(value).__name__
-                raise TypeError(f"checkpoint key {key} is a {kind}: tensors only, the rest goes into meta")
+                raise TypeError(f"checkpoint key {key} is a {kind}, not a tensor: put it into meta")
         self.local = {key: local_part(tensor) for key, tensor in tensors.items()}
         self.offers: dict[str, TensorWriteData] = {}
         for key, tensor in tensors.items():
             shape, offset = local_box(tensor)
             if shape != tuple(self.local[key].shape):
                 held = list(self.local[key].shape)
-                raise ValueError(f"checkpoint key {key}: this rank holds {held}, its layout says {list(shape)}")
+                raise ValueError(f"checkpoint key {key}: this rank holds {held}, but its layout requires {list(shape)}")
             # An empty part of a non-empty tensor is not stored. An empty tensor is, so that its key exists.
             if self.local[key].numel() or not tensor.numel():
                 box = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
@@ -40,7 +41,7 @@ class Parts:
         self.total_bytes = 0
 
     def share(self, offers: Sequence[Mapping[str, TensorWriteData]], rank: int) -> None:
-        """Assign each box to one of the ranks that hold it, the one with the least to write so far. All ranks agree.
+        """Assign each box to the rank that holds it and has the least to write so far. All ranks compute the same.
 
         `offers` are those of all ranks, in rank order. Raises ValueError if ranks have different tensors under one key.
         """
@@ -50,7 +51,7 @@ class Parts:
                 holders.setdefault((key, offer.chunk.offsets), []).append(each)
                 here = spell(offer.size, offer.properties.dtype)
                 if here != (told := self.described.setdefault(key, here)):
-                    words = f"{in_words(here)} on rank {each}, {in_words(told)} on one before"
+                    words = f"{in_words(here)} on rank {each}, {in_words(told)} on an earlier rank"
                     raise ValueError(f"checkpoint key {key} is {words}")
         load = [0] * len(offers)
         for (key, _), ranks in holders.items():
@@ -62,7 +63,7 @@ class Parts:
         self.total_bytes = sum(load)
 
     def stage(self, buffers: dict[str, Tensor]) -> None:
-        """Copy the tensors that this rank writes, so that training may go on. `buffers` are reused by later saves."""
+        """Copy the tensors that this rank writes, so that training can continue. Later saves reuse `buffers`."""
         for key in self.written:
             source = self.local[key]
             buffer = buffers.get(key)
@@ -75,5 +76,5 @@ class Parts:
         self.local = {key: buffers[key] for key in self.written}  # no live tensor is read from here on
 
     def progress(self, label: str, log: Log, keys: Iterable[str]) -> Progress:
-        """Return the progress of work on this rank's elements of some keys."""
+        """Return a progress log for work on this rank's elements of some keys."""
         return Progress(f"checkpoint: {label}", sum(self.local[key].nbytes for key in keys), log)

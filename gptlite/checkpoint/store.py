@@ -1,4 +1,4 @@
-"""Checkpoints folder on disk: names, atomic commit, leftovers. This module does not know a checkpoint's contents."""
+"""Checkpoints folder on disk: names, atomic commit, leftovers. Independent of a checkpoint's contents."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step of a folder's name, or None if it is not the name of a step folder."""
+    """Return the step in a folder's name, or None if it is not the name of a step folder."""
     match = _STEP.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -37,7 +37,7 @@ def step_folders(root: Path) -> list[Path]:
 
 @contextmanager
 def writing(root: Path, log: Log) -> Iterator[None]:
-    """Register this process as a writer below `root` for the block, after removing files that dead writers left.
+    """Register this process as a writer below `root` for the block, after removing files left by dead processes.
 
     Writers share a file lock, which the kernel releases whenever a process ends. A process that gets the exclusive lock
     therefore knows that no live process owns the staging folders. On a file system without locks, leftovers stay.
@@ -77,7 +77,7 @@ def check_space(root: Path, size: int) -> None:
     free = shutil.disk_usage(root).free
     if free < size + SMALL_FILES:
         needed, there = (f"{number / 1e6:.1f} MB" for number in (size + SMALL_FILES, free))
-        raise OSError(errno.ENOSPC, f"a checkpoint takes {needed}, and {there} are free", str(root))
+        raise OSError(errno.ENOSPC, f"a checkpoint takes {needed}, but only {there} are free", str(root))
 
 
 def point_latest(final: Path) -> None:
@@ -86,7 +86,7 @@ def point_latest(final: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a step folder. It is renamed first, so that a partly deleted folder is never taken for a checkpoint."""
+    """Delete a step folder. It is renamed first, so that a partly deleted folder is never mistaken for a checkpoint."""
     trash = _hidden(folder, "trash")
     os.rename(folder, trash)
     shutil.rmtree(trash, ignore_errors=True)

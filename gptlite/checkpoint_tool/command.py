@@ -27,7 +27,7 @@ List, verify, compare and remove checkpoints of runs, and convert them from and 
 
 A RUN is a run folder or its checkpoints folder, a STEP is a folder such as step-00000100. Options are key=value;
 `gptlite checkpoint SUBCOMMAND --help` lists them.
-Exit codes: 0 fine, 1 damaged or different, 2 refused."""
+Exit codes: 0 success, 1 damaged or different, 2 refused."""
 
 
 def main() -> NoReturn:

@@ -1,12 +1,12 @@
 """Compare two checkpoints or configurations: diff A B [values=true]
 
-A and B are each a run (its newest checkpoint), a checkpoint, or a config.yaml. Differences of the configuration have a
-class, the effect of resuming A under the configuration of B:
+A and B are each a run (its newest checkpoint), a checkpoint, or a config.yaml. The class of a difference between the
+configurations is its effect on a run that resumes A with the configuration of B:
 
-  refused              another model or other data
-  changes the numbers  the curve differs from that of an uninterrupted run
+  refused              the model or the data differs
+  changes the numbers  the loss curve differs from that of an uninterrupted run
   reshards             the same run up to rounding: its work is split differently over ranks and micro-batches
-  safe                 the same run to the last bit
+  safe                 bit-identical results
 
 For two checkpoints, the environment, the progress, and the keys, shapes and dtypes of tensors are compared too.
 values=true reads all tensors of both and prints their distances. Exit codes: 0 the same, 1 different.
@@ -37,7 +37,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Side:
-    """Configuration, and the checkpoint that contains it, if any."""
+    """One side of the comparison: a configuration, and the manifest of the checkpoint that contains it, if any."""
 
     path: Path
     config: dict[str, Any]
@@ -53,7 +53,7 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def read_side(path: str) -> Side:
-    """Return the configuration or checkpoint at a path. Raises ConfigError, DamagedCheckpoint."""
+    """Return the configuration or checkpoint at a path. Raises ConfigError, or DamagedCheckpoint for a checkpoint."""
     found = existing(path)
     if found.is_file():
         try:
@@ -83,7 +83,7 @@ def differences(a: Side, b: Side, values: bool) -> Iterator[str]:
     yield from _titled("state", ("key", "a", "b"), _rows(flatten(a.manifest.meta), flatten(b.manifest.meta), _cut))
     rows = _rows(a.manifest.tensors, b.manifest.tensors, in_words)
     keys = a.manifest.tensors.keys() | b.manifest.tensors.keys()
-    title = f"tensors: {len(rows)} of {len(keys)} differ in shape or dtype, or are on one side alone"
+    title = f"tensors: {len(rows)} of {len(keys)} differ in shape or dtype, or are on one side only"
     yield from _titled(title, ("key", "a", "b"), rows, MOST)
     if values:
         yield from _value_lines(a.path, a.manifest.tensors, b.path, b.manifest.tensors)

@@ -1,8 +1,8 @@
 """Write the weights as a Hugging Face folder: export RUN_OR_STEP TARGET [dtype=fp32] [max_shard_bytes=5000000000]
 
-TARGET becomes a folder for from_pretrained of transformers (for a GPT, GPT2LMHeadModel): safetensors, config.json and,
-if it can be converted, the tokenizer. RUN_OR_STEP is verified completely; for a run, the newest intact checkpoint is
-exported.
+TARGET becomes a folder that transformers loads with from_pretrained (for a GPT, GPT2LMHeadModel): safetensors,
+config.json and, if it can be converted, the tokenizer. RUN_OR_STEP is verified completely; for a run, the newest intact
+checkpoint is exported.
 """
 
 from dataclasses import dataclass

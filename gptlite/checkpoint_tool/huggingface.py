@@ -69,8 +69,8 @@ def export(
 
     `checkpoint` is a step folder, or a run folder for its newest; it is verified here. One tensor is in memory at a
     time. `dtype` is fp32, bf16 or fp16; weights of more than `max_shard_bytes` bytes are split into several files.
-    `target` gets its name once all is on disk. Raises ConfigError for a model without an adapter, for missing, damaged
-    or existing paths, for a full disk, and for numbers that overflow `dtype`.
+    `target` gets its name once all is on disk. Raises ConfigError for a model without an adapter, a missing or damaged
+    checkpoint, an existing target, a full disk, and values that are not finite or overflow `dtype`.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} is not one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
@@ -80,7 +80,7 @@ def export(
     if target.exists() or target.is_symlink():
         raise ConfigError(f"target={target} exists; nothing is overwritten, give a new folder")
     if store.step_folders(target.parent):  # a run would remove the unfinished folder there
-        raise ConfigError(f"target={target} is among checkpoints; give a folder elsewhere")
+        raise ConfigError(f"target={target} is in a checkpoints folder; give a folder elsewhere")
     step = find_checkpoint(str(checkpoint), "checkpoint", log)
     model = from_yaml(read_config(step)).model
     adapter = (spec := spec_of(model)).huggingface()
@@ -102,9 +102,10 @@ def export(
 
 
 def _files(step: Path, adapter: Adapter, model: ModelConfig, dtype: str, log: Log) -> Mapping[str, str | bytes]:
-    """Return config.json, generation_config.json and the tokenizer's files, ours and, if possible, AutoTokenizer's.
+    """Return `{path: content}` of config.json, generation_config.json and the tokenizer, ours and AutoTokenizer's.
 
-    For an imported checkpoint, these are the files of its source, except for config.json's dtype and class.
+    AutoTokenizer's files are left out if the tokenizer cannot be converted. For an imported checkpoint, the files are
+    those of its source, with the exported dtype and class in config.json.
     """
     dtype_name, held = str(DTYPES[dtype]).removeprefix("torch."), read_manifest(step).files
     kept = {name.removeprefix(f"{KEPT}/"): read_file(step, name) for name in held if name.startswith(f"{KEPT}/")}
@@ -145,7 +146,7 @@ def _weight(step: Path, weight: Weight, log: Log) -> Tensor:
 
 
 def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Log = print) -> Path:
-    """Create a checkpoint of step 0 in the new `run_dir` from a folder of transformers. Returns its folder.
+    """Create a checkpoint of step 0 in the new `run_dir` from a Hugging Face folder. Returns the step folder.
 
     `source` contains config.json and model.safetensors, model.safetensors.index.json with its files, or
     pytorch_model.bin. The model is the one whose adapter matches config.json's model_type; modules in `plugins` may
@@ -154,7 +155,7 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
     memory once (with pytorch_model.bin, twice). The last log line is the command that trains from it.
 
     Raises ConfigError, with the key or tensor, for a model that differs from the adapter's, and if `run_dir` is not
-    empty. Nothing has been written then.
+    empty. In both cases nothing is written.
     """
     source, run_dir = Path(source).expanduser(), Path(run_dir).expanduser()
     if not (source / "config.json").is_file():
@@ -179,12 +180,12 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
     log("its tokenizer is not used: the training data must have the same token ids")
     start = [f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
     line = f"{command('train')} {shlex.join([*start, *overrides])}"
-    log(f"go on with any data=... of at most {spec_of(model).vocab_size(model)} token ids: {line}")
+    log(f"train from it with any data=... of at most {spec_of(model).vocab_size(model)} token ids: {line}")
     return step
 
 
 def _other_files(source: Path) -> dict[str, bytes]:
-    """Return the files beside the weights by name: config.json, generation_config.json, tokenizer files.
+    """Return `{path: content}` of the files beside the weights: config.json, generation_config.json, tokenizer files.
 
     Raises ConfigError if they are too large.
     """
@@ -193,7 +194,7 @@ def _other_files(source: Path) -> dict[str, bytes]:
     paths = [path for path in (*paths, *sorted((source / TOKENIZER).glob("*"))) if path.is_file()]
     if (size := sum(path.stat().st_size for path in paths)) > MOST_KEPT_BYTES:
         largest = max(paths, key=lambda path: path.stat().st_size).name
-        raise ConfigError(f"source={source}: {size:,} bytes of files beside the weights; take {largest} out of it")
+        raise ConfigError(f"source={source}: {size:,} bytes of files beside the weights; move {largest} out of it")
     return {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
 
 
@@ -214,10 +215,10 @@ def _refuse_another_model(
     """Raise ConfigError if tensors are missing, unexpected, or differ in shape from config.json."""
     for name, weight in weights.items():
         if name not in stored:
-            raise ConfigError(f"source={source}: {name} is missing, which a {adapter.title} of its config.json has")
+            raise ConfigError(f"source={source}: {name} is missing, but the {adapter.title} in its config.json has it")
         if stored[name].shape != weight.shape:
             found, expected = list(stored[name].shape), list(weight.shape)
-            raise ConfigError(f"source={source}: {name} is {found}, by its config.json it should be {expected}")
+            raise ConfigError(f"source={source}: {name} is {found}, but its config.json requires {expected}")
         if stored[name].dtype not in DTYPES.values():
             raise ConfigError(f"source={source}: {name} is {stored[name].dtype}; save it in float32 first")
     copies = adapter.copies()
@@ -226,18 +227,18 @@ def _refuse_another_model(
             raise ConfigError(f"source={source}: {name} is not a tensor of the {adapter.title} in its config.json")
         if not torch.equal(stored[name].read(), stored[copies[name]].read()):
             raise ConfigError(
-                f"source={source}: {name} is not {copies[name]}; set tie_word_embeddings=false in its config.json"
+                f"source={source}: {name} differs from {copies[name]}; set tie_word_embeddings=false in its config.json"
             )
 
 
 def _ours(source: Path, weight: Weight, stored: Stored) -> Tensor:
-    """Return a tensor in our form, fp32, with zero rows for the vocabulary's padding. Raises ConfigError for NaN, and
-    for non-zero values without a counterpart in this model."""
+    """Return a tensor in our form, fp32, with zero rows for the vocabulary's padding. Raises ConfigError for values
+    that are not finite, and for non-zero values without a counterpart in this model."""
     ours = torch.zeros(weight.our_shape)
     view = weight.view(ours)
     theirs = stored.read()
     if problem := not_finite(theirs):
-        raise ConfigError(f"source={source}: {stored.name} {problem}; fetch it again, or import another checkpoint")
+        raise ConfigError(f"source={source}: {stored.name} {problem}; download it again, or import another checkpoint")
     if weight.ours is None and theirs.any():
         raise ConfigError(f"source={source}: {stored.name} is not zero, and the model here has no such parameter")
     view.copy_(theirs.reshape(view.shape))
@@ -245,7 +246,7 @@ def _ours(source: Path, weight: Weight, stored: Stored) -> Tensor:
 
 
 def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[str]) -> tuple[list[str], Config]:
-    """Return the overrides of train.py for this model, and the checkpoint's configuration."""
+    """Return the command-line overrides that select this model, and the checkpoint's configuration."""
     default, overrides = load().model, [f"plugins=[{','.join(plugins)}]"] if plugins else []
     if type(default) is not type(model):
         overrides.append(f"model={spec_of(model).name}_schema")
@@ -259,7 +260,7 @@ def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[st
     assert config.model == model
     batches = {field.name: getattr(config.data, field.name) for field in dataclasses.fields(DataConfig)}
     if (vocab_size := spec_of(model).vocab_size(model)) is None:
-        raise ConfigError(f"the {spec_of(model).name} model has no number of token ids; give its spec `vocab_size`")
+        raise ConfigError(f"the {spec_of(model).name} model has no number of token ids; add `vocab_size` to its spec")
     data = TextConfig(**batches, path=NO_TOKENIZER, tokenizer=NO_TOKENIZER, vocab_size=vocab_size)
     return overrides, dataclasses.replace(config, data=data)
 

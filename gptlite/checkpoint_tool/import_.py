@@ -1,8 +1,8 @@
 """Create a checkpoint from a Hugging Face folder, e.g. of a GPT-2: import HF_FOLDER RUN_DIR [plugins=[MODULE,...]]
 
-HF_FOLDER contains config.json and model.safetensors, whole or in shards. RUN_DIR becomes a run with one checkpoint of
-step 0. The modules in plugins register custom models. To train from its weights: gptlite train
-checkpoint.resume=RUN_DIR checkpoint.load=weights model=... data=...
+HF_FOLDER contains config.json and the weights: model.safetensors, in one file or in shards, or pytorch_model.bin.
+RUN_DIR becomes a run with one checkpoint of step 0. The modules in plugins register custom models. To train from the
+weights: gptlite train checkpoint.resume=RUN_DIR checkpoint.load=weights model=... data=...
 """
 
 from dataclasses import dataclass, field

@@ -1,9 +1,9 @@
 """Print the contents of a checkpoint: inspect RUN_OR_STEP [tensors=true] [tensor=NAME] [json=true]
 
-The output has step, layout, versions, sizes, configuration and the largest tensors; for a run, those of its newest
-checkpoint. tensors=true lists all tensors. tensor=NAME reads one and prints its statistics, and the file of each box.
-json=true prints JSON for scripts. Files are checked by size; `verify` reads them. Exit code 1 if a file is missing or
-truncated.
+The output lists step, layout, versions, sizes, configuration and the largest tensors; for a run, those of its newest
+checkpoint. tensors=true lists all tensors. tensor=NAME reads one and prints its statistics, and the file of each box
+(offset and sizes in the tensor). json=true prints JSON for scripts. Files are checked by size; `verify` reads them.
+Exit code 1 if a file is missing or truncated.
 """
 
 import json
@@ -53,14 +53,14 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def tensor_bytes(entry: dict[str, Any]) -> int:
-    """Return the bytes of a tensor from its manifest entry."""
+    """Return the size in bytes of a tensor, from its manifest entry."""
     name = entry["dtype"]
     bits = BITS.get(name) or int("".join(char for char in name if char.isdigit()))
     return prod(entry["shape"]) * bits // 8
 
 
 def summary(folder: Path, manifest: Manifest, reason: str) -> dict[str, Any]:
-    """Return all facts about a checkpoint, for JSON."""
+    """Return the facts that a summary or its JSON form shows. `reason` is the damage, if any."""
     return {
         "path": str(folder),
         "damage": reason or None,
@@ -128,7 +128,7 @@ def _short(value: object) -> str:
 
 
 def _config_facts(config: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the configuration in three lines."""
+    """Return three pairs of name and text: model, batch and training."""
     flat = flatten(config)
 
     def of(key: str, instead: str = NONE) -> str:

@@ -1,10 +1,10 @@
 """List the checkpoints of runs, newest first: ls PATH ... [hashes=true]
 
 PATH is a run folder, its checkpoints folder, or a folder of runs, searched three levels deep. `<- auto` marks the
-checkpoint that resuming uses. A checkpoint is intact if all its files exist with their sizes; hashes=true reads every
-byte, as resuming does. The table is followed by files that are being written or deleted (.tmp-, .trash-), or were when
-their process died, and by checkpoints that were set aside (damaged-, superseded-). Times are UTC. Exit code 1 if a
-checkpoint is damaged.
+checkpoint that resuming uses. A checkpoint is intact if all its files have their sizes; hashes=true reads every byte,
+as resuming does. The table is followed by files that a process is writing or deleting, or left when it died (.tmp-,
+.trash-), and by checkpoints that were set aside (damaged-, superseded-). Times are UTC. Exit code 1 if a checkpoint is
+damaged.
 """
 
 from dataclasses import dataclass

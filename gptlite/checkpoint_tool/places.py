@@ -58,7 +58,10 @@ def checkpoints(path: str) -> list[Path]:
 
 
 def one_checkpoint(path: str) -> Path:
-    """Return the checkpoint at `path`, or a run's newest one that has all its files. Raises ConfigError."""
+    """Return the checkpoint at `path`, or a run's newest intact one, by file sizes; if none is, its newest.
+
+    Raises ConfigError if there is none, or if `path` has several runs.
+    """
     folders = checkpoints(path)
     if len({each.parent for each in folders}) > 1:
         raise ConfigError(f"{path} is a folder of several runs; give one of them")
@@ -70,13 +73,13 @@ def one_checkpoint(path: str) -> Path:
 
 
 def leftovers(root: Path) -> Iterator[Path]:
-    """Yield paths that are being written or deleted, or were when the process died, and those that were set aside."""
+    """Yield paths that a process is writing or deleting, or left when it died, and those that were set aside."""
     for pattern in LEFT:
         yield from sorted(root.glob(pattern))
 
 
 def has_writer(root: Path) -> bool | None:
-    """Return True if a process holds the writers' lock, None if the file system has no locks."""
+    """Return True if a process is writing below `root`, by the writers' lock; None if the file system has no locks."""
     if not (root / ".lock").exists():
         return False
     with open(root / ".lock") as lock:
@@ -99,14 +102,14 @@ def checkpoint_config(folder: Path) -> dict[str, Any]:
 
 
 def config_of(text: str, where: str) -> dict[str, Any]:
-    """Return a configuration as nested dicts, completed as in resuming, or unchanged if another version wrote it."""
+    """Return a configuration as nested dicts, with defaults filled in unless this version cannot read it."""
     try:
         return to_dict(from_yaml(text))
     except ConfigError:
         try:
             raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         except Exception as error:
-            raise ConfigError(f"{where} is no YAML: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"{where} is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(raw, dict) or "model" not in raw:
         raise ConfigError(f"{where} is not a run's config.yaml")
     return {str(key): value for key, value in raw.items()}

@@ -2,8 +2,8 @@
 
 Prints the checkpoints to keep and to remove; yes=true then removes them. The newest K are kept, and with every=M also
 those of steps M, 2M, 3M, ... The newest checkpoint whose every byte is verified is always kept; without one, nothing is
-removed. Damaged ones are neither counted nor removed, except with damaged=true. Leftovers of dead processes (.tmp-,
-.trash-) are removed too. A run may be training meanwhile.
+removed. Damaged ones are not counted; damaged=true removes them. Leftovers of dead processes (.tmp-, .trash-) are
+removed too. The run may be training meanwhile.
 """
 
 from collections.abc import Iterable
@@ -31,9 +31,9 @@ class Options:
 def run(paths: list[str], options: Options) -> int:
     """Print the plan and, with `yes`, carry it out."""
     if options.keep is None:
-        raise ConfigError("keep is not set; give keep=K, the number of checkpoints that stay")
+        raise ConfigError("keep is not set; give keep=K, the number of checkpoints to keep")
     if options.keep < 1 or options.every < 0:
-        raise ConfigError(f"keep={options.keep}, every={options.every}: at least keep=1, and every=0 or more")
+        raise ConfigError(f"keep={options.keep}, every={options.every}: keep must be at least 1, every at least 0")
     root, *others = roots(paths[0])
     if others:
         raise ConfigError(f"{paths[0]} is a folder of several runs; give one of them")
@@ -43,7 +43,7 @@ def run(paths: list[str], options: Options) -> int:
             print(f"{word:<6}  {format_bytes(size_on_disk(path)):>9}  {path}  ({reason})")
     print(f"{len(goes)} to remove, {format_bytes(sum(map(size_on_disk, goes)))}" if goes else "nothing to remove")
     if goes and not options.yes:
-        print("nothing is removed yet; give yes=true")
+        print("nothing is removed yet; give yes=true to remove")
     elif goes:
         _remove(root, newest, goes)
         print("removed")
@@ -51,9 +51,10 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def plan(root: Path, keep: int, every: int, damaged: bool) -> tuple[Path | None, dict[Path, str], dict[Path, str]]:
-    """Return the newest checkpoint whose every byte is verified, the paths to keep and those to remove, with reasons.
+    """Return the newest fully verified checkpoint, the paths to keep and the paths to remove, each with a reason.
 
-    Reads whole checkpoints, newest first, until one is intact. Raises ConfigError if there are some and none is intact.
+    Reads whole checkpoints, newest first, until one is intact. Raises ConfigError if checkpoints exist and none is
+    intact.
     """
     folders = store.step_folders(root)
     reasons = {folder: damage(folder, log) for folder in folders}
@@ -85,7 +86,7 @@ def plan(root: Path, keep: int, every: int, damaged: bool) -> tuple[Path | None,
         elif alive is False:
             goes[left] = "left by a process that died"
         else:
-            stays[left] = "a process may be at work on it"
+            stays[left] = "a process may still be using it"
     return newest, stays, goes
 
 

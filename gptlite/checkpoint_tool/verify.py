@@ -1,9 +1,9 @@
 """Verify checkpoints by reading every byte: verify RUN_OR_STEP ... [hashes=false]
 
-The checks of a checkpoint: its files match the manifest in size and SHA-256, read past the page cache where the system
+The checks of a checkpoint: its files match the manifest in size and SHA-256, bypassing the page cache where the system
 allows it; every element of every tensor lies in exactly one box of a file; no weight is NaN or infinite. For a run, or
-a folder of runs, all checkpoints are verified, newest first. With hashes=false, neither bytes nor weights are read.
-Exit code 1 if a checkpoint is damaged or has such a weight.
+a folder of runs, all checkpoints are verified, newest first. With hashes=false, only sizes and boxes are checked. Exit
+code 1 if a checkpoint is damaged or has such a weight.
 """
 
 import time
@@ -46,7 +46,7 @@ def _verify(folder: Path, hashes: bool) -> bool:
         weights = [key for key in manifest.tensors if key.startswith("model.")] if hashes else []
         for key in weights:
             if problem := not_finite(read(key)):
-                print(f"BAD      {folder}  its files are whole, but {key} {problem}", flush=True)
+                print(f"BAD      {folder}  its files are intact, but {key} {problem}", flush=True)
                 return False
     except DamagedCheckpoint as error:
         print(f"DAMAGED  {folder}  {error.reason}", flush=True)

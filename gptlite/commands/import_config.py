@@ -17,8 +17,10 @@ from typing import NoReturn
 
 from gptlite.commands.train import guarded
 from gptlite.config.command_line import Subcommand, parse_arguments, separate
-from gptlite.config.deepspeed import overrides_of, read, translate
+from gptlite.config.deepspeed.expand import overrides_of
+from gptlite.config.deepspeed.file import read
 from gptlite.config.deepspeed.rows import Row, Verdict
+from gptlite.config.deepspeed.translate import translate
 from gptlite.errors import ConfigError
 from gptlite.invocation import command, localized
 

@@ -22,6 +22,8 @@ from gptlite.config.messages import refusals
 from gptlite.config.plugins import import_plugins, named_in
 from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
+from gptlite.launch.hostfile import run as run_on_hosts
+from gptlite.launch.hostfile import take_flag
 from gptlite.launch.starter import is_main, let_main_speak, refuse_sweep
 
 COMPLETION = {"--shell-completion", "-sc"}
@@ -61,7 +63,10 @@ def main() -> NoReturn:
 def command() -> int:
     """Run the command line: print help, or run the configuration composed from the arguments and the run folder."""
     with refusals():
-        flags, overrides = sort_arguments(sys.argv[1:])
+        file, words = take_flag(sys.argv[1:])
+        if file is not None and not {"-h", "--help"} & set(words):
+            run_on_hosts(file, words)
+        flags, overrides = sort_arguments(words)
         overrides = with_deepspeed(overrides, print_once)
         if {"-h", "--help"} & set(flags):
             import_plugins(named_in(overrides))

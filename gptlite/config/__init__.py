@@ -1,6 +1,6 @@
 """Configuration: schema, composition, checks and serialisation."""
 
-from gptlite.config.compose import help_text, load, typed, with_vocabulary
+from gptlite.config.compose import help_text, load, require_config, typed, with_vocabulary
 from gptlite.config.saved import (
     from_yaml,
     hydra_value,
@@ -25,6 +25,7 @@ __all__ = [
     "presets_of",
     "read_saved",
     "register",
+    "require_config",
     "saved_overrides",
     "to_dict",
     "to_yaml",

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from gptlite.config.checks import check
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.plugins import import_plugins, named_in
+from gptlite.config.saved import saved_overrides
 from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of, register, schema_names
 from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
@@ -22,13 +25,42 @@ from gptlite.models.spec import spec_of
 
 
 def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
-    """Return the configuration that `train.py` would run with these overrides. Raises ConfigError."""
+    """Return the configuration that `gptlite train` would run with these overrides, `KEY=VALUE` and `GROUP=PRESET`.
 
-    overrides = with_deepspeed(list(overrides))
+    With `run.dir=FOLDER` of an existing run, the overrides add to that run's, as on the command line. Raises
+    ConfigError.
+    """
+    if isinstance(overrides, str):
+        raise ConfigError(f"load({overrides!r}): the overrides are a list; give load([{overrides!r}])")
+    overrides = list(overrides)
+    if flags := [each for each in overrides if not isinstance(each, str) or each.startswith("-")]:
+        raise ConfigError(f"load takes KEY=VALUE and GROUP=PRESET as strings, and got {flags[0]!r}")
+    overrides = with_deepspeed(overrides)
+    overrides = [*saved_overrides(overrides), *overrides]
     import_plugins(named_in(overrides))  # first, as plugins add schemas
     register()
-    with refusals(), initialize_config_dir(str(config_dir), version_base="1.3"):
-        return typed(compose("config", overrides=with_model(overrides)))
+    overrides = with_model(overrides)
+    with refusals(), _initialized(config_dir):
+        config = typed(compose("config", overrides=overrides))
+    config.run.overrides = overrides
+    return config
+
+
+@contextmanager
+def _initialized(config_dir: Path) -> Iterator[None]:
+    """Context in which Hydra composes from a folder. A Hydra that the caller has initialized is set aside meanwhile."""
+    others, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+    try:
+        with initialize_config_dir(str(config_dir), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = others
+
+
+def require_config(config: object) -> None:
+    """Raise ConfigError if this is not a Config."""
+    if not isinstance(config, Config):
+        raise ConfigError(f"{config!r} is not a Config; compose one with gptlite.load([KEY=VALUE, ...])")
 
 
 HELP = """\
@@ -38,6 +70,7 @@ gptlite train                               train the default: GPT-lite on Shake
 gptlite train GROUP=PRESET KEY=VALUE ...    change anything
 gptlite train run.dir=outputs/...           resume a run
 gptlite train deepspeed=ds_config.json      train with a DeepSpeed JSON
+gptlite train --hostfile FILE ...           train on several machines: call it on each
 gptlite train --cfg job                     print the configuration and stop
 gptlite train --hydra-help                  Hydra's own options
 

@@ -46,7 +46,7 @@ main(sys.argv[1:])
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of the ranks: exit code and, after a failure, the reason in one line and whether memory ran out."""
+    """Result of a run's ranks: exit code and, after a failure, the reason in one line and whether memory ran out."""
 
     exit_code: int
     reason: str = ""
@@ -59,10 +59,10 @@ def run_ranks(config: Config, world: int, started: float, worker: tuple[str, ...
 
 
 def rank_ending(config: Config, world: int, started: float, worker: tuple[str, ...] = ("-c", START)) -> Ended:
-    """Run a configuration on `world` new local processes, also if it is one. Raises ConfigError if it is refused.
+    """Run a configuration on `world` new local processes, even for one. Raises ConfigError if a rank refuses it.
 
     Rank 0 owns the terminal. If a rank fails, the others are stopped, and all restart from the last checkpoint, up to
-    `trainer.max_restarts` times. `worker` has the Python arguments that start a rank.
+    `trainer.max_restarts` times. `worker` are the Python arguments that start a rank.
     """
     restarts = config.trainer.max_restarts
     reason, ran_out = "", False
@@ -128,8 +128,8 @@ def run_once(folder: Path, world: int, requests: "Requests", arguments: tuple[st
 
 
 class Requests:
-    """Context manager in which the first of SIGNALS makes the ranks save and stop, by a file, and a second one kills
-    them."""
+    """Signal handlers for a with block: the first of SIGNALS writes `file`, on which the ranks save and stop, and a
+    second one kills them."""
 
     def __init__(self, file: Path) -> None:
         self.received: int | None = None
@@ -150,7 +150,8 @@ class Requests:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Mark the time in which the agent runs. A SignalException then makes it stop every rank."""
+        """Mark the block in which the agent runs: a second signal then raises SignalException, which stops every
+        rank."""
         self._launching = True
         try:
             yield
@@ -179,9 +180,9 @@ def going_on(config: Config) -> Config:
 
 
 def blame(failures: Failures, folder: Path, run_dir: Path) -> str:
-    """Return e.g. `rank 3 failed: ValueError: ...` and its last lines, for the rank that caused the failure.
+    """Return e.g. `rank 3 failed: ValueError: ...` for the rank that caused the failure, with its last lines of output.
 
-    Its output is in `folder`, or in `run_dir` once the log has moved there.
+    A rank's log is in `folder`, or in `run_dir` once it has been moved there.
     """
     if not failures:
         return "rank 0 ended without a result"
@@ -219,16 +220,16 @@ def _ending(exit_code: int) -> str:
 
 
 def _exception(failure: ProcessFailure) -> tuple[str, str] | None:
-    """The exception (`ValueError: ...`) and traceback that a rank recorded, if any."""
+    """Return the exception (`ValueError: ...`) and traceback that a rank recorded, if any."""
     message: Any = failure.message  # text where the rank left none
     return (message["message"], message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else None
 
 
 def _memory(results: list[dict], failures: Failures, killed: bool, near: set[int]) -> str:
-    """Return a line on the rank that ran out of memory, if there is one.
+    """Return a line that names the rank that ran out of memory; empty if none did.
 
-    It is a rank that reported it, one that the kernel killed (`killed`), or one `near` its limit that was aborted by a
-    library thread, which cannot raise.
+    That is a rank that reported it, one that got SIGKILL if the OOM killer ran (`killed`), or one `near` its limit that
+    a library thread aborted, since such a thread cannot raise.
     """
     for rank, result in enumerate(results):
         if "out_of_memory" in result:
@@ -244,7 +245,7 @@ def _memory(results: list[dict], failures: Failures, killed: bool, near: set[int
 
 
 def _follows(failure: ProcessFailure) -> bool:
-    """Return True if a failure is typical of a rank whose peers have left, or of one that was told to stop."""
+    """Return True if a failure is typical of a rank whose peers have left, or of one that was terminated."""
     if error := _exception(failure):
         return bool(FOLLOWS.search(error[0]))
     return failure.exitcode in (EXIT_TERMINATED, -signal.SIGTERM)

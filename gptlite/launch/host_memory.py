@@ -26,16 +26,16 @@ FREE = re.compile(r"of which ([\d.]+ [KMGT]iB) is free")
 
 
 def limit(gib: float | None) -> None:
-    """Make allocations of this process fail with an error beyond that many GiB of private memory; None sets no limit.
+    """Make allocations of this process beyond `gib` GiB of private memory raise an error; None sets no limit.
 
-    Linux counts the heap and private writable mappings (RLIMIT_DATA), but not files, nor memory shared with others.
+    Linux counts the heap and private writable mappings (RLIMIT_DATA), but not files or shared memory.
     """
     if gib is not None:
         _set_limit(int(gib * GIB))
 
 
 def limit_words(gib: float | None) -> str:
-    """Suffix of an out-of-memory message that names the limit, if there is one."""
+    """Return the suffix of an out-of-memory message that names the limit; empty without a limit."""
     return f" (trainer.host_memory_limit={gib:g} GiB)" if gib else ""
 
 
@@ -54,7 +54,7 @@ def _set_limit(most: int | None) -> None:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """Return the reason in one line if an exception, or one that it came from, is an out-of-memory failure; else ""."""
+    """Return a one-line reason if an exception, or one in its chain of causes, is an out-of-memory failure; else ""."""
     for each in _chain(error):
         text = str(each)
         if type(each).__name__ == "OutOfMemoryError" or DEVICE.search(text):  # by name, as torch is not imported here
@@ -63,14 +63,14 @@ def out_of_memory(error: BaseException) -> str:
         if isinstance(each, MemoryError) or HOST.search(text):
             return f"host memory ran out{_asked(text)}"
         if KERNEL.search(text):
-            return "memory ran out for a kernel's result"
+            return "memory ran out while allocating a kernel's result"
         if UNCLEAR.search(text) and _limit_is_near():
             return f"host memory ran out: {text.strip().splitlines()[0]}"
     return ""
 
 
 def note_use(file: Path) -> None:
-    """Keep this process's peak memory that counts towards the limit in a file, to be read after an abort."""
+    """Record this process's peak of memory that counts towards the limit in a file, which `was_near` reads."""
 
     def watch() -> None:
         page, most = os.sysconf("SC_PAGE_SIZE"), 0
@@ -87,14 +87,15 @@ def note_use(file: Path) -> None:
 
 
 def was_near(file: Path, gib: float | None) -> bool:
-    """Return True if the peak kept by `note_use` is within NEAR bytes of a limit."""
+    """Return True if the peak recorded by `note_use` is within NEAR bytes of a limit or above it."""
     with suppress(OSError, ValueError):
         return gib is not None and int(file.read_bytes()) > gib * GIB - NEAR
     return False
 
 
 def kernel_kills() -> int:
-    """Number of processes that the kernel's OOM killer has ended so far, on this machine and in this control group."""
+    """Return the number of processes that the kernel's OOM killer has ended so far, on this machine and in this control
+    group."""
     count = 0
     for path in (Path("/proc/vmstat"), *_memory_events()):
         with suppress(OSError, ValueError):
@@ -140,4 +141,4 @@ def _asked(text: str) -> str:
         return ""
     size = match[1].rstrip(".,").replace(",", "")
     words = f"{float(size) / 2**20:.1f} MiB" if match[2] == "bytes" else f"{size} {match[2]}"
-    return f": {words} asked for"
+    return f": tried to allocate {words}"

@@ -1,10 +1,12 @@
-"""Start of a run's ranks: in this process if there is only one, else in processes of their own."""
+"""Start of a run's ranks: in this process if there is only one, else in separate processes."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gptlite.config import Config, with_vocabulary
@@ -20,10 +22,13 @@ from gptlite.parallelism.layout import wanted_world
 
 if TYPE_CHECKING:
     from gptlite.launch.elastic import Ended
+    from gptlite.run.result import Result
+    from gptlite.trainer.signals import StopSignal
 
 # glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 KEEP_ALL = 2**31 - 1
+DEFAULT_MMAP_MAX, DEFAULT_TRIM_THRESHOLD = 65536, 128 * 1024
 
 
 def launch(config: Config, started: float) -> int:
@@ -36,24 +41,35 @@ def launch(config: Config, started: float) -> int:
     outer = starter()
     config, world = planned(config, outer)
     if world == 1:
-        limit(config.trainer.host_memory_limit)
-        from gptlite.parallelism.process_group import leave
-        from gptlite.pretrain import pretrain
+        from gptlite.trainer.signals import StopSignal
 
         try:
-            return pretrain(config, started)
+            return alone(config, started, StopSignal()).exit_code
         except Exception as error:
             if not (reason := out_of_memory(error)):
                 raise
             lift()  # the report needs memory itself
             return ran_out(reason, config, 1)
-        finally:
-            leave()  # the group of one rank that offloads
     if outer:
         from gptlite.launch.worker import under
+        from gptlite.pretrain import pretrain
 
-        return under(outer, config, started)
+        return under(outer, config, started, pretrain).exit_code
     return start_ranks(config, world, started).exit_code
+
+
+def alone(config: Config, started: float, stop: StopSignal | None) -> Result:
+    """Train in this process. The memory limit stays, for `out_of_memory`."""
+    from gptlite.parallelism.process_group import leave
+    from gptlite.parallelism.torch_private import forget_meshes
+    from gptlite.pretrain import pretrain
+
+    limit(config.trainer.host_memory_limit)
+    try:
+        return pretrain(config, started, stop)
+    finally:
+        leave()  # the group of one rank that offloads
+        forget_meshes()
 
 
 def ran_out(reason: str, config: Config, world: int) -> int:
@@ -65,9 +81,11 @@ def ran_out(reason: str, config: Config, world: int) -> int:
     return 1
 
 
-def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
-    """Return the configuration with its layout resolved, and the number of ranks. Raises ConfigError if they cannot
-    run."""
+def planned(config: Config, outer: Starter | None, ranks: int | None = None) -> tuple[Config, int]:
+    """Return the configuration with its layout resolved, and the number of ranks, by default the layout's.
+
+    Raises ConfigError if it cannot run here.
+    """
     import torch
 
     gpus = torch.cuda.device_count()
@@ -79,15 +97,15 @@ def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
     if config.parallelism.auto:
         from gptlite.plan.planning import chosen
 
-        config = chosen(config, outer.world_size if outer else None, print if is_main() else lambda _: None)
-    world = outer.world_size if outer else wanted_world(config.parallelism, gpus)
+        config = chosen(config, outer.world_size if outer else ranks, print if is_main() else lambda _: None)
+    world = outer.world_size if outer else ranks or wanted_world(config.parallelism, gpus)
     layout = check_world(config, world)
     check_device(config, "cuda" if gpus else "cpu")
     here = outer.local_world_size if outer else world
     # srun may make only its own GPU visible to each rank.
     if gpus and here > gpus and not (outer and outer.name == "srun" and gpus == 1):
         raise ConfigError(
-            f"the layout has {here} ranks on this machine, which shows {gpus} GPU{'s' * (gpus > 1)}; lower the degrees "
+            f"the layout has {here} ranks on this machine, which has {gpus} GPU{'s' * (gpus > 1)}; lower the degrees "
             f"of parallelism, or set CUDA_VISIBLE_DEVICES= for ranks on the CPU"
         )
     check_offload_space(config, layout, here)
@@ -95,7 +113,7 @@ def planned(config: Config, outer: Starter | None) -> tuple[Config, int]:
 
 
 def start_ranks(config: Config, world: int, started: float) -> Ended:
-    """Run the configuration in new processes, also if it is one. Raises ConfigError if it is refused."""
+    """Run the configuration in new processes, even for one rank. Raises ConfigError if a rank refuses it."""
     import torch
 
     from gptlite.launch.elastic import rank_ending
@@ -115,19 +133,35 @@ def keep_freed_memory() -> None:
     nothing. Tensors of 2 MiB and more use huge pages, unless the environment disables them; torch reads that variable
     once, and has no other setting for it.
     """
-    if sys.platform != "linux":
-        return
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if sys.platform == "linux":
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        _set_malloc(0, KEEP_ALL)  # mapped blocks would be unmapped when freed
+
+
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Context in which freed memory is kept, for a process that does more than train. Then it is returned."""
+    _set_malloc(0, KEEP_ALL)
     try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # another libc
-        return
-    mallopt(M_MMAP_MAX, 0)  # mapped blocks would be unmapped when freed
-    mallopt(M_TRIM_THRESHOLD, KEEP_ALL)
+        yield
+    finally:
+        if libc := _set_malloc(DEFAULT_MMAP_MAX, DEFAULT_TRIM_THRESHOLD):
+            libc.malloc_trim(0)
+
+
+def _set_malloc(mmap_max: int, trim_threshold: int) -> ctypes.CDLL | None:
+    """Set two parameters of glibc's malloc, and return glibc; None with another C library."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(M_MMAP_MAX, mmap_max)
+        libc.mallopt(M_TRIM_THRESHOLD, trim_threshold)
+    except (OSError, AttributeError):
+        return None
+    return libc
 
 
 def share_cores(ranks: int) -> None:
-    """Limit torch's threads to this rank's share of the cores, unless the environment or Slurm has already set it."""
+    """Limit torch's threads to one of `ranks` equal shares of the cores, unless the environment or Slurm sets them."""
     import torch
 
     # Ranks that Slurm binds to cores count only those.

@@ -9,12 +9,12 @@ from gptlite.files import unwritable
 from gptlite.ops.config import Attention
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout
-from gptlite.plan.offload import file_bytes
+from gptlite.plan.traffic import file_bytes
 from gptlite.plan.workload import Workload
 
 
 def check_offload_space(config: Config, layout: Layout, here: int) -> None:
-    """Raise ConfigError, one line, if the folder cannot hold the optimizer state of `here` local ranks."""
+    """Raise a one-line ConfigError if the folder cannot hold the optimizer state of `here` local ranks."""
     if config.parallelism.offload is not Offload.nvme:
         return
     key, folder = f"parallelism.offload_path={config.parallelism.offload_path}", config.parallelism.offload_path or ""
@@ -26,13 +26,13 @@ def check_offload_space(config: Config, layout: Layout, here: int) -> None:
     needed, free = needed_bytes(config, layout, here), shutil.disk_usage(path).free
     if needed > free:
         raise ConfigError(
-            f"{key}: the optimizer state of {here} rank{'s' * (here > 1)} takes {needed / 1e6:.1f} MB, and "
-            f"{free / 1e6:.1f} MB are free; free some, or give another folder"
+            f"{key}: the optimizer state of {here} rank{'s' * (here > 1)} takes {needed / 1e6:.1f} MB, but "
+            f"only {free / 1e6:.1f} MB are free; free some, or give another folder"
         )
 
 
 def needed_bytes(config: Config, layout: Layout, here: int) -> int:
-    """Size of the files of the first `here` ranks; a lower bound while the vocabulary is unknown."""
+    """Return the size of the files of the first `here` ranks; a lower bound while the vocabulary is unknown."""
     work = Workload(
         model=with_vocabulary(config, 1).model,
         parallelism=config.parallelism,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
-    """Path of a rank's log in a run folder."""
+    """Return the path of a rank's log in a run folder."""
     return run_dir.absolute() / "ranks" / f"rank-{rank}.log"
 
 

@@ -1,4 +1,5 @@
-"""Delivery of stop requests to ranks started by train.py. Their launcher also uses signals for other purposes."""
+"""Delivery of stop requests to ranks started by train.py. Signals alone do not suffice, as their launcher uses them for
+other purposes too."""
 
 import os
 import signal
@@ -19,11 +20,12 @@ EXIT_TERMINATED = 143
 class LauncherStop(StopSignal):
     """Stop request as a file that the launcher writes, containing the signal's number.
 
-    A signal alone is not a request: the elastic agent sends SIGTERM to the ranks that survive another. Those must not
+    A signal alone is not a request: the elastic agent sends SIGTERM to the survivors of a failed rank. Those must not
     save, and must not wait in a collective for the dead rank. Therefore a thread polls for the file, which works even
     during such a wait.
 
-    `stopped(code)` is called before a rank ends on request outside training.
+    `launcher` is the launcher's process id: a rank exits when that process has ended. `stopped(code)` is called before
+    a rank ends on request outside training.
     """
 
     def __init__(self, file: Path, launcher: int, stopped: Callable[[int], None]) -> None:

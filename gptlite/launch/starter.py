@@ -1,7 +1,7 @@
 """Detection of torchrun and srun from the environment. Does not import torch.
 
-Their variables only determine a process's place among the ranks. The training configuration never depends on the
-environment.
+Their variables determine only a process's rank and how it reaches the others. The training configuration never depends
+on the environment.
 """
 
 import os
@@ -65,9 +65,10 @@ def refuse_sweep() -> None:
 
 
 def let_main_speak() -> None:
-    """Wait, on a refused rank above 0, until rank 0 has printed the error.
+    """Give rank 0 time to print the error, on a refused rank above 0.
 
-    torchrun and srun end the other ranks once the first has failed. This one then still ends with its own exit code.
+    torchrun and srun end the other ranks once the first has failed. SIGTERM ends the wait, and the rank then exits with
+    its usual code.
     """
     over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

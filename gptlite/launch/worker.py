@@ -1,4 +1,4 @@
-"""Process of one of several ranks, started by train.py, torchrun or srun."""
+"""Entry points of a rank that train.py, torchrun or srun has started."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from gptlite.config import Config, from_yaml, to_yaml
 from gptlite.errors import ConfigError
@@ -21,16 +21,23 @@ from gptlite.launch.rank_log import RankLog
 from gptlite.launch.starter import Starter
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-Pretrain = Callable[..., int]
+T = TypeVar("T")
 
 
-def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
+def exit_code(*given: object) -> int:
+    """Train, and return the exit code alone."""
+    from gptlite.pretrain import pretrain
+
+    return pretrain(*given).exit_code  # type: ignore[arg-type]
+
+
+def main(arguments: list[str], pretrain: Callable[..., int] = exit_code) -> NoReturn:
     """Run the rank given by RANK, started by elastic.run_ranks; `arguments` are a folder, a time and a process id.
 
     The folder holds config.yaml; the time is when the command began, in time.monotonic() seconds; the process is the
     launcher, and this process ends when it does. Exits with 0 once `result-N.json` has the outcome: the run's exit
     code, or why it was refused. Any other end is a failure, after which the launcher stops the other ranks. `pretrain`
-    is the function to run, by default gptlite.pretrain's.
+    is the function to run, which returns the exit code.
     """
     folder, started, launcher = Path(arguments[0]), float(arguments[1]), int(arguments[2])
     die_with(launcher)
@@ -75,10 +82,10 @@ def main(arguments: list[str], pretrain: Pretrain | None = None) -> NoReturn:
     sys.exit(0)
 
 
-def under(starter: Starter, config: Config, started: float, pretrain: Pretrain | None = None) -> int:
-    """Run this process as a rank of torchrun or srun and return its exit code. Raises ConfigError on all ranks.
+def under(starter: Starter, config: Config, started: float, pretrain: Callable[..., T]) -> T:
+    """Run this process as a rank of torchrun or srun and return what `pretrain` does. Raises ConfigError on all ranks.
 
-    `config` is composed by each rank itself. Rank 0's is used on all, since folder names contain the time.
+    Each rank composes a `config`, but all use rank 0's, since folder names contain the time.
     """
     from gptlite.launch.launcher import keep_freed_memory, ran_out, share_cores
 
@@ -95,9 +102,9 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
     if starter.name == "srun":  # torchrun sets OMP_NUM_THREADS itself
         share_cores(starter.local_world_size)
     try:
-        code = train_rank(config, started, StopSignal(), log, pretrain, starter)
+        result = train_rank(config, started, StopSignal(), log, pretrain, starter)
         leave()  # only after success, as it would wait for ranks that are gone
-        return code
+        return result
     except ConfigError:
         if log:
             log.path.unlink()  # a refused run leaves nothing behind
@@ -106,7 +113,7 @@ def under(starter: Starter, config: Config, started: float, pretrain: Pretrain |
         note_failure(error)
         if reason := out_of_memory(error):
             lift()
-            return ran_out(f"rank {starter.rank}: {reason}", config, starter.world_size)
+            sys.exit(ran_out(f"rank {starter.rank}: {reason}", config, starter.world_size))
         if log:
             log.tell(f"rank {starter.rank} failed: {type(error).__name__}: {error}; its output is in {log.path}")
         raise
@@ -117,18 +124,16 @@ def train_rank(
     started: float,
     stop: object,
     log: RankLog | None,
-    pretrain: Pretrain | None = None,
+    pretrain: Callable[..., T],
     node: Starter | None = None,
-) -> int:
-    """Join the process group and train; returns the exit code.
+) -> T:
+    """Join the process group and train; returns what `pretrain` does.
 
-    `node`: torchrun or srun started this rank. It then takes the configuration from rank 0 and, as the first rank of a
-    machine without rank 0, prints where output goes.
+    `node` is set if torchrun or srun started this rank. The rank then takes the configuration from rank 0 and, if it is
+    the first on a machine without rank 0, prints where the output goes.
     """
     from gptlite.parallelism.process_group import broadcast_text, join
 
-    if pretrain is None:
-        from gptlite.pretrain import pretrain
     if int(os.environ["WORLD_SIZE"]) > 1:  # a single rank needs no process group
         join(config.parallelism.timeout_seconds)
     limit(config.trainer.host_memory_limit)
@@ -148,7 +153,7 @@ def train_rank(
 
 
 def die_with(launcher: int) -> None:
-    """Have the kernel kill this process when its launcher ends, however that ends."""
+    """Have the kernel kill this process when its launcher ends for any reason."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

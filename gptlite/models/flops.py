@@ -22,15 +22,15 @@ _PRODUCTS = re.compile(
 
 
 class Uncounted(ValueError):
-    """A model whose FLOPs cannot be counted, with the reason and the fix."""
+    """Raised for a model whose FLOPs cannot be counted, with the reason and the fix."""
 
 
 def count_flops(model: Model, length: int) -> int:
     """Return the FLOPs of a token, forward and backward, of the whole model on one sequence of `length`.
 
     The formulas are torch.utils.flop_counter's, including those that libraries have registered there. Ops that it
-    ignores (elementwise ops, reductions, copies) count as zero. Attention counts in full, with its masked half, as the
-    products of its definition: two forward, four backward. Nothing is computed: tensors are on the meta device.
+    ignores (elementwise ops, reductions, copies) count as zero. Attention counts as two products forward and four
+    backward, including the masked half. Nothing is computed: tensors are on the meta device.
 
     Raises Uncounted with the name of the first op without a formula: one of another library, or torch's products,
     convolutions, attention, transforms, recurrent layers, grid samplers and linear algebra. Also raised if the pass
@@ -53,7 +53,7 @@ def count_flops(model: Model, length: int) -> int:
 
 
 class _Unknown(TorchDispatchMode):
-    """Record ops without a known FLOP formula, as `library::op`."""
+    """Dispatch mode that records ops without a known FLOP formula, as `library::op`."""
 
     supports_higher_order_operators = True
 

@@ -1,4 +1,4 @@
-"""Interface of a model's form in Hugging Face's transformers, for export and import. No torch here."""
+"""Interface of the conversion between a model and Hugging Face's transformers. No torch here."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Weight:
     """A parameter: its name and shape in transformers, and its name and shape in gptlite. With `ours` None it is zeros
     in transformers and absent in gptlite.
 
-    `view` returns a view of our tensor whose elements, row by row, are those of the tensor in transformers: reading it
-    exports, writing into it imports.
+    `view` returns a view of our tensor whose elements, in row-major order, are those of the tensor in transformers: an
+    export reads it, an import writes into it.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Weight:
 
 
 class Adapter(Generic[C]):
-    """A model as a class of transformers stores it. Everything but `canonical` and `copies` is required.
+    """Conversion of a model to and from a class of transformers. Everything but `canonical` and `copies` is required.
 
     `model_type`: the key in config.json by which an import finds the model. `model_class`: the class with
     `from_pretrained`. `title`: the model's name in messages.
@@ -65,6 +65,6 @@ class Adapter(Generic[C]):
         return name
 
     def copies(self) -> Mapping[str, str]:
-        """Return tensors that a checkpoint may store twice, by canonical names: from the copy to the parameter it must
+        """Return `{copy: parameter}`, in canonical names, for tensors that a checkpoint may store twice. They must be
         equal."""
         return {}

@@ -32,7 +32,7 @@ def init_weights(model: Model, part: nn.Module, seed: int) -> None:
 
 
 def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:
-    """Fill this rank's part of a parameter with the whole parameter's values at that part.
+    """Fill this rank's shard of a parameter with the values that the whole parameter has there.
 
     With more than two dims only the first may be sharded. Raises ValueError if another one is.
     """
@@ -42,7 +42,7 @@ def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:
     shape, offset = local_box(parameter)
     if parameter.ndim != 2:
         if shape[1:] != tuple(parameter.shape[1:]):
-            raise ValueError(f"{name} of {parameter.ndim} dims is cut along another than the first")
+            raise ValueError(f"{name} of {parameter.ndim} dims is sharded along a dim other than the first")
         draw_normal_(parameter.to_local(), std, seed, name, offset=offset[0] * math.prod(shape[1:]))
         return
     (rows, columns), (row, column) = shape, offset
@@ -58,9 +58,10 @@ def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:
 
 
 def draw_normal_(parameter: Tensor, std: float, seed: int, name: str, offset: int = 0) -> None:
-    """Fill a contiguous fp32 parameter with N(0, std) from (seed, name), starting at element `offset` of the whole.
+    """Fill a contiguous fp32 parameter with N(0, std) from (seed, name), starting at element `offset` of the whole
+    tensor.
 
-    A part gets the same bits as within the whole. Raises ValueError for a negative offset.
+    A shard gets the same bits as it has in the whole tensor. Raises ValueError for a negative offset.
     """
     if offset < 0:
         raise ValueError(f"offset={offset} must not be negative")

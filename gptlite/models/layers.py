@@ -18,8 +18,8 @@ from gptlite.ops.weight_copies import as_dtype
 
 
 class Linear(nn.Linear):
-    """x [..., in] -> [..., out], in x's dtype or in `matmul_dtype` if set; with `fp8`, the product is computed in
-    fp8."""
+    """Linear layer: x [..., in] -> [..., out], in x's dtype or in `matmul_dtype` if set; with `fp8`, its products run
+    in fp8."""
 
     matmul_dtype: torch.dtype | None = None
     fp8 = False

@@ -1,4 +1,4 @@
-"""A model with its configuration: the interface of a run's parts to any model."""
+"""A model with its configuration: the interface between a run and any model."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Model:
         return None if found is None or count is None else count * found[0] + found[1]
 
     def stage_blocks(self, stages: int) -> list[range]:
-        """Return the blocks of each pipeline stage, balanced by FLOPs, with the end of the model on the last. Raises
+        """Return the blocks of each pipeline stage, balanced by FLOPs including the layers after the last block. Raises
         ValueError for a model without a number of blocks."""
         count = self.spec.num_blocks(self.config)
         if count is None:
@@ -126,7 +126,7 @@ class Model:
                     yield f"{path}.{name}" if path else name, buffer
 
     def tie(self, part: nn.Module) -> None:
-        """Tie parameters again in a part that holds both: a move to another device makes two separate ones of them."""
+        """Tie parameters again in a part that holds both: a move to another device separates them."""
         for copy, owner in self.spec.tied(self.config).items():
             if (found := _parameter(part, owner)) is not None and _parameter(part, copy) is not None:
                 path, _, name = copy.rpartition(".")

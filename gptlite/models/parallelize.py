@@ -169,7 +169,7 @@ def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> No
     """Sum the gradients that no layer sums: those of sequence slices over the tensor axis, and a tied parameter's over
     both ends of the pipeline.
 
-    Call it once a step, after ZeRO's reduction and before clipping.
+    Call it once per step, after ZeRO's reduction and before clipping.
     """
     for part in parts:
         axis = axis_of(part)

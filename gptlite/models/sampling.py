@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of drawing the next token. Temperature 0 takes the most likely one; top_k 0 and top_p 1 disable the
+    """Parameters of sampling the next token. Temperature 0 takes the most likely one; top_k 0 and top_p 1 disable the
     limits."""
 
     temperature: float = 0.8

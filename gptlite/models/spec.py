@@ -1,4 +1,4 @@
-"""ModelSpec: the interface through which the engine sees a model.
+"""ModelSpec: the interface between the engine and a model.
 
 A new model is a configuration dataclass, a module and a subclass of ModelSpec. `build` is required, and `loss` if it is
 not the cross entropy of logits. The others have defaults for a plain nn.Module (gptlite.models.plain); if a parallelism
@@ -41,7 +41,7 @@ class Cut(Enum):
 
     @property
     def dims(self) -> dict[str, int]:
-        """The sharded parameters of such a layer, with the dim of each; other parameters are whole on each rank."""
+        """`{parameter: sharded dim}` of such a layer; other parameters are replicated."""
         return {"weight": 1} if self is Cut.row else {"weight": 0, "bias": 0}
 
 
@@ -62,14 +62,14 @@ class Constant:
 @dataclass(frozen=True)
 class Matrices:
     """Matrix structure that Muon needs: `edges`, name suffixes of matrices that AdamW steps (embeddings, the head), and
-    `fused`, by name suffix the number of groups and of matrices per group that are fused into one."""
+    `fused`, `{name suffix: (groups, matrices per group)}` of parameters that consist of several matrices."""
 
     edges: tuple[str, ...] = ()
     fused: Mapping[str, tuple[int, int]] | None = None
 
 
 class ModelSpec(Generic[C]):
-    """A model as the engine sees it. Methods take the model's configuration, an instance of `schema`.
+    """Interface of a model for the engine. Methods take the model's configuration, an instance of `schema`.
 
     `name` is that of its schema in presets: `defaults: [<name>_schema, _self_]`. `casts` is True if its layers compute
     in their input's dtype, whatever their parameters' dtype, as gptlite.models.layers do; other models run under
@@ -99,7 +99,8 @@ class ModelSpec(Generic[C]):
         return count_blocks(self, config)
 
     def tensor_sizes(self, config: C) -> dict[str, int] | None:
-        """Return the sizes, by key, that parallelism.tensor must divide; None: parallelism.tensor > 1 is refused."""
+        """Return `{key: size}` of sizes that parallelism.tensor must divide; None: parallelism.tensor > 1 is
+        refused."""
         return None
 
     def max_length(self, config: C) -> int | None:
@@ -111,12 +112,12 @@ class ModelSpec(Generic[C]):
         return False
 
     def table_rows(self, config: C) -> int | None:
-        """Return the number of rows of the tables that the tensor axis shards by rows; None if it is not known yet."""
+        """Return the number of embedding rows, which the tensor axis shards; None if it is not known yet."""
         return None
 
     def product_sizes(self, config: C) -> dict[str, int] | None:
-        """Return the dims of products, by key, which precision=fp8 needs to be multiples of 16; None: fp8 is
-        refused."""
+        """Return `{key: size}` of the products' dimensions, which must be multiples of 16 for precision=fp8; None: fp8
+        is refused."""
         return None
 
     def norms_have_biases(self, config: C) -> bool:
@@ -128,12 +129,12 @@ class ModelSpec(Generic[C]):
         return None
 
     def with_vocabulary(self, config: C, vocab_size: int) -> C:
-        """Return the configuration with the tokenizer's number of token ids, if it has none of its own."""
+        """Return the configuration with the tokenizer's number of token ids, unless it already has a number."""
         return config
 
     def flops(self, config: C, length: int) -> tuple[int, int] | None:
-        """Return the FLOPs of a token, forward and backward, in one block and in everything after the blocks. None: MFU
-        counts them (gptlite.models.flops), and all blocks have equal weight in a pipeline."""
+        """Return the FLOPs of a token, forward and backward, in one block and in everything after the blocks. None:
+        they are counted for MFU (gptlite.models.flops), and a pipeline treats all blocks as equal."""
         return None
 
     def activation_bytes(
@@ -158,7 +159,7 @@ class ModelSpec(Generic[C]):
         return ""
 
     def huggingface(self) -> Adapter[C] | None:
-        """Return the model's form in Hugging Face's transformers; None: an export is refused."""
+        """Return the converter to and from Hugging Face's transformers; None: exports are refused."""
         return None
 
     # Methods on modules.
@@ -212,11 +213,12 @@ class ModelSpec(Generic[C]):
         return None
 
     def cuts(self, config: C) -> Mapping[str, Cut]:
-        """Return the sharding of layers over the tensor axis, by module name; `*` matches one component of a name."""
+        """Return `{module name: sharding}` of layers over the tensor axis; `*` matches one component of a name."""
         return {}
 
     def tied(self, config: C) -> Mapping[str, str]:
-        """Return tied parameters: from the name of the copy, at the end of the model, to the name at its beginning."""
+        """Return `{copy: owner}` of tied parameters, by name: the owner comes before the blocks, the copy after
+        them."""
         return {}
 
     def initial(self, config: C, name: str, shape: tuple[int, ...]) -> Normal | Constant:
@@ -227,15 +229,15 @@ class ModelSpec(Generic[C]):
         return Constant(1.0 if name.endswith("weight") else 0.0)
 
     def buffers(self, config: C, ops: Ops, seed: int) -> dict[str, Tensor]:
-        """Return the initial values of the whole model's buffers, by name. By default a model is built on the CPU for
-        them."""
+        """Return `{name: initial value}` of the whole model's buffers. By default a model is built on the CPU for
+        this."""
         import torch
 
         with torch.device("cpu"):
             return dict(self.build(config, ops, seed).named_buffers())
 
     def prepare(self, part: nn.Module, policy: Policy, recomputes: bool) -> None:
-        """Set a part's dtypes, and if its blocks are recomputed in the backward pass; called once."""
+        """Set up a part for a precision policy, once. `recomputes`: its blocks are recomputed in the backward pass."""
 
     def generate(
         self,
@@ -263,4 +265,4 @@ def spec_of(config: Any) -> ModelSpec:
     for spec in SPECS:
         if spec.schema is type(config):
             return spec
-    raise TypeError(f"{type(config).__name__} is no configuration of a model that is registered")
+    raise TypeError(f"{type(config).__name__} is not the configuration of a registered model")

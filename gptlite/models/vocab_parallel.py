@@ -9,7 +9,7 @@ from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, local,
 
 
 class VocabParallelHead(nn.Module):
-    """Head with this rank's rows of the table; logits of other ranks' rows are not gathered in training."""
+    """Head with this rank's rows of the weight. Logits of other ranks' rows are not gathered in training."""
 
     matmul_dtype: torch.dtype | None = None
 

@@ -12,7 +12,7 @@ OPTIMIZERS, LAYER_NORM = "amp_C", "fused_layer_norm_cuda"
 
 
 def why_not(extension: str) -> str:
-    """Return the reason why a part of Apex cannot be used here, and the fix. Empty if it can, as far as files show.
+    """Return the reason why a part of Apex cannot be used here, and the fix. Empty if it can, judging by its files.
 
     PyPI's `apex` is a different project. A build without CUDA extensions can be imported, but raises when it is used.
     """
@@ -22,7 +22,7 @@ def why_not(extension: str) -> str:
     folders = [Path(folder) for folder in found.submodule_search_locations or []]
     if not any((folder / "optimizers" / "fused_adam.py").is_file() for folder in folders):
         place = folders[0] if folders else found.origin
-        return f"the package apex in {place} is not NVIDIA's, PyPI has another by that name; uninstall it, and {BUILD}"
+        return f"the package apex in {place} is not NVIDIA's: PyPI's apex is another project; uninstall it, and {BUILD}"
     if find_spec(extension) is None:
         return f"Apex in {folders[0]} is a Python-only build, without {extension}; {BUILD}"
     return ""

@@ -25,9 +25,10 @@ ONE_QUERY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 
 class Spans(NamedTuple):
-    """Documents in B sequences of S positions that are laid end to end: their starts and the last end, int32 [N + 1].
+    """N documents of B sequences of S positions that are laid end to end.
 
-    Documents may be empty. None has more than `longest` positions.
+    `cumulative`, int32 [N + 1], has the start of each document and the last end. Documents may be empty. None has more
+    than `longest` positions.
     """
 
     cumulative: Tensor
@@ -49,8 +50,8 @@ def causal_attention(
     q [B, H, Sq, D]; k, v [B, H, Sk, D], Sq <= Sk: the queries are the last Sq positions. Returns [B, H, Sq, D]. `mask`,
     bool and broadcast to [B, H, Sq, Sk], hides further entries where it is True; a fully masked query gets zeros.
     Dropout always computes explicit scores, since SDPA's dropout would depend on the layout. Masks do too, except with
-    SDPA. `fused_scores`: explicit scores use our softmax and dropout kernels, as they always do for the two fused
-    choices.
+    SDPA. `fused_scores`: explicit scores use our softmax and dropout kernels. The choices `fused` and `fused_softmax`
+    always do.
     """
     dropping = dropout_p > 0.0 and key is not None
     if mask is not None and choice is Attention.sdpa and not dropping:
@@ -78,7 +79,8 @@ def packed_causal_attention(
 ) -> Tensor:
     """Return causal attention of a projection's output qkv [B, S, H, 3, D], as [B, S, H, D] for the next projection.
 
-    `mask` may be `Spans`, for flash attention restricted to documents, without dropout.
+    Arguments are as in `causal_attention`; `mask` may also be `Spans`, for flash attention restricted to documents,
+    without dropout.
     """
     if isinstance(mask, Spans):
         spans = (mask.cumulative, mask.cumulative, mask.longest, mask.longest)
@@ -149,7 +151,7 @@ class _Heads(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """CPU kernel on heads q, k, v with any strides, or on packed [B, S, H, 3, D], which saves three copies."""
+    """Our CPU kernel, on heads q, k, v with any strides, or on packed qkv [B, S, H, 3, D] without three copies."""
 
     @staticmethod
     def forward(ctx: Any, *qkv: Tensor) -> Tensor:

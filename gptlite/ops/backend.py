@@ -1,4 +1,4 @@
-"""Report of the attention kernel that torch's SDPA chooses on a device, and the reasons against the others."""
+"""Report of the attention kernel that torch's SDPA chooses on a device, and of the others that can run."""
 
 import warnings
 from collections.abc import Callable
@@ -22,7 +22,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
 
 
 def sdpa_words(device: torch.device, dtype: torch.dtype, heads: int, length: int, width: int) -> str:
-    """Return `cuDNN for bfloat16 heads of 64; flash can run; efficient cannot: ...` for causal training."""
+    """Return e.g. `cuDNN for bfloat16 heads of 64; flash can run; efficient cannot: ...` for causal training."""
     qkv = torch.empty(1, length, heads, 3, width, device=device, dtype=dtype, requires_grad=True)
     q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
     # torch has no public function for its choice.

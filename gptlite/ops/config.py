@@ -17,7 +17,7 @@ CHUNK_ROWS = 128  # with aligned products, a chunk's rows are a multiple of it: 
 class Products:
     """Alignment and output dtype of matrix products on a type of device.
 
-    `multiple`: the sides and strides of every operand are multiples of this number of elements, 1 for no alignment.
+    `multiple`: dimensions and strides of every operand are multiples of this number of elements; 1 means no alignment.
     cuBLAS uses TMA only for data aligned to 16 bytes, and falls back to slower kernels otherwise. `fp32`: a product of
     16-bit operands can be written, or accumulated, in fp32.
     """
@@ -53,7 +53,7 @@ def logit_rows(device: str, tokens: int, columns: int, itemsize: int) -> int:
 
 
 class Implementation(Enum):
-    """Implementation of an op. `auto` uses the fused kernel if it can run; `fused` is an error if it cannot."""
+    """Implementation of an op. `auto` uses the fused kernel if it can run; `fused` raises if it cannot."""
 
     auto = "auto"
     fused = "fused"

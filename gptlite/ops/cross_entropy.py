@@ -19,7 +19,7 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Rows of the table on this rank, if the table is sharded over ranks.
+    """Rows of the head's weight on this rank, if the vocabulary is sharded over ranks.
 
     `first` is the index of the first row and `longest` the largest number of rows on a rank. `gather` takes a tensor
     [N, 3] and returns those of all ranks, [ranks, N, 3].
@@ -44,11 +44,11 @@ class LossTerms:
 
 @dataclass(frozen=True)
 class LossGradient:
-    """Information about the gradients of a loss that is known in advance.
+    """Facts about a loss's gradients that are known before the backward pass.
 
-    `upstream`: the factor of the gradients, so that the pass that computes the logits' gradients can apply it. A
-    different factor in the backward pass costs a pass over the table's gradient; on a GPU any factor does. `table`:
-    receives the table's gradient if the table is also an embedding's; autograd then gets none from this op.
+    `upstream`: the gradient with respect to the loss, which can then be applied while the logits' gradients are
+    computed. If the backward pass gets another one, or on a GPU, it costs a pass over the weight's gradient. `table`:
+    receives the gradient of a weight that is also an embedding's; autograd then gets none from this op.
     """
 
     upstream: float | None = None
@@ -73,14 +73,14 @@ def linear_cross_entropy(
     """Return the sum over tokens of -log softmax(hidden weightᵀ)[target] and the other terms, fp32.
 
     hidden [N, D]; weight [V', D], multiplied in hidden's dtype; rows from `vocab_size` on are padding, without
-    probability or gradient; targets [N] int64, IGNORE is not counted. `reference` computes all logits in fp32, as in
-    the formula. The other paths compute gradients in the forward pass, while the logits exist (as in Liger Kernel,
+    probability or gradient; targets [N] int64, IGNORE is not counted. `reference` computes all logits in fp32, by the
+    formula. The other paths compute gradients in the forward pass, while the logits exist (as in Liger Kernel,
     arXiv:2410.10989). The backward pass scales them by the upstream gradient, unless that is the `known` one. Aligned
     products (see Products) include the padding, as zeros.
 
     With a `shard`, weight holds only its rows. The ranks exchange three floats per token (log sum exp, the target's
-    logit, the sum of logits). Every rank returns the whole loss, and hidden's gradient is this rank's share. No path
-    computes whole logits then.
+    logit, the sum of logits). Every rank returns the whole loss, and hidden's gradient is this rank's share.
+    `reference` then works like `chunked`.
     """
     if not PRODUCTS[hidden.device.type].aligned:
         weight = as_dtype(weight, hidden.dtype)  # otherwise the cast is part of writing the aligned table
@@ -173,7 +173,7 @@ class _Loss:
         return 1.0 if self.upstream is None else self.upstream
 
     def rows(self, weight: Tensor) -> int:
-        """Return the number of rows of a table that are not padding."""
+        """Return the number of rows of a weight that are not padding."""
         return min(len(weight), max(0, self.vocab_size - (self.shard.first if self.shard else 0)))
 
     def table(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -181,7 +181,7 @@ class _Loss:
 
         With aligned products, the result is a copy, padded with zeros to a multiple; a cast would copy anyway. The
         padding's contents must not reach hidden's gradient, since 0 times NaN is NaN. With zeros, the padding's logits
-        are 0 and equal their gradients. (If the table already has the dtype, the copy moves 154 MB at GPT-3 Small, 36
+        are 0 and equal their gradients. (If the weight already has the dtype, the copy moves 154 MB at GPT-3 Small, 36
         us on an H200, of a micro-batch's 55 ms.)
         """
         rows, products = self.rows(weight), PRODUCTS[weight.device.type]
@@ -197,14 +197,14 @@ class _Loss:
     def table_gradient(
         self, dlogits: Tensor, hidden: Tensor, table: Tensor, dtype: torch.dtype, before: Tensor | None
     ) -> Tensor:
-        """Return the gradient of a chunk plus that of the chunks `before`. One alone may be in the products' dtype."""
+        """Return the weight's gradient of a chunk, added to that of the chunks `before`, if any."""
         if PRODUCTS[table.device.type].aligned:
             return product(dlogits.t(), hidden, dtype, before)
         part = linear_gradients(dlogits, hidden, table, None, self.fused_linear)[0]
         return part if before is None else before.float().add_(part)
 
     def chunks(self, hidden: Tensor, targets: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return the rows of `hidden` and `targets` per chunk of logits. Without rows, there is one empty chunk."""
+        """Yield the rows of `hidden` and `targets` for each chunk of logits. Without rows, there is one empty chunk."""
         # The number of chunks must be the same on every rank, so that collectives match.
         device = hidden.device.type
         whole = len(weight) if PRODUCTS[device].aligned else self.vocab_size
@@ -259,7 +259,7 @@ class _Loss:
         return p.masked_fill_(~valid.unsqueeze(1), 0.0)
 
     def _sharded(self, logits: Tensor, targets: Tensor, shard: VocabShard, want_grad: bool) -> Tensor:
-        """Return the loss from this rank's columns, `shard.first` on. All ranks return the whole loss."""
+        """Return the loss from the logits of this rank's rows of the weight. All ranks return the whole loss."""
         columns, valid = logits.shape[1], targets != IGNORE
         column = targets - shard.first
         mine = valid & (column >= 0) & (column < columns)

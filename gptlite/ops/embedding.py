@@ -1,7 +1,7 @@
-"""Embedding with a table shared by the output head, and one gradient for both, where a CPU step would make two.
+"""Embedding whose weight is shared with the output head, on a CPU: one gradient for both instead of two.
 
 A dense gradient of the embedding is zero except for one row per token. Writing it and adding it to the head's gradient
-would move 16 bytes per element of the table.
+would move 16 bytes per element of the weight.
 """
 
 from typing import Any
@@ -15,16 +15,16 @@ from gptlite.ops.weight_copies import copy_of
 
 
 class TableGradient:
-    """Holder of the head's gradient of the table in one pass, until the embedding's backward pass takes it.
+    """Holder of the head's gradient of the shared weight, until the embedding's backward pass takes it.
 
-    Autograd gets the table's gradient only from the embedding, whose backward pass runs after the head's.
+    Autograd gets the weight's gradient only from the embedding, whose backward pass runs after the head's.
     """
 
     def __init__(self) -> None:
         self._value: Tensor | None = None
 
     def put(self, gradient: Tensor) -> None:
-        """Store a gradient, in the head's backward pass. The holder then owns it, and it may be written to."""
+        """Store a gradient, in the head's backward pass. The embedding's backward pass adds to it in place."""
         self._value = gradient
 
     def take(self) -> Tensor | None:
@@ -34,14 +34,14 @@ class TableGradient:
 
 
 def embedding(tokens: Tensor, table: Tensor, shared: TableGradient) -> Tensor:
-    """Return the rows [..., D] of table [V, D] at tokens [...]. The head puts its gradient of it into `shared`."""
+    """Return the rows [..., D] of `table` [V, D] at tokens [...]. The head puts its gradient of `table` in `shared`."""
     return _Embedding.apply(tokens, table, shared)
 
 
 def copied_rows(tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the same rows in a 16-bit dtype from the table's copy (weight_copies.py), or None without a valid copy.
+    """Return the rows of `table` in a 16-bit dtype from its copy (weight_copies.py), or None without a valid copy.
 
-    The result equals a cast of the table's rows, at a third of the bytes. The gradient is summed in the table's dtype.
+    The result equals a cast of the rows, at a third of the bytes. The gradient is summed in the dtype of `table`.
     """
     copy = copy_of(table)
     return None if copy is None or copy.dtype != dtype else _CopiedRows.apply(tokens, table, copy)

@@ -43,7 +43,7 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def both_layouts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `quantized` with its transpose in between, which is contiguous too."""
+    """Return x / scale, its transpose (also contiguous), and the scale; see `quantized`."""
     quotient, scale = quantized(x, dtype)
     return quotient, quotient.t().contiguous(), scale
 
@@ -91,6 +91,6 @@ def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torc
 
 
 def _filled(x: Tensor) -> Tensor:
-    """Return x with zero columns appended up to a multiple. The columns are the summed dimension."""
+    """Return x with zero columns appended up to a multiple of MULTIPLE. The columns are the summed dimension."""
     missing = -x.shape[1] % MULTIPLE
     return torch.cat([x, x.new_zeros(len(x), missing)], 1) if missing else x

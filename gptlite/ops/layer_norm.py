@@ -37,7 +37,7 @@ def residual_norm(
     fused: bool = False,
     x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the layer norm of h = residual + dropout(x + x_bias), and h: both [B, S, D]; x_bias [D].
+    """Return the layer norm of h = residual + dropout(x + x_bias), and h, both [B, S, D]. x_bias is [D].
 
     `key=None` turns dropout off.
     """

@@ -45,7 +45,7 @@ def linear_gradients(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype, onto: Tensor | None = None) -> Tensor:
-    """Return a b in `dtype` (the operands' dtype or fp32), added in place to `onto` if given.
+    """Return the product of a and b in `dtype` (the operands' dtype or fp32), added in place to `onto` if given.
 
     A GPU writes an fp32 product from its sums directly, which saves the pass of rounding and widening.
     """
@@ -60,7 +60,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype, onto: Tensor | None = None
 
 
 def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return an optional bias in a dtype."""
+    """Return an optional bias in `dtype`; None for None."""
     return None if tensor is None else as_dtype(tensor, dtype)
 
 

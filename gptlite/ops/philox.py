@@ -12,7 +12,7 @@ _ROUNDS = 10
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int | Tensor]) -> tuple[Tensor, ...]:
-    """Return four 32-bit random words (in int64 tensors) for each counter."""
+    """Return four 32-bit random words, in int64 tensors, for each counter, under a key of two 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):

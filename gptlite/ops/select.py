@@ -21,9 +21,9 @@ PLAIN = ("layer_norm", "bias_gelu", "dropout", "adamw")
 
 @dataclass(frozen=True)
 class Ops:
-    """Selected path of each op, True for the kernel.
+    """Selected path of each op; True means our kernel.
 
-    `chosen` has each op with its path and the reason: `("attention", "fused (...)")`. `note` is a remark on all.
+    `chosen` has each op with its path and the reason: `("attention", "fused (...)")`. `note` is a remark on all ops.
     """
 
     attention: Attention = Attention.matmul
@@ -44,7 +44,7 @@ class Ops:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Each path once, with the ops that use it: `a, b fused (why)`. The note is the last."""
+        """Each path once, with the ops that use it, e.g. `layer_norm, dropout fused (why)`; the note is last."""
         return self.reasons_without()
 
     def reasons_without(self, *left_out: str) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def select_ops(
     `documents`: attention is restricted to documents and needs a mask. Builds the kernels if they are needed and not
     built yet, which takes half a minute and is reported to `log`.
     """
-    library = load(device.type, log) if _wants_kernels(config, device) else Unavailable("nothing asks for them")
+    library = load(device.type, log) if _wants_kernels(config, device) else Unavailable("no op uses them")
     return choose_ops(config, device, library, documents)
 
 
@@ -133,9 +133,9 @@ class _Selection:
         return path
 
     def available(self, key: str, wanted: bool) -> bool:
-        """Return True if a kernel can run. Raises ConfigError if it cannot and is `wanted`, requested by name."""
+        """Return True if kernels can run. Raises ConfigError if they cannot although `key` requests them (`wanted`)."""
         if wanted and isinstance(self.library, Unavailable):
-            raise ConfigError(f"{key}: {self.library.reason}; mend that, or use {key.partition('=')[0]}=auto")
+            raise ConfigError(f"{key}: {self.library.reason}; fix that, or use {key.partition('=')[0]}=auto")
         return isinstance(self.library, Loaded)
 
     def kernels(self, asked: bool = False) -> str:
@@ -155,7 +155,7 @@ class _Selection:
             return False
         if self.device.type != "cuda":
             raise ConfigError(
-                f"ops.layer_norm=apex needs a GPU, and this runs on {self.device.type}; use ops.layer_norm=auto"
+                f"ops.layer_norm=apex needs a GPU, but this runs on {self.device.type}; use ops.layer_norm=auto"
             )
         if reason := apex.why_not(apex.LAYER_NORM):
             raise ConfigError(f"ops.layer_norm=apex: {reason}, or use ops.layer_norm=auto")
@@ -163,7 +163,7 @@ class _Selection:
         return True
 
     def linear(self) -> bool:
-        """Return True if the weight gradients of linear layers use our path. Raises ConfigError."""
+        """Return True if the weight gradients of linear layers use the fused path. Raises ConfigError."""
         own = self.config.linear
         if Implementation.reference in (own, self.config.implementation) and own is not Implementation.fused:
             path = self.say("linear", "reference", "asked for")
@@ -174,7 +174,7 @@ class _Selection:
         return path == "fused"
 
     def _linear_of_products(self, asked: bool) -> str:
-        """Return the path that depends on bf16 products, which not all CPUs support."""
+        """Return the path on devices other than GPUs: fused on a CPU whose kernels use bf16 products."""
         if not self.available("ops.linear=fused", asked):
             return self.say("linear", "reference", self.reason())
         assert isinstance(self.library, Loaded)
@@ -197,7 +197,7 @@ class _Selection:
             self._refuse_attention(choice)
             if self.documents and choice not in MASKED:
                 raise ConfigError(
-                    f"ops.attention={choice.value} has no mask, which data.packing=documents needs; use "
+                    f"ops.attention={choice.value} supports no mask, which data.packing=documents needs; use "
                     f"ops.attention=auto, {', '.join(each.value for each in MASKED)}, or data.packing=concatenate"
                 )
         self.say("attention", choice.value, why)
@@ -222,7 +222,7 @@ class _Selection:
         if choice not in (Attention.cudnn, Attention.fa3):
             return
         if device.type != "cuda":
-            raise ConfigError(f"{key} needs a GPU, and this runs on {device.type}; use ops.attention=auto")
+            raise ConfigError(f"{key} needs a GPU, but this runs on {device.type}; use ops.attention=auto")
         if choice is Attention.cudnn and not torch.backends.cudnn.is_available():
             raise ConfigError(f"{key}: this torch has no cuDNN; use ops.attention=auto")
         if choice is Attention.fa3:

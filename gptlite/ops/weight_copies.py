@@ -17,14 +17,14 @@ from torch.autograd.function import once_differentiable
 
 @dataclass
 class WeightCopy:
-    """Copy of a weight: its rounded `values` at the weight's version `version`."""
+    """Copy of a weight: `values` are its values at version `version`, rounded to 16 bits."""
 
     values: Tensor
     version: int = -1
 
 
 def keep_copies(part: nn.Module, dtypes: Mapping[Any, torch.dtype]) -> None:
-    """Give these allocated parameters of a module 16-bit copies, and refresh stale copies before each forward pass."""
+    """Create copies of the parameters in `dtypes`, and refresh stale ones before each forward pass of `part`."""
     for parameter, dtype in dtypes.items():
         parameter.weight_copy = WeightCopy(torch.empty_like(parameter, dtype=dtype, requires_grad=False))  # type: ignore[attr-defined]
     parameters = list(dtypes)

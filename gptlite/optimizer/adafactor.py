@@ -1,7 +1,7 @@
-"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5): second moments by row and by column.
+"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5): factored second moments.
 
-torch's implementation applies epsilon at another point than the paper, where it affects gradients as large as 1e-4. It
-also reduces norms one parameter and one rank at a time.
+torch's implementation applies epsilon elsewhere than the paper, where it affects gradients as large as 1e-4. It also
+computes norms one parameter at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gptlite.parallelism.zero import local_tensor
 
 @dataclass
 class _Work:
-    """Work item of one parameter in a step: step number, cuts of the whole, and this rank's part of the gradient."""
+    """Work on one parameter in a step: step number, shardings (`cuts`), and this rank's shard of the gradient."""
 
     parameter: nn.Parameter
     group: dict[str, Any]
@@ -44,7 +44,7 @@ class _Work:
         return 1.0 - self.step ** -self.group["decay"]
 
     def along(self, dim: int) -> list[Cut]:
-        """Return the cuts of a dim."""
+        """Return the shardings of one dim."""
         return [cut for cut in self.cuts if cut.dim == dim]
 
 
@@ -55,16 +55,16 @@ def build(config: AdafactorConfig, context: BuildContext) -> Adafactor:
 
 
 class Adafactor(OwnOptimizer):
-    """Steps whose RMS is at most lr max(eps2, RMS(x)): `lr` is the paper's relative step size.
+    """Adafactor with `lr` as relative step size: a step's RMS is at most clip_threshold lr max(eps2, RMS(x)).
 
-    The state of a matrix is the mean square gradient of each row and each column (`row_var`, `col_var`), that of a
-    vector the mean square of each element. If parameters are sharded, these means and the RMS of weights and updates
-    are reduced over ranks, for all parameters together, three times per step. The only other memory is a temporary of
-    one parameter's size: the updates overwrite the gradients.
+    The state of a matrix is the running mean square gradient of each row and column (`row_var`, `col_var`), that of a
+    vector of each element. If parameters are sharded, these means and the RMS of weights and updates are reduced over
+    ranks, for all parameters together, three times per step. The only other memory is a temporary of one parameter's
+    size: the updates overwrite the gradients.
     """
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state. A factor is sharded like its dim of the matrix, and replicated along the other one."""
+        """Return the initial state. A factor is sharded like its dim of the matrix, and replicated over other ranks."""
         if parameter.ndim < 2:
             return {"step": step_count(), "variance": torch.zeros_like(parameter)}
         return {"step": step_count(), "row_var": _zeros_along(parameter, 0), "col_var": _zeros_along(parameter, 1)}
@@ -86,7 +86,7 @@ class Adafactor(OwnOptimizer):
 
 
 def _zeros_along(parameter: Tensor, dim: int) -> Tensor:
-    """Return a zero for each index of a dim, sharded like that dim."""
+    """Return zeros, one per index of a dim, sharded like that dim."""
     local = torch.zeros(local_box(parameter)[0][dim], dtype=parameter.dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return local
@@ -96,14 +96,15 @@ def _zeros_along(parameter: Tensor, dim: int) -> Tensor:
 
 
 def _of_vector(placement: Placement, dim: int) -> Placement:
-    """Return the placement of a vector along a dim of a matrix with this placement."""
+    """Return the placement of a vector along dim `dim` of a matrix that has this placement."""
     if getattr(placement, "dim", None) != dim:
         return Replicate()
     return placement if dim == 0 else Shard(0)  # FSDP2, and so a strided placement, shards only rows of matrices
 
 
 def _average(works: Sequence[_Work]) -> None:
-    """Update the running means with the squared gradients. Vectors are then divided by the root of their mean."""
+    """Update the running means with the squared gradients. Also divide the gradients of vectors by the root of their
+    mean."""
     matrices = [work for work in works if work.is_matrix]
     rows, columns = [], []
     for work in works:
@@ -121,7 +122,7 @@ def _average(works: Sequence[_Work]) -> None:
 
 
 def _divide(matrices: Sequence[_Work]) -> None:
-    """Divide each gradient by the root of R C / mean(R)."""
+    """Divide each gradient by the root of R C / mean(R), with the row means R and the column means C."""
     # fp64, so that sums of shards do not differ from those of the whole in fp32.
     sums = [local_tensor(work.state["row_var"]).sum(dtype=torch.float64) for work in matrices]
     for work, total in zip(matrices, sum_over_cuts(sums, [work.along(0) for work in matrices]), strict=True):
@@ -132,7 +133,7 @@ def _divide(matrices: Sequence[_Work]) -> None:
 
 
 def _apply(works: Sequence[_Work]) -> None:
-    """Clip each update by its RMS and apply it, times the RMS of the parameter. Does not wait for the device."""
+    """Clip each update by its RMS, and apply it times lr and the parameter's RMS. Does not wait for the device."""
     weights, updates = local_parameters(work.parameter for work in works), [work.gradient for work in works]
     table = torch.stack([square_norms(weights), square_norms(updates)], 1)
     for work, weight, squares in zip(

@@ -1,7 +1,7 @@
 """AdamW with 8-bit moments (Dettmers et al. 2022, arXiv:2110.02861), computed by torchao's tensors and update.
 
-A rank's part of a moment is cut into blocks of 256 elements. Each element is a code for one of 256 numbers in [-1, 1],
-which are densest near 0, times the largest magnitude in its block. As in torchao, tensors with fewer than 4,096
+A rank's shard of a moment is divided into blocks of 256 elements. Each element is a code for one of 256 numbers in [-1,
+1], which are densest near 0, times the largest magnitude in its block. As in torchao, tensors with fewer than 4,096
 elements or with an incomplete block have fp32 moments.
 """
 
@@ -37,7 +37,7 @@ class AdamW8bit(OwnOptimizer):
         self._maps: dict[tuple[bool, torch.device], Tensor] = {}
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a step count and two moments of this rank's part."""
+        """Return a step count and two moments of this rank's shard."""
         local = local_tensor(parameter)
         moments = {key: self._zeros(local, signed=key == "exp_avg") for key in MOMENTS}
         return {"step": step_count(), **moments}

@@ -1,4 +1,4 @@
-"""NVIDIA Apex's FusedAdam and FusedLAMB, applied to this rank's part of each parameter."""
+"""NVIDIA Apex's FusedAdam and FusedLAMB, applied to this rank's shard of each parameter."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def build(config: ApexAdamConfig | ApexLambConfig, context: BuildContext) -> Ape
 
 
 class ApexOptimizer(OwnOptimizer):
-    """Wrapper of the Apex class `kind`, created with `options`. State and checkpoints are those of AdamW and LAMB here.
+    """Wrapper of the Apex class `kind`, created with `options`. Checkpoints are compatible with AdamW and LAMB.
 
-    Apex does not support DTensors, and counts steps per group. It gets local tensors for each step only, because FSDP2
-    may move the padded storage.
+    Apex does not support DTensors, and counts steps per group. Local tensors are passed to it anew at each step, since
+    FSDP2 may move the padded storage.
     """
 
     def __init__(

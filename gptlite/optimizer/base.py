@@ -18,8 +18,8 @@ Closure = Callable[[], float]  # torch's optional argument of `step`, which reco
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Arguments that a rule builds its optimizer from, besides the configuration. `kernels` are the options that choose
-    torch's fastest optimizer kernels. See `build_optimizer` for `fused_adam` and `stacked`."""
+    """Arguments from which a rule builds its optimizer, besides the configuration. `kernels` are the options that
+    select torch's fastest optimizer kernels. See `build_optimizer` for `fused_adam` and `stacked`."""
 
     groups: list[dict[str, Any]]
     fused_adam: bool
@@ -30,7 +30,7 @@ class BuildContext:
 class OwnOptimizer(Optimizer):
     """Base class of optimizers over plain tensors and DTensors: local computation, and communication as needed.
 
-    A step is collective over the ranks of the parameters' meshes. For 16-bit gradients and parameters, all computation
+    A step is collective over the ranks of the parameters' meshes. With 16-bit gradients and parameters, all computation
     is in their dtype.
     """
 
@@ -76,16 +76,16 @@ class OwnOptimizer(Optimizer):
         return [int(step) for step in steps]
 
     def local_states(self, parameters: Iterable[Tensor], key: str) -> list[Tensor]:
-        """Return this rank's part of one state tensor of each parameter."""
+        """Return this rank's shard of the state tensor `key` of each parameter."""
         return [local_tensor(self.state_of(parameter)[key]) for parameter in parameters]
 
 
 class PiecewiseStep:
-    """Mixin that replaces an optimizer's step by steps of pieces. The host must know whether a step is taken."""
+    """Mixin that replaces an optimizer's step by steps of pieces of parameters. It reads `found_inf` on the host."""
 
     @classmethod
     def put_on(cls, optimizer: Optimizer) -> None:
-        """Replace the optimizer's step by this class's, by changing the optimizer's class."""
+        """Replace the optimizer's step by this class's: the optimizer gets a subclass of both."""
         kind = type(optimizer)
         optimizer.__class__ = type(cls.__name__.removesuffix("Step") + kind.__name__, (cls, kind), {})
 
@@ -132,14 +132,14 @@ def refuse(closure: object) -> None:
 
 
 def local_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's parts for writing. Bumps their versions, so that autograd detects stale saved tensors."""
+    """Return this rank's shards for writing. Increments the versions, by which autograd detects stale saved tensors."""
     parameters = list(parameters)
     torch.autograd.graph.increment_version(parameters)
     return [local_tensor(parameter).detach() for parameter in parameters]
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return this rank's part of each gradient."""
+    """Return this rank's shard of each gradient that exists."""
     return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 

@@ -32,8 +32,8 @@ def build_optimizer(
     The module `config.rule` builds the optimizer. If the rule has `group_keys(edges, name, parameter)`, groups are
     split further by the returned values. `fused_adam` selects our kernel for Adam and AdamW; it must be loaded. Muon
     leaves matrices whose names end in one of `edges` to AdamW, since they are not linear maps between hidden
-    activations. It splits parameters whose names end in a key of `stacked` into (groups, matrices per group). Raises
-    ValueError if nothing is trainable.
+    activations. `stacked` maps name endings of fused parameters to (groups, matrices per group), by which Muon splits
+    them. Raises ValueError if nothing is trainable.
     """
     rule = import_module(config.rule)
     keys = getattr(rule, "group_keys", None)

@@ -22,7 +22,7 @@ INSTEAD = {"optimizer=apex_adam": "optimizer=adamw", "optimizer=apex_lamb": "opt
 
 
 def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_steps: int) -> None:
-    """Raise ConfigError, with the key and the fix, for values that cannot train for `max_steps`."""
+    """Raise ConfigError, with the key and the fix, for settings that are invalid or do not fit `max_steps`."""
     optimizer.check()
     key = _apex_key(optimizer)
     if key and (reason := apex.why_not(apex.OPTIMIZERS)):
@@ -36,20 +36,19 @@ def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_st
 def check_device(optimizer: OptimizerConfig, device: str) -> None:
     """Raise ConfigError for an optimizer that does not run on this type of device."""
     if device != "cuda" and (key := _apex_key(optimizer)):
-        raise ConfigError(f"{key} needs a GPU, and this runs on {device}; use {INSTEAD[key]}")
+        raise ConfigError(f"{key} needs a GPU, but this runs on {device}; use {INSTEAD[key]}")
 
 
 def check_placement(optimizer: OptimizerConfig, zero: int, tensor: int, offload: str) -> None:
-    """Raise ConfigError for an optimizer that needs whole parameters, or needs them on a GPU."""
+    """Raise ConfigError if parameters are sharded or offloaded and the optimizer does not support that."""
     if offload != "none" and (key := _apex_key(optimizer)):
         raise ConfigError(
-            f"{key} steps on a GPU, and parallelism.offload={offload} has the state elsewhere; use {INSTEAD[key]}"
+            f"{key} steps on a GPU, but parallelism.offload={offload} keeps its state elsewhere; use {INSTEAD[key]}"
         )
     if isinstance(optimizer, ApexLambConfig) and (zero > 0 or tensor > 1):
         key = f"parallelism.zero={zero}" if zero > 0 else f"parallelism.tensor={tensor}"
         raise ConfigError(
-            f"optimizer=apex_lamb takes the norm of what a rank holds of a parameter, and {key} cuts them; "
-            f"use optimizer=lamb"
+            f"optimizer=apex_lamb needs the norms of whole parameters, but {key} shards them; use optimizer=lamb"
         )
 
 

@@ -1,4 +1,4 @@
-"""Global gradient norm over all ranks, and clipping by it. Nothing here synchronizes with the device."""
+"""Gradient norm of a rank, and clipping by the global norm. Nothing here synchronizes with the device."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +14,7 @@ CPU_PIECE = 2**16
 
 @torch.no_grad()
 def local_grad_norm(parameters: Iterable[nn.Parameter], fused: bool = False) -> Tensor:
-    """Return the L2 norm of this rank's part of the gradients, taken as one vector: 0-dim, fp32; 0 without gradients.
+    """Return the L2 norm of this rank's gradient shards, taken as one vector: 0-dim, fp32; 0 without gradients.
 
     `fused` uses our kernel, in one call.
     """
@@ -54,7 +54,7 @@ def clip_gradients(
 
 
 def clip_factor(max_norm: float, norm: Tensor, loss_scale: float | Tensor = 1.0) -> Tensor | None:
-    """Return the factor for gradients with this norm, at most 1 before unscaling. None means 1.
+    """Return the factor that clips gradients with this norm, at most 1 before unscaling. None means 1.
 
     The gradients of a scaled loss, and their norm, are `loss_scale` times too large. The factor corrects for that.
     """

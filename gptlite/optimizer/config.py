@@ -45,7 +45,7 @@ BETAS_AND_EPS = {**BETAS, "eps": Range(_positive, "must be above 0, e.g. 1e-8")}
 
 
 class Shard(NamedTuple):
-    """Part of a parameter on one rank: `elements` in rows of `width`, `count` times. `in_block`: part of a block."""
+    """Shards of `count` equal parameters on a rank: `elements` in rows of `width`. `in_block`: of a block."""
 
     elements: int
     width: int
@@ -117,7 +117,7 @@ class AdamWConfig(_TwoMoments):
 
 @dataclass
 class AdamConfig(_TwoMoments):
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980); weight decay is the L2 penalty."""
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980); weight decay is an L2 penalty."""
 
     adam_kernel: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
@@ -188,7 +188,7 @@ class ApexAdamConfig(AdamWConfig):
 
 @dataclass
 class ApexLambConfig(_Lamb):
-    """LAMB, computed by NVIDIA Apex's FusedLAMB. Its norms cover only a rank's part of each parameter."""
+    """LAMB, computed by NVIDIA Apex's FusedLAMB. Its norms cover only this rank's shard of each parameter."""
 
     rule: ClassVar[str] = "gptlite.optimizer.apex"
     update_bytes: ClassVar[int] = 40
@@ -217,7 +217,7 @@ def in_8_bits(elements: int) -> bool:
 
 
 def state_in_8_bits(elements: int) -> int:
-    """Return the bytes of two moments and a step count. An 8-bit moment has a byte per element, a scale per block."""
+    """Return the bytes of two moments and a step count. 8-bit moments take a byte per element, a scale per block."""
     moment = elements + FP32 * elements // BLOCK_8BIT if in_8_bits(elements) else FP32 * elements
     return 2 * moment + FP32
 
@@ -236,7 +236,7 @@ class AdamW8bitConfig(_TwoMoments):
 
 
 class MuonScale(Enum):
-    """Scale of an update: the RMS of AdamW's updates, or Jordan's original scale, for rates of about 0.02."""
+    """Scale of an update: the RMS of AdamW's updates, or Jordan's original scale, for learning rates near 0.02."""
 
     match_rms_adamw = "match_rms_adamw"
     original = "original"
@@ -360,7 +360,8 @@ class LinearConfig(ScheduleConfig):
 
 @dataclass
 class WSDConfig(ScheduleConfig):
-    """Warmup-stable-decay (MiniCPM, arXiv:2404.06395): the peak rate, then a linear decay over `decay_fraction`."""
+    """Warmup-stable-decay (MiniCPM, arXiv:2404.06395): the peak rate, then a linear decay in the last `decay_fraction`
+    of the steps."""
 
     min_ratio: float = 0.0
     decay_fraction: float = 0.2

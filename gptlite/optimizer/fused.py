@@ -18,7 +18,7 @@ from gptlite.parallelism.zero import local_tensor
 class FusedStep:
     """Replacement for the step of torch's Adam. State and checkpoints have the format of torch's fused kernel.
 
-    Weights with 16-bit copies (ops/weight_copies.py) have the copies written in the same pass.
+    The same pass writes the 16-bit copies of weights that have them (ops/weight_copies.py).
 
     `scale`, 0-dim, multiplies the gradients. If `found_inf`, 0-dim, is not 0, the step changes nothing. The host does
     not wait for the device.
@@ -64,13 +64,13 @@ class FusedAdamW(FusedStep, AdamW):
 
 
 def writes_copies(optimizer: Optimizer) -> bool:
-    """Return True if a step updates the 16-bit weight copies. Stale copies are found by version, and torch's fused
-    kernels write weights without changing their versions."""
+    """Return True if a step updates the 16-bit weight copies. Otherwise they would seem valid after a step of torch's
+    fused kernels, which do not change the versions of the weights."""
     return type(optimizer) in (FusedAdam, FusedAdamW)
 
 
 def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return True if `clip_and_step` can skip a step by a tensor, `found_inf`, that the host does not read.
+    """Return True if `clip_and_step` can skip a step by `found_inf`, a tensor that the host does not read.
 
     This holds for Adam and AdamW, with our kernel or torch's fused one, and parameters on `device`. Piecewise steps
     (rounding to bf16, state in files) and all other rules need the value on the host. torch's fused kernel does not
@@ -93,7 +93,7 @@ def clip_and_step(
     loss_scale: float | Tensor = 1.0,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Take a step with gradients clipped to `max_norm` by their `norm`. 0 turns clipping off.
+    """Take a step with gradients clipped to `max_norm` by their global `norm`. A `max_norm` of 0 turns clipping off.
 
     Gradients and norm are those of the loss times `loss_scale`, which is divided out; `max_norm` refers to the unscaled
     loss. The fused step does not modify the gradients. If `found_inf`, 0-dim fp32, is not 0, only the gradients may

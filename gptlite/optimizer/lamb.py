@@ -24,7 +24,7 @@ def build(config: LambConfig, context: BuildContext) -> Lamb:
 
 
 class Lamb(OwnOptimizer):
-    """Each matrix x steps by lr |x| / |u| u. u is Adam's update plus the weight decay; norms are of whole matrices.
+    """LAMB: a matrix x steps by lr u |x| / |u|, where u is Adam's update plus weight decay and norms are global.
 
     Vectors step by lr u: in the authors' own code, parameters without weight decay are not adapted. The norms of all
     matrices are reduced together, once per mesh axis. `trust` bounds |x| / |u|.

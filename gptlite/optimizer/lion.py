@@ -16,7 +16,7 @@ def build(config: LionConfig, context: BuildContext) -> Lion:
 
 
 class Lion(OwnOptimizer):
-    """x -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay x), then m = beta2 m + (1 - beta2) g.
+    """Lion: x -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay x), then m = beta2 m + (1 - beta2) g.
 
     The state is one moment, without a step count. The rule is elementwise and needs no communication.
     """

@@ -59,16 +59,17 @@ def build(config: MuonConfig, context: BuildContext) -> Muon:
 
 
 def group_keys(edges: tuple[str, ...], name: str, parameter: nn.Parameter) -> dict[str, Any]:
-    """Return `muon`: True if Muon itself steps a parameter."""
+    """Return `{"muon": True}` for a parameter that Muon itself steps, `{"muon": False}` for one that AdamW steps."""
     return {"muon": parameter.ndim == 2 and not name.endswith(edges)}
 
 
 class Muon(OwnOptimizer):
-    """Muon for groups with `muon`. `adamw` steps the other groups, with a rate of `adamw_lr_ratio` times theirs.
+    """Muon for groups with `muon`. AdamW steps the others, at `adamw_lr_ratio` times their learning rate.
 
-    `stacks` maps the names of parameters that consist of several matrices. With the scale `match_rms_adamw`, updates
-    have the RMS of AdamW's: 0.2 sqrt(max(rows, columns)) times the orthogonal matrix (Liu et al. 2025,
-    arXiv:2502.16982, section 2.2). Jordan's original scale is sqrt(max(1, rows / columns)).
+    `stacks` maps the name of a parameter that consists of several matrices to its Stack; `adamw` creates the AdamW
+    optimizer. With the scale `match_rms_adamw`, updates have the RMS of AdamW's: 0.2 sqrt(max(rows, columns)) times the
+    orthogonal matrix (Liu et al. 2025, arXiv:2502.16982, section 2.2). Jordan's original scale is sqrt(max(1, rows /
+    columns)).
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Muon(OwnOptimizer):
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """Return about U Vᵀ for x [..., n, m] with the singular value decomposition U S Vᵀ. Zeros stay zeros."""
+    """Return about U Vᵀ for x [..., n, m] with the singular value decomposition U S Vᵀ. A zero matrix stays zero."""
     a, b, c = QUINTIC
     shape, tall = x.shape, x.shape[-2] > x.shape[-1]  # of x xᵀ and xᵀ x, the smaller is computed
     x = x.mT if tall else x

@@ -8,7 +8,8 @@ SCHEMAS: dict[str, type[OptimizerConfig]] = {f"{name}_schema": kind for name, ki
 
 
 def register_optimizer(name: str, kind: type[OptimizerConfig]) -> None:
-    """Register an optimizer, and a preset of its name with the class's defaults. Raises ConfigError for a taken name.
+    """Register an optimizer, and a preset of its name with the class's defaults. Raises ConfigError if the name is
+    taken.
 
     A plugin calls this when it is imported. Calling it again for the same class has no effect.
     """
@@ -16,7 +17,7 @@ def register_optimizer(name: str, kind: type[OptimizerConfig]) -> None:
 
     taken = OPTIMIZERS.get(name)
     if taken is not None and (taken.__module__, taken.__qualname__) != (kind.__module__, kind.__qualname__):
-        raise ConfigError(f"an optimizer {name} is there already, of {taken.__module__}; give it another name")
+        raise ConfigError(f"an optimizer {name} is registered already, by {taken.__module__}; give it another name")
     OPTIMIZERS[name] = SCHEMAS[f"{name}_schema"] = kind
     store = ConfigStore.instance()
     store.store(group="optimizer", name=f"{name}_schema", node=kind)

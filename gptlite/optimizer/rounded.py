@@ -1,8 +1,8 @@
 """bf16 parameters without an fp32 copy. A step is computed in fp32 and rounded to bf16 stochastically.
 
 bf16 has 8 bits of precision, so rounding to nearest would always drop a step below about 1/512 of a weight. Stochastic
-rounding rounds up with a probability equal to the distance from the value below, so that the step is correct on average
-(Gupta et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192).
+rounding rounds up with a probability proportional to the distance from the lower neighbour, so that the step is correct
+on average (Gupta et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192).
 
 The random numbers come from Philox. The key is the seed and a parameter's global name; the counter is the step and an
 element's position in the whole parameter. The rounding is therefore the same for any layout and for all replicas, and a
@@ -55,7 +55,7 @@ def set_step(optimizer: Optimizer, step: int) -> None:
 
 
 class Rounding:
-    """Optimizer rule on fp32 copies, one parameter at a time, with the seed and the step of the random numbers."""
+    """Application of an optimizer's rule to fp32 copies, one parameter at a time, with stochastic rounding."""
 
     def __init__(self, optimizer: Optimizer, seed: int) -> None:
         self.seed, self.number = seed, 0
@@ -78,7 +78,7 @@ class Rounding:
 
 
 def round_box_(parameter: Tensor, values: Tensor, seed: int, step: int, name: str) -> None:
-    """Write the fp32 `values` of this rank's part into a parameter. Rounding is the same as for the whole parameter."""
+    """Round the fp32 `values` of this rank's shard into a parameter, as if the whole parameter were rounded."""
     sizes, starts = local_box(parameter)
     target = local_tensor(parameter).detach()
     if not values.numel():

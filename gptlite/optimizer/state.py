@@ -15,11 +15,11 @@ from gptlite.parallelism.state_file import InFiles
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the live state tensors by key. Writing into them changes the optimizer.
+    """Return `{key: live state tensor}`. Writing into the tensors changes the optimizer.
 
     8-bit state is returned as fp32 copies, which `take_optimizer_state` copies back. State that torch would create at
     the first step is created here if missing, with its initial value, so that a checkpoint can be read into a new
-    optimizer in place. Moments have the parameter's shape, Adafactor's factors that of a row or a column, `step` is
+    optimizer in place. Moments have the parameter's shape, Adafactor's factors one element per row or column; `step` is
     0-dim fp32. State in files is memory-mapped.
     """
     if isinstance(optimizer, InFiles):
@@ -32,7 +32,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def take_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Copy tensors that `optimizer_state` had to copy back into the optimizer. Call this after writing into them."""
+    """Write values back into the optimizer where `optimizer_state` returned copies, after changes to `tensors`."""
     if isinstance(optimizer, OwnOptimizer):
         for name, parameter in _named_parameters(optimizer):
             keys = optimizer.state_of(parameter)

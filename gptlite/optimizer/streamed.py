@@ -1,12 +1,12 @@
 """Optimizer state in a file, streamed through two buffers during the step (ZeRO-Infinity, arXiv:2104.07857).
 
 The local shards of all parameters, each aligned to a multiple of ALIGN bytes, form one sequence of elements. The file
-holds one such sequence for each of the optimizer's moments. The sequence is cut into chunks. While one buffer holds the
-chunk that is stepped, a thread writes the previous chunk from the other buffer and reads the next one into it. The
-first two chunks of the next step are read, and the last ones of this step written, while the model computes.
+holds one such sequence for each of the optimizer's moments. The sequence is cut into chunks. While the chunk in one
+buffer is stepped, a thread writes the previous chunk from the other buffer and reads the next one into it. The first
+two chunks of the next step are read, and the last ones of this step written, while the model computes.
 
 The rule must be elementwise, so that a chunk can end anywhere. Each chunk is stepped by the optimizer's own rule on
-views, so the numbers are the same as without files.
+views, so results are bit-identical to those without files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OffloadFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `stop` of a parameter in a group, located in a chunk from `place` on."""
+    """Elements `start` to `stop` of a parameter in group number `group`, at offset `place` in a chunk."""
 
     group: int
     parameter: Tensor
@@ -58,11 +58,11 @@ class StreamedStep(PiecewiseStep, InFiles):
     stream: Stream
 
     def settle(self) -> None:
-        """Bring the mapped state up to date. Writes to it before the next step take effect."""
+        """Bring the memory-mapped state up to date. Changes made to it before the next step take effect."""
         self.stream.settle()
 
     def resident(self) -> list[Tensor]:
-        """Return the tensors in memory: the two buffers and the state other than moments."""
+        """Return the tensors that take memory: the two buffers, and the state other than moments."""
         return self.stream.resident()
 
     def take(self, options: dict[str, Any]) -> None:
@@ -226,7 +226,7 @@ class Stream:
             optimizer.state[parameter] = state
 
     def _parts(self, count: int) -> list[tuple[int, memoryview]]:
-        """Return a chunk's offsets in the file, with the buffer memory of each."""
+        """Return a chunk's byte offset in the file and buffer memory, for each moment."""
         size = len(self._buffers[0][0])
         first = count % len(self._chunks) * size
         length = ITEM * (min(first + size, self._total) - first)
@@ -263,5 +263,5 @@ def _told() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        words = "the optimizer's state in parallelism.offload_path cannot be read or written"
+        words = "the optimizer state in parallelism.offload_path cannot be read or written"
         raise OffloadFailed(f"{words}: {error.strerror or error}") from error

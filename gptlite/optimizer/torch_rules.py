@@ -20,4 +20,4 @@ def build(config: OptimizerConfig, context: BuildContext) -> torch.optim.Optimiz
         if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
             kernels = {"foreach": True}  # torch has no fused SGD of DTensors
         return SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **kernels)
-    raise TypeError(f"no builder for {type(config).__name__}: name the module that has it, `rule`")
+    raise TypeError(f"no builder for {type(config).__name__}: set its `rule` to the module that has one")

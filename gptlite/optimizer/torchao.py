@@ -11,7 +11,7 @@ OPTIMIZER_STATE = "optim/subclass_8bit.py"  # the file with the class that gptli
 
 
 def why_not() -> str:
-    """Return the reason why torchao cannot be used here, and the fix. Empty if it can, as far as files show."""
+    """Return the reason why torchao cannot be used here, and the fix. Empty if it can, judging by its files."""
     found = find_spec("torchao")
     if found is None:
         return f"torchao is not installed; {INSTALL}"
@@ -21,7 +21,7 @@ def why_not() -> str:
         return f"the package torchao in {found.origin} was not installed by pip, so its version is not known; {INSTALL}"
     numbers = tuple(int(number) for number in re.findall(r"\d+", its)[:2])
     if numbers < OLDEST:
-        return f"torchao {its} is older than 0.18, the first that this was tried with; {INSTALL}"
+        return f"torchao {its} is older than 0.18, the oldest tested version; {INSTALL}"
     folders = [Path(folder) for folder in found.submodule_search_locations or []]
     if not any((folder / OPTIMIZER_STATE).is_file() for folder in folders):
         return f"torchao {its} has no {OPTIMIZER_STATE}: this version is not supported; pip install 'torchao==0.18.*'"

@@ -2,7 +2,7 @@
 
 On a GPU the copies run on a second stream and overlap with computation: to pinned memory while the next block runs, and
 back during the backward pass of the following block. At most two blocks' activations are on the device at a time. On a
-CPU the copies are made too. They save no memory there, but let tests check that the numbers do not change.
+CPU the copies are made too. They save no memory there, but let tests check that results are bit-identical.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Moved:
 
 @dataclass
 class Saved:
-    """Tensors saved by a block's forward pass, and a link to the previous block on this rank."""
+    """Tensors saved by a block's forward pass, and a link to those of the block before it in this part."""
 
     before: Saved | None
     tensors: list[Moved] = field(default_factory=list)
@@ -65,7 +65,7 @@ class ActivationOffload:
         self._stream: torch.cuda.Stream | None = None
 
     def wrap(self, block: nn.Module, first: bool) -> None:
-        """Replace a block's forward method, so that parameter names do not change."""
+        """Offload a block's saved tensors, by replacing its forward method. `first` marks the part's first block."""
         forward = block.forward
 
         def offloaded(*args: object) -> object:

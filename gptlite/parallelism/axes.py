@@ -55,22 +55,22 @@ DATA_AXES = tuple(axis.name for axis in TABLE if axis.kind == DATA)
 
 
 def every_axis() -> tuple[Axis, ...]:
-    """All axes, slowest first."""
+    """Return all axes, slowest first."""
     return TABLE
 
 
 def folded() -> tuple[Axis, ...]:
-    """The axes that are folded over others."""
+    """Return the axes that are folded over others."""
     return tuple(axis for axis in TABLE if axis.over)
 
 
 def kinds() -> dict[str, tuple[str, ...]]:
-    """The axes of each kind of collective. The fastest kind comes first, the data axes and the world last."""
+    """Return `{kind of collective: axes}`. The fastest kind comes first, the data axes and the world last."""
     # A stable sort on a boolean: it keeps the order of the other kinds and moves the data axes to the end.
     order = sorted(dict.fromkeys(axis.kind for axis in reversed(TABLE)), key=lambda kind: kind == DATA)
     return {kind: tuple(axis.name for axis in TABLE if axis.kind == kind) for kind in order} | {WORLD: AXES}
 
 
 def alike(parameters: Alike) -> tuple[str, ...]:
-    """Names of the axes whose ranks hold copies of those parameters."""
+    """Return the names of the axes over whose ranks those parameters are replicated."""
     return tuple(axis.name for axis in TABLE if axis.alike == parameters)

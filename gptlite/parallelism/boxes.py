@@ -33,7 +33,7 @@ class Cut:
         return torch.device(self.mesh.device_type)
 
     def lengths(self, length: int) -> list[int]:
-        """Length of each rank's chunk of a dimension of that length."""
+        """Return the length of each rank's chunk of a dimension of that length."""
         longest = -(-length // self.size)  # torch.chunk rounds up, so the last ranks may have less, or nothing
         return [min(longest, max(0, length - rank * longest)) for rank in range(self.size)]
 
@@ -47,7 +47,7 @@ def cuts(tensor: Tensor) -> list[Cut]:
         return []
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        raise ValueError("this rank is not in the tensor's mesh: it holds no box of it")
+        raise ValueError("this rank is not in the tensor's mesh, so it holds no shard")
     names = mesh.mesh_dim_names or [str(axis) for axis in range(mesh.ndim)]
     axes = [axis for axis, placement in enumerate(tensor.placements) if hasattr(placement, "dim")]
     return [
@@ -59,7 +59,7 @@ def cuts(tensor: Tensor) -> list[Cut]:
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Return shape and global offset of this rank's elements. A plain tensor is one box at offset 0.
+    """Return shape and global offset of this rank's shard, its box. A plain tensor is one box at offset 0.
 
     An empty box has its offset at the end. torch's own computation is wrong where the tensor axis shards unevenly (seen
     in 2.11 and 2.13: 50,257 rows over 2 x 8 ranks).

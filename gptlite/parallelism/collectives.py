@@ -17,7 +17,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.
 
 
 def all_reduce(tensor: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op: str = "sum") -> Tensor:
-    """Reduce a tensor in place over some axes, or over the world, and return it."""
+    """Reduce a tensor in place over `axes`, or over the world if None, and return it. `op` is a key of OPS."""
     if mesh.world_size == 1:
         return tensor
     if axes is None:
@@ -32,8 +32,8 @@ def all_reduce(tensor: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op
 def sum_over_cuts(tensors: Sequence[Tensor], cuts: Sequence[Sequence[Cut]]) -> list[Tensor]:
     """Sum each tensor over its shardings, in one collective per axis. All tensors must have the same dtype.
 
-    The result is bitwise independent of the other tensors in the call. So two ranks that hold copies of a parameter
-    among different neighbours (the ends of a pipeline with a tied embedding) get equal sums.
+    The sum of a tensor does not depend, to the bit, on the other tensors in the call. So the copies of a tied embedding
+    on the first and the last pipeline stage get equal sums, although each is summed with other parameters.
     """
     found = list(tensors)
     by_axis: dict[str, tuple[Cut, list[int]]] = {}

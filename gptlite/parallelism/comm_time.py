@@ -1,8 +1,8 @@
 """Communication time per axis as a share of the training step, and detection of the slowest rank.
 
-On a CPU, communication blocks the thread. Sampling the main thread's position twenty times a second therefore gives its
-share of the time at almost no cost. On GPUs the process groups time their collectives. Time in a collective includes
-waiting for its slowest rank, so the rank that spends the least time in collectives is the slowest.
+On a CPU, communication blocks the thread. Sampling the main thread's position twenty times a second therefore measures
+its share of the time at almost no cost. On GPUs the process groups time their collectives. Time in a collective
+includes waiting for its slowest rank, so the rank that spends the least time in collectives is the slowest.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CommunicationTime:
 
 
 def summary(shares: torch.Tensor, mesh: Mesh, step_seconds: float) -> dict[str, Any]:
-    """Compute a row's keys from every rank's shares [world, kinds()] of a step."""
+    """Return the keys of a metrics row, computed from every rank's shares of a step [world, kinds()]."""
     sizes = {kind: mesh.layout.size(*axes) for kind, axes in kinds().items()}
     seconds = (shares.mean(0) * step_seconds).tolist()
     row: dict[str, Any] = {

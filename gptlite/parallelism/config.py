@@ -22,8 +22,8 @@ class ActivationCheckpointing(Enum):
 
 
 class Offload(Enum):
-    """Model state kept off the device: none, in host memory (`cpu`), or there with the optimizer state in files
-    (`nvme`)."""
+    """Place of the model state: the device (`none`), host memory (`cpu`), or host memory with the optimizer state in
+    files (`nvme`)."""
 
     none = "none"
     cpu = "cpu"

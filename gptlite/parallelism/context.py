@@ -32,7 +32,7 @@ KeysAndValues = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass
 class ContextAxis:
-    """The ranks that share each sequence. All layers of a model hold the same object.
+    """Context-parallel ranks, which share each sequence. All layers of a model hold the same object.
 
     `refill`: free gathered keys and values after the forward pass and gather them again for the backward pass. It is
     off for blocks that are recomputed, which free everything at once. `whole`: sequences are temporarily not split.
@@ -54,12 +54,13 @@ class ContextAxis:
             self.whole = False
 
     def starts(self, length: int) -> tuple[int, int]:
-        """Start of each of this rank's two chunks in the whole sequence; `length` is the number of local positions."""
+        """Return the start of this rank's two chunks in the whole sequence; `length` is the number of local
+        positions."""
         return chunk_starts(self.size * length, self.size, self.rank)
 
     def positions(self, first: int, count: int, length: int) -> tuple[int, int]:
-        """Map `count` local positions from `first` on, of `length`, to the whole sequence. Return the global position
-        of the first one, and the extra offset of the second half of them, 0 if they are contiguous."""
+        """Map `count` of this rank's `length` positions, from `first` on, to the whole sequence. Return the global
+        position of the first, and the additional offset of the second half; 0 if all are contiguous."""
         early, late = self.starts(length)
         gap, chunk = late - early - length // 2, length // 2
         if first >= chunk:
@@ -82,13 +83,13 @@ class ContextAxis:
 
 
 def context_axis(mesh: Mesh, refill: bool) -> ContextAxis | None:
-    """The ranks of a mesh that share sequences; None if sequences are not split."""
+    """Return the context axis of a mesh; None if sequences are not split. `refill` as in ContextAxis."""
     size = mesh.size(CONTEXT)
     return ContextAxis(mesh.group(CONTEXT), size, mesh.coordinate(CONTEXT), refill) if size > 1 else None
 
 
 def context_of(part: nn.Module) -> ContextAxis | None:
-    """The axis that a part's sequences are split over; None if they are not split."""
+    """Return the axis over which a part's sequences are split; None if they are not split."""
     axes = (getattr(module, "context", None) for module in part.modules())
     return next((axis for axis in axes if isinstance(axis, ContextAxis)), None)
 
@@ -161,5 +162,5 @@ def _fill(whole: Tensor, qkv: Tensor, axis: ContextAxis) -> None:
 
 
 def _owners(size: int) -> list[tuple[int, int]]:
-    """Rank that holds each chunk of a sequence, and the chunk's index there (0 or 1)."""
+    """Return for each chunk of a sequence the rank that holds it, and the chunk's index there (0 or 1)."""
     return [(rank, 0) for rank in range(size)] + [(rank, 1) for rank in reversed(range(size))]

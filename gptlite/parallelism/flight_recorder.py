@@ -13,7 +13,7 @@ READ_SECONDS = 30.0
 
 
 def counts(groups: Sequence[Any]) -> tuple[int, ...]:
-    """Number of collectives each group has started on this rank. A rank whose counts do not change makes no
+    """Return the number of collectives that each group has started on this rank. If no count changes, the rank makes no
     progress."""
     return tuple(group._get_sequence_number_for_group() for group in groups)
 
@@ -39,7 +39,7 @@ class RecordedTime:
 
 
 def shares_of(entries: Sequence[dict[str, Any]], since: float, now: float) -> dict[str, float]:
-    """Share of the time between two moments (seconds of the epoch) that recorded collectives took, by axis."""
+    """Return `{axis: share}` of the time from `since` to `now`, in epoch seconds, that recorded collectives took."""
     done = [entry for entry in entries if entry.get("duration_ms") and entry["time_created_ns"] / 1e9 >= since]
     if not done:
         return {}
@@ -53,7 +53,7 @@ def shares_of(entries: Sequence[dict[str, Any]], since: float, now: float) -> di
 
 
 def oldest_under_way() -> tuple[str, str] | None:
-    """Name and mesh axis of the longest-running collective on this rank, e.g. `("all_reduce", "tp")`, or None.
+    """Return name and mesh axis of the longest-running collective on this rank, e.g. `("all_reduce", "tp")`, or None.
 
     The axis is "world" for a group of all ranks. Point-to-point messages over gloo are not recorded.
     """
@@ -65,7 +65,7 @@ def oldest_under_way() -> tuple[str, str] | None:
 
 
 def axis_of(entry: dict[str, Any]) -> str:
-    """The mesh axis of a recorded collective, from DeviceMesh's group description, such as `mesh_tp`."""
+    """Return the mesh axis of a recorded collective, from DeviceMesh's group description, such as `mesh_tp`."""
     _, _, axis = entry["process_group"][1].partition("mesh_")
     return next((each.kind for each in every_axis() if each.name == axis), axis) or WORLD
 

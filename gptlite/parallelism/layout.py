@@ -18,8 +18,8 @@ MAX_MICRO_BATCH = 16  # sequences; upper limit for a micro-batch size that is ch
 class Layout:
     """Sizes of the mesh dimensions, slowest first, in the order of AXES, and the degrees of the folded axes.
 
-    With respect to parameters, ranks that share sequences act as data-parallel ranks: they hold copies or shards, and
-    their gradients are summed. They are therefore part of the data axes, as neighbours on them.
+    For parameters, context-parallel ranks act as data-parallel ranks: they hold replicas or shards, and their gradients
+    are summed. They are therefore neighbours on the data axes.
     """
 
     sizes: tuple[int, ...] = (1,) * len(AXES)
@@ -27,7 +27,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(AXES):
-            raise ValueError(f"{len(self.sizes)} sizes, and the axes are {', '.join(AXES)}")
+            raise ValueError(f"{len(self.sizes)} sizes, but the axes are {', '.join(AXES)}")
 
     @cached_property
     def degrees(self) -> dict[str, int]:
@@ -41,7 +41,7 @@ class Layout:
 
     @cached_property
     def fsdp_size(self) -> int:
-        """Number of ranks whose gradients are summed, each over other tokens: dp_replicate * dp_shard."""
+        """Number of ranks whose gradients are summed, each over different tokens: dp_replicate * dp_shard."""
         return self.size(*DATA_AXES)
 
     @cached_property
@@ -78,8 +78,7 @@ class Layout:
         return self.coordinate(rank, *DATA_AXES) // self.sharing  # ranks that share samples are neighbours
 
     def describe(self, config: ParallelismConfig) -> str:
-        """Return e.g. `pipeline 2 x data 2 (zero 1) x tensor 2, 1f1b`: all of a layout that affects numerical
-        rounding."""
+        """Return e.g. `pipeline 2 x data 2 (zero 1) x tensor 2, 1f1b`: everything in a layout that affects rounding."""
         if self.world_size == 1:
             return ONE_RANK
         parts, data = [], f" ({', '.join(self._data_words(config))})"
@@ -137,21 +136,21 @@ def rule(config: ParallelismConfig) -> ScheduleRule:
     """Return the rule of the configured schedule. Raises ConfigError for an unknown schedule."""
     if config.schedule not in SCHEDULES:
         hint = did_you_mean(config.schedule, SCHEDULES)
-        raise ConfigError(f"parallelism.schedule={config.schedule} is none of {', '.join(SCHEDULES)}{hint}")
+        raise ConfigError(f"parallelism.schedule={config.schedule} is not one of {', '.join(SCHEDULES)}{hint}")
     return SCHEDULES[config.schedule]
 
 
 def splits_backward(config: ParallelismConfig) -> bool:
-    """Return True if backward passes are split in two halves; only pipelines do this."""
+    """Return True if a pipeline splits backward passes into an input-gradient and a weight-gradient half."""
     return config.pipeline > 1 and rule(config).splits_backward
 
 
 def resolve(config: ParallelismConfig, world: int) -> Layout:
-    """The layout on that many ranks: `data: null` is what is left of them. Raises ConfigError with the equation, or
-    for a folded axis that does not divide its ranks.
+    """Return the layout on `world` ranks. `data: null` takes the ranks that the other axes leave.
 
-    Without ZeRO the data ranks hold copies; with it they shard, in `dp_replicate` copies. So do ranks that share
-    sequences, all of which shard.
+    Without ZeRO, data-parallel ranks hold replicas; with ZeRO they shard, in `dp_replicate` replicas. Context-parallel
+    ranks do the same. Raises ConfigError if the degrees do not multiply to `world`, or if `dp_replicate` or a folded
+    axis does not divide its ranks.
     """
     inner = _inner(config)
     data = world // inner if config.data is None else config.data
@@ -165,8 +164,8 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
         )
     if config.zero == 0 and replicate not in (1, data):
         raise ConfigError(
-            f"parallelism.dp_replicate={replicate} of {data} data-parallel ranks: parallelism.zero=0 copies all to all "
-            f"of them; use parallelism.dp_replicate=1, or shard with parallelism.zero=1, 2 or 3"
+            f"parallelism.dp_replicate={replicate} of {data} data-parallel ranks: with parallelism.zero=0 each of "
+            f"them holds a copy; use parallelism.dp_replicate=1, or shard with parallelism.zero=1, 2 or 3"
         )
     degrees = {axis.name: getattr(config, axis.key) for axis in every_axis()}
     ranks = data * math.prod(degrees[axis.name] for axis in folded() if axis.factor)
@@ -183,12 +182,12 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
 
 
 def _degrees(config: ParallelismConfig) -> dict[str, int | None]:
-    """Degrees whose product is the world size, by key."""
+    """Return `{key: degree}` of the degrees whose product is the world size."""
     return {axis.key: getattr(config, axis.key) for axis in every_axis() if axis.factor}
 
 
 def _inner(config: ParallelismConfig) -> int:
-    """Number of ranks per data-parallel part."""
+    """Return the product of all degrees but data: the number of ranks per data-parallel replica."""
     return math.prod(degree or 1 for key, degree in _degrees(config).items() if key != "data")
 
 
@@ -213,7 +212,7 @@ def _unequal(config: ParallelismConfig, world: int) -> str:
 
 
 def wanted_world(config: ParallelismConfig, gpus: int) -> int:
-    """Number of ranks that train.py starts by itself on a machine with that many GPUs; 0 GPUs means the CPU.
+    """Return the number of ranks that train.py starts on a machine with that many GPUs; 0 GPUs means the CPU.
 
     If `data` is null and the layout shards (zero > 0) or has `spread` set, use every GPU that completes a replica, or a
     data degree of 2 on a CPU.
@@ -228,7 +227,7 @@ def wanted_world(config: ParallelismConfig, gpus: int) -> int:
 
 
 def chunk_starts(length: int, size: int, rank: int) -> tuple[int, int]:
-    """Start of each of the two chunks that a rank holds of a sequence split over `size` ranks.
+    """Return the starts of the two chunks that a rank holds of a sequence split over `size` ranks.
 
     A chunk has length / (2 size) positions. Rank r holds chunks r and 2 size - 1 - r: an early one, whose queries see
     few keys, and a late one, so that all ranks have equal work (Llama 3, arXiv:2407.21783, section 3.3.2).
@@ -238,17 +237,17 @@ def chunk_starts(length: int, size: int, rank: int) -> tuple[int, int]:
 
 
 def stages_per_rank(config: ParallelismConfig) -> int:
-    """Number of model parts on each pipeline rank. Without a pipeline it is one, the whole model."""
+    """Return the number of stages on each pipeline rank; 1 without a pipeline, the whole model."""
     return 1 if config.pipeline == 1 else config.virtual_stages or rule(config).virtual
 
 
 def num_stages(config: ParallelismConfig) -> int:
-    """Total number of model parts."""
+    """Return the total number of pipeline stages."""
     return config.pipeline * stages_per_rank(config)
 
 
 def stages_of_rank(config: ParallelismConfig, pp_rank: int) -> list[int]:
-    """The stages of one pipeline rank, first to last: r, r + pp, ... or, in a V, r and 2 * pp - 1 - r."""
+    """Return the stages of one pipeline rank, first to last: r, r + pp, ... or, in a V, r and 2 * pp - 1 - r."""
     if config.pipeline > 1 and rule(config).v_shape:
         return [pp_rank, 2 * config.pipeline - 1 - pp_rank]
     return list(range(pp_rank, num_stages(config), config.pipeline))
@@ -276,7 +275,7 @@ def split_layers(num_layers: int, num_stages: int, layer_cost: float, head_cost:
 
 
 def accumulation(global_batch: int, micro_batch: int, data_size: int) -> int:
-    """Number of micro-batches that each data-parallel rank runs per step."""
+    """Return the number of micro-batches that each data-parallel rank runs per step."""
     return global_batch // (micro_batch * data_size)
 
 
@@ -293,11 +292,12 @@ def schedule_refuses(config: ParallelismConfig, accumulation: int) -> str:
         return ""
     words = f"parallelism.schedule={config.schedule} with parallelism.pipeline={ranks}"
     if its.fill:
-        return f"{words} needs at least {ranks} micro-batches a step, not {accumulation}"
+        return f"{words} needs at least {ranks} micro-batches per step, not {accumulation}"
     below = next(count for count in range(accumulation, 0, -1) if its.runs(ranks, count))
     above = next(count for count in itertools.count(accumulation) if its.runs(ranks, count))
     return (
-        f"{words} runs {below} or {above} micro-batches a step, in equal rounds of {ranks} or more, not {accumulation}"
+        f"{words} runs {below} or {above} micro-batches per step, in equal rounds of {ranks} or more, "
+        f"not {accumulation}"
     )
 
 
@@ -317,7 +317,7 @@ def largest_micro_batch(config: ParallelismConfig, global_batches: Sequence[int]
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a number, smallest first."""
+    """Return the divisors of a number, smallest first."""
     # Divisors come in pairs around the square root, so only the smaller ones are searched.
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]

@@ -37,7 +37,7 @@ def change_whole(tensors: Sequence[Tensor], change: Change) -> None:
 def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
     """Process at most one tensor per rank: gather along one axis after the other, then scatter back in reverse order.
 
-    An owner has a coordinate on each axis. Ranks with equal coordinates on the earlier axes exchange on the next.
+    A tensor's owner is given by a coordinate on each axis. Along each axis, ranks exchange the tensors that they hold.
     """
     levels = {index: _levels(tensor) for index, tensor in tensors.items()}
     held = {index: local_part(tensor) for index, tensor in tensors.items()}
@@ -106,7 +106,7 @@ def _pieces(whole: Tensor, level: Level) -> Sequence[Tensor]:
 
 
 def _piece(level: Level, rank: int) -> tuple[int, ...]:
-    """Shape of a rank's shard."""
+    """Return the shape of a rank's shard at that level."""
     cut, shape = level
     return (*shape[: cut.dim], cut.lengths(shape[cut.dim])[rank], *shape[cut.dim + 1 :])
 

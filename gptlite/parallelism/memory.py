@@ -1,8 +1,8 @@
 """Predicted memory of a rank's part of the model during training.
 
-Model state is parameters (a rank's shards, and what FSDP2 has gathered of them), gradients (accumulated in full, or
-reduced to shards) and optimizer state. FSDP2 keeps the shards in addition to gathered parameters, even where a shard is
-the whole. So with N data ranks, Adam, and more than one micro-batch a step, the bytes per parameter are
+Model state is parameters (a rank's shards, and the whole ones that FSDP2 has gathered), gradients (accumulated in full,
+or reduced to shards) and optimizer state. FSDP2 keeps the shards in addition to gathered parameters, even if a shard is
+the whole parameter. So with N data ranks, Adam, and more than one micro-batch per step, the bytes per parameter are
 
 | stage | bf16     | the paper's | fp32     | the paper's |
 |-------|----------|-------------|----------|-------------|
@@ -11,11 +11,11 @@ the whole. So with N data ranks, Adam, and more than one micro-batch a step, the
 | 2     | 2 + 16/N | 2 + 14/N    | 4 + 16/N | 4 + 12/N    |
 | 3     | 16/N     | 16/N        | 16/N     | 16/N        |
 
-at their peak, which is inside the step's last backward pass (the paper: ZeRO, arXiv:1910.02054, section 3; its fp32
-column is ours, counted its way). Parameters without an fp32 copy take 2/N less. Without data parallelism there is no
-FSDP2: 16 in both, 14 in bf16 without master weights. Everything else counts as activations here: tensors saved by
-autograd (on one data rank including bf16 copies of the weights), temporary buffers of ops and collectives, the block
-that stage 3 has gathered, and the gradients of a block before they are reduced.
+at their peak, which is inside the step's last backward pass (the paper: ZeRO, arXiv:1910.02054, section 3, which has
+only bf16; its fp32 column is computed here by the same rules). Parameters without an fp32 copy take 2/N less. Without
+data parallelism there is no FSDP2: 16 in both, 14 in bf16 without master weights. Everything else counts as activations
+here: tensors saved by autograd (on one data rank including bf16 copies of the weights), temporary buffers of ops and
+collectives, the block that stage 3 has gathered, and the gradients of a block before they are reduced.
 """
 
 from __future__ import annotations
@@ -68,20 +68,21 @@ def predicted_state(
 
 
 def whole_elements(optimizer: Optimizer, mesh: Mesh) -> int:
-    """Number of parameters in this rank's parts before ZeRO shards them, including the padding to equal shards."""
+    """Return the number of parameters in this rank's parts before ZeRO shards them, including the padding to equal
+    shards."""
     return _elements(shards_of(optimizer)) * mesh.size("dp_shard")
 
 
 def paper_bytes_a_parameter(zero: int, shards: int, itemsize: int) -> float:
-    """Return the table's value by the paper: gradients and parameters in the compute dtype, 16-bit ones with an fp32
-    copy."""
+    """Return the paper's value in the table above: parameters and gradients in the compute dtype, with an fp32 copy of
+    16-bit parameters."""
     moments = 8 + (MASTER if itemsize < MASTER else 0)
     divided = {0: 0, 1: moments, 2: moments + itemsize, 3: moments + 2 * itemsize}[zero]
     return moments + 2 * itemsize - divided + divided / shards
 
 
 def micro_batches_in_flight(config: ParallelismConfig, pp_rank: int, micro_batches: int) -> float:
-    """Number of micro-batches whose activations a rank holds at once, averaged over its stages."""
+    """Return the number of micro-batches whose activations a rank holds at once, averaged over its stages."""
     ranks = config.pipeline
     if ranks == 1:
         return 1
@@ -97,12 +98,12 @@ def micro_batches_in_flight(config: ParallelismConfig, pp_rank: int, micro_batch
 
 
 def shards_of(optimizer: Optimizer) -> Iterable[Tensor]:
-    """Parameters of an optimizer: the shards, whether or not they are gathered."""
+    """Return an optimizer's parameters, which are shards even while FSDP2 has gathered them."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:
-    """Local tensors of the optimizer's state. For state in files, only those in memory."""
+    """Return the local tensors of the optimizer's state; of state in files, only those in memory."""
     if isinstance(optimizer, InFiles):
         return optimizer.resident()
     values = (value for state in optimizer.state.values() for value in state.values())
@@ -116,7 +117,7 @@ def _plain(tensor: Tensor) -> list[Tensor]:
 
 
 def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each distinct storage under some local tensors, by address. Freed storages are left out."""
+    """Return `{address: bytes}` of the distinct storages of local tensors. Freed storages are left out."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 

@@ -47,7 +47,7 @@ class Phases:
 
 
 def phase_peaks(allocations: Iterable[tuple[int, int, int]], marks: list[tuple[int, str]], base: int) -> dict[str, int]:
-    """Peak bytes in each phase, from what is allocated at its start and every allocation during it."""
+    """Return the peak bytes of each phase, from the allocations alive at its start and those made during it."""
     live: dict[int, int] = {}
     peaks = dict.fromkeys((*PHASES, AFTER), 0)
     now, at, phase = base, 0, AFTER

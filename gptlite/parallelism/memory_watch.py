@@ -33,7 +33,7 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class Sample:
-    """Snapshot of the model state: bytes of each storage, by category of StateBytes and address.
+    """Snapshot of the model state: `held` is `{category of StateBytes: {address: bytes}}`.
 
     `allocated` is the total allocated on a GPU.
     """
@@ -108,8 +108,8 @@ class MemoryWatch:
 
 
 def where_backward_begins(out: Tensor, call: Callable[[], None]) -> None:
-    """Call `call` once, when the backward pass from a part's output begins. In a split pass the second half does not
-    call it again."""
+    """Call `call` once, when the backward pass from a part's output begins. In a split pass, the weight-gradient half
+    does not call it again."""
 
     def begins(gradient: Tensor) -> None:
         hook.remove()
@@ -136,12 +136,12 @@ class _LastBackward:
 
 
 def held(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, dict[int, int]]:
-    """Bytes of each distinct storage of the model state, by address, for the categories of StateBytes."""
+    """Return `{category of StateBytes: {address: bytes}}` of the distinct storages of the model state."""
     return {category: storage_sizes(tensors) for category, tensors in state_tensors(parts, optimizer).items()}
 
 
 def state_tensors(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """Local tensors of the model state, by category of StateBytes. Some may share a storage."""
+    """Return `{category of StateBytes: local tensors}` of the model state. Some may share a storage."""
     parameters = [local_tensor(shard) for shard in shards_of(optimizer)]
     gradients = [local_tensor(shard.grad) for shard in shards_of(optimizer) if shard.grad is not None]
     for part in parts:
@@ -152,7 +152,7 @@ def state_tensors(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str,
 
 
 def most_beside(allocations: Iterable[Allocation], samples: Sequence[Sample]) -> int:
-    """Peak bytes of the allocations that are not model state in any sample.
+    """Return the peak bytes of the allocations that are not model state in any sample.
 
     Allocations that are never freed are left out, as no activation outlives its step. The free of a buffer that a
     collective's thread releases last is not recorded. It is detected at the latest when the address is reused.

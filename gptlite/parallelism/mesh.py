@@ -20,7 +20,7 @@ class Mesh:
     """Axis degrees, this rank's coordinates, and the process groups along the axes.
 
     With one rank there is nothing to communicate, so no process group exists and `device_mesh` is None, unless FSDP2
-    offloads. `folded_groups` has those folded axes, by name, that have more than one rank.
+    offloads. `folded_groups` maps the name of each folded axis with more than one rank to its group.
     """
 
     device: torch.device
@@ -46,7 +46,7 @@ class Mesh:
     def is_first(self, parameters: Alike) -> bool:
         """Return True if this rank is the first along every axis over which those parameters are replicated.
 
-        A value that such ranks all compute, a loss or a gradient, is counted only on this rank.
+        A loss or a gradient that all replicas compute is counted only on this rank.
         """
         return all(self.coordinate(axis) == 0 for axis in alike(parameters))
 
@@ -78,7 +78,7 @@ class Mesh:
 
     @property
     def fsdp_size(self) -> int:
-        """Number of ranks whose gradients are summed: data_size times the ranks that share each sequence."""
+        """Number of ranks whose gradients are summed: data_size times the context-parallel degree."""
         return self.layout.fsdp_size
 
     @property

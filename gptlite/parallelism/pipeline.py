@@ -204,8 +204,8 @@ class _Plain(nn.Module):
 class _Stage(PipelineStage):
     """Pipeline stage whose backward passes follow the ZeRO stage, see `zero.py`.
 
-    If the backward pass is split, a part's gradients are reduced after its weight half. With ZeRO 3 the part is
-    gathered for each half and freed after it.
+    If the backward pass is split, a part's gradients are reduced after the weight-gradient half. With ZeRO 3 the part
+    is gathered for each half and freed after it.
     """
 
     def over(self, part: nn.Module, micro_batches: int, zero: int) -> _Stage:
@@ -246,8 +246,8 @@ class _Stage(PipelineStage):
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Context of half a backward pass: disables reduction and freeing. With ZeRO 3 it gathers the part and frees it
-        after."""
+        """Disable reduction and freeing during one half of a backward pass. With ZeRO 3, the part is gathered before
+        and freed after."""
         if not isinstance(self._part, FSDPModule):
             yield
             return
@@ -262,7 +262,7 @@ class _Stage(PipelineStage):
 def add_across_ends(first: nn.Parameter | None, last: nn.Parameter | None, mesh: Mesh) -> None:
     """Sum the gradients of a tied parameter's copies on the first and last part, and store the sum in both.
 
-    Each rank passes the copies it holds. Both ends hold the same shard of it.
+    Each rank passes the copies it holds. Both stages hold the same shard of the parameter.
     """
     held = [local_tensor(p.grad) for p in (first, last) if p is not None and p.grad is not None]
     if len(held) == 2:

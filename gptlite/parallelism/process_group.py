@@ -57,10 +57,9 @@ def broadcast_text(text: str) -> str:
 
 
 def _interface() -> str | None:
-    """Return the network interface for gloo, whose default is the one that its host name resolves to.
+    """Return the network interface for gloo: loopback if all ranks are on this machine, else one that reaches rank 0.
 
-    This is loopback if all ranks are on this machine, else the interface that reaches rank 0. None leaves the choice to
-    gloo.
+    None leaves the choice to gloo, which takes the interface that the host name resolves to.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         return _loopback()

@@ -1,11 +1,11 @@
 """Run an action on one rank or on all, and share its results or exceptions with all ranks.
 
-For work of unknown length, such as reading a corpus or hashing a checkpoint. Waiting ranks poll the process group's
+For work of unknown duration, such as reading a corpus or hashing a checkpoint. Waiting ranks poll the process group's
 store, so no collective is in progress and no timeout ends the run. If a rank dies, the launcher notices and ends the
 others.
 
 Threads that run in parallel with training pass a `group` of their own and use its collectives instead, as the store
-connection and the world group belong to the training thread. There a dead or hanging rank raises an error.
+connection and the world group belong to the training thread. If a rank dies or hangs then, the others raise an error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def from_main(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | No
 def from_all(mesh: Mesh, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run an action on every rank and return all results in rank order, on every rank.
 
-    If any rank raised, all raise the exception of the lowest such rank. Otherwise as `from_main`.
+    If any rank raised, all raise the exception of the lowest such rank. Otherwise like `from_main`.
     """
     if mesh.world_size == 1:
         return [action()]

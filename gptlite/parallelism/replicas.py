@@ -1,4 +1,4 @@
-"""Bitwise comparison of parameters that are replicated over ranks. A mismatch, by a memory fault or a bug, ends the
+"""Bitwise comparison of parameters that are replicated over ranks. A mismatch, due to a memory fault or a bug, ends the
 run."""
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Hash of a tensor's bits, int64 [], computed on its device in one pass. Flipping any single bit changes it.
+    """Return a hash of a tensor's bits, int64 [], computed on its device in one pass. Flipping any single bit changes
+    it.
 
-    Sum of rows of 64-bit words, each row multiplied by a different odd number, modulo 2^64.
+    It is the sum of rows of 64-bit words, each row multiplied by a different odd number, modulo 2^64.
     """
     bits = tensor.contiguous().flatten()
     if tensor.numel() * tensor.element_size() % (8 * ROW) or bits.storage_offset() * bits.element_size() % 8:
@@ -88,7 +89,7 @@ def _message(found: list[dict[tuple[str, str], list[int]]], mesh: Mesh, step: in
     places = " and ".join(", ".join(str(mesh.layout.coordinate(rank, axis)) for rank in side) for side in sides)
     ranks = " and ".join(", ".join(map(str, side)) for side in sides)
     others = sorted({other for differing in found for _, other in differing} - {name})
-    more = f"; so do {len(others)} more, such as {', '.join(others[: MORE - 1])}" if others else ""
+    more = f"; {len(others)} more differ, such as {', '.join(others[: MORE - 1])}" if others else ""
     return f"parameter {name} differs between {axis} ranks {places} (world ranks {ranks}) after step {step}{more}"
 
 

@@ -54,14 +54,13 @@ class Place:
 
 
 def waits_along(thread: int) -> str | None:
-    """Return the axis of the collective in which a thread waits, by the thread's identifier; None if it does not
-    wait."""
+    """Return the axis of the collective in which the thread with this identifier waits; None if it does not wait."""
     frame = sys._current_frames().get(thread)
     return None if frame is None or not _waits(frame.f_code.co_filename, frame.f_lineno or 0) else _axis(frame)
 
 
 def place_of(thread: int) -> Place:
-    """Return a thread's position, by the thread's identifier."""
+    """Return the position of the thread with this identifier."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return Place(words="ended")
@@ -85,7 +84,7 @@ def _axis(frame: FrameType) -> str:
 
 @cache
 def _axis_of_file(file: str) -> str | None:
-    """Axis of the collectives in a file, by the files and folders in the axis table."""
+    """Return the axis whose collectives a file runs, from the files and folders in the axis table; None if none."""
     roots = {"gptlite": Path(PACKAGE), "torch": Path(TORCH).parent}
     for axis in every_axis():
         for name in axis.files:

@@ -32,7 +32,7 @@ class InFiles:
         raise NotImplementedError
 
     def resident(self) -> list[Tensor]:
-        """All tensors of its state, and buffers for it, that take memory."""
+        """Return the tensors that take memory: state that is not in files, and buffers."""
         raise NotImplementedError
 
 
@@ -54,7 +54,7 @@ class StateFile:
     def mapped(self) -> Tensor:
         """Return the whole file as memory-mapped fp32 elements.
 
-        Changes through the mapping are visible to `read` and `write` after `flush`, and it sees theirs.
+        After `flush`, changes through the mapping are visible to `read` and `write`; theirs are visible in the mapping.
         """
         self._map = mmap.mmap(self._file.fileno(), max(self.size, ALIGN))
         return torch.frombuffer(self._map, dtype=torch.float32)
@@ -79,7 +79,7 @@ class StateFile:
     def exchange(self, out: Sequence[tuple[int, memoryview]], into: Sequence[tuple[int, memoryview]]) -> None:
         """Write buffers out, and refill each piece from elsewhere in the file as soon as it is written. Raises OSError.
 
-        `out` and `into` name the same memory, in equally many parts, which may differ in length.
+        `out` and `into` refer to the same memory, in equally many parts, which may differ in length.
         """
         rows = zip(out, into, strict=True)
         pairs = [pair for ours, theirs in rows for pair in zip_longest(_pieces([ours]), _pieces([theirs]))]
@@ -97,7 +97,7 @@ class StateFile:
         while len(into):  # a read may return less than was asked for
             done = os.preadv(self._file.fileno(), [into], place)
             if not done:
-                raise OSError(f"the file of the optimizer's state ends at byte {place}")
+                raise OSError(f"the optimizer state file ends at byte {place}")
             place, into = place + done, into[done:]
 
     def _write(self, part: tuple[int, memoryview]) -> None:

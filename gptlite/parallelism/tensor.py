@@ -32,7 +32,7 @@ from gptlite.parallelism.torch_private import all_gather_single, reduce_scatter_
 
 @dataclass
 class TensorAxis:
-    """The ranks that share each layer. All layers of a model hold the same object.
+    """Tensor-parallel ranks, which share each layer. All layers of a model hold the same object.
 
     `sequence`: activations between layers are sharded along the sequence. `overlap`: the backward pass of a
     column-parallel layer computes its weight's gradient while the input's is being summed.
@@ -56,8 +56,8 @@ class TensorAxis:
             self.sequence = sequence
 
     def gather_columns(self, x: Tensor, longest: int) -> Tensor:
-        """Gather x [B, at most `longest`], split over the ranks in order. Returns all columns on each rank, then
-        padding."""
+        """Gather the columns of all ranks' x [B, at most `longest`] in rank order. Returns all columns on each rank,
+        followed by padding."""
         return self.gather(F.pad(x, (0, longest - x.shape[1]))).transpose(0, 1).reshape(len(x), -1)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -67,12 +67,12 @@ class TensorAxis:
 
 
 def tensor_axis(mesh: Mesh, sequence: bool, overlap: bool) -> TensorAxis | None:
-    """The tensor axis of a mesh; None if its degree is 1."""
+    """Return the tensor axis of a mesh; None if its degree is 1."""
     return TensorAxis(mesh.along("tp"), sequence, overlap) if mesh.size("tp") > 1 else None
 
 
 def axis_of(part: nn.Module) -> TensorAxis | None:
-    """The axis that a part's layers are sharded over; None if they are not."""
+    """Return the axis over which a part's layers are sharded; None if they are not."""
     axes = (getattr(module, "axis", None) for module in part.modules())
     return next((axis for axis in axes if isinstance(axis, TensorAxis)), None)
 
@@ -123,7 +123,7 @@ class ColumnParallelLinear(nn.Module):
         return self.multiply(enter(x, self.axis), weight)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """This rank's shard of the bias."""
+        """Return this rank's shard of the bias in a compute dtype."""
         return None if self.bias is None else local(self.bias, dtype)
 
 
@@ -152,7 +152,8 @@ class RowParallelLinear(nn.Module):
         return leave(self.multiply(x, local(self.weight, x.dtype)), self.axis)
 
     def local_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """The bias, replicated on every rank. With sequence parallelism its gradient covers a slice of the sequence."""
+        """Return the bias, which every rank holds. With sequence parallelism its gradient covers a slice of the
+        sequence."""
         return None if self.bias is None else self.bias.to(dtype)
 
 
@@ -187,23 +188,23 @@ def sum_sliced_gradients(parameters: Iterable[Tensor], axis: TensorAxis) -> None
 
 
 def first_row(weight: Tensor, axis: TensorAxis) -> int:
-    """Index of the first row of this rank's shard in the whole table."""
+    """Return the index of the first row of this rank's shard in the global weight."""
     return min(axis.rank * rows_per_rank(weight, axis), weight.shape[0])
 
 
 def rows_per_rank(weight: Tensor, axis: TensorAxis) -> int:
-    """Number of rows of the longest shard. The last one may be shorter, or empty."""
+    """Return the number of rows of the largest shard. The last shards may be smaller, or empty."""
     return -(-weight.shape[0] // axis.size)
 
 
 def enter(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Return the input of column-parallel layers: x itself, or gathered along the sequence. Its gradients are
-    summed."""
+    """Return x as the input of column-parallel layers: gathered along the sequence if that is sharded. The backward
+    pass sums its gradients over the ranks."""
     return (_Gather if axis.sequence else _Copy).apply(x, axis)
 
 
 def leave(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Sum the ranks' x [B, S, d]; returns the whole sum, or a slice of the sequence on each rank."""
+    """Sum the ranks' x [B, S, d] and return the sum, or with sequence parallelism this rank's slice of it."""
     return (_Scatter if axis.sequence else _Sum).apply(x, axis)
 
 

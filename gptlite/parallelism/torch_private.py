@@ -58,8 +58,8 @@ def reduce_gradients_now(part: nn.Module) -> None:
 def accumulate_gradients_now(part: nn.Module) -> None:
     """Add the available gradients to those of earlier micro-batches, in the reduction's dtype.
 
-    FSDP2's hooks do this, but not in the weight half of a backward pass, whose gradients would be accumulated in 16
-    bits.
+    FSDP2's hooks do this, but not in the weight-gradient half of a backward pass. Its gradients would be accumulated in
+    16 bits.
     """
     for group in _groups(part):
         for param in group.fsdp_params:
@@ -88,7 +88,7 @@ def _reduce_into_fp32(group: Any) -> None:
 
 
 def _groups(part: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups in a part, including those of nested modules."""
+    """Return FSDP2's parameter groups in a part, including those of nested modules."""
     root: Any = fully_shard.state(part)  # type: ignore[attr-defined]
     return [group for state in root._state_ctx.all_states for group in _groups_of(state) if group is not None]
 
@@ -123,7 +123,7 @@ def fsdp_buffers(part: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 def watched_shards(
     parts: Iterable[nn.Module], gathered: Callable[[int], None], reduced: Callable[[int], None]
 ) -> Iterator[None]:
-    """Report the transfers of an offloaded model, while entered.
+    """Report the transfers of an offloaded model while entered.
 
     `gathered` receives the bytes of this rank's shards whenever FSDP2 gathers a parameter group, and `reduced` those of
     its fp32 gradients whenever a group's have been reduced over all ranks.
@@ -175,8 +175,8 @@ def recorded_allocations() -> Iterator[list[tuple[int, int, int]]]:
     """Record this thread's CPU tensor allocations while entered, in order. The yielded list is filled on exit.
 
     Entries are (nanoseconds since 1970, address, bytes), with negative bytes for frees, of memory allocated while
-    entered. It uses torch.profiler's recorder without operators, at about 10 us per allocation, which must not be
-    running already, see `profiler_runs`.
+    entered. It uses torch.profiler's recorder without operators, which costs about 10 us per allocation and must not be
+    running already: see `profiler_runs`.
     """
     allocations: list[tuple[int, int, int]] = []
     settings: Any = torch.autograd.profiler.profile(use_cpu=True, use_kineto=True, profile_memory=True)
@@ -247,7 +247,7 @@ def imagined_world(rank: int, world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError("this process has joined ranks that exist; imagine others in a process of its own")
+        raise RuntimeError("this process has already joined a process group; simulate ranks in a separate process")
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
@@ -340,10 +340,10 @@ class _Held:
 
 
 def is_last_sum(tensor: Tensor) -> bool:
-    """Return True if a dispatched sum is autograd's sum of two gradients with the only reference to this first one.
+    """Return True if a dispatched sum is autograd's sum of two gradients and has the only reference to the first one.
 
     Autograd then adds in place, except for tensor subclasses, such as those without data. The expected count has the
-    references of autograd, of the call (two) and of Python; a sum issued by Python code has one fewer.
+    references of autograd, of the call (two) and of Python; in a sum issued by Python code there is one fewer.
     """
     if torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
         return False
@@ -352,5 +352,5 @@ def is_last_sum(tensor: Tensor) -> bool:
 
 
 def schedule_stages(schedule: Any) -> list[Any]:
-    """The stages of this rank in a pipeline schedule."""
+    """Return this rank's stages in a pipeline schedule."""
     return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]

@@ -70,7 +70,7 @@ def judge(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None],
 
 
 def silent_ranks(before: Sequence[Heartbeat | None], beats: Sequence[Heartbeat | None]) -> list[Heartbeat]:
-    """Last heartbeats of ranks that sent no new one: the process is stopped, or its machine is gone."""
+    """Return the last heartbeats of ranks that sent no new one: the process is stopped, or its machine is down."""
     return [beat for old, beat in zip(before, beats, strict=True) if old and beat and old.beat == beat.beat]
 
 

@@ -71,12 +71,12 @@ def shard(
 
 
 def sharded_modules(part: nn.Module) -> list[FSDPModule]:
-    """Modules that FSDP2 gathers; none without data parallelism."""
+    """Return the modules that FSDP2 gathers; none without data parallelism."""
     return [module for module in part.modules() if isinstance(module, FSDPModule)]
 
 
 def storage_device(mesh: Mesh, config: ParallelismConfig) -> torch.device:
-    """Device that stores parameters, gradients and optimizer state between uses."""
+    """Return the device that stores parameters, gradients and optimizer state between uses."""
     return mesh.device if config.offload is Offload.none else torch.device("cpu")
 
 
@@ -112,7 +112,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def _prefetch(modules: list[nn.Module], ahead: int) -> None:
-    """Prefetch buckets ahead of their use. FSDP2 itself prefetches one in the backward pass."""
+    """Set FSDP2 to prefetch `ahead` buckets. By default it prefetches one, in the backward pass."""
     for index, module in enumerate(modules):
         assert isinstance(module, FSDPModule)
         module.set_modules_to_forward_prefetch(modules[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]

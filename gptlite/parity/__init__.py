@@ -1,1 +1,1 @@
-"""Parity check of two layouts of one configuration, step by step, with the first tensor that differs."""
+"""Step-by-step parity check of a layout against a single process. It names the first tensor that differs."""

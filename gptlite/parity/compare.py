@@ -1,9 +1,9 @@
 """Distances between two recorded steps, and the limits that they must not exceed.
 
-Losses and gradient norms are compared relative to the reference, a gradient by the norm of its difference relative to
-its own, updated values by their difference in units of the step's learning rate: Adam's first steps are about one rate
-long whatever the gradient, so 0.1 is a tenth of a step. In 16 bits, an element whose gradient is only rounding error,
-as of attention's key bias, is stepped in a random direction: its value is not compared, its gradient is.
+The measures are the relative error of losses and gradient norms, |g - g'| / |g'| of a gradient, and the difference of
+updated values in units of the step's learning rate. Adam's first steps change a value by about one learning rate
+whatever the gradient, so 0.1 is a tenth of a step. In 16 bits, an element whose gradient is only rounding error, such
+as attention's key bias, moves in a random direction: its gradient is compared, but not its value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Distances:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest distances that pass. `rms`: values are compared by the root mean square, not the maximum, and without
+    """Largest distances that pass. `rms`: values are compared by the root mean square, not the maximum, and without
     elements whose gradient is only rounding error.
 
     `first`: separate limits for the first step, at which both runs have the same weights, if there are any.
@@ -72,7 +72,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """A step of both runs, and everything beyond its limit, in the order of the model. No tensors."""
+    """A step of both runs, and the differences beyond a limit, in the order of the model. It holds no tensors."""
 
     step: int
     loss: tuple[float, float]  # the reference's, and the other's
@@ -82,7 +82,7 @@ class StepComparison:
 
 
 def fp32_limits() -> Limits:
-    """Return limits that only admit another order of summation."""
+    """Return limits that admit only a different order of summation."""
     return Limits(1e-5, 1e-5, lambda _: 1e-4, lambda _: 0.1)
 
 
@@ -96,9 +96,9 @@ def half_limits(apart: Sequence[Distances], epsilon: float) -> Limits:
     limit is four times its largest distance. A bias of a few elements may have been close to fp32 by chance, so the
     limit of a gradient is at least the median limit.
 
-    Scalars, losses and norms, may always be off by a fraction of `epsilon`, the dtype's (2^-7 for bf16, 2^-10 for
-    fp16): 3e-5 and 2e-3 in bf16. Values may be off by 0.6 of a learning rate, as if Adam had moved one in eleven the
-    other way; a missing update is off by 0.7 or more.
+    Losses and gradient norms may always be off by a fraction of `epsilon`, the dtype's machine epsilon (2^-7 for bf16,
+    2^-10 for fp16): 3e-5 and 2e-3 in bf16. Values may be off by 0.6 of a learning rate, as if Adam had moved one in
+    eleven in the wrong direction; a missing update is off by 0.7 or more.
     """
     return replace(_around(apart, 4.0, epsilon), first=_around(apart[:1], 2.0, epsilon))
 
@@ -155,8 +155,8 @@ def _judged(step: StepRecord, reference: StepRecord, found: Distances, limits: L
 
 
 def _copies(step: StepRecord) -> Iterator[Difference]:
-    """Yield differences between the copies of a tensor on several ranks, which must have the same bits, or they drift
-    apart."""
+    """Yield differences between the copies of a tensor on several ranks. Copies must be bit-identical, or they would
+    drift apart."""
     for what, wholes in (("copies of the gradient", step.gradients), ("copies of the value", step.values)):
         for name, whole in wholes.items():
             for each in whole.disagreements:

@@ -45,13 +45,13 @@ class Part(NamedTuple):
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Return the part of a tensor that this rank holds. Raises ValueError for a gradient that is not reduced, and for a
-    local shape that differs from the placements'."""
+    """Return the box of a tensor that this rank holds. Raises ValueError for a gradient that is not reduced, or a local
+    shape that does not fit the placements."""
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not reduced: {tensor.placements}")
     sizes, starts = local_box(tensor)
     if (shape := tuple(local_part(tensor).shape)) != sizes:
-        raise ValueError(f"a rank has {shape} of a tensor of shape {tuple(tensor.shape)}, and should have {sizes}")
+        raise ValueError(f"a rank has {shape} of a tensor of shape {tuple(tensor.shape)}, but should have {sizes}")
     return tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
@@ -59,7 +59,7 @@ def gather(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Whole] | None:
     """Return every named tensor whole on rank 0, None elsewhere; without a process group there is one rank.
 
     A collective over the world: every rank calls it with the tensors it holds; a tied embedding may be held twice. Rank
-    0 holds a copy of every rank's parts meanwhile, so its memory must fit the model several times.
+    0 holds a copy of every rank's parts meanwhile, so its memory must hold the model several times.
     """
     mine = [
         Part(name, tuple(tensor.shape), box_of(tensor), local_part(tensor).to("cpu", torch.float32, copy=True))

@@ -24,7 +24,8 @@ from gptlite.trainer.step import Step
 class StepRecord:
     """One optimizer step: its loss and gradient norm, every gradient (reduced, not clipped) and every updated value.
 
-    Tensors are whole, by global name, in the order of the model. `reports` is every rank's (loss, gradient norm, rate).
+    Tensors are whole and keyed by global name, in the order of the model. `reports` is every rank's (loss, gradient
+    norm, rate).
     """
 
     step: int  # from 1
@@ -44,7 +45,7 @@ def record(config: Config, steps: int, mesh: Mesh | None = None) -> list[StepRec
 def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[StepRecord | None]:
     """Yield the first steps of a run one by one, None on ranks other than 0. Without a mesh, one process.
 
-    It builds what `pretrain` builds and runs its steps; nothing is written. Raises ConfigError as `pretrain` does, and
+    The run is built and stepped as in `pretrain`; nothing is written. Raises ConfigError as `pretrain` does, and
     Diverged. Collective: every rank iterates through all steps.
     """
     mesh = build_mesh(ParallelismConfig()) if mesh is None else mesh

@@ -15,7 +15,7 @@ HEADER = (
 
 def row(comparison: StepComparison) -> str:
     """Return the row of a step: loss and gradient norm of the reference and of the layout, their distances, and the
-    worst tensors by name."""
+    tensors with the largest errors."""
     found = comparison.distances
     numbers = (*comparison.loss, found.loss, *comparison.grad_norm, found.grad_norm)
     left = "{:9.5f} {:9.5f} {:7.1e}  {:9.5f} {:9.5f} {:7.1e}".format(*numbers)
@@ -29,7 +29,7 @@ def worst(errors: dict[str, float]) -> str:
 
 
 def verdict(comparisons: Sequence[StepComparison], limits: Limits) -> tuple[bool, str]:
-    """Return True if the runs are the same within the limits, and the message."""
+    """Return True if the runs agree within the limits, and the message."""
     tensors = len(comparisons[0].distances.gradients)
     found = next((each.differences for each in comparisons if each.differences), [])
     if not found:
@@ -44,8 +44,8 @@ def verdict(comparisons: Sequence[StepComparison], limits: Limits) -> tuple[bool
 
 
 def described(comparisons: Sequence[StepComparison], limits: Limits) -> str:
-    """Return the largest distances over all steps with their limits: scalars with those of later steps, tensors with
-    those of their own step."""
+    """Return the largest distances over all steps, each with a limit: for scalars that of later steps, for tensors that
+    of the step in question."""
     found = [each.distances for each in comparisons]
     gradient, value = (
         max(

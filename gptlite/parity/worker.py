@@ -25,8 +25,8 @@ APART = "apart"
 
 
 def save_reference(folder: Path, steps: Iterator[StepRecord], exact: Iterator[StepRecord] | None = None) -> None:
-    """Write a single process's steps, a file each. With `exact`, its fp32 steps, also write the distances of 16 bits
-    from those."""
+    """Write a single process's steps, one file per step. With `exact`, the same steps in fp32, also write the distances
+    from them."""
     apart = None if exact is None else []
     for step in steps:
         torch.save(step, folder / str(step.step))

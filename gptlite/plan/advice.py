@@ -20,7 +20,7 @@ from gptlite.plan.capacity import rank_memory
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import assumed
 from gptlite.plan.memory import most
-from gptlite.plan.planning import assumed_words, with_planned_vocabulary, workload_of
+from gptlite.plan.planning import assumed_words, limited, with_planned_vocabulary, workload_of
 from gptlite.plan.workload import RankBytes
 from gptlite.precision import resolve_precision
 
@@ -42,11 +42,8 @@ def memory_advice(config: Config, world: int) -> list[str]:
     The limit of a rank is `trainer.host_memory_limit`, a GPU's memory, or an equal share of the machine's memory.
     Raises ConfigError if the configuration has no legal layout.
     """
-    here = assumed()
     config, guessed = with_planned_vocabulary(config)
-    limit = config.trainer.host_memory_limit
-    if limit is not None and here.device == "cpu":
-        here = replace(here, memory_gib=limit * world)
+    here = limited(assumed(), config, world)
     rank, taken = _taken(config, world, here)
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(taken).items() if name != "host")
     lines = [f"by the plan rank {rank} takes {format_bytes(taken.total)}: {listed}; and the process itself about "

@@ -29,8 +29,7 @@ from gptlite.ops.select import select_ops
 from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.local import LOCAL_LINK, assumed, cpu_cores, fingerprint
 from gptlite.precision import native_bf16
-
-Log = Callable[[str], None]
+from gptlite.progress import Log
 
 # Dims of the timed products: the smallest one (a sweep of values), and the two others.
 INNER = {"cpu": (16, 32, 64, 128, 256, 512, 1024), "cuda": (64, 128, 256, 512, 1024, 2048, 4096, 8192)}

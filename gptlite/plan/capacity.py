@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
-from gptlite.parallelism.layout import rule, stages_per_rank
+from gptlite.parallelism.layout import rule
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.hardware import ranks_on_node
-from gptlite.plan.offload import file_bytes
 from gptlite.plan.parameters import cut, num_parameters
 from gptlite.plan.profile import plain_profile
+from gptlite.plan.timeline import warmup
+from gptlite.plan.traffic import file_bytes
 from gptlite.plan.workload import MASTER, RankBytes, Workload
 
 GIB = 2**30
@@ -55,14 +56,9 @@ def least_activations(work: Workload) -> float:
 def least_in_flight(config: ParallelismConfig, micro_batches: int) -> int:
     """Return the number of single-stage forward passes that the first pipeline rank runs before its first backward
     pass."""
-    ranks, stages, schedule = config.pipeline, stages_per_rank(config), rule(config)
-    if ranks == 1 or config.schedule == "gpipe":
-        return micro_batches if ranks > 1 else 1
-    if schedule.v_shape:
-        return min(2 * ranks - 1, micro_batches)
-    # As `timeline` orders them: one step further from the end costs a pass more, two where backward passes are whole.
-    distance = 1 if schedule.splits_backward or config.schedule == "1f1b" else 2
-    return min(distance * (ranks - 1) + (stages - 1) * ranks + 1, stages * micro_batches)
+    if rule(config).v_shape and config.pipeline > 1:
+        return min(2 * config.pipeline - 1, micro_batches)
+    return warmup(config, 0, micro_batches)
 
 
 def least_bytes(work: Workload) -> float:

@@ -15,12 +15,11 @@ from gptlite.parallelism.layout import CONTEXT, splits_backward
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.hardware import Device, Links, device_of, ranks_on_node, waiting_for_cores
 from gptlite.plan.memory import most
-from gptlite.plan.offload import moved
 from gptlite.plan.parameters import Alike, Cut, cut, num_blocks, stages
 from gptlite.plan.profile import Op, Segment, plain_profile
 from gptlite.plan.timeline import pipeline_seconds
-from gptlite.plan.traffic import message_bytes, outside_layers, reductions
-from gptlite.plan.workload import Prediction, RankBytes, Transfer, Workload
+from gptlite.plan.traffic import message_bytes, moved, outside_layers, reductions
+from gptlite.plan.workload import Prediction, RankBytes, Workload
 
 DATA = ("dp_replicate", "dp_shard")
 COPIES = 2  # FSDP2 reads and writes each gathered or reduced tensor once more, to copy it into or out of its buffer
@@ -120,9 +119,9 @@ class _Outside(NamedTuple):
     step: float
     forward: float
     backward: float
-    copied: int
+    copied: float
     count: int
-    again: tuple[float, int, int]
+    again: tuple[float, float, int]
 
 
 class _Rank(NamedTuple):
@@ -306,8 +305,7 @@ def _seconds(ops: Iterable[Op], device: Device) -> float:
 
 
 def _sent(segment: Segment, axis: str, links: Links) -> float:
-    mine = (each for each in segment.sent if each.axis == axis)
-    return sum(links.seconds(Transfer(axis, each.kind, each.ranks, round(each.payload), 1, "")) for each in mine)
+    return sum(links.seconds(each) for each in segment.sent if each.axis == axis)
 
 
 def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list[float]]:

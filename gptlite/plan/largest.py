@@ -16,9 +16,10 @@ from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import this_machine
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import num_blocks, with_blocks
-from gptlite.plan.planning import Log, cluster_worlds, given_keys, limited, thrifty_space, with_planned_vocabulary
+from gptlite.plan.planning import cluster_worlds, given_keys, limited, thrifty_space, with_planned_vocabulary
 from gptlite.plan.search import layouts
 from gptlite.plan.workload import RankBytes, Workload
+from gptlite.progress import Log
 
 MOST_LAYERS = 1 << 16
 

@@ -2,25 +2,29 @@
 
 Model state is counted as gptlite.parallelism.memory counts it, and peaks inside the step's last backward pass or at the
 update. All else (activations and temporary memory of ops, collectives and FSDP2) is accumulated over the rank's passes
-in order, with the events of each from the model's profile.
+in order. A pass of a stage is its profile replayed, with FSDP2's gathers and reductions in between, as a tape: a list
+of bytes in order, allocated if positive, freed if negative.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
-from operator import add
+from typing import NamedTuple
+
+import numpy as np
 
 from gptlite.optimizer.config import Shard
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages, rule, splits_backward
-from gptlite.plan.offload import buffers_bytes
+from gptlite.plan.cache import cached
 from gptlite.plan.parameters import Stage, copies, cut, shard_elements, stages
-from gptlite.plan.passes import passes_of
-from gptlite.plan.traffic import message_bytes
-from gptlite.plan.walk import states, turns
+from gptlite.plan.profile import Segment, halves_of, profile_of
+from gptlite.plan.traffic import buffers_bytes, message_bytes
+from gptlite.plan.walk import Turn, turns
 from gptlite.plan.workload import MASTER, RankBytes, Workload
 
 INDEX = 8  # bytes of a token id, int64
+Passes = dict[tuple[str, bool, bool], tuple[int, int]]
 
 
 def most(work: Workload) -> tuple[int, RankBytes]:
@@ -42,39 +46,65 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
     The estimate is for the first data rank, whose shards are the longest.
     """
     held, host = stages(work, pp_rank, tp_rank), 0
-    parameters, gradients = _parameters(work, held, pp_rank)
+    parameters, gradients, activations = _walked(work, held, pp_rank, tp_rank)
     optimizer = _optimizer(work, held)
     if work.on_host:
         shards = work.layout.size("dp_shard")
         host = optimizer + (work.stored + MASTER) * sum(stage.sharded(shards) for stage in held)
         optimizer = 0
-    return RankBytes(parameters, gradients, optimizer, _activations(work, held, pp_rank, tp_rank), host)
+    return RankBytes(parameters, gradients, optimizer, activations, host)
 
 
-def _parameters(work: Workload, held: list[Stage], pp_rank: int) -> tuple[int, int]:
-    """Return parameters and gradients at the instant when their sum peaks: at the start of a backward pass, or at the
-    update."""
-    shards, zero, count = work.layout.size("dp_shard"), work.parallelism.zero, work.micro_batches
-    sizes = [MASTER * stage.sharded(shards) for stage in held]  # of the gradients of a rank's shards
-    elements = 0 if work.on_host else sum(sizes) // MASTER
-    mine, updating = work.stored * elements, MASTER * elements
-    gathered = [
-        work.gather_item * shards * (shard_elements(stage.others, shards) if zero == 3 else stage.sharded(shards))
-        for stage in held
-    ]
-    done = [0 if work.on_host else size for size in sizes]  # offload moves reduced gradients to the host
-    if zero < 2:
-        reduced = [work.reduce_item * stage.sharded(1) for stage in held]
-    elif work.layout.size("dp_replicate") > 1:  # sums of a part of the ranks, in the dtype they are made in
-        reduced = [size * work.reduce_item // MASTER for size in sizes]
-    else:
-        reduced = done
-    found: tuple[int, int] = (0, 0)
-    for unsharded, partial, complete in states(work.parallelism, pp_rank, count, zero == 3):
-        parameters = sum(gathered[place] for place in unsharded) if work.sharded else 0
-        gradients = sum(reduced[place] for place in partial) + sum(done[place] for place in complete)
-        found = max(found, (mine + parameters, gradients), key=sum)
-    return max(found, (mine, updating), key=sum)
+def _walked(work: Workload, held: list[Stage], pp_rank: int, tp_rank: int) -> tuple[int, int, int]:
+    """Return parameters and gradients at the instant when their sum peaks, at the start of a backward pass or at the
+    update, and the peak of all else. All are accumulated over the rank's passes in order."""
+    message, numbers = message_bytes(work), {stage.number for stage in held}
+    passes, states = [passes_of(work, stage, tp_rank) for stage in held], [ModelState(work, stage) for stage in held]
+    different, order = turns(work.parallelism, pp_rank, work.micro_batches)
+    rows = []
+    for turn in different:
+        peak, change = passes[turn.place][turn.kind, turn.first, turn.last]
+        change += message * _messages(work, turn.kind, held[turn.place].number, numbers)
+        rows.append((peak, change, *states[turn.place].changes(turn), turn.kind != "F"))
+    peaks, changes, gathered, freed, summed, backward = np.array(rows)[order].T
+    before, partial, reduced = (np.cumsum(each) - each for each in (changes, gathered - freed, summed))
+    unsharded = partial + gathered
+    at = np.argmax(np.where(backward, unsharded + reduced, -1))
+    elements = 0 if work.on_host else sum(stage.sharded(work.layout.size("dp_shard")) for stage in held)
+    inside = work.stored * elements + int(unsharded[at]), int(reduced[at])
+    parameters, gradients = max(inside, (work.stored * elements, MASTER * elements), key=sum)
+    # The sums of tied parameters' gradients, where two ranks have a copy.
+    tied = [2 * copy.shard(work.layout.size("dp_shard")) * MASTER for copy in copies(held)]
+    top = max(0, int((before + peaks).max()), *tied)
+    return parameters, gradients, top + _buffers(work, held, message)
+
+
+class ModelState:
+    """Changes of a stage's model state beside its shards, in bytes: `gathered` parameters and the gradients that are
+    accumulated, `reduced` of some micro-batches and `done` of all."""
+
+    def __init__(self, work: Workload, stage: Stage) -> None:
+        shards, zero = work.layout.size("dp_shard"), work.parallelism.zero
+        size = MASTER * stage.sharded(shards)
+        whole = shard_elements(stage.others, shards) if zero == 3 else stage.sharded(shards)
+        self.gathered = work.gather_item * shards * whole * work.sharded
+        self.done = 0 if work.on_host else size  # offload moves reduced gradients to the host
+        self.reduced, self.frees, self.first = self.done, zero == 3, stage.first
+        if zero < 2:
+            self.reduced = work.reduce_item * stage.sharded(1)
+        elif work.layout.size("dp_replicate") > 1:  # sums of a part of the ranks, in the dtype they are made in
+            self.reduced = size * work.reduce_item // MASTER
+
+    def changes(self, turn: Turn) -> tuple[int, int, int]:
+        """Return the parameters that a pass gathers, those that it frees at its end, and its change of gradients."""
+        if self.frees:  # the second half of a backward pass only frees what a forward pass has gathered
+            half = turn.kind == "W" and not self.first
+            gathers, frees = turn.fresh and not half, turn.kind != "F" and not (half and turn.fresh)
+        else:
+            gathers, frees = turn.kind == "F" and turn.first, turn.last
+        first = turn.first and turn.kind != "F"
+        summed = self.done - self.reduced * (not first) if turn.last else self.reduced * first
+        return self.gathered * gathers, self.gathered * frees, summed
 
 
 def _optimizer(work: Workload, held: list[Stage]) -> int:
@@ -87,23 +117,6 @@ def _optimizer(work: Workload, held: list[Stage]) -> int:
     return work.optimizer.state_bytes(
         [Shard(each.shard(shards), each.width, inside, count) for group, inside, count in kinds for each in group]
     )
-
-
-def _activations(work: Workload, held: list[Stage], pp_rank: int, tp_rank: int) -> int:
-    """Return the peak bytes of a step's passes."""
-    message, numbers = message_bytes(work), {stage.number for stage in held}
-    passes = [passes_of(work, stage, tp_rank) for stage in held]
-    different, order = turns(work.parallelism, pp_rank, work.micro_batches)
-    peaks, changes = list[int](), list[int]()
-    for place, kind, first, last in different:
-        peak, change = passes[place][kind, first, last]
-        peaks.append(peak)
-        changes.append(change + message * _messages(work, kind, held[place].number, numbers))
-    levels = accumulate(map(changes.__getitem__, order), initial=0)
-    top = max(0, *map(add, levels, map(peaks.__getitem__, order)))
-    for copy in copies(held):
-        top = max(top, 2 * copy.shard(work.layout.size("dp_shard")) * MASTER)
-    return top + _buffers(work, held, message)
 
 
 def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> int:
@@ -137,3 +150,175 @@ def _buffers(work: Workload, held: list[Stage], message: int) -> int:
         # In its steady phase an output and a gradient, though they have been sent.
         kept += (not held[0].first) + (not held[0].last)
     return kept * message + count * work.rank_tokens * INDEX * (1 + (0 in numbers))
+
+
+class Taken(NamedTuple):
+    """Memory of a pass, or of half a backward one: its peak above the level before it, and the change it leaves.
+
+    `reducing`: the peak after its first gradient reduction begins, when buffers of an earlier reduction have been
+    freed.
+    """
+
+    most: int
+    left: int
+    reducing: int | None = None
+
+
+def highest(tape: list[int]) -> int:
+    """Return the peak of a tape."""
+    return max(accumulate(tape, initial=0))
+
+
+def repeated(tape: list[int], times: int) -> list[int]:
+    """Return a tape several times over. Each repetition changes the level equally, so the first and the last have the
+    peak."""
+    return [*tape, sum(tape) * (times - 2), *tape] if times > 1 else tape * times
+
+
+def _key(work: Workload, stage: Stage, tp_rank: int) -> tuple[object, ...]:
+    """Return the fields that `passes_of` depends on."""
+    config, layout = work.parallelism, work.layout
+    degrees = layout.size("tp"), layout.context, layout.size("dp_shard"), layout.size("pp") == 1, work.sharded
+    how = config.zero, config.sequence, config.activation_checkpointing, splits_backward(config), config.bucket_layers
+    numbers = work.micro_batch_size, work.micro_batches == 1, config.offload is Offload.none, work.half_sums
+    return work.same, stage.layers, stage.first, stage.last, tp_rank, *degrees, *how, *numbers
+
+
+@cached(_key)
+def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
+    """Return the peak of each pass of a stage above the level before it, and the change it leaves, keyed by
+    the kind, `first` and `last` of `walk.Turn`."""
+    memory, split = _Stage(work, stage, tp_rank), splits_backward(work.parallelism)
+    first, later, kept = memory.forward_passes()
+    found = {("F", True, False): (first, kept), ("F", False, False): (later, kept)}
+    each, final = (work.sharded and (last or memory.often) for last in (False, True))
+    # The buffer of a reduction is held until the stage's next one begins.
+    carried = (memory.bucket if split or not memory.others else memory.others) * each
+    for is_last, reduces in ((False, each), (True, final)):
+        if split and not stage.first:
+            inputs, weights = memory.halves(reduces, kept)
+            found["I", False, False] = inputs.most, inputs.left
+        else:  # the first stage needs no gradient of its input, so its second half does the whole backward pass
+            weights = memory.backward(reduces, kept)
+        for is_first in (False, True):
+            peak, change = weights.most, weights.left
+            if weights.reducing is not None:
+                before, after = 0 if is_first else carried, 0 if is_last else carried
+                peak, change = max(peak, weights.reducing - before), change + after - before
+            found["B", is_first, is_last] = found["W", is_first, is_last] = peak, change
+    return found
+
+
+class _Stage:
+    """A stage with its profile, the buffers that FSDP2 holds for it, and the handling of the gradients that a pass
+    makes.
+
+    In bytes: `gathered` is a bucket of blocks, `bucket` its gradients, `others` those of the other parameters,
+    unsharded; 0 if FSDP2 does not handle them. `frees`: gathered buckets are freed after each pass. `often`: each pass
+    reduces its gradients. `added`: gradients are allocated beside earlier ones, while the first ones are model state
+    from the start. `holds`: FSDP2 holds a block's gradients, `gradients` bytes, until it reduces them; otherwise each
+    is added to the accumulated one and freed.
+    """
+
+    def __init__(self, work: Workload, stage: Stage, tp_rank: int) -> None:
+        config, shards, sharded = work.parallelism, work.layout.size("dp_shard"), work.sharded
+        self.work, self.stage, self.shards, self.profile = work, stage, shards, profile_of(work, tp_rank)
+        self.blocks, self.buckets = min(config.bucket_layers, stage.layers), -(-stage.layers // config.bucket_layers)
+        self.last_blocks = stage.layers - (self.buckets - 1) * self.blocks
+        comes_and_goes = sharded and (shards > 1 or config.offload is not Offload.none)
+        block, others = (shards * shard_elements(each, shards) * sharded for each in (stage.block, stage.others))
+        self.block_gathered = block * work.gather_item * comes_and_goes
+        self.block_reduced, self.others = block * work.reduce_item, others * work.reduce_item
+        self.gathered, self.bucket = self.blocks * self.block_gathered, self.blocks * self.block_reduced
+        self.others_gathered = others * work.gather_item
+        self.frees = config.zero == 3 and comes_and_goes
+        held = work.gather_item if sharded else work.stored  # bytes of a parameter as a layer uses it
+        self.often, self.added = config.zero >= 2 or work.micro_batches == 1, sharded or work.micro_batches > 1
+        # FSDP2 accumulates in fp32 the gradients that are computed in 16 bits.
+        self.holds = sharded and (self.often or held < work.reduce_item)
+        self.gradients = sum(parameter.elements for parameter in stage.block) * held * self.holds
+
+    def tape(self, segment: Segment, given: bool = True) -> list[int]:
+        """Return a segment's bytes, with the gradients as in every pass but the first."""
+        return segment.tape(self.added, self.holds, given)
+
+    def reduction(self, size: int, grads: int) -> list[int]:
+        """Return the tape of reducing gradients to shards, which are model state; the input is held until the next
+        reduction.
+
+        The result is accumulated into the shards themselves, or into separate ones of the reduction dtype.
+        """
+        received = size - size // self.shards if self.work.device == "cpu" else 0
+        if self.work.reduce_item < MASTER:
+            received += size // self.shards
+        return [size, -grads, received, -received] if size else []
+
+    def at_once(self) -> list[int]:
+        """Return the tape of all reductions in sequence, as done when no hook of the backward pass starts them."""
+        tape, before = self.reduction(self.others, 0), self.others
+        for _ in range(self.buckets):
+            tape += [-before, *self.reduction(self.bucket, self.gradients * self.stage.layers // self.buckets)]
+            before = self.bucket
+        return tape
+
+    def forward_passes(self) -> tuple[int, int, int]:
+        """Return the peak of a step's first forward pass, the peak of any other, and the bytes that they leave."""
+        later = self.forward(self.gathered * self.frees, self.added)
+        first = later
+        if self.gathered and not self.frees:
+            # Parameters that stay gathered are gathered in the first pass. Its gradients are the first ones, and so
+            # count as model state.
+            first = self.forward(self.gathered, self.holds)
+        return highest(first), highest(later), sum(later)
+
+    def forward(self, buffer: int, added: bool) -> list[int]:
+        """Return the tape of a forward pass. `buffer`: bytes of the last gathered bucket, held until the next gather or
+        the backward pass."""
+        stage, profile, freed = self.stage, self.profile, self.gathered * self.frees
+        tape = profile.begin.tape(added, self.holds) if stage.first else []
+        tape += [buffer + freed, *profile.block.tape(added, self.holds, given=stage.first)]
+        tape += [*repeated(profile.block.tape(added, self.holds), stage.layers - 1), -freed]
+        return [*tape, *(profile.end.tape(added, self.holds) if stage.last else ()), -buffer]
+
+    def backward(self, reduces: bool, kept: int) -> Taken:
+        """Return the memory of a whole backward pass, after a forward pass that has left `kept` bytes."""
+        stage, profile, split = self.stage, self.profile, splits_backward(self.work.parallelism)
+        # The last blocks and the prefetched bucket; a split pass has the whole stage gathered.
+        gathered = self.gathered * self.buckets if split else self.gathered + self.last_blocks * self.block_gathered
+        gathered, reducing = gathered * self.frees, reduces and not split
+        tape, each = self.tape(profile.end_back) if stage.last else [], self.tape(profile.block_back)
+        tape += [gathered, *self.tape(profile.block_back, stage.last), *each * (self.last_blocks - 1)]
+        begun, size = len(tape), self.last_blocks * self.block_reduced * reducing
+        tape += self.reduction(size, self.gradients * self.last_blocks)
+        for times in (1, self.buckets - 2) if self.buckets > 1 else ():
+            reduction = self.reduction(self.bucket * reducing, self.gradients * self.blocks)
+            tape += repeated([*each * self.blocks, -size, *reduction], times)
+            size = self.bucket * reducing
+        tape += [-gathered, *(self.tape(profile.begin_back) if stage.first else ())]
+        if reducing:
+            tape += [-size, *self.reduction(self.others, 0)] if self.others else []
+        elif reduces:
+            begun, tape = len(tape), tape + self.at_once()
+        return _taken(tape, -kept, begun if reduces else None)
+
+    def halves(self, reduces: bool, kept: int) -> tuple[Taken, Taken]:
+        """Return the memory of both halves of a pass: the input's gradient, and the weights' gradients computed from
+        what the first half left. Gradients are reduced at the end of the second half."""
+        layers, end, found = self.stage.layers, self.stage.last, halves_of(self.work)
+        gathered = self.gathered * self.buckets * self.frees
+        tape = [gathered, *(self.tape(found.inputs_end) if end else ())]
+        tape += [*repeated(self.tape(found.inputs), layers), -gathered]
+        inputs = _taken(tape, sum(tape))
+        # The bucket gathered last is copied out of its buffer.
+        whole, copied = gathered + self.others_gathered * self.frees, self.gathered * self.frees
+        peak = highest(self.tape(found.weights_end if end else found.weights))
+        tape = [whole, copied, -copied, peak, -peak, self.gradients * layers - kept - inputs.left, -whole]
+        begun = len(tape) if reduces else None
+        return inputs, _taken(tape + (self.at_once() if reduces else []), -kept - inputs.left, begun)
+
+
+def _taken(tape: list[int], left: int, begun: int | None = None) -> Taken:
+    """Return the memory of a pass with this tape. `begun`: index of its first reduction, None if it has none."""
+    if begun is None:
+        return Taken(highest(tape), left)
+    return Taken(highest(tape[:begun]), left, sum(tape[:begun]) + highest(tape[begun:]))

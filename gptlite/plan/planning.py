@@ -3,11 +3,9 @@ overrides."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from datetime import timedelta
 
 from gptlite.config import Config, override_value, with_vocabulary
 from gptlite.config.checks import check_layout
@@ -27,10 +25,9 @@ from gptlite.plan.local import this_machine
 from gptlite.plan.search import WANTED, Candidate, Found, Space, search
 from gptlite.plan.workload import Workload
 from gptlite.precision import SCALED, Precision, Reduce
+from gptlite.progress import Log
 
-Log = Callable[[str], None]
 MOST_NODES = 4096  # limit of the search for a number of nodes that fits the model
-REPORT_SECONDS = 5.0
 # Fields that the search chooses, in the order of a candidate's overrides; the others remain the user's.
 CHOSEN = (
     *("tensor", "sequence", "context", "pipeline", "schedule", "virtual_stages", "data", "dp_replicate", "zero"),
@@ -67,7 +64,7 @@ def make_plan(config: Config, world: int | None = None, log: Log = print, wanted
         here = limited(cluster, config, each)
         space = replace(space_of(sized, here, fixed_keys(config)), wanted=wanted)
         try:
-            found = _merged(found, search(space, here, each, _progress(log, each)))
+            found = found.merged(search(space, here, each, log))
         except ConfigError as error:
             refusal = error  # raised only if no world size has a legal layout
     if refusal and not found.tried:
@@ -274,19 +271,6 @@ def enough_nodes(config: Config, cluster: ClusterConfig) -> int | None:
     return None
 
 
-def _merged(one: Found, other: Found) -> Found:
-    """Return the combined results of two searches."""
-    smallest = [found for found in (one.smallest, other.smallest) if found]
-    return Found(
-        ranked=sorted(one.ranked + other.ranked, key=lambda each: each.prediction.step_seconds),
-        pruned=one.pruned + other.pruned,
-        examples=other.examples | one.examples,
-        smallest=min(smallest, key=lambda each: each[0].total, default=None),
-        tried=one.tried + other.tried,
-        slower=one.slower + other.slower,
-    )
-
-
 def cluster_worlds(cluster: ClusterConfig, config: Config) -> list[int]:
     """Return the world sizes to plan for: all devices. A CPU's cores can also serve fewer ranks, so its divisors count
     too."""
@@ -294,22 +278,3 @@ def cluster_worlds(cluster: ClusterConfig, config: Config) -> list[int]:
     if cluster.device == "cpu" and config.cluster.devices_per_node is None:
         return divisors(devices)
     return [devices]
-
-
-def _progress(log: Log, world: int) -> Callable[[int, int], None]:
-    """Return a callback that logs the progress of a search, and its ETA, every REPORT_SECONDS."""
-    started = since = time.monotonic()
-
-    def tell(done: int, total: int) -> None:
-        nonlocal started, since
-        now = time.monotonic()
-        if done < 2:  # the first layout includes the profile of the model
-            started = since = now
-        elif done == total and now - started > REPORT_SECONDS:
-            log(f"plan: checking the memory of the fastest layouts of {world} ranks")
-        elif now - since > REPORT_SECONDS:
-            since = now
-            left = timedelta(seconds=round((now - started) * (total - done) / done))
-            log(f"plan: {done / total:.0%} of the layouts of {world} ranks done, ETA {left}")
-
-    return tell

@@ -1,8 +1,8 @@
 """Recording of a model's profile: one micro-batch, forward and backward, with fake tensors and simulated ranks.
 
 The model's own code runs, sharded over the tensor and the context axis as in a run, with two blocks, of which the last
-stands for all others. ZeRO is left out, as FSDP2's gathers and reductions follow from sizes (`passes.py`); under FSDP2
-parameters have the dtype in which it gathers them. See `simulate_step.py` for the devices of tensors.
+stands for all others. ZeRO is left out, as FSDP2's gathers and reductions follow from sizes (`memory.py`); under FSDP2
+parameters have the dtype in which it gathers them. See `simulate.py` for the devices of tensors.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.parallelism.torch_private import flash_attention_only, stage_backward_input, stage_backward_weight
 from gptlite.parallelism.zero import local_tensor
 from gptlite.plan.parameters import BLOCKS, with_blocks
-from gptlite.plan.profile import ADDED, GRADIENT, PARTS, PLAIN, UPSTREAM, Event, Halves, Op, Profile, Segment, Sent
-from gptlite.plan.simulate_step import CPU, as_on, mesh_of, ops_of, policy_of
+from gptlite.plan.profile import ADDED, GRADIENT, PARTS, PLAIN, UPSTREAM, Event, Halves, Op, Profile, Segment
+from gptlite.plan.simulate import CPU, as_on, mesh_of, ops_of, policy_of
 from gptlite.plan.watch import Change, Watch
-from gptlite.plan.workload import Workload
+from gptlite.plan.workload import Transfer, Workload
 from gptlite.precision import Policy
 from gptlite.trainer.build import build_parts
 
@@ -74,7 +74,7 @@ class _Part:
         return Segment(
             tuple(Event(float(change.size), self._role(change, given)) for change in changes),
             tuple(each for each in log if isinstance(each, Op)),
-            tuple(each for each in log if isinstance(each, Sent)),
+            tuple(each for each in log if isinstance(each, Transfer)),
         )
 
     def _place(self, name: str) -> int:

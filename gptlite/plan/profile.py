@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.plan.cache import cached
-from gptlite.plan.workload import Workload
+from gptlite.plan.workload import Transfer, Workload
 
 PLAIN, GRADIENT, ADDED, UPSTREAM = "plain", "gradient", "added", "upstream"
 MATMUL, ATTENTION, MOVE = "matmul", "attention", "move"
@@ -50,23 +50,13 @@ class Op(NamedTuple):
     kept: bool = False
 
 
-class Sent(NamedTuple):
-    """A collective: axis, kind, ranks and bytes of the whole tensor."""
-
-    axis: str
-    kind: str
-    ranks: int
-    payload: float
-    phase: str
-
-
 @dataclass(frozen=True)
 class Segment:
     """Memory events, ops and communication between two points of a pass, in order."""
 
     events: tuple[Event, ...] = ()
     ops: tuple[Op, ...] = ()
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[Transfer, ...] = ()
 
     def tape(self, added: bool, held: bool, given: bool = True) -> list[int]:
         """Return the bytes in order. `added`: gradients are allocated beside earlier ones, else the new ones are model
@@ -96,7 +86,7 @@ class Halves:
     weights: Segment
     weights_end: Segment
 
-    def sent(self, blocks: int, end: bool) -> Counter[Sent]:
+    def sent(self, blocks: int, end: bool) -> Counter[Transfer]:
         """Return the collectives of the backward pass of a part with that many blocks, per micro-batch."""
         weights = Counter(self.weights.sent)
         found = Counter(self.inputs_end.sent) + (Counter(self.weights_end.sent) - weights) if end else Counter()
@@ -135,7 +125,7 @@ def _between(one: Any, two: Any, share: float) -> Any:
         return one + (two - one) * share
     if isinstance(one, tuple):
         found = [_between(a, b, share) for a, b in zip(one, two, strict=True)]
-        return type(one)(*found) if isinstance(one, Event | Op | Sent) else tuple(found)
+        return type(one)(*found) if isinstance(one, Event | Op | Transfer) else tuple(found)
     if isinstance(one, Profile | Halves | Segment):
         return type(one)(*(_between(getattr(one, each.name), getattr(two, each.name), share) for each in fields(one)))
     if one != two:

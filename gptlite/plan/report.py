@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,12 +20,12 @@ from gptlite.plan.capacity import GIB, MEMORY_ERROR
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.cost import cost_per_billion_tokens, days_to_train, stage_seconds
 from gptlite.plan.largest import Largest
-from gptlite.plan.offload import file_bytes
 from gptlite.plan.parameters import num_parameters
 from gptlite.plan.pictures import TIME, Bars, draw_layouts, draw_timeline, make_folder
 from gptlite.plan.planning import Plan, fixed_keys, overrides, rank_limit, train_overrides, vocabulary_of
 from gptlite.plan.search import ERROR, Candidate, distinct, equal_seconds, equals
 from gptlite.plan.timeline import timeline
+from gptlite.plan.traffic import file_bytes
 from gptlite.plan.workload import Workload
 
 EQUAL = "="  # marks a layout within the planner's error of the fastest
@@ -93,7 +93,7 @@ def simulated(plan: Plan) -> str:
     work, pp_rank = plan.best.work, plan.best.prediction.memory_rank
     rank = pp_rank * (work.layout.world_size // work.layout.size("pp"))
     print(f"simulating rank {rank}: seconds, or a minute for a hundred layers", flush=True)
-    result, sent = simulate(work, rank), Counter[str]()
+    result, sent = simulate(work, rank), defaultdict[str, float](float)
     for transfer in result.transfers:
         sent[transfer.axis] += transfer.wire_bytes
     parts = ", ".join(f"{key} {format_bytes(value)}" for key, value in asdict(result.peak).items())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import operator
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,9 @@ from gptlite.plan.cost import Costs
 from gptlite.plan.memory import most
 from gptlite.plan.parameters import num_blocks
 from gptlite.plan.workload import Prediction, RankBytes, Workload
+from gptlite.progress import Log, Progress
 
+REPORT_SECONDS = 5.0  # a search that takes longer says what follows it
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 WANTED = 30  # default number of kinds of layouts that fit
 ASKED = 300  # layouts whose memory is computed exactly when none fits, to report the smallest
@@ -35,7 +38,6 @@ UNEVEN_STAGES = (2, 3, 4)  # per rank, tried even if they do not divide its laye
 # exception). One constant was chosen with these runs in view, hence the margin.
 ERROR = 0.08
 Refuses = Callable[[ParallelismConfig, int], str]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,18 @@ class Found:
         self.pruned[kind] += 1
         self.examples.setdefault(kind, example)
 
+    def merged(self, other: Found) -> Found:
+        """Return the combined results of two searches."""
+        smallest = [found for found in (self.smallest, other.smallest) if found]
+        return Found(
+            ranked=sorted(self.ranked + other.ranked, key=_speed),
+            pruned=self.pruned + other.pruned,
+            examples=other.examples | self.examples,
+            smallest=min(smallest, key=lambda each: each[0].total, default=None),
+            tried=self.tried + other.tried,
+            slower=self.slower + other.slower,
+        )
+
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
@@ -108,7 +122,7 @@ def _no_collection() -> Iterator[None]:
 
 
 @_no_collection()
-def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress = lambda done, total: None) -> Found:
+def search(space: Space, cluster: ClusterConfig, world: int, log: Log = lambda line: None) -> Found:
     """Return the layouts on `world` ranks by predicted speed, without those that do not fit, until `space.wanted` kinds
     do.
 
@@ -116,10 +130,9 @@ def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress 
     its size is known, and then with the optimizer's state on disk, if a path is known. Offload costs time, so it does
     not compete with layouts that fit without it.
 
-    `progress` is called now and then with the layouts done and their total. Raises ConfigError if no layout is legal,
-    whatever the memory.
+    `log` receives a line now and then. Raises ConfigError if no layout is legal, whatever the memory.
     """
-    found = _searched(space, cluster, world, progress)
+    found = _searched(space, cluster, world, log)
     base = space.work.parallelism
     if "offload" in space.fixed or base.offload is not Offload.none:
         return found
@@ -129,19 +142,16 @@ def search(space: Space, cluster: ClusterConfig, world: int, progress: Progress 
             continue
         offloading = replace(space, work=replace(space.work, parallelism=replace(base, **keys)))
         try:
-            offloaded = _searched(offloading, cluster, world, progress)
+            found = replace(found.merged(_searched(offloading, cluster, world, log)), smallest=found.smallest)
         except ConfigError:  # this optimizer does not support offload
             continue
-        tried, pruned = found.tried + offloaded.tried, found.pruned + offloaded.pruned
-        examples = found.examples | offloaded.examples
-        found = replace(offloaded if offloaded.ranked else found, tried=tried, pruned=pruned, examples=examples)
     return found
 
 
-def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progress) -> Found:
+def _searched(space: Space, cluster: ClusterConfig, world: int, log: Log) -> Found:
     found, timed, costs = Found(), list[Candidate](), Costs(cluster)
     least, thriftiest = math.inf, list[Workload]()
-    for work, reason in workloads(space, cluster, world, progress):
+    for work, reason in workloads(space, cluster, world, log):
         found.tried += 1
         if reason:
             found.prune("illegal", reason)
@@ -163,7 +173,7 @@ def _searched(space: Space, cluster: ClusterConfig, world: int, progress: Progre
     if not found.ranked and found.smallest is None:
         counted = [(most(work)[1], work) for work in sorted(thriftiest, key=_thrift)[:ASKED]]
         found.smallest = min(counted, key=lambda each: each[0].total)
-    found.ranked.sort(key=lambda each: (each.prediction.step_seconds, each.prediction.memory.total))
+    found.ranked.sort(key=_speed)
     return found
 
 
@@ -247,13 +257,21 @@ def _kind(each: Candidate) -> tuple[int, ...]:
     return config.tensor, config.pipeline, config.context, each.work.layout.data_size, config.zero
 
 
+def _speed(each: Candidate) -> tuple[float, int]:
+    return each.prediction.step_seconds, each.prediction.memory.total
+
+
 def workloads(
-    space: Space, cluster: ClusterConfig, world: int, progress: Progress = lambda done, total: None
+    space: Space, cluster: ClusterConfig, world: int, log: Log = lambda line: None
 ) -> Iterator[tuple[Workload, str]]:
     """Yield every layout, with the reason why it cannot run, empty if it can."""
     every = list(layouts(space, cluster, world))
+    label, started = f"plan for {world} ranks", time.monotonic()
+    progress = Progress(label, len(every), log, unit="layouts")
     for number, parallelism in enumerate(every):
-        progress(number, len(every))
+        if number == 1:  # the first layout includes the profile of the model
+            progress = Progress(label, len(every), log, done=1, unit="layouts")
+        progress.add(number > 0)
         try:
             layout = resolve(parallelism, world)
         except ConfigError as error:
@@ -267,7 +285,8 @@ def workloads(
             reason = space.refuses(parallelism, micro)
             work = replace(space.work, parallelism=parallelism, layout=layout, micro_batch_size=micro)
             yield work, reason
-    progress(len(every), len(every))
+    if time.monotonic() - started > REPORT_SECONDS:
+        log(f"{label}: checking the memory of the fastest layouts")
 
 
 def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[ParallelismConfig]:

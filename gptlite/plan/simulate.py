@@ -2,20 +2,66 @@
 
 The engine's own model, layout, optimizer, schedule and step run with fake tensors and simulated ranks, so they behave
 as on a real rank. With many micro-batches only the first ones are run, and the rest is extrapolated: see `simulate`.
+
+The tensors are on a "CPU" in any case, as torch without CUDA has no autograd for other devices. For a workload on GPUs
+the engine's decisions by device are those of a GPU: SDPA's flash kernel, the number of logits at a time, FSDP2's
+collectives.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
+from types import SimpleNamespace
+from typing import Any, cast
 
-from gptlite.parallelism.layout import rule
-from gptlite.plan.profile import Op, Sent
-from gptlite.plan.simulate_step import State, watched_step
-from gptlite.plan.watch import Change
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gptlite.data.batches import BatchSchedule
+from gptlite.data.loader import Batch, Loader
+from gptlite.kernels.library import Loaded, load
+from gptlite.models.model import Model
+from gptlite.models.parallelize import build_passes, materialize
+from gptlite.ops.config import LOGIT_BYTES, PRODUCTS, SOFTMAX_BYTES, Attention, CrossEntropy
+from gptlite.ops.select import Ops
+from gptlite.optimizer.config import ConstantConfig
+from gptlite.optimizer.schedule import Schedule
+from gptlite.optimizer.state import optimizer_state
+from gptlite.parallelism.config import Offload
+from gptlite.parallelism.layout import Layout, rule
+from gptlite.parallelism.memory_watch import state_tensors, where_backward_begins
+from gptlite.parallelism.mesh import Mesh, mesh_over_world
+from gptlite.parallelism.pipeline import OnePart
+from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduceScatter
+from gptlite.parallelism.stage_runner import StageRunner
+from gptlite.parallelism.torch_private import imagined_world, schedule_stages
+from gptlite.parallelism.zero import sharded_modules
+from gptlite.plan.profile import Op
+from gptlite.plan.watch import Change, Watch
 from gptlite.plan.workload import RankBytes, Transfer, Workload
+from gptlite.precision import Policy, Precision, Reduce
+from gptlite.trainer.build import build_parts, build_updates
+from gptlite.trainer.signals import Stopping, StopSignal
+from gptlite.trainer.state import TrainState
+from gptlite.trainer.step import Step
+
+State = dict[str, dict[int, int]]  # bytes of storages by their numbers, by category
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Methods of torch's pipeline stage that return the messages around a pass, and the phase of that pass.
+MESSAGE_METHODS = {
+    "get_fwd_send_ops": "forward",
+    "get_fwd_recv_ops": "forward",
+    "get_bwd_send_ops": "backward",
+    "get_bwd_recv_ops": "backward",
+}
 
 
 @dataclass(frozen=True)
@@ -28,12 +74,12 @@ class Simulation:
     flops: int
 
     @classmethod
-    def of(cls, counts: Counter[str | Sent]) -> Simulation:
+    def of(cls, counts: Counter[str | Transfer]) -> Simulation:
         """Return the simulation from counts of each transfer, of FLOPs, and of bytes by category."""
         sizes = {key: size for key, size in counts.items() if isinstance(key, str)}
-        sent = sorted((key, count) for key, count in counts.items() if isinstance(key, Sent))
-        transfers = [Transfer(each.axis, each.kind, each.ranks, int(each.payload), n, each.phase) for each, n in sent]
-        return cls(RankBytes(**{key: sizes[key] for key in sizes if key != "flops"}), transfers, sizes["flops"])
+        sent = sorted((key, count) for key, count in counts.items() if isinstance(key, Transfer))
+        flops = sizes.pop("flops")
+        return cls(RankBytes(**sizes), [each._replace(count=count) for each, count in sent], flops)
 
 
 def simulate(work: Workload, rank: int) -> Simulation:
@@ -71,16 +117,16 @@ def enough(work: Workload) -> tuple[int, int]:
     return (few, more) if same else (count, count)
 
 
-def counted(work: Workload, rank: int, micro_batches: int) -> Counter[str | Sent]:
+def counted(work: Workload, rank: int, micro_batches: int) -> Counter[str | Transfer]:
     """Return the counts of a step with that many micro-batches: see `Simulation.of`."""
     watch = watched_step(work, rank, micro_batches)
-    found = Counter[str | Sent](each for each in watch.log if isinstance(each, Sent))
+    found = Counter[str | Transfer](each for each in watch.log if isinstance(each, Transfer))
     found["flops"] = sum(int(each.flops) for each in watch.log if isinstance(each, Op))
     found.update(peak(watch.log, watch.begin, watch.samples))
     return found
 
 
-def peak(log: Sequence[Change | Op | Sent], begin: int, samples: Sequence[State]) -> dict[str, int]:
+def peak(log: Sequence[Change | Op | Transfer], begin: int, samples: Sequence[State]) -> dict[str, int]:
     """Return the model state by category at the sample where it peaks, and the peak of all else from `begin` on.
 
     The definitions are those of `parallelism.memory_watch`. A storage that is model state in some sample counts as such
@@ -91,3 +137,195 @@ def peak(log: Sequence[Change | Op | Sent], begin: int, samples: Sequence[State]
     beside = islice(accumulate(sizes, initial=0), begin, None)
     sums = ({name: sum(sizes.values()) for name, sizes in sample.items()} for sample in samples)
     return {**max(sums, key=lambda sample: sum(sample.values())), "activations": max(beside)}
+
+
+class StepWatch(Watch):
+    """A watch of a step, which begins at index `begin` of the log, after its construction. `samples`: bytes of each
+    storage of model state, by category, at the start of each backward pass and of the update, when gradients of earlier
+    micro-batches exist and parameters are gathered."""
+
+    def __init__(self, mesh: Mesh, device: str) -> None:
+        super().__init__(mesh, device)
+        self.begin = 0
+        self.samples: list[State] = []
+
+    def run(self, step: Step, state: TrainState) -> None:
+        """Run the step, with hooks on its passes that record phase, samples and messages."""
+
+        def sample() -> None:
+            held = state_tensors(state.parts, state.optimizer)
+            self.samples.append({name: self.held(tensors) for name, tensors in held.items()})
+
+        def updates(*_: object) -> None:
+            self.world = False
+            sample()
+
+        passes = step.passes
+        passes.run = self._during("forward", passes.run)  # type: ignore[method-assign]
+        for part in state.parts:
+            part.register_forward_pre_hook(lambda *_: setattr(self, "phase", "forward"), prepend=True)
+            # Before FSDP2 gathers for the backward pass, and after.
+            part.register_forward_hook(_at_backward(lambda: setattr(self, "phase", "backward")), prepend=True)
+            part.register_forward_hook(_at_backward(sample))
+        for stage in [] if isinstance(passes, OnePart) else schedule_stages(passes.schedule):
+            self._hook(stage, sample)
+        state.optimizer.register_step_pre_hook(updates)
+        self.begin = len(self.log)
+        # Between gradients and update a step communicates over the whole world.
+        step(state, lambda _: setattr(self, "world", True))
+
+    def _hook(self, stage: Any, sample: Callable[[], None]) -> None:
+        weights = self._during("backward", stage.backward_weight_one_chunk)
+
+        def sampled(*args: Any, **options: Any) -> None:
+            sample()
+            weights(*args, **options)
+
+        stage.backward_one_chunk = self._during("backward", stage.backward_one_chunk)
+        stage.backward_weight_one_chunk = sampled
+        for name, phase in MESSAGE_METHODS.items():
+            setattr(stage, name, self._during(phase, self._recording(getattr(stage, name))))
+
+    def _during(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that sets the phase while `call` runs."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            before, self.phase = self.phase, phase
+            try:
+                return call(*args, **options)
+            finally:
+                self.phase = before
+
+        return run
+
+    def _recording(self, ask: Callable[[int], list[dist.P2POp]]) -> Callable[[int], list[dist.P2POp]]:
+        """Return a function that records the messages that `ask` returns."""
+
+        def recorded(chunk: int) -> list[dist.P2POp]:
+            ops = ask(chunk)
+            for op in ops:
+                self.sent(op.group, "send" if op.op is dist.isend else "recv", op.tensor.nbytes)
+            return ops
+
+        return recorded
+
+
+def _at_backward(call: Callable[[], None]) -> Callable[[nn.Module, Any, Tensor], None]:
+    return lambda part, inputs, out: where_backward_begins(out, call)
+
+
+class _Pairwise:
+    """A collective of FSDP2 that is implemented by pairwise messages, recorded as the collective."""
+
+    def __init__(self, collective: PairwiseAllGather | PairwiseReduceScatter, kind: str, watch: Watch) -> None:
+        self.allocate, self._call, self._kind, self._watch = collective.allocate, collective, kind, watch
+
+    def __call__(self, **given: Any) -> None:
+        whole = given["output_tensor" if self._kind == "all_gather" else "input_tensor"]
+        self._watch.sent(given["group"], self._kind, whole.nbytes)
+        self._call(**given)
+
+
+def watched_step(work: Workload, rank: int, micro_batches: int) -> StepWatch:
+    """Run one step of that many micro-batches on a rank of the world, and return its watch."""
+    with mesh_of(work.layout, rank) as mesh, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # the engine compares pointers
+        policy = policy_of(work)
+        model = Model.of(work.model, policy)
+        device_mesh = replace(mesh, device=torch.device(work.device))  # the device selects ZeRO's collectives
+        parts = build_parts(model, work.parallelism, device_mesh, policy, ops_of(work))
+        watch = StepWatch(mesh, work.device)
+        for module in (module for part in parts for module in sharded_modules(part)):
+            if work.device == "cpu" and mesh.size("dp_shard") > 1:
+                module.set_custom_all_gather(_Pairwise(PairwiseAllGather(), "all_gather", watch))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(_Pairwise(PairwiseReduceScatter(), "reduce_scatter", watch))  # type: ignore[arg-type]
+        with FakeTensorMode(allow_non_fake_inputs=True), as_on(work.device):
+            loader = _loader(work, micro_batches, watch)
+            with watch:
+                watch.run(*_build(work, mesh, model, parts, loader))
+    return watch
+
+
+def _build(work: Workload, mesh: Mesh, model: Model, parts: list[nn.Module], loader: Loader) -> tuple[Step, TrainState]:
+    """Return the step and the state that `pretrain` would build, without data and initial weights."""
+    config, runner, policy = work.parallelism, StageRunner(parts, mesh, work.parallelism), policy_of(work)
+    materialize(model, parts, CPU)
+    on_device = replace(config, offload=Offload.none)
+    optimizer = build_updates(work.optimizer, model, parts, on_device, mesh, policy, ops_of(work))
+    optimizer_state(optimizer)  # creates the state
+    passes = build_passes(
+        model,
+        runner,
+        config,
+        micro_batches=loader.num_micro_batches,
+        micro_batch_size=work.micro_batch_size,
+        sequence_length=work.sequence_length,
+    )
+    step = Step(mesh, passes, work.optimizer.lr, work.optimizer.clip_norm, Stopping(mesh, StopSignal()))
+    return step, TrainState(model, runner, optimizer, Schedule(ConstantConfig(), 1), loader, {})
+
+
+def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:
+    """Return a stand-in for the loader, with only what a step uses. On a CPU a thread makes the batches, so they do not
+    count."""
+    shape = (work.micro_batch_size, work.rank_length)
+    tensors = [torch.zeros(size, dtype=torch.int64) for size in (shape, shape, shape[:1])]
+    watch.leave_out(*tensors)
+
+    def batch(consumed_samples: int, micro_index: int) -> Batch:
+        tokens, targets, sample_ids = (each if work.device == "cpu" else each.clone() for each in tensors)
+        return Batch(tokens, targets, sample_ids)
+
+    loader = SimpleNamespace(batch=batch, schedule=BatchSchedule(work.global_batch_size))
+    loader.num_micro_batches, loader.micro_batches = micro_batches, lambda consumed_samples: micro_batches
+    return cast(Loader, loader)
+
+
+def ops_of(work: Workload) -> Ops:
+    """Return the ops of a run with the workload's attention: references for `matmul` on a CPU (`ops=reference`), else
+    our kernels."""
+    attention = Attention.sdpa if work.attention is Attention.auto else work.attention
+    wanted = work.device == "cuda" or attention is not Attention.matmul
+    if not wanted:
+        return Ops(attention, CrossEntropy.reference)
+    if not isinstance(load("cpu", lambda _: None), Loaded):
+        return Ops(attention)
+    table, gpu = work.device == "cpu", work.device == "cuda"
+    plain = dict.fromkeys(("layer_norm", "bias_gelu", "dropout", "adamw"), True)
+    return Ops(attention, CrossEntropy.fused, linear=gpu, table=table, fused_scores=gpu, deferred_add=gpu, **plain)
+
+
+@contextmanager
+def mesh_of(layout: Layout, rank: int) -> Iterator[Mesh]:
+    """Yield a rank's mesh in a simulated world."""
+    if layout.world_size == 1:
+        yield Mesh(CPU, layout)
+        return
+    with imagined_world(rank, layout.world_size):
+        yield mesh_over_world(CPU, layout, rank)
+
+
+@contextmanager
+def as_on(device: str, here: str = "cpu") -> Iterator[None]:
+    """Make ops on tensors of device `here` decide as if they were on `device`."""
+    limits = cast(tuple[dict[str, Any], ...], (LOGIT_BYTES, SOFTMAX_BYTES, PRODUCTS))
+    before = [limit[here] for limit in limits]
+    for limit in limits:
+        limit[here] = limit[device]
+    try:
+        yield
+    finally:
+        for limit, value in zip(limits, before, strict=True):
+            limit[here] = value
+
+
+def policy_of(work: Workload) -> Policy:
+    """Return the dtypes in which a run computes, gathers and reduces."""
+    precision = Precision[f"amp_{work.amp}"] if work.amp else Precision.auto
+    return Policy(
+        DTYPES[work.dtype],
+        "planned",
+        precision,
+        reduce=Reduce.compute if work.half_sums else Reduce.fp32,
+        master_weights=work.master_weights,
+    )

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import num_stages, rule, schedule_refuses, stages_of_rank
+from gptlite.parallelism.layout import num_stages, rule, schedule_refuses, stages_of_rank, stages_per_rank
 
 Turn = tuple[str, int]  # kind, stage
 Pass = tuple[str, int, int]  # and micro-batch
@@ -96,13 +96,25 @@ def order(config: ParallelismConfig, rank: int, micro_batches: int) -> list[Pass
     if config.pipeline == 1:
         kinds = [("F", 0), ("B", 0)] * micro_batches
     elif config.schedule in ("gpipe", "1f1b"):
-        warmup = micro_batches if config.schedule == "gpipe" else config.pipeline - rank
-        kinds = _alternate([("F", rank)] * micro_batches, [("B", rank)] * micro_batches, warmup)
+        ahead = warmup(config, rank, micro_batches)
+        kinds = _alternate([("F", rank)] * micro_batches, [("B", rank)] * micro_batches, ahead)
     elif rule(config).v_shape:
         kinds = _v(config.pipeline, rank, micro_batches)
     else:
         kinds = _interleaved(config, rank, micro_batches)
     return _numbered(kinds, micro_batches)
+
+
+def warmup(config: ParallelismConfig, rank: int, micro_batches: int) -> int:
+    """Return the number of forward passes of single stages that a rank runs before its first backward pass, in any
+    schedule that is not V-shaped."""
+    if config.pipeline == 1 or config.schedule == "gpipe":
+        return micro_batches if config.pipeline > 1 else 1
+    stages, each = stages_per_rank(config), micro_batches // max(1, micro_batches // config.pipeline)
+    # Each step away from the last rank adds a forward pass, and another one if interleaved backward passes are whole.
+    distance = 1 if rule(config).splits_backward or config.schedule == "1f1b" else 2
+    ahead = (stages - 1) * each + distance * (config.pipeline - 1 - rank)
+    return min(ahead + 1, stages * micro_batches)
 
 
 def _numbered(kinds: Iterable[tuple[str, int]], micro_batches: int) -> list[Pass]:
@@ -129,15 +141,12 @@ def _interleaved(config: ParallelismConfig, rank: int, micro_batches: int) -> li
     ranks, mine = config.pipeline, stages_of_rank(config, rank)
     rounds = max(1, micro_batches // ranks)
     each = micro_batches // rounds
-    split = rule(config).splits_backward
     forward = [("F", stage) for _ in range(rounds) for stage in mine for _ in range(each)]
     back = [stage for _ in range(rounds) for stage in reversed(mine) for _ in range(each)]
-    # Each step away from the last rank adds a forward pass of warm-up, and another one if backward passes are whole.
-    warmup = min((len(mine) - 1) * each + (1 if split else 2) * (ranks - 1 - rank), len(forward))
-    if not split:
-        # The forward pass precedes the backward one in each pair, as if the warm-up were one longer.
-        return _alternate(forward, [("B", stage) for stage in back], warmup + 1)
-    turns = _alternate(forward, [("I", stage) for stage in back], warmup + 1)
+    kind = "I" if rule(config).splits_backward else "B"
+    turns = _alternate(forward, [(kind, stage) for stage in back], warmup(config, rank, micro_batches))
+    if kind == "B":
+        return turns
     weights = iter([("W", stage) for stage in back])
     inputs, filled = 0, []
     for turn in turns:

@@ -1,23 +1,27 @@
-"""Communication of a rank in one training step: every collective and message of the engine.
+"""Communication of a rank in one training step: every collective and message of the engine, and offload's copies.
 
 Communication inside layers is in the model's profile. For the rest see gptlite.parallelism.zero (FSDP2's gathers and
-reductions), gptlite.parallelism.pipeline (messages) and trainer.step (sums of a step).
+reductions, copies to and from the host), gptlite.parallelism.pipeline (messages), trainer.step (sums of a step) and
+gptlite.optimizer.streamed (files).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from math import prod
 
 from gptlite.models.spec import spec_of
+from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import num_stages, splits_backward, stages_of_rank
-from gptlite.plan.parameters import Stage, copies, stages
-from gptlite.plan.profile import Sent, halves_of, profile_of
+from gptlite.plan.parameters import Parameter, Stage, copies, stages
+from gptlite.plan.profile import halves_of, profile_of
 from gptlite.plan.walk import gathers
 from gptlite.plan.workload import MASTER, Transfer, Workload
 
+PAGE = 4096  # bytes: parameters are aligned to it in a state file
 SETTLED = 8 * 7  # bytes of the step's all-reduce: loss, squared norm and five values on stopping, in float64
 VALID = 8  # bytes of the number of valid tokens, int64
 
@@ -42,7 +46,7 @@ def outside_layers(work: Workload, pp_rank: int) -> list[Transfer]:
 
 def _together(every: Iterable[Transfer]) -> list[Transfer]:
     """Merge equal transfers, and drop those that send nothing."""
-    counts: dict[tuple[str, str, int, int, str], int] = {}
+    counts: dict[tuple[str, str, int, float, str], int] = {}
     for axis, kind, ranks, payload, count, phase in every:
         if ranks > 1 and count and payload:
             key = axis, kind, ranks, payload, phase
@@ -74,7 +78,7 @@ def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
     """Yield the transfers of a stage's passes along the tensor and the context axis, for each micro-batch."""
     if work.layout.size("tp") * work.layout.context == 1:
         return
-    profile, found = profile_of(work, tp_rank), Counter[Sent]()
+    profile, found = profile_of(work, tp_rank), Counter[Transfer]()
     split = splits_backward(work.parallelism) and not stage.first
     if split:
         found = halves_of(work).sent(stage.layers, stage.last)
@@ -83,7 +87,7 @@ def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
         for sent in (*forward.sent, *(() if split else backward.sent)):
             found[sent] += times
     for sent, count in found.items():
-        yield Transfer(sent.axis, sent.kind, sent.ranks, round(sent.payload), count * work.micro_batches, sent.phase)
+        yield sent._replace(payload=round(sent.payload), count=count * work.micro_batches)
 
 
 def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[Transfer]:
@@ -109,8 +113,8 @@ def gathered(work: Workload, pp_rank: int, stage: int, block: bool) -> dict[str,
     """
     if work.parallelism.zero < 3:
         return {"forward": 1}
-    forward, backward = gathers(work.parallelism, pp_rank, work.micro_batches)[stage, block]
-    return {"forward": forward, "backward": backward}
+    counts, mine = gathers(work.parallelism, pp_rank, work.micro_batches), stages_of_rank(work.parallelism, pp_rank)
+    return {phase: counts[mine.index(stage), block, phase] for phase in ("forward", "backward")}
 
 
 def _pipeline(work: Workload, stage: Stage, pp_rank: int) -> Iterator[Transfer]:
@@ -131,3 +135,50 @@ def message_bytes(work: Workload) -> int:
     shape = spec_of(work.model).activations(work.model, work.micro_batch_size, work.rank_length // between)
     assert shape is not None
     return prod(shape) * work.stream_item
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of one step on a rank: shards copied to the device, gradients copied to the host, state read and
+    written."""
+
+    to_device: int = 0
+    to_host: int = 0
+    read: int = 0
+    written: int = 0
+
+
+def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> Moved:
+    """Return the bytes that offload moves in a step, for the first data rank, whose shards are the longest.
+
+    Shards are copied to the device, before the cast, as often as they are gathered. Gradients are copied back in fp32
+    as often as they are reduced over all data ranks.
+    """
+    if work.parallelism.offload is Offload.none:
+        return Moved()
+    shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
+    to_device = to_host = 0
+    for stage in stages(work, pp_rank, tp_rank):
+        for elements, number, block in stage.groups(work.parallelism.bucket_layers, shards):
+            times = sum(gathered(work, pp_rank, stage.number, block).values())
+            to_device += work.stored * elements * number * times
+            to_host += MASTER * elements * number * (reductions(work) if copies == 1 else 1)
+    file = file_bytes(work, pp_rank, tp_rank)
+    return Moved(to_device, to_host, file, file)
+
+
+def file_bytes(work: Workload, pp_rank: int, tp_rank: int = 0) -> int:
+    """Return the size of a rank's state file; 0 without one."""
+    if work.parallelism.offload is not Offload.nvme:
+        return 0
+    shards = work.layout.size("dp_shard")
+    sizes = (MASTER * p.shard(shards) for stage in stages(work, pp_rank, tp_rank) for p in stage.parameters())
+    return work.optimizer.state_elements() * sum(-(-size // PAGE) * PAGE for size in sizes)
+
+
+def buffers_bytes(work: Workload, parameters: Iterable[Parameter]) -> int:
+    """Return the bytes of the two buffers that a rank's optimizer state streams through, at most those of the state."""
+    rows, shards = work.optimizer.state_elements(), work.layout.size("dp_shard")
+    pages = sum(-(-MASTER * parameter.shard(shards) // PAGE) for parameter in parameters)
+    most = work.parallelism.offload_buffer_mib * 2**20 // max(1, rows * PAGE)
+    return 2 * rows * PAGE * max(1, min(most, -(-pages // 2)))

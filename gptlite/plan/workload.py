@@ -127,19 +127,19 @@ class Transfer(NamedTuple):
     """One kind of collective that a rank takes part in, `count` times a step.
 
     axis: tp, cp, pp, dp_shard, dp_replicate or world. kind: all_reduce, all_gather, reduce_scatter, send, recv or
-    broadcast. payload: bytes of the whole tensor before (reduce) or after (gather) it, or of the message. phase:
-    forward, backward or step, which determines what it can overlap with.
+    broadcast. payload: bytes of the whole tensor before (reduce) or after (gather) it, or of the message; a float in a
+    profile, which is interpolated. phase: forward, backward or step, which determines what it can overlap with.
     """
 
     axis: str
     kind: str
     ranks: int
-    payload: int
+    payload: float
     count: int
     phase: str
 
     @property
-    def wire_bytes(self) -> int:
+    def wire_bytes(self) -> float:
         """Bytes that this rank sends for all of them, by a ring or pairwise: 2 (n-1)/n of an all-reduce's tensor,
         (n-1)/n of a gathered or scattered one, a whole message."""
         share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(self.kind, 0)

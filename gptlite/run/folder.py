@@ -28,6 +28,8 @@ from gptlite.files import existing, try_lock, unwritable, write_whole
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_all, from_main
+from gptlite.progress import Console
+from gptlite.run.result import RESULT
 from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState, model_tensors
 
@@ -57,6 +59,7 @@ class RunFolder:
         self.config, self.mesh = config, mesh
         self._early: list[str] = []  # lines said before there was a log
         self._log_file: TextIO | None = None
+        self._console = Console()
         self.tokenizer: Tokenizer | None = None
         self.layout = mesh.layout.describe(config.parallelism)
         self.checkpointer = Checkpointer(config.checkpoint, self.path, mesh, self.layout)
@@ -126,7 +129,7 @@ class RunFolder:
         """Write lines to the terminal and to train.log, to the latter once it is open."""
         self.record(text)
         try:
-            print(text, flush=True)
+            self._console.print(text)
         except OSError:  # a pipe's reader has gone, as tee does at Ctrl-C: the run is worth more than its echo
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -217,7 +220,7 @@ class RunFolder:
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json, for scripts and sweeps. Rank 0 does not wait for other ranks, which may be gone."""
         if self.mesh.is_main:
-            write_whole(self.path / "result.json", json.dumps(result, indent=2) + "\n")
+            write_whole(self.path / RESULT, json.dumps(result, indent=2) + "\n")
 
     def _refuse_folder(self) -> None:
         """Raise ConfigError for a folder that cannot be written, or holds another run."""

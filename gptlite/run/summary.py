@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from gptlite.parallelism.replicas import ReplicasDiffer
 from gptlite.parallelism.watchdog import RankStuck, Watch
 from gptlite.progress import counted
 from gptlite.run.folder import RunFolder, SaveFailed
+from gptlite.run.result import CURVES
 from gptlite.trainer.loop import Ending, Outcome
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.spike import Spiked
@@ -49,10 +50,11 @@ ADVICE: dict[type[Exception], str] = {
 
 @dataclass
 class Conclusion:
-    """Outcome reported to `conclude`, and the exit code that it determines."""
+    """Outcome reported to `conclude`, and what follows from it: the exit code and the content of result.json."""
 
     outcome: Outcome | None = None
     exit_code: int = 0
+    result: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -91,7 +93,8 @@ def conclude(
             reporter.close(failed=conclusion.outcome is None)
         finally:
             try:
-                run.write_result(result(status, conclusion.outcome))
+                conclusion.result = result(status, conclusion.outcome)
+                run.write_result(conclusion.result)
             except OSError as error:
                 if conclusion.outcome is not None:
                     raise
@@ -188,7 +191,7 @@ def _close(
     if config.parallelism.offload is not Offload.none:
         lines += reporter.memory.offloaded()
     if reporter.speeds:
-        lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / "curves.png"))))
+        lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / CURVES))))
     more = f" trainer.max_steps={2 * config.trainer.max_steps}" if outcome.ending is Ending.done else ""
     if outcome.ending is Ending.stop_step:
         more = " trainer.stop_step=null"

@@ -1,1 +1,1 @@
-"""Steps, and what happens between them."""
+"""Training loop, optimizer steps, training state, evaluation and reports."""

@@ -30,7 +30,7 @@ def build_parts(
     *,
     compile: bool = False,
 ) -> list[nn.Module]:
-    """This rank's parts of the model, on the meta device."""
+    """Return this rank's parts of the model, on the meta device."""
     return parallelize(model, model.build(ops, seed), mesh, parallelism, policy, compile=compile)
 
 
@@ -44,7 +44,7 @@ def build_updates(
     ops: Ops,
     seed: int = 0,
 ) -> Optimizer:
-    """Build the optimizer for parts that have memory, wrapped for stochastic rounding and offload if configured."""
+    """Build the optimizer of materialized parts, wrapped for stochastic rounding and offload if configured."""
     weights = [named for part in parts for named in model.named_weights(part)]
     matrices = model.spec.matrices(model.config)
     optimizer = build_optimizer(config, weights, ops.adamw, matrices.edges, matrices.fused)

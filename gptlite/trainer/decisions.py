@@ -10,7 +10,7 @@ class Decisions:
     """Device tensors that decide whether to apply an optimizer step, and the loss scale of the next one.
 
     A step with a non-finite loss or gradient norm is not applied. If no smaller loss scale is left, or there is no loss
-    scale, later steps are not applied either: the host learns of it late, and has already enqueued some.
+    scale, later steps are not applied either: the host reads the result late, and has already enqueued some.
     """
 
     def __init__(self, scaler: LossScaler | None, device: torch.device) -> None:

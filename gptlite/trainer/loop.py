@@ -56,7 +56,7 @@ class Outcome:
 
 
 class Saves(Protocol):
-    """Protocol of the object that saves and restores the state."""
+    """Interface of the object that saves and restores the state."""
 
     @property
     def path(self) -> Path:

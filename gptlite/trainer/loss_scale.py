@@ -1,8 +1,8 @@
-"""Loss scaling for fp16 training (Micikevicius et al. 2018, arXiv:1710.03740), which keeps gradients above fp16's 6e-8.
+"""Loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740): it keeps gradients above fp16's minimum, 6e-8.
 
-Every rank decides from the same numbers, the loss and the gradient norm of the whole step, so that all skip the same
-steps. If the host runs ahead of the device (trainer/steps.py), `advanced` computes the update on the device, and the
-host takes its result.
+Every rank decides from the same values, the loss and the gradient norm of the whole step, so all skip the same steps.
+If the host runs ahead of the device (trainer/steps.py), `advanced` computes the update on the device, and the host
+takes its result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCALE_VALUES = ("scale", "good_steps", "overflows", "skipped")  # the mutable fi
 
 @dataclass
 class LossScaler:
-    """Dynamic loss scaling by Megatron-LM's rule (DynamicGradScaler). DeepSpeed's differs only in growing a step later.
+    """Dynamic loss scaling by Megatron-LM's rule (DynamicGradScaler). DeepSpeed's grows one step later.
 
     `window` consecutive steps without overflow multiply the scale by `factor`. After that, the first `hysteresis` - 1
     overflows do not change the scale, and later ones divide it by `factor`, down to `minimum`. A step that overflows is
@@ -63,7 +63,7 @@ class LossScaler:
         return values
 
     def advanced(self, values: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
-        """Return SCALE_VALUES after a step, by the rule of `update`, and whether they were `exhausted` before it.
+        """Return SCALE_VALUES after a step, by the rule of `update`, and True if they were `exhausted` before it.
 
         `overflow`, bool, and all results are on the device.
         """
@@ -82,7 +82,7 @@ class LossScaler:
         self.good_steps, self.overflows, self.skipped = map(int, values[1:])
 
     def meta(self) -> dict[str, Any]:
-        """Mutable state as JSON."""
+        """Return the mutable state in JSON form."""
         return {name: getattr(self, name) for name in SCALE_VALUES}
 
     def load_meta(self, meta: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class LossScaler:
 
 
 def build_scaler(config: PrecisionConfig, policy: Policy) -> LossScaler | None:
-    """Build the scaler of a run that computes in fp16; None for others. A static scale has a factor of 1."""
+    """Build the loss scaler of a run that computes in fp16; None for others. A static scale has a factor of 1."""
     if not policy.scales_loss:
         return None
     if config.loss_scale:

@@ -38,7 +38,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Predicted bytes of a rank, and its model state in bytes per parameter, next to the ZeRO paper's value."""
+    """Predicted bytes of a rank. `a_parameter`: its model state in bytes per parameter; `paper`: the ZeRO paper's."""
 
     state: StateBytes
     activations: int
@@ -85,20 +85,20 @@ class RankMemory:
 def predicted(
     state: TrainState, mesh: Mesh, config: ParallelismConfig, policy: Policy, ops: Ops, length: int
 ) -> list[tuple[str, str]]:
-    """Return the banner's line on memory: rank 0's, and the maximum over ranks. Collective."""
+    """Return the banner's line on predicted memory: rank 0's, and the maximum over ranks. Collective."""
     ranks = gather_objects(mesh, RankMemory.of(state, mesh, config, policy, ops, length))
     mine, most = ranks[0], max(range(len(ranks)), key=lambda rank: ranks[rank].total)
     kept = f"activations about {format_bytes(mine.activations)}" if mine.activations else "activations n/a"
     text = ", ".join([*_listed(mine.state), kept])
     if mesh.fsdp_size > 1:
-        text += f"; {mine.a_parameter:.4g} bytes of model state a parameter ({mine.paper:.4g} in the ZeRO paper)"
+        text += f"; {mine.a_parameter:.4g} bytes of model state per parameter ({mine.paper:.4g} in the ZeRO paper)"
     if mesh.world_size > 1:
-        text = f"rank 0: {text}; the most: {format_bytes(ranks[most].total)}, on rank {most}"
+        text = f"rank 0: {text}; maximum: {format_bytes(ranks[most].total)}, on rank {most}"
     return [("memory", text)]
 
 
 def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[str, str]]:
-    """Return the banner's line on offloaded state of this rank, the first; none if nothing is offloaded."""
+    """Return the banner's line on rank 0's offloaded state; an empty list if nothing is offloaded."""
     if config.offload is Offload.none:
         return []
     shards = [local_tensor(p) for part in state.parts for p in part.parameters()]
@@ -109,11 +109,11 @@ def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[st
     if not isinstance(state.optimizer, StreamedStep):
         return [("offload", f"{text}, and the optimizer's state, in host memory")]
     stream = state.optimizer.stream
-    way = "O_DIRECT" if stream.file.direct else "the page cache, for want of O_DIRECT"
+    way = "O_DIRECT" if stream.file.direct else "the page cache, without O_DIRECT"
     buffers = format_bytes(sum(tensor.nbytes for tensor in state.optimizer.resident()))
     size = format_bytes(stream.file.size)
     return [("offload", f"{text} in host memory, {size} of optimizer state in {config.offload_path} by {way}, through "
-                        f"buffers of {buffers} together: {size} are read and {size} written a step")]  # fmt: skip
+                        f"buffers of {buffers} together: {size} are read and {size} written per step")]  # fmt: skip
 
 
 class MemoryReport:
@@ -168,7 +168,7 @@ class MemoryReport:
         return result
 
     def gather(self, peak: int | None, average: int | None, utilization: float | None, mesh: Mesh) -> None:
-        """Share each rank's peak and average memory so far, as metrics/ computes them, and its device utilisation.
+        """Exchange each rank's peak and average memory so far, from gptlite.metrics, and its device utilisation.
         Collective; does not wait for a GPU."""
         self._take_usage()
         millionths = -1 if utilization is None else round(1e6 * utilization)
@@ -199,7 +199,7 @@ class MemoryReport:
         return rows
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return the closing table's lines on memory; none if nothing was measured."""
+        """Return the closing table's lines on memory; an empty list if nothing was measured."""
         if not self.row:
             return []
         sizes = [f"{name} {format_bytes(self.row[f'memory_{name}_bytes'])}" for name in CATEGORIES]
@@ -209,7 +209,7 @@ class MemoryReport:
     def offloaded(self) -> list[tuple[str, str]]:
         """Return the closing table's line on this rank's offload traffic in the measured step."""
         there, back = map(format_bytes, (sum(self._to_device), sum(self._to_host)))
-        return [("offload, a step", f"{there} of weights to the device, {back} of gradients to the host")]
+        return [("offload per step", f"{there} of weights to the device, {back} of gradients to the host")]
 
 
 def _everyone(values: Sequence[int], mesh: Mesh) -> list[list[int]]:
@@ -226,7 +226,7 @@ def _table(values: Sequence[int], mesh: Mesh) -> torch.Tensor:
 
 
 def _listed(state: StateBytes) -> list[str]:
-    """`parameters 16.3 MiB`, ...: with one micro-batch a step, gradients are reduced and freed block by block."""
+    """Return `parameters 16.3 MiB`, ... With one micro-batch per step, gradients are freed block by block."""
     sizes = [f"{name} {format_bytes(getattr(state, name))}" for name in CATEGORIES[:3]]
     if state.gradients == 0:
         sizes[1] += " (each block's are reduced and freed in turn)"

@@ -12,8 +12,8 @@ from gptlite.parallelism.rank_sync import together
 def agreed_ops(config: OpsConfig, mesh: Mesh, documents: bool = False) -> Ops:
     """Select the ops of a run, equal on all ranks, as rounding differences would make copies of a parameter diverge.
 
-    If some rank's machine cannot run another's ops, all ranks use the reference. `documents` is True if attention is
-    restricted to documents. Raises ConfigError on all ranks if one cannot run an op that is requested by name.
+    If ranks would select different ops, all use the reference. `documents` is True if attention is restricted to
+    documents. Raises ConfigError on all ranks if one cannot run an op that is requested by name.
     """
     ops = together(mesh, lambda: select_ops(config, mesh.device, documents=documents))
     paths = gather_objects(mesh, replace(ops, chosen=()))  # the reasons name the machine's hardware and may differ
@@ -22,5 +22,5 @@ def agreed_ops(config: OpsConfig, mesh: Mesh, documents: bool = False) -> Ops:
     others = next(rank for rank, path in enumerate(paths) if path != paths[0])
     reference = replace(config, implementation=Implementation.reference)
     plain = select_ops(reference, mesh.device, documents=documents)
-    why = f"rank {others} cannot run the same kernels as rank 0, so all ranks take the reference"
+    why = f"rank {others} cannot run the same kernels as rank 0, so all ranks use the reference"
     return replace(plain, note=why)

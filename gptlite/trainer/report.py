@@ -41,7 +41,7 @@ class Reporter:
         self._last: dict[str, Any] = {}  # the last training row
 
     def take(self, step: Callable[[TrainState], Taken], state: TrainState) -> Taken:
-        """Run a step, and measure memory in one of them."""
+        """Run a step. The memory of one of the first steps is measured."""
         return self.memory.take(step, state, state.step + 1 == self.max_steps, self.throughput.excluded)
 
     def step(
@@ -49,7 +49,7 @@ class Reporter:
     ) -> None:
         """Write a training row: this result, throughput since the last row, and communication time per step.
 
-        The state may already be one step further.
+        The state may already be one step ahead of `result`.
         """
         row: dict[str, Any] = {"step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
         if result.loss_scale is not None and state.scaler is not None:
@@ -69,8 +69,8 @@ class Reporter:
         """Log a step that was skipped for an overflow."""
         assert state.scaler is not None
         after = state.scaler.scale
-        change = f"is now {after:g}" if after != result.loss_scale else "stays"
-        self.log(f"step {result.step} overflowed at a loss scale of {result.loss_scale:g} and is skipped; it {change}")
+        change = f"is now {after:g}" if after != result.loss_scale else "is unchanged"
+        self.log(f"step {result.step} is skipped: overflow at loss scale {result.loss_scale:g}, which {change}")
 
     def rewound(self, state: TrainState, spike: Spike, checkpoint: Path) -> None:
         """Write a row and a line about a rewind after a spike. Sinks discard rows after the state's step."""
@@ -80,7 +80,7 @@ class Reporter:
         self.spikes.append({"step": spike.step, **skipped})
         self._write({"step": state.step, "spike_step": spike.step, **skipped})
         self.log(
-            f"spike at step {spike.step}: {spike.why}. Back to {checkpoint.name}, and on without samples "
+            f"spike at step {spike.step}: {spike.why}. Resuming from {checkpoint.name} without samples "
             f"{spike.first:,} to {spike.stop - 1:,}"
         )
 
@@ -101,8 +101,9 @@ class Reporter:
     def figures(self) -> dict[str, Any]:
         """Return result.json's figures from the training rows; None for those that no row had.
 
-        `tokens_per_second`, `step_seconds` and `mfu` are at the median speed. `comm_seconds`, by axis, is the last
-        row's share of time (see parallelism/comm_time.py) of a step at that speed. `loss` is the last row's.
+        `tokens_per_second`, `step_seconds` and `mfu` are at the median speed. `comm_seconds` maps each axis to the last
+        row's communication time (see parallelism/comm_time.py), scaled to a step at that speed. `loss` is the last
+        row's.
         """
         speeds, last = sorted(self.speeds), self._last
         speed = speeds[len(speeds) // 2] if speeds else None
@@ -122,7 +123,7 @@ class Reporter:
         }
 
     def close(self, failed: bool = False) -> None:
-        """Closes every sink."""
+        """Close every sink. `failed` marks a run that raised."""
         self.usage.close()
         for sink in self.sinks:
             sink.close(failed)

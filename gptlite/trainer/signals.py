@@ -22,9 +22,8 @@ class StopSignal:
     """Context manager in which the first of SIGNALS sets `received`, and one after SAME_SECONDS ends the process.
 
     Earlier repeats are ignored: `timeout` signals its command and then its group, and under torchrun and srun a signal
-    to the whole job arrives again through the launcher. The repeat would end the process without its checkpoint, or
-    with another exit code. For the same reason the handlers stay installed after a request, as the repeat may arrive
-    when everything is saved.
+    to the whole job arrives again through the launcher. Such a repeat would end the process without its checkpoint, or
+    with another exit code. As it may arrive after everything is saved, the handlers stay installed after a request.
     """
 
     def __init__(self) -> None:
@@ -91,14 +90,14 @@ class Stopping:
         return self._known()._save_failed
 
     def poll(self) -> bool:
-        """Return `now`, after exchanging flags at every few calls. Collective."""
+        """Return `now`. Every POLL_EVERY calls, flags are exchanged first. Collective."""
         self._polls += 1
         if self._mesh.world_size > 1 and self._polls % POLL_EVERY == 1:  # all ranks count alike, so all take part
             self.heard(all_reduce(self.words().to(self._mesh.device), self._mesh).tolist())
         return self.now
 
     def poll_signal(self) -> bool:
-        """Return True if a signal was received, after exchanging flags. Collective."""
+        """Return True if any rank has received a signal, after a `poll`. Collective."""
         self.poll()
         return self._signal is not None
 

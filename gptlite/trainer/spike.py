@@ -3,8 +3,8 @@
 PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1) was manually restarted from a checkpoint before each spike,
 skipping the batches around it; the same batches with other weights did not cause a spike. This module automates that.
 
-Every rank decides from the same numbers, the loss of the whole step and the history stored in checkpoints, so all
-decide alike, and a repeated or resumed run makes the same decisions.
+Every rank decides from the same values, the loss of the whole step and the history stored in checkpoints, so all decide
+alike, and a repeated or resumed run makes the same decisions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEVIATION = 1.4826  # a normal distribution's standard deviation, in median abso
 
 
 class Spiked(RuntimeError):
-    """Raised for a spike without a rewind. The last good checkpoints are unchanged."""
+    """Raised for a spike after which the run cannot rewind. The last good checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class SpikeWatch:
         return Spike(number, first.begin, stop, why)
 
     def meta(self) -> dict[str, Any]:
-        """State as JSON."""
+        """Return the state in JSON form."""
         return {
             "steps": [[step.begin, step.loss] for step in self.steps],
             "high": [[step.begin, step.loss] for step in self.high],

@@ -36,7 +36,7 @@ def model_tensors(model: Model, parts: Sequence[nn.Module]) -> dict[str, Tensor]
 
 @torch.no_grad()
 def take_model_tensors(model: Model, parts: Sequence[nn.Module], tensors: dict[str, Tensor]) -> int:
-    """Write values loaded into the result of `model_tensors` back to the model, where they are copies.
+    """Write values loaded into the result of `model_tensors` to the model, where the tensors are copies.
 
     Returns the number of this rank's elements that bf16 rounds.
     """
@@ -82,15 +82,15 @@ class TrainState:
     spikes: SpikeWatch | None = None  # if trainer.spike.policy is skip
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor in checkpoint form, fp32: live, or a copy if the run keeps another form.
+        """Return every tensor in checkpoint form, fp32: the live tensor, or a copy if the run keeps another form.
 
         After writing into them, call `take`.
         """
         return model_tensors(self.model, self.parts) | optimizer_state(self.optimizer)
 
     def take(self, tensors: dict[str, Tensor]) -> list[str]:
-        """Write values loaded into the result of `tensors` or `model_tensors` back to the run, where they are copies,
-        and to second copies on this rank. Returns notes to print."""
+        """Write values loaded into the result of `tensors` or `model_tensors` to the run, where the tensors are copies,
+        and to second copies of tied parameters on this rank. Returns notes to print."""
         count = take_model_tensors(self.model, self.parts, tensors)
         if any(key.startswith("optim.") for key in tensors):
             take_optimizer_state(self.optimizer, tensors)
@@ -118,7 +118,7 @@ class TrainState:
             yield from (parameter for parameter in part.parameters() if id(parameter) not in copies)
 
     def remaining_batches(self, max_steps: int) -> float:
-        """Return the samples of the steps up to `max_steps`, in units of the full global batch size."""
+        """Return the number of full global batches that equal the samples of the steps left until `max_steps`."""
         schedule = self.loader.schedule
         end = schedule.after(self.consumed_samples, max_steps - self.step)
         return (schedule.trained(end) - schedule.trained(self.consumed_samples)) / schedule.global_batch_size
@@ -143,15 +143,15 @@ class TrainState:
             yield from self.model.named_weights(part)
 
     def tied_names(self) -> list[str]:
-        """Names of parameters that both the first and the last part of a pipeline hold."""
+        """Return the names of parameters that both the first and the last pipeline stage hold."""
         return sorted(set(self.model.spec.tied(self.model.config).values()))
 
     def num_bytes(self) -> int:
-        """Size of this rank's part of a checkpoint's tensors, in bytes."""
+        """Return the size in bytes of this rank's part of a checkpoint's tensors."""
         return sum(num_local_elements(tensor) * tensor.element_size() for tensor in self.tensors().values())
 
     def meta(self) -> dict[str, Any]:
-        """State other than tensors, as JSON."""
+        """Return the state other than tensors, in JSON form."""
         best = self.best_val_loss if math.isfinite(self.best_val_loss) else None  # JSON has no infinity
         return {
             "step": self.step,

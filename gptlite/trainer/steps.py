@@ -41,11 +41,11 @@ class Steps:
         self._begun.append(self._step.begin(state, decisions=self._decisions))
 
     def ready(self, everything: bool) -> bool:
-        """Return True if a result is to be read. With `everything`, until none is left."""
+        """Return True if a result is to be read: more than `lag` are unread or, with `everything`, any is."""
         return len(self._begun) > (0 if everything else self.lag)
 
     def take(self) -> StepResult:
-        """Return the next result in step order. Raises Diverged, and drops the later steps."""
+        """Return the next result in step order. If it raises, such as Diverged, later steps are dropped."""
         try:
             return self._begun.popleft()()
         except BaseException:  # Ctrl-C too
@@ -53,5 +53,5 @@ class Steps:
             raise
 
     def forget(self) -> None:
-        """Drop the begun steps, as the state is restored to before them."""
+        """Drop all unread steps, since the state is restored to before them."""
         self._begun.clear()

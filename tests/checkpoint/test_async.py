@@ -106,7 +106,7 @@ def test_a_file_system_that_hangs_ends_the_wait(tmp_path, tensors, gate):
     time.sleep(0.4)
     assert checkpointer.failed
     with pytest.raises(
-        TimeoutError, match=r"step-00000007 is not written after checkpoint.timeout_seconds=0.3: its file"
+        TimeoutError, match=r"step-00000007 was not written within checkpoint.timeout_seconds=0.3: its file"
     ):
         checkpointer.finish()
     began = time.monotonic()
@@ -162,7 +162,7 @@ def test_older_ones_stay_where_the_newest_does_not_read_back(tmp_path, tensors, 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", rename_and_rot)
         checkpointer.save(tensors, {"step": 2}, "", None, lines.append)
-    assert "step-00000002 does not read back: data/__0_0.distcp has damaged bytes" in lines[-1]
+    assert "step-00000002 failed verification: data/__0_0.distcp has damaged bytes" in lines[-1]
     assert [store.step_of(folder) for folder in store.step_folders(checkpointer.root)] == [2, 1]
     assert checkpointer.find("auto").name == "step-00000001"
 
@@ -177,7 +177,7 @@ def test_room_on_the_disk_is_looked_for_first(tmp_path, tensors, monkeypatch, be
         begin(checkpointer, tensors, 1)
         checkpointer.finish()
 
-    with pytest.raises(OSError, match=r"a checkpoint takes 1\.0 MB, and 0\.0 MB are free") as caught:
+    with pytest.raises(OSError, match=r"a checkpoint takes 1\.0 MB, but only 0\.0 MB are free") as caught:
         save()
     assert caught.value.errno == errno.ENOSPC
     assert store.step_folders(checkpointer.root) == []

@@ -88,7 +88,7 @@ def test_a_manifest_whose_last_newline_an_editor_took_is_whole(pair):
 
 def changed(content: bytes, older: bytes) -> dict[str, tuple[bytes | None, str]]:
     """What may become of a file and the reason given, by what to call it; `older` is the other step's of that name."""
-    block, sizes, bytes_ = len(content) // 3, "bytes, its manifest says", "has damaged bytes"
+    block, sizes, bytes_ = len(content) // 3, "bytes, but its manifest lists", "has damaged bytes"
     return {
         "missing": (None, "is missing"),
         "empty": (b"", sizes),
@@ -109,7 +109,7 @@ def test_files_that_are_missing_or_of_something_else_are_noticed(pair):
             if content == intact:  # both steps have the same tokenizer
                 continue
             if name == "MANIFEST.json" and content is not None:
-                reason = "is of step 100" if what == "of the other step" else "is not a manifest"
+                reason = "belongs to step 100" if what == "of the other step" else "is not a manifest"
             with wounded(pair.newest / name, content):
                 pair.check_rejected(name, reason)
             tried[what] += 1
@@ -129,7 +129,7 @@ def test_a_folder_under_another_steps_name_is_noticed(pair):
     try:
         lines: list[str] = []
         assert pair.checkpointer.find("auto", lines.append) == pair.newest
-        assert "MANIFEST.json is of step 100" in lines[0]
+        assert "MANIFEST.json belongs to step 100" in lines[0]
     finally:
         impostor.rename(pair.older)
 

@@ -94,10 +94,10 @@ def test_too_little_space_for_the_next_one(server, tmp_path, mode):
     disk = Disk(server, tmp_path, 1, mode)
     # Some for the metrics and the log, and less than a checkpoint takes.
     assert disk.live(6, "step", 0, disk.fill(200_000)) == [1]
-    check_refusal(disk, r"a checkpoint takes \d.\d MB, and 0.\d MB are free")
+    check_refusal(disk, r"a checkpoint takes \d.\d MB, but only 0.\d MB are free")
     assert disk.look() == {"steps": [2, 1], "hidden": []}
     assert disk.live(6) == [2], "refused before it trains"
-    check_refusal(disk, r"a checkpoint takes \d.\d MB, and 0.\d MB are free")
+    check_refusal(disk, r"a checkpoint takes \d.\d MB, but only 0.\d MB are free")
     disk.check_goes_on(6)
 
 

@@ -75,7 +75,7 @@ def test_a_start_that_would_run_into_saved_steps_is_refused(save, checkpointer, 
     older, newest = save(100), save(200)
     assert checkpointer.find(str(newest)) == newest
     for resume in ("never", str(older)):
-        with pytest.raises(ConfigError, match="already holds step-00000200; take another"):
+        with pytest.raises(ConfigError, match="already holds step-00000200; use another"):
             checkpointer.find(resume)
     weights_only = Checkpointer(CheckpointConfig(load="weights"), checkpointer.root.parent)
     for resume in (str(newest), "auto"):

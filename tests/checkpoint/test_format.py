@@ -181,7 +181,7 @@ def test_training_goes_on_from_version_1(tmp_path, capsys):
     config = from_yaml((FIXTURE / "config.yaml").read_text())
     config.run.dir, config.trainer.max_steps, config.parallelism.tensor = str(run), 5, 1
     config.data.cache_dir = str(tmp_path / "cache")
-    assert pretrain(config) == 0
+    assert pretrain(config).exit_code == 0
     rows = [row for row in read_metrics(run) if "loss" in row]
     assert [row["step"] for row in rows] == [4, 5]
     assert [row["loss"] for row in rows] == pytest.approx(LOSSES, rel=1e-5)
@@ -194,5 +194,5 @@ def test_a_version_to_come_is_refused_with_what_to_do(tmp_path):
     for read in (read_manifest, lambda path: load_tensors(path, {})):
         with pytest.raises(DamagedCheckpoint) as error:
             read(folder)
-        words = "its format_version is 2, this gptlite reads 1: update gptlite; take another one"
+        words = "its format_version is 2, but this gptlite reads 1: update gptlite; use another one"
         assert str(error.value) == f"checkpoint {folder} cannot be used: {words}"

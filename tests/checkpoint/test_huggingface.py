@@ -131,10 +131,10 @@ def test_a_matrix_is_written_in_pieces(save, tmp_path, monkeypatch):
     ("name", "options", "words"),
     [
         ("taken", {}, "taken exists; nothing is overwritten"),
-        ("ours/checkpoints/out", {}, "is among checkpoints"),
+        ("ours/checkpoints/out", {}, "is in a checkpoints folder"),
         ("out", {"dtype": "bf61"}, "dtype=bf61 is not one of fp32, bf16, fp16; did you mean bf16?"),
         ("out", {"max_shard_bytes": 0}, "max_shard_bytes=0 must be at least 1"),
-        ("out", {"dtype": "fp16"}, "transformer.wte.weight holds numbers too large for torch.float16"),
+        ("out", {"dtype": "fp16"}, "transformer.wte.weight has values that overflow torch.float16"),
         ("taken/file/out", {}, "file exists; give another folder"),
     ],
 )

@@ -123,7 +123,7 @@ def test_it_trains_on_from_their_loss(text, tmp_path):
     data += ["data.global_batch_size=4", "data.micro_batch_size=2", "precision=fp32", f"run.dir={tmp_path / 'run'}"]
     steps = ["trainer.max_steps=4", "trainer.log_interval=1", "trainer.eval_interval=0", "trainer.sample_tokens=0"]
     config = load([*command_of(said), *data, *steps, "optimizer.lr=1e-2", "schedule.warmup_steps=1"])
-    assert pretrain(config) == 0
+    assert pretrain(config).exit_code == 0
     losses = [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row]
 
     loader = build_loader(config.data, prepare(config.data, config.seed), ALONE, config.seed)
@@ -138,7 +138,7 @@ def test_it_trains_on_from_their_loss(text, tmp_path):
     assert "data.tokenizer=byte (was none)" in log
 
     # The run that went on is one like any other: it resumes, and it exports.
-    assert pretrain(load([*command_of(said), *data, *steps, "trainer.max_steps=5", *AUTO])) == 0
+    assert pretrain(load([*command_of(said), *data, *steps, "trainer.max_steps=5", *AUTO])).exit_code == 0
     export(tmp_path / "run", tmp_path / "out")
     model = restored(tmp_path / "run" / "checkpoints" / "step-00000005")
     torch.testing.assert_close(our_logits(model, tokens), their_logits(tmp_path / "out", tokens), rtol=0, atol=1e-5)

@@ -35,7 +35,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 CONFIGS = {
     "model_type": ({"model_type": "llama"}, "model_type='llama': only model_type='gpt2'"),
     "no model_type": ({"model_type": None}, "model_type=None"),
-    "activation": ({"activation_function": "gelu_nwe"}, "activation_function='gelu_nwe' is none of"),
+    "activation": ({"activation_function": "gelu_nwe"}, "activation_function='gelu_nwe' is not one of"),
     "inverse layer": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     "unscaled": ({"scale_attn_weights": False}, "scale_attn_weights=False"),
     "cross": ({"add_cross_attention": True}, "add_cross_attention=True"),
@@ -49,8 +49,8 @@ CONFIGS = {
     "tied": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
     "more layers": ({"n_layer": 3}, "h.2.ln_1.weight is missing"),
     "fewer layers": ({"n_layer": 1}, "h.1.attn.c_attn.bias is not a tensor of the GPT-2 in its config.json"),
-    "width": ({"n_inner": 48}, "h.0.mlp.c_fc.weight is [24, 96], by its config.json it should be [24, 48]"),
-    "rows": ({"vocab_size": 52}, "wte.weight is [53, 24], by its config.json it should be [52, 24]"),
+    "width": ({"n_inner": 48}, "h.0.mlp.c_fc.weight is [24, 96], but its config.json requires [24, 48]"),
+    "rows": ({"vocab_size": 52}, "wte.weight is [53, 24], but its config.json requires [52, 24]"),
     "untied": ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
 }
 
@@ -85,13 +85,13 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]]
         lambda t: t | {"transformer.h.0.mlp.c_fc.weight": torch.zeros(96, 24)},
         "h.0.mlp.c_fc.weight is [96, 24]",
     ),
-    "twice": (lambda t: t | {"wte.weight": t[W].clone()}, "is stored twice"),
+    "twice": (lambda t: t | {"wte.weight": t[W].clone()}, "is also stored as"),
     "NaN": (
         lambda t: t | {LN: t[LN].index_fill(0, torch.tensor(3), torch.nan)},
         "h.1.ln_1.weight holds 1 numbers that are NaN or infinite, the first at [3]",
     ),
     "infinite": (lambda t: t | {W: t[W].index_fill(0, torch.tensor(5), torch.inf)}, "wte.weight holds 24 numbers"),
-    "another head": (lambda t: t | {"lm_head.weight": t[W] + 1}, "lm_head.weight is not wte.weight"),
+    "another head": (lambda t: t | {"lm_head.weight": t[W] + 1}, "lm_head.weight differs from wte.weight"),
     "integers": (lambda t: t | {W: t[W].to(torch.int8)}, "wte.weight is torch.int8; save it in float32 first"),
     "doubles": (lambda t: t | {W: t[W].double()}, "wte.weight is torch.float64; save it in float32 first"),
 }
@@ -116,16 +116,25 @@ def another_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (
         lambda p: p.write_bytes(p.read_bytes()[:-5]),
-        "model.safetensors is no safetensors file, or a damaged one: ",
+        "model.safetensors is not a safetensors file, or is damaged: ",
     ),
-    "longer": (lambda p: p.write_bytes(p.read_bytes() + b"more"), "its header says otherwise"),
-    "empty": (lambda p: p.write_bytes(b""), "is no safetensors file"),
+    "longer": (lambda p: p.write_bytes(p.read_bytes() + b"more"), "does not match its header"),
+    "empty": (lambda p: p.write_bytes(b""), "is not a safetensors file"),
     "no header": (lambda p: p.write_bytes(b"\xff" * 100), "it ends within its header"),
-    "no object": (lambda p: another_header(p, lambda h: [1]), "is no safetensors file"),
-    "unknown dtype": (lambda p: another_header(p, lambda h: h[W].update(dtype="F4")), f"{W} is of dtype F4"),
-    "outside": (lambda p: another_header(p, lambda h: h[W].update(data_offsets=[-9, 5079])), f"{W} has no place"),
-    "a hole": (lambda p: another_header(p, lambda h: h.pop("transformer.wpe.weight") and None), "says otherwise"),
-    "unlike": (lambda p: another_header(p, lambda h: h[W].update(shape=[53, 23])), f"{W} has no place"),
+    "no object": (lambda p: another_header(p, lambda h: [1]), "is not a safetensors file"),
+    "unknown dtype": (lambda p: another_header(p, lambda h: h[W].update(dtype="F4")), f"{W} has the unknown dtype F4"),
+    "outside": (
+        lambda p: another_header(p, lambda h: h[W].update(data_offsets=[-9, 5079])),
+        f"the shape or the offsets of {W} are invalid",
+    ),
+    "a hole": (
+        lambda p: another_header(p, lambda h: h.pop("transformer.wpe.weight") and None),
+        "does not match its header",
+    ),
+    "unlike": (
+        lambda p: another_header(p, lambda h: h[W].update(shape=[53, 23])),
+        f"the shape or the offsets of {W} are invalid",
+    ),
     "gone": (Path.unlink, "holds no model.safetensors"),
 }
 
@@ -155,7 +164,7 @@ def test_an_index_names_files_beside_it(folder, tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
     index = folder / "model.safetensors.index.json"
     for content, words in (
-        ({"weight_map": {W: "../outside.safetensors"}}, "is no name of a file beside it"),
+        ({"weight_map": {W: "../outside.safetensors"}}, "is not a file name in the same folder"),
         ({"weight_map": {W: "model-1.safetensors"}}, "model-1.safetensors cannot be read: No such file"),
         ({"weight_map": [1]}, "has no weight_map"),
         ({}, "has no weight_map"),

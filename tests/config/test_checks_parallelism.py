@@ -102,9 +102,9 @@ REFUSED = {
     "zero=-1": "parallelism.zero=-1 is no stage of ZeRO",
     "data=4 dp_replicate=3 zero=1": "parallelism.dp_replicate=3 does not divide the 4 data-parallel ranks; "
     "try parallelism.dp_replicate=1, 2, 4",
-    "data=4 dp_replicate=2": "parallelism.dp_replicate=2 of 4 data-parallel ranks: parallelism.zero=0 copies all",
+    "data=4 dp_replicate=2": "parallelism.dp_replicate=2 of 4 data-parallel ranks: with parallelism.zero=0 each",
     # Schedules and their stages.
-    "schedule=1f1d": "parallelism.schedule=1f1d is none of gpipe, 1f1b, interleaved_1f1b, zero_bubble, zbv; did you",
+    "schedule=1f1d": "parallelism.schedule=1f1d is not one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, zbv; did you",
     "schedule=zbv pipeline=2 virtual_stages=1": "parallelism.virtual_stages=1: parallelism.schedule=zbv has 2 a rank",
     "pipeline=2 virtual_stages=2": "parallelism.virtual_stages=2: parallelism.schedule=1f1b has 1 a rank; use "
     "parallelism.virtual_stages=1, or parallelism.schedule=interleaved_1f1b or zero_bubble",
@@ -122,12 +122,12 @@ REFUSED = {
     "data=3 data.micro_batch_size=4": "x accumulation x data=3 has no whole number for accumulation; "
     "try data.global_batch_size=12 or 24",
     "pipeline=2 data.micro_batch_size=16": "data.global_batch_size=16 = data.micro_batch_size=16 x accumulation=1 x "
-    "data=1: parallelism.schedule=1f1b with parallelism.pipeline=2 needs at least 2 micro-batches a step, not 1; "
+    "data=1: parallelism.schedule=1f1b with parallelism.pipeline=2 needs at least 2 micro-batches per step, not 1; "
     "try data.micro_batch_size=1, 2, 4 or 8, or data.global_batch_size=32",
-    "pipeline=4 data=2 data.micro_batch_size=4": "needs at least 4 micro-batches a step, not 2; "
+    "pipeline=4 data=2 data.micro_batch_size=4": "needs at least 4 micro-batches per step, not 2; "
     "try data.micro_batch_size=1 or 2, or data.global_batch_size=32",
     "pipeline=2 data=1 schedule=zero_bubble data.global_batch_size=14 data.micro_batch_size=2": "runs 6 or 8 "
-    "micro-batches a step, in equal rounds of 2 or more, not 7; try data.micro_batch_size=1, 7 or 14, or "
+    "micro-batches per step, in equal rounds of 2 or more, not 7; try data.micro_batch_size=1, 7 or 14, or "
     "data.global_batch_size=12 or 16",
     "pipeline=2 data=1 schedule=interleaved_1f1b data.global_batch_size=14 data.micro_batch_size=2": "runs 6 or 8",
     # The rest.
@@ -155,7 +155,7 @@ WORLDS = {
     "parallelism.data=3 x parallelism.context=1 x parallelism.tensor=1 = 3; try parallelism.data=4, or 3 ranks",
     ("zero=1 data.micro_batch_size=4", 3): "data.global_batch_size=16 = data.micro_batch_size=4 x accumulation x "
     "data=3 has no whole number for accumulation; try data.global_batch_size=12 or 24",
-    ("pipeline=2 data.micro_batch_size=4", 8): "needs at least 2 micro-batches a step, not 1; "
+    ("pipeline=2 data.micro_batch_size=4", 8): "needs at least 2 micro-batches per step, not 1; "
     "try data.micro_batch_size=1 or 2, or data.global_batch_size=32",
     ("zero=3 dp_replicate=4", 2): "parallelism.dp_replicate=4 does not divide the 2 data-parallel ranks",
 }
@@ -184,7 +184,7 @@ RAMPS = {
     "data.batch_ramp=[3,1,100] parallelism.data=2 data.micro_batch_size=1": "has a global batch of 3, not divisible by "
     "data.micro_batch_size=1 x data=2; take a first size and an increment that are multiples of 2",
     "data.batch_ramp=[1,5,100] parallelism.pipeline=2 parallelism.data=1 data.micro_batch_size=1": "has a global batch "
-    "of 1: parallelism.schedule=1f1b with parallelism.pipeline=2 needs at least 2 micro-batches a step, not 1; take a",
+    "of 1: parallelism.schedule=1f1b with parallelism.pipeline=2 needs at least 2 micro-batches per step, not 1; take",
     "data.batch_ramp=[5,2,100]": "does not reach data.global_batch_size=16 from 5 in steps of 2; take an increment",
 }
 

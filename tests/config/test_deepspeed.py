@@ -12,9 +12,12 @@ from yaml import safe_load
 
 from gptlite.commands.import_config import run
 from gptlite.config import CONF_DIR, load
-from gptlite.config.deepspeed import overrides_of, read, translate, with_deepspeed
+from gptlite.config.deepspeed import with_deepspeed
+from gptlite.config.deepspeed.expand import overrides_of
+from gptlite.config.deepspeed.file import read
 from gptlite.config.deepspeed.keys import NO_EFFECT_SECTIONS, REFUSED_IF_ON, ROOT, ZERO
 from gptlite.config.deepspeed.rows import Verdict
+from gptlite.config.deepspeed.translate import translate
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 

@@ -20,8 +20,8 @@ from gptlite.parallelism.torch_private import watched_shards
 from gptlite.parity.record import build
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.memory import estimate
-from gptlite.plan.offload import Moved, moved
 from gptlite.plan.planning import workload_of
+from gptlite.plan.traffic import Moved, moved
 from gptlite.plan.workload import RankBytes
 from gptlite.precision import Precision
 from gptlite.trainer.state import TrainState

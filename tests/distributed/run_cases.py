@@ -5,4 +5,4 @@ from gptlite.pretrain import pretrain
 
 
 def train(overrides: list[str]) -> int:
-    return pretrain(load(overrides))
+    return pretrain(load(overrides)).exit_code

@@ -23,6 +23,7 @@ from gptlite.config import Config, load
 from gptlite.data.loader import Batch, Loader
 from gptlite.parallelism.layout import resolve
 from gptlite.pretrain import pretrain
+from gptlite.trainer.signals import StopSignal
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,12 @@ def train(config: Config, world: int, name: str, stop_at: int | None = None) -> 
             return None
         layout = resolve(config.parallelism, world)
         inner = layout.context * layout.size("tp")
-        return Trained(pretrain(config), rank // inner % layout.data_size, layout.data_size, fed)
+        return Trained(
+            pretrain(config, stop_signal=StopSignal()).exit_code,
+            rank // inner % layout.data_size,
+            layout.data_size,
+            fed,
+        )
 
 
 def _digest(*tensors: Any) -> str:

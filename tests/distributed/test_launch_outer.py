@@ -223,3 +223,17 @@ def test_two_machines(start: Start, tiny: list[str], tmp_path: Path, whole: Call
     assert output.count("step 8/8") == 1
     assert losses(folder) == pytest.approx(whole(*batch), rel=1e-5)
     assert len(list((folder / "ranks").iterdir())) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and ip")
+def test_two_machines_of_a_host_file(start: Start, tiny: list[str], tmp_path: Path, whole: Callable) -> None:
+    """One command on both, which find themselves in the file by their addresses."""
+    script, folder, hosts = str(HERE / "two_machines.py"), tmp_path / "a", tmp_path / "hosts"
+    hosts.write_text("10.77.0.1 slots=2\n10.77.0.2 slots=2\n")
+    words = ["data.micro_batch_size=1", "data.global_batch_size=8", *MACHINES["tp2-dp2"]]
+    code, output, errors = start(script, "--hostfile", str(hosts), *tiny, *words, f"run.dir={folder}").end()
+    assert code == 0, errors
+    assert output.count("step 8/8") == 1
+    assert output.count("on 10.77.0.2:  cd ") == 1
+    assert losses(folder) == pytest.approx(whole(*words[:2]), rel=1e-5)

@@ -122,7 +122,7 @@ def test_a_full_disk_is_refused_before_any_rank_starts(server: ForkServer, begun
         f"error: parallelism.offload_path={run.bad}: the optimizer state of {world} rank{'s' * (world > 1)} takes 0."
     )
     assert run.error().startswith(words)
-    assert run.error().endswith(" MB, and 0.3 MB are free; free some, or give another folder")
+    assert run.error().endswith(" MB, but only 0.3 MB are free; free some, or give another folder")
     check_goes_on(run)
 
 
@@ -192,6 +192,6 @@ def test_a_disk_that_fails_later_ends_the_run_and_the_last_checkpoint_resumes(be
     """What the kernel refuses is beyond the limit on the size of files; a broken disk answers otherwise, no later."""
     run = begun(1)
     assert run.live(6, run.good, CASES + "disturbed", "refuse", at) == [1]
-    words = "the optimizer's state in parallelism.offload_path cannot be read or written: File too large"
+    words = "the optimizer state in parallelism.offload_path cannot be read or written: File too large"
     assert run.error() == f"error: {words}; the same command goes on from the last checkpoint once it is mended"
     check_goes_on(run)

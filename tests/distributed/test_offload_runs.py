@@ -93,7 +93,7 @@ def test_a_disk_with_too_little_room_is_refused_before_any_rank_starts(tmp_path:
     with mock.patch("shutil.disk_usage", return_value=Usage(0, 0, 10**9)):
         line = refused(*overrides, f"{P}zero=0")
         assert line.startswith(f"parallelism.offload_path={tmp_path}: the optimizer state of 4 ranks takes 4")
-        assert line.endswith(" MB, and 1000.0 MB are free; free some, or give another folder")
+        assert line.endswith(" MB, but only 1000.0 MB are free; free some, or give another folder")
     with mock.patch("shutil.disk_usage", return_value=Usage(0, 0, 1.1e9)):
         planned(load([f"{P}offload=nvme", *overrides, f"{P}zero=3"]), None)  # shards: all of it once
 

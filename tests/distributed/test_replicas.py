@@ -78,7 +78,7 @@ def train_with_a_flip(overrides: list[str]) -> int:
 
     loop.check_replicas = check
     try:
-        return pretrain(load(overrides))
+        return pretrain(load(overrides)).exit_code
     finally:
         loop.check_replicas = check_replicas
 

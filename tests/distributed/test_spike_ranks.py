@@ -38,7 +38,7 @@ def train(config: Config, world: int, name: str) -> int | None:
         return out * (math.inf if (sample_ids == BAD).any() else 2.0 if high else 1.0)
 
     with joined(world, name) as is_in, patch.object(GPT, "forward", forward):
-        return pretrain(config) if is_in else None
+        return pretrain(config).exit_code if is_in else None
 
 
 # Of 12 samples a step, the 5th has the one that is not finite; without it, the 16th and the 17th are high.

@@ -58,7 +58,7 @@ def stopped(overrides: list[str], lag: int, rank: int, at: int) -> tuple[int, in
         return words(self)
 
     with patch.object(Stopping, "words", counted), patch("gptlite.pretrain.train", partial(train, lag=lag)):
-        return pretrain(load(overrides), stop_signal=stop), asked
+        return pretrain(load(overrides), stop_signal=stop).exit_code, asked
 
 
 FP16 = [

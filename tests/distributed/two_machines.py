@@ -1,6 +1,7 @@
 """Two machines on one: torchrun in two network namespaces that only a veth pair joins, two ranks in each.
 
-    python two_machines.py KEY=VALUE...        trains with train.py on the four ranks (Linux, as root)
+    python two_machines.py KEY=VALUE...                    trains with train.py on the four ranks (Linux, as root)
+    python two_machines.py --hostfile FILE KEY=VALUE...    the same, where train.py starts torchrun itself
 
 Exits with the code of the first machine's torchrun. Whatever happens, the namespaces and all in them are gone at the
 end.
@@ -55,7 +56,8 @@ def machine(number: int, name: str, overrides: list[str]) -> list[str]:
         *("--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29577", "--rdzv-id=two-machines"),
         *(f"--local-addr=10.77.0.{number}", f"--rdzv-conf=is_host={int(number == 1)}"),
     ]
-    return ["ip", "netns", "exec", name, *torchrun, str(TRAIN), *overrides]
+    start = [sys.executable] if "--hostfile" in overrides else torchrun
+    return ["ip", "netns", "exec", name, *start, str(TRAIN), *overrides]
 
 
 def wait(processes: list[subprocess.Popen[bytes]]) -> int:

@@ -19,4 +19,4 @@ def train(folder: str, *overrides: str) -> int:
     """Train on every rank of a world."""
     from gptlite.pretrain import pretrain
 
-    return pretrain(config_of(f"run.dir={folder}", *overrides))
+    return pretrain(config_of(f"run.dir={folder}", *overrides)).exit_code

@@ -118,4 +118,4 @@ def train(folder: str, *overrides: str) -> int:
     """On every rank of a world."""
     from gptlite.pretrain import pretrain
 
-    return pretrain(config_of(f"run.dir={folder}", *overrides))
+    return pretrain(config_of(f"run.dir={folder}", *overrides)).exit_code

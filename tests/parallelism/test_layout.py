@@ -66,7 +66,7 @@ def test_data_is_what_is_left_of_the_world(config, world, sizes):
 
 
 def test_a_layout_has_a_size_for_each_axis():
-    with pytest.raises(ValueError, match="5 sizes, and the axes are pp, dp_replicate, dp_shard, tp"):
+    with pytest.raises(ValueError, match="5 sizes, but the axes are pp, dp_replicate, dp_shard, tp"):
         Layout((1, 1, 1, 1, 1))
 
 

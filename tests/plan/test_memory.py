@@ -9,8 +9,7 @@ from marking import combinations, marked
 from gptlite.optimizer.config import AdafactorConfig, AdamWConfig, LambConfig, LionConfig, MuonConfig, SGDConfig
 from gptlite.parallelism.memory import paper_bytes_a_parameter
 from gptlite.plan import watch
-from gptlite.plan.memory import estimate, most
-from gptlite.plan.passes import passes_of
+from gptlite.plan.memory import estimate, most, passes_of
 from gptlite.plan.profile import profile_of
 from gptlite.plan.simulate import simulate
 from gptlite.precision import cpu_flags

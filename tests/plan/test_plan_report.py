@@ -1,14 +1,15 @@
 """A report says how sure it is: which layouts are equal, what memory is to spare; and it fits 80 columns."""
 
 import json
+import time
 
 import pytest
 
 from gptlite.config import load
 from gptlite.plan.capacity import rank_memory
-from gptlite.plan.planning import _progress, make_plan
+from gptlite.plan.planning import make_plan, space_of
 from gptlite.plan.report import report, write
-from gptlite.plan.search import ERROR, distinct, equals
+from gptlite.plan.search import ERROR, distinct, equals, workloads
 
 GIVEN = ["model=gpt3-xl", "data=synthetic", "cluster=dgx-h100", "data.global_batch_size=64"]
 
@@ -77,13 +78,15 @@ def test_the_files_have_the_uncertainty_too(plan, tmp_path):
 
 def test_the_eta_of_a_search_leaves_out_the_time_before_it(monkeypatch):
     lines, now = [], 0.0
-    monkeypatch.setattr("gptlite.plan.planning.time.monotonic", lambda: now)
-    tell = _progress(lines.append, 8)
-    for now, done in ((0.0, 0), (60.0, 1), (66.0, 25), (84.0, 100)):  # noqa: B007 (the clock reads it)
-        tell(done, 100)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    config = load(GIVEN)
+    space = space_of(config, config.cluster, frozenset({"micro_batch_size"}))
+    monkeypatch.setattr("gptlite.plan.search.layouts", lambda *_: [space.work.parallelism] * 4)
+    for number, _ in enumerate(workloads(space, config.cluster, 8, lines.append)):
+        now = (60.0, 66.0, 69.0, 72.0)[number]
     assert lines == [
-        "plan: 25% of the layouts of 8 ranks done, ETA 0:00:18",
-        "plan: checking the memory of the fastest layouts of 8 ranks",
+        "plan for 8 ranks: 3 of 4 layouts, ETA 0:00:03",
+        "plan for 8 ranks: checking the memory of the fastest layouts",
     ]
 
 

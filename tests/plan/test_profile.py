@@ -99,7 +99,7 @@ def test_records_that_differ_in_more_than_sizes_are_not_scaled():
 
 def test_bytes_of_a_pointwise_op_are_read_and_written():
     """x + y reads two tensors and writes one; in place it writes the first; a view moves nothing."""
-    from gptlite.plan.op_costs import op_of
+    from gptlite.plan.watch import op_of
 
     x, y = torch.empty(8, 16), torch.empty(8, 16)
     add, add_, view = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor, torch.ops.aten.view.default

@@ -168,6 +168,6 @@ def test_what_cannot_be_simulated():
     with pytest.raises(ValueError, match="rank 1 of a world of 1"):
         simulate(work, 1)
     two = workload(config("tensor=2"), 2)
-    with imagined_world(0, 2), pytest.raises(RuntimeError, match="a process of its own"):
+    with imagined_world(0, 2), pytest.raises(RuntimeError, match="a separate process"):
         simulate(two, 0)
     assert not dist.is_initialized()

@@ -219,9 +219,9 @@ def test_memory_that_runs_out_is_told_from_other_errors() -> None:
     cuda = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total of 79.1 GiB of which 1.20 GiB is free."
     cpu = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes."
     assert host_memory.out_of_memory(wrapped(RuntimeError(cuda))) == (
-        "CUDA memory ran out: 2.50 GiB asked for, 1.20 GiB free"
+        "CUDA memory ran out: tried to allocate 2.50 GiB, 1.20 GiB free"
     )
-    assert host_memory.out_of_memory(wrapped(RuntimeError(cpu))) == "host memory ran out: 1.0 MiB asked for"
+    assert host_memory.out_of_memory(wrapped(RuntimeError(cpu))) == "host memory ran out: tried to allocate 1.0 MiB"
     assert host_memory.out_of_memory(MemoryError()) == "host memory ran out"
     assert host_memory.out_of_memory(OSError(12, "Cannot allocate memory")) == "host memory ran out"
     for other in (RuntimeError("Connection closed by peer"), ValueError("memory format"), KeyError("x")):

@@ -24,7 +24,7 @@ def test_every_way_a_cell_can_end(start: Start, tmp_path: Path) -> None:
     assert found[1].reason.startswith("diverged: ")
     assert found[2].reason.startswith("model.d_model=33 is not divisible by model.num_heads=2")
     assert found[4].reason.startswith("rank 0: host memory ran out: ")
-    assert found[4].reason.endswith("asked for (trainer.host_memory_limit=1.5 GiB)")
+    assert found[4].reason.endswith("iB (trainer.host_memory_limit=1.5 GiB)")
     assert [record.name for record in found][3:5] == ["d_model=33 lr=1e+30", "d_model=8192 lr=0.001"]
     assert [record.exit_code for record in found] == [0, 1, None, None, 1, 1]
     assert found[0].result["status"] == "done"

@@ -87,7 +87,7 @@ def test_ls_shows_what_resuming_would_take_and_what_is_left_over(tool, steps):
     assert code == 1
     assert lines[1].split() == ["step", "tokens", "written", "age", "size", "best", "val", "layout", "status"]
     assert [line.split()[0] for line in lines[2:6]] == ["4", "3", "2", "1"]
-    assert "DAMAGED: data/__1_0.distcp has 29409 bytes, its manifest says 29410" in lines[2]
+    assert "DAMAGED: data/__1_0.distcp has 29409 bytes, but its manifest lists 29410" in lines[2]
     assert lines[3].endswith("intact  <- auto")
     assert "2.5677    tensor 2" in lines[3]
     assert [line.split()[0] for line in lines[6:]] == [
@@ -182,7 +182,7 @@ def test_verify_names_each_damage(tool, steps):
     assert code == 1
     lines = out.splitlines()
     assert lines[0].startswith("ok ")
-    assert "its manifest says 29410" in lines[1]
+    assert "its manifest lists 29410" in lines[1]
     assert "data/__0_0.distcp has damaged bytes" in lines[2]
     assert "MANIFEST.json is missing" in lines[3]
     assert lines[4] == "1 of 4 intact"
@@ -259,7 +259,7 @@ def test_prune_says_first_and_then_does(tool, steps):
     code, out, _ = tool("prune", steps.parent, "keep=1", "every=2")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[:5]] == ["keep", "keep", "remove", "remove", "remove"]
-    assert out.splitlines()[-1] == "nothing is removed yet; give yes=true"
+    assert out.splitlines()[-1] == "nothing is removed yet; give yes=true to remove"
     assert snapshot(steps) == before
     assert tool("prune", steps.parent, "keep=1", "every=2", "yes=true").code == 0
     assert sorted(path.name for path in steps.iterdir()) == [".lock", "latest", "step-00000002", "step-00000004"]
@@ -291,7 +291,7 @@ def test_prune_leaves_a_living_writers_folder(tool, steps):
     with open(steps / ".lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         code, out, _ = tool("prune", steps, "keep=1", "yes=true")
-    assert (code, "a process may be at work on it" in out) == (0, True)
+    assert (code, "a process may still be using it" in out) == (0, True)
     assert (steps / ".tmp-step-00000009-x").exists()
     assert [path.name for path in steps.glob("step-*")] == ["step-00000004"]
 

@@ -28,7 +28,7 @@ trainer.log_interval=1 trainer.eval_interval=0 trainer.eval_samples=64 trainer.s
 def rows(folder: Path, precision: str) -> list[dict]:
     """The rows of a run's metrics.jsonl, the evaluation at its end the last."""
     config = load([*RUN, f"precision={precision}", f"run.dir={folder / precision}", f"run.name={precision}"])
-    assert pretrain(config) == 0
+    assert pretrain(config).exit_code == 0
     return read_rows(folder / precision / "metrics.jsonl")
 
 

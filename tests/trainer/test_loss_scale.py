@@ -188,8 +188,8 @@ def test_a_skipped_step_counts_but_for_adam(run, tmp_path):
     assert [row["skipped_steps"] for row in rows] == [sum(over[:step]) for step in range(1, 25)]
 
     log = (tmp_path / "a" / "train.log").read_text()
-    assert log.count(" and is skipped; ") == sum(over)
-    assert "step 1 overflowed at a loss scale of 4.29497e+09 and is skipped; it is now 2.14748e+09" in log
+    assert log.count(" is skipped: overflow ") == sum(over)
+    assert "step 1 is skipped: overflow at loss scale 4.29497e+09, which is now 2.14748e+09" in log
     stored, meta = checkpoint(tmp_path / "a", 24)
     steps = {value.item() for key, value in stored.items() if key.startswith("optim.") and key.endswith(".step")}
     assert steps == {24 - sum(over)}

@@ -107,5 +107,5 @@ def test_paths_where_presets_or_checkpoints_belong_are_answered_with_the_right_k
     with pytest.raises(ConfigError, match=r"give data=tokens data\.path=.*mine"):
         load([f"data={tmp_path / 'mine'}"])
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is a Hugging Face model; make a checkpoint of it: .* import "):
+    with pytest.raises(ConfigError, match=r"is a Hugging Face model; convert it first: .* import "):
         candidates(str(tmp_path), "checkpoint.resume")

@@ -55,7 +55,7 @@ def test_a_run_goes_on_as_if_it_had_never_read_what_made_the_spike(
     folder = tmp_path / "spiked"
     (line,) = [line for line in (folder / "train.log").read_text().splitlines() if line.startswith("spike at step")]
     assert line.startswith("spike at step 18: loss ")
-    assert line.endswith("for 2 steps. Back to step-00000015, and on without samples 60 to 71")
+    assert line.endswith("for 2 steps. Resuming from step-00000015 without samples 60 to 71")
     (row,) = [row for row in read_metrics(folder) if "spike_step" in row]
     assert {key: row[key] for key in ("step", "spike_step", "skipped_from", "skipped_to")} == {
         "step": 15, "spike_step": 18, "skipped_from": 60, "skipped_to": 72,
@@ -118,7 +118,7 @@ def test_checkpoints_from_within_the_spike_are_renamed(run: Callable, tmp_path: 
     folders = sorted(path.name for path in (tmp_path / "a" / "checkpoints").iterdir() if path.is_dir())
     assert folders[:2] == ["step-00000020", "step-00000024"]
     assert folders[2].startswith("superseded-step-00000016-")
-    assert "Back to step-00000012" in (tmp_path / "a" / "train.log").read_text()
+    assert "Resuming from step-00000012" in (tmp_path / "a" / "train.log").read_text()
     assert run("b", *SPIKE)[0] == 0
     assert differing(tmp_path / "a", tmp_path / "b", 24) == []
 
@@ -137,9 +137,7 @@ def test_a_gradient_that_is_not_finite_is_a_spike_at_once(
     monkeypatch.setattr(GPT, "forward", forward)
     assert run("a", *SPIKE)[0] == 0
     log = (tmp_path / "a" / "train.log").read_text()
-    assert (
-        "spike at step 13: loss inf, gradient norm nan. Back to step-00000010, and on without samples 44 to 51" in log
-    )
+    assert "spike at step 13: loss inf, gradient norm nan. Resuming from step-00000010 without samples 44 to 51" in log
     assert run("b", *SPIKE, "trainer.spike.policy=none")[0] == 1
     assert json.loads((tmp_path / "b" / "result.json").read_text())["status"].startswith("diverged: step 13: loss inf")
 

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -55,7 +56,7 @@ def late(run: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
     def start(lag: int, name: str, *overrides: str) -> int:
         with monkeypatch.context() as patch:
-            patch.setattr("gptlite.pretrain.train", partial(train, lag=lag))
+            patch.setattr(sys.modules["gptlite.pretrain"], "train", partial(train, lag=lag))
             return run(name, *overrides)[0]
 
     return start

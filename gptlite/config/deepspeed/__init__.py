@@ -1,8 +1,17 @@
 """DeepSpeed JSON files as configurations: `deepspeed=ds_config.json`, and `gptlite import-config`. See
 docs/deepspeed.md."""
 
-from gptlite.config.deepspeed.expand import overrides_of, with_deepspeed
-from gptlite.config.deepspeed.file import read
-from gptlite.config.deepspeed.translate import translate
+from __future__ import annotations
 
-__all__ = ["overrides_of", "read", "translate", "with_deepspeed"]
+from gptlite.progress import Log
+
+KEY = "deepspeed="
+
+
+def with_deepspeed(overrides: list[str], log: Log | None = None) -> list[str]:
+    """Return the overrides with those of the JSON in place of `deepspeed=FILE`. Raises ConfigError."""
+    if not any(each.lstrip("+").startswith(KEY) for each in overrides):
+        return overrides
+    from gptlite.config.deepspeed.expand import expanded  # its tables take a while to import
+
+    return expanded(overrides, log)

@@ -16,7 +16,7 @@ GIVEN = re.compile(r"\+{0,2}deepspeed=(.*)", re.DOTALL)
 COMMON = ("data.", "optimizer.clip_norm", "parallelism.data", "trainer.")
 
 
-def with_deepspeed(overrides: list[str], log: Log | None = None) -> list[str]:
+def expanded(overrides: list[str], log: Log | None = None) -> list[str]:
     """Return the overrides with those of the JSON first, and without the JSON's that the others replace.
 
     Raises ConfigError, which lists all keys that are refused.

@@ -11,12 +11,13 @@ WRITTEN_OUT = (Attention.matmul, Attention.fused_softmax)
 def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -> int:
     """Return the bytes that autograd keeps of one block for the backward pass.
 
-    Korthikanti et al. (2022, arXiv:2205.05198) count s b h (10 + 24/t + 5 a s / (h t)) bytes in 16 bits, with t ranks
-    sharing a layer; with sequence parallelism the 10 is divided by t too. Ours has the 24 (queries, keys, values, input
-    of attention's projection, and both sides of the GELU) and 8 of the 10 (inputs of norms and matrices). The other 2,
-    dropout's masks, and attention's 5 (probabilities, their mask, and their product) exist only with dropout. Without
-    dropout, probabilities are kept only by matmul attention of one block of queries. `recompute`: "full" keeps a
-    block's input, "selective" also the outputs of its matrices.
+    Korthikanti et al. (2022, arXiv:2205.05198) count s b h (10 + 24/t + 5 a s / (h t)) bytes in 16 bits, for b
+    sequences of s positions, width h, a heads and t tensor-parallel ranks; with sequence parallelism the 10 is divided
+    by t too. This model has the 24 (queries, keys, values, input of attention's projection, input and output of the
+    GELU) and 8 of the 10 (inputs of norms and matrices). The other 2, dropout's masks, and attention's 5
+    (probabilities, their mask, and their product) exist only with dropout. Without dropout, probabilities are kept only
+    by matmul attention of one block of queries. `recompute`: "full" keeps a block's input, "selective" also the outputs
+    of its matrices.
     """
     width, inner, ranks = config.d_model, config.ffn_size, batch.tensor
     between = ranks if batch.sequence else 1
@@ -40,8 +41,8 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
 
 
 def scores_bytes(config: GPTConfig, batch: MicroBatch) -> int:
-    """Return the temporary bytes of matmul attention in one block: scores, their probabilities and gradients, of a
-    block of queries at a time. SDPA needs almost none."""
+    """Return the temporary bytes of explicit attention scores in one transformer block: scores, probabilities and
+    gradients, for one block of queries at a time. SDPA needs almost none."""
     if batch.attention not in WRITTEN_OUT:
         return 0
     rows = batch.sequences * (config.num_heads // batch.tensor) * min(batch.length, QUERY_BLOCK)
@@ -49,8 +50,8 @@ def scores_bytes(config: GPTConfig, batch: MicroBatch) -> int:
 
 
 def head_bytes(config: GPTConfig, batch: MicroBatch) -> int:
-    """Return the bytes of the head: logits of as many tokens as it processes at a time, the gradients that it computes
-    with the loss, and the final norm's input."""
+    """Return the bytes of the head: one chunk of logits, the gradients that it computes with the loss, and the final
+    norm's input."""
     rows = config.padded_vocab_size // batch.tensor
     logits = min(batch.tokens, logit_rows(batch.device, batch.tokens, rows, batch.itemsize)) * rows * batch.itemsize
     return logits + (rows + 3 * batch.tokens) * config.d_model * batch.itemsize

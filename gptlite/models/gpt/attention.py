@@ -15,7 +15,7 @@ from gptlite.ops.select import Ops
 
 
 class SequenceCut(Protocol):
-    """The tensor axis as a model sees it: the ranks that share its layers."""
+    """Interface of the tensor axis for a model: the tensor-parallel ranks, which share its layers."""
 
     sequence: bool  # True if activations between layers are slices of the sequence
     rank: int
@@ -23,32 +23,32 @@ class SequenceCut(Protocol):
 
 
 class ContextCut(Protocol):
-    """The context axis as a model sees it: the ranks that share its sequences, each with an early and a late chunk."""
+    """Interface of the context axis for a model. Each rank has an early and a late chunk of every sequence."""
 
     size: int  # number of ranks
     whole: bool  # True while sequences are not sharded
 
     def starts(self, length: int) -> tuple[int, int]:
-        """Return the first positions of this rank's two chunks, of `length` local positions."""
+        """Return the first positions of this rank's two chunks, which have `length` positions together."""
         ...
 
     def positions(self, first: int, count: int, length: int) -> tuple[int, int]:
-        """Map `count` local positions from `first` on, of `length` local ones, to the sequence: return the first one's
-        position, and the additional offset of their second half."""
+        """Map `count` of this rank's `length` positions, from `first` on, to the whole sequence. Return the position of
+        the first, and the additional offset of the second half."""
         ...
 
     def keys_and_values(self, qkv: Tensor) -> tuple[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], list[Tensor]]:
-        """Return for each chunk the keys and values [B, H, its end, D] that its queries may attend to, and the memory
-        of both."""
+        """Return the keys and values [B, H, end of the chunk, D] to which the queries of each chunk may attend, and the
+        tensors that own their memory."""
         ...
 
     def give_back(self, out: Tensor, qkv: Tensor, memory: list[Tensor]) -> Tensor:
-        """Return `out`, computed from `memory`, which can be freed until the backward pass."""
+        """Return `out`, attention's output, and free `memory` until its backward pass."""
         ...
 
 
 class CausalSelfAttention(nn.Module):
-    """x [B, S, d] -> [B, S, d].
+    """Causal self-attention: x [B, S, d] -> [B, S, d].
 
     The fused QKV projection is grouped by head (rows: head 0's q, k, v, head 1's q, k, v, ...), so that a
     tensor-parallel shard of whole heads is one contiguous block of rows.
@@ -74,8 +74,8 @@ class CausalSelfAttention(nn.Module):
         bias: bool = True,
     ) -> Tensor:
         """Return attention's output. `mask` is bool [B, 1, S, S of the whole sequence], True for earlier keys that a
-        query must not attend to; or, without dropout and context ranks, the spans that it is limited to. Without `bias`
-        the bias of the last layer is left to an op that adds it."""
+        query must not attend to; or, without dropout and context parallelism, the spans of documents. Without `bias`
+        the bias of the last layer is left to the next op."""
         # The local number of heads follows from the tensor, so a shard of the heads needs no other code.
         qkv = self.qkv(x)
         batch, length, _ = qkv.shape  # not x's, which may be a slice of the sequence
@@ -96,7 +96,7 @@ class CausalSelfAttention(nn.Module):
         return self.proj(out) if bias else self.proj.project(out)
 
     def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, mask: Tensor | None, context: ContextCut) -> Tensor:
-        """qkv [B, s, H, 3, D] of this rank's two chunks -> [B, s, H, D]. Queries attend to no key after their chunk."""
+        """Attend from qkv [B, s, H, 3, D] of this rank's two chunks to the whole sequence. Returns [B, s, H, D]."""
         length = qkv.shape[1]
         pairs, memory = context.keys_and_values(qkv)
         queries = qkv[:, :, :, 0].transpose(1, 2).chunk(2, 2)

@@ -13,7 +13,7 @@ class LayerCache:
         self.values: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v [B, H, S, D] and return all so far. Raises ValueError beyond the capacity."""
+        """Append k, v [B, H, S, D], and return all keys and values so far. Raises ValueError beyond the capacity."""
         end = self.length + k.shape[2]
         if end > self.capacity:
             raise ValueError(f"{end} tokens do not fit a cache of {self.capacity}")

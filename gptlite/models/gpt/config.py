@@ -19,7 +19,7 @@ class GPTConfig(ModelConfig):
     """A pre-LN GPT: learned positions, fused QKV, GELU MLP.
 
     `vocab_size: null` takes the tokenizer's. The embedding is always padded to a multiple of `vocab_multiple`, whatever
-    the layout, and padded columns get no probability. `peak_lr` is the published learning rate of this size:
+    the layout, and the padding gets no probability. `peak_lr` is the published learning rate of this size:
     `optimizer.lr` takes it by interpolation.
     """
 
@@ -51,7 +51,7 @@ class GPTConfig(ModelConfig):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding table. Raises ValueError while `vocab_size` is null."""
+        """Number of rows of the embedding weight. Raises ValueError while `vocab_size` is null."""
         if self.vocab_size is None:
             raise ValueError("model.vocab_size is null: set it, or take the tokenizer's")
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

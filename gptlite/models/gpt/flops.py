@@ -14,7 +14,7 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
     """Return the FLOPs of forward and backward per token: 6 per matmul weight, and 6·L·d·S of causal attention.
 
     A weight costs a multiply and an add in the forward pass, twice that in the backward. Attention does the same with
-    two S×S matmuls a layer, half of them masked (PaLM's 12·L·d·S, arXiv:2204.02311 appendix B, halved). Recomputation
+    two S×S matmuls per layer, half of them masked (PaLM's 12·L·d·S, arXiv:2204.02311 appendix B, halved). Recomputation
     is not counted: MFU is based on the model's FLOPs, not the hardware's.
     """
     return config.num_layers * layer_flops(config, sequence_length) + head_flops(config)

@@ -28,7 +28,7 @@ def generate(
     same tokens. Raises ValueError for an empty prompt.
     """
     if not prompt:
-        raise ValueError("an empty prompt: give at least one token, such as the end of a document")
+        raise ValueError("an empty prompt: give at least one token, such as the end-of-document token")
     runner = model if isinstance(model, StageRunner) else StageRunner([model])
     limit = _first(runner).config.sequence_length
     generator = torch.Generator().manual_seed(sampling.seed)  # on the host: the same draws on any device

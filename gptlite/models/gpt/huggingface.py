@@ -1,7 +1,7 @@
 """Conversion of a GPT to Hugging Face's GPT-2: parameter names, shapes, config.json.
 
-In GPT-2 a matrix is stored as [in, out] (`Conv1D`), the fused projection of queries, keys and values as q | k | v,
-while ours is grouped by head, and the embedding has as many rows as the vocabulary.
+GPT-2 stores a matrix as [in, out] (`Conv1D`), and the fused projection of queries, keys and values as q | k | v, which
+is grouped by head here. Its embedding has as many rows as the vocabulary; here it is padded.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class GPT2(Adapter[GPTConfig]):
         if activation not in ACTIVATIONS:
             hint = did_you_mean(str(activation), ACTIVATIONS)
             names = ", ".join(ACTIVATIONS)
-            raise ConfigError(f"config.json: activation_function={activation!r} is none of {names}{hint}")
+            raise ConfigError(f"config.json: activation_function={activation!r} is not one of {names}{hint}")
         width, heads = _whole(content, "n_embd"), _whole(content, "n_head")
         if width % heads:
             raise ConfigError(f"config.json: n_embd={width} is not divisible by n_head={heads}")
@@ -149,7 +149,7 @@ def _transposed(ours: Tensor) -> Tensor:
 
 
 def _qkv(ours: Tensor, num_heads: int) -> Tensor:
-    """Per head q, k, v of D rows each -> the columns q of all heads, k of all, v of all."""
+    """Return rows grouped by head (q, k, v of D rows each) as columns: q of all heads, then k, then v."""
     grouped = ours.unflatten(0, (num_heads, 3, -1))  # [H, 3, D, d], or [H, 3, D]
     return grouped.permute(3, 1, 0, 2) if ours.dim() == 2 else grouped.permute(1, 0, 2)
 

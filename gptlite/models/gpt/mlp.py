@@ -10,7 +10,7 @@ from gptlite.ops.select import Ops
 
 
 class MLP(nn.Module):
-    """x [B, S, d] -> [B, S, d] through d_ff."""
+    """MLP with a hidden layer of width d_ff: x [B, S, d] -> [B, S, d]."""
 
     def __init__(self, config: GPTConfig, ops: Ops) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class MLP(nn.Module):
         self.down = Linear(config.ffn_size, config.d_model, bias=config.bias, fused=ops.linear)
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
-        """Return the MLP's output. Without `bias` the bias of the last layer is left to an op that adds it."""
+        """Return the MLP's output. Without `bias` the bias of the last layer is left to the next op."""
         hidden = self._hidden(x)
         return self.down(hidden) if bias else self.down.project(hidden)
 

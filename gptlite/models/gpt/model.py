@@ -30,8 +30,8 @@ FLASH_WIDTH = 256  # largest head width of flash attention with spans; widths mu
 
 
 def positions(tensor: SequenceCut | None, context: ContextCut | None, count: int) -> tuple[int, int]:
-    """Return the position of the first of `count` local activations in the sequence, and the number of positions
-    skipped between the first half of them and the second."""
+    """Return the position in the sequence of the first of `count` local activations, and the number of positions that
+    are skipped between their first and second half."""
     index, slices = (tensor.rank, tensor.size) if tensor is not None and tensor.sequence else (0, 1)
     if context is None or context.whole:
         return index * count, 0
@@ -63,7 +63,7 @@ class Stream(NamedTuple):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); x [B, S, d].
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)); x [B, S, d].
 
     With `deferred_add` the second sum is left to the next block, and the biases of both are added with the sums.
     """
@@ -227,10 +227,9 @@ class GPT(nn.Module):
         return (mine[:, :, None] != documents[:, None, :]).unsqueeze(1)
 
     def _table_gradient(self) -> TableGradient | None:
-        """Return an accumulator for the head's gradient of a tied table, if the embedding's backward pass can take it
-        over.
+        """Return a holder for the head's gradient of a tied weight, if the embedding's backward pass can add to it.
 
-        Only for whole fp32 tables: with 16-bit ones it would round what autograd adds up in fp32.
+        Only for whole fp32 weights: in 16 bits it would round what autograd adds up in fp32.
         """
         if not self.fused_table or self.token_embedding is None or not isinstance(self.head, Head):
             return None
@@ -246,8 +245,8 @@ class GPT(nn.Module):
         documents: Documents | None,
         shared: TableGradient | None = None,
     ) -> Tensor:
-        """tokens [B, S] from position `start` on -> [B, S, d], or this rank's slice of the sequence; with sequences
-        sharded over ranks, the local tokens."""
+        """Embed tokens [B, S] from position `start` on; with context parallelism, they are this rank's. Returns [B, S,
+        d], or this rank's slice with sequence parallelism."""
         assert self.token_embedding is not None
         assert self.position_embedding is not None
         if (end := start + tokens.shape[1]) > self.config.sequence_length:

@@ -134,7 +134,8 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return {"head.weight": "token_embedding.weight"} if config.tied_embeddings else {}
 
     def initial(self, config: GPTConfig, name: str, shape: tuple[int, ...]) -> Normal | Constant:
-        """Return GPT-2's: N(0, init_std), residual projections scaled by 1/sqrt(2 * layers), biases 0, norms 1."""
+        """Return GPT-2's initial values: N(0, init_std), residual projections times 1/sqrt(2 layers), biases 0, norms
+        1."""
         if name.endswith("norm.weight"):
             return Constant(1.0)
         if name.endswith("bias"):

@@ -39,6 +39,7 @@ def live(
     from gptlite.commands.train import guarded
     from gptlite.config import load
     from gptlite.pretrain import pretrain
+    from gptlite.trainer.signals import StopSignal
 
     torch.set_num_threads(1)
     config = load(overrides)
@@ -61,10 +62,10 @@ def live(
             from gptlite.parallelism.process_group import join, leave
 
             join(JOIN_SECONDS)
-            code = pretrain(config)
+            code = pretrain(config, stop_signal=StopSignal()).exit_code
             leave()
             return code
-        return pretrain(config)
+        return pretrain(config, stop_signal=StopSignal()).exit_code
 
     code = guarded(train)
     for name, count in points.counts.items():
