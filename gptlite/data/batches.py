@@ -1,4 +1,4 @@
-"""Global batches: the size and the samples of each, as pure functions of the samples before it."""
+"""Global batches: the size and the samples of each, as pure functions of the sample at which it begins."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BatchSchedule:
         return [size for _, size in self._levels]
 
     def size(self, position: int) -> int:
-        """Samples of the global batch that begins at `position`."""
+        """Number of samples in the global batch that begins at `position`."""
         return self._levels[self._next_level(self._first(position)) - 1][1]
 
     def samples(self, position: int) -> np.ndarray:

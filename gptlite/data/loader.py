@@ -29,7 +29,7 @@ class Batch:
     documents: Documents | None = None  # for all positions of the sequences
 
     def pin_memory(self) -> "Batch":
-        """Return a copy in page-locked memory, from which a GPU can copy while it computes."""
+        """Return a copy in page-locked memory, so that its transfer to a GPU can overlap computation."""
         return self._each(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device) -> "Batch":
@@ -43,7 +43,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a global batch that a rank reads: data rank `rank` of `size`, and `positions` of each sample, or all."""
+    """Part of a global batch for data-parallel rank `rank` of `size`: the `positions` of each sample; None: all."""
 
     rank: int = 0
     size: int = 1
@@ -56,11 +56,11 @@ WHOLE = Share()
 class Loader:
     """Loader that divides the run's sample stream into global batches, micro-batches and ranks.
 
-    `schedule` gives the samples of a global batch. Micro-batch m takes the next B * R of them, and rank r of R takes
-    its B, so the ranks' parts in order form the global batch for any R. The loader has no state that affects a batch:
-    a resumed run asks for the same `consumed_samples`. With `document_end`, the id that ends a document, batches carry
-    the document boundaries, and nothing is predicted from that id. `validation` maps data sets to held-out tokens,
-    int[N]. A new `schedule` takes effect with the next batch.
+    `schedule` gives the samples of a global batch. For micro-batch size B and R data-parallel ranks, a micro-batch step
+    takes the next B * R of them, and rank r the r-th B of these, so R does not change the global batch. A batch depends
+    on `consumed_samples` and not on earlier calls, so a resumed run reads the same ones. With `document_end`, the id
+    that ends a document, batches carry the document boundaries, and nothing is predicted from that id. `validation` is
+    {data set: held-out tokens, int[N]}. A new `schedule` takes effect with the next batch.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Loader:
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples.
 
-        The result is a pure function of the arguments. The micro-batches of a step are read together, since a step uses
-        all of them, and those of the next step are read ahead in a background thread. Each takes 8 bytes per token and
-        8 per target. An error in the background is raised here when that step is requested.
+        The result does not depend on earlier calls. All micro-batches of a step are read together, and those of the
+        next step are read ahead in a background thread. A micro-batch takes 8 bytes per token and 8 per target. An
+        error in the background thread is raised here when that step is requested.
         """
         key = self.schedule, self.stream, consumed_samples
         if self._now is None or self._now[0] != key:
@@ -126,7 +126,7 @@ class Loader:
         return self._now[1][micro_index].to(self._device)
 
     def resume(self, history: Sequence[Era], consumed_samples: int) -> None:
-        """Resume after `consumed_samples` samples of a checkpoint's eras; `history` is empty for a new run."""
+        """Continue the eras of a checkpoint after `consumed_samples` samples. `history` is empty for a new run."""
         self.stream = self._begun.resumed(history, consumed_samples)
 
     def close(self) -> None:
@@ -139,11 +139,11 @@ class Loader:
         return list(self._validation)
 
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
-        """Yield all held-out chunks of a data set once, in file order; or a fixed, evenly spread `limit` of them.
+        """Yield this rank's batches of all held-out chunks of data set `name`, or of `limit` evenly spaced ones.
 
-        `name` is by default the first set. Every rank gets the same number of batches of the same shape. The rest of
-        the last chunk and of the last batch is padding with targets IGNORE, so each held-out target counts once over
-        all ranks.
+        The default is the first set. Chunks are in file order. Every rank gets the same number of batches of the same
+        shape: the last chunk and the last batch are padded, with targets IGNORE, so each held-out target counts once
+        over all ranks.
         """
         held_out = self._validation[name or self.validation_sets[0]]
         chunks = _spread(num_chunks(held_out, self._length), limit)
@@ -188,13 +188,16 @@ class Loader:
         return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches
 
     def _require_known(self, rows: np.ndarray, name: Callable[[int], str]) -> None:
-        """Raise ConfigError for an id outside the vocabulary. Opening a file does not check all of its tokens."""
+        """Raise ConfigError for an id outside the vocabulary, since opening a file does not check them all.
+
+        `name` describes a row by its index, for the message.
+        """
         size = len(self._token_bytes)
         if (place := outside(rows.reshape(-1), size)) is not None:
             row, column = divmod(place, rows.shape[1])
             raise ConfigError(
                 f"{name(row)} holds token id {rows[row, column]}, outside the vocabulary of {size}: its file is "
-                f"damaged; {command('data')} verify FOLDER says where"
+                f"damaged; find the place with {command('data')} verify FOLDER"
             )
 
     def _collate_chunks(self, held_out: np.ndarray, chunks: np.ndarray) -> Batch:
@@ -212,7 +215,7 @@ class Loader:
         return self._batch(tokens, targets, ids)
 
     def _batch(self, tokens: np.ndarray, targets: np.ndarray, ids: np.ndarray) -> Batch:
-        """Return this rank's batch of the given sequences."""
+        """Return this rank's part of whole sequences, with document boundaries if `document_end` is set."""
         documents = None
         if self._document_end is not None:
             targets[tokens == self._document_end] = IGNORE
@@ -223,7 +226,7 @@ class Loader:
 
 
 def _spread(total: int, limit: int | None) -> np.ndarray:
-    """Return `limit` of `total` chunk numbers, evenly spread, or all without a limit: int64."""
+    """Return `limit` of `total` chunk numbers, evenly spaced, or all without a limit: int64."""
     count = total if limit is None else min(limit, total)
     return np.arange(count) * total // max(count, 1)
 

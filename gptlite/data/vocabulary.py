@@ -29,7 +29,7 @@ def find_vocabulary(config: DataConfig, log: Log = print) -> Vocabulary:
         case TokensConfig():
             folder = config.path or next(iter(config.blend or {}), None)
             known = folder and _of_folder(Path(folder).expanduser())
-            return known or Vocabulary(GPT2_VOCABULARY, f"GPT-2's; {folder}/train.meta.json does not say")
+            return known or Vocabulary(GPT2_VOCABULARY, f"GPT-2's; {folder}/train.meta.json gives none")
         case TextConfig() | CorpusConfig():
             return _unprepared(config) if config.tokenizer == "byte" else _prepared(config, log) or _unprepared(config)
         case _:
@@ -55,7 +55,7 @@ def _unprepared(config: TextConfig | CorpusConfig) -> Vocabulary:
 
 
 def _of_folder(folder: Path) -> Vocabulary | None:
-    """Return the vocabulary of a prepared folder from its train.meta.json, or None."""
+    """Return the vocabulary of a prepared folder from its train.meta.json; None if that cannot be read."""
     try:
         size = json.loads((folder / "train.meta.json").read_text(encoding="utf-8"))["vocab_size"]
     except (OSError, ValueError, KeyError, TypeError):
