@@ -110,7 +110,7 @@ def test_megatrons_sequences_are_joined_and_ends_added(tool, tmp_path, monkeypat
     code, out, _ = tool(path, "format=megatron", "validation_fraction=0")
     assert code == 0
     assert documents(tmp_path / "out") == [[1, 2, 3, EOD], [4, EOD], [5, 6, EOD]]
-    assert "2 documents without a token were left out" in out
+    assert "2 documents without tokens were left out" in out
     assert "1 documents did not end" in out
     assert IndexedDataset(tmp_path / "out" / "train").dtype == np.uint16
 
