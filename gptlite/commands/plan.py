@@ -27,7 +27,7 @@ from gptlite.invocation import localized
 
 @dataclass
 class Arguments:
-    """Command line arguments of the tool itself, in addition to train's."""
+    """Command-line arguments of plan, in addition to train's."""
 
     top: int = 10
     out: str = ""
@@ -61,8 +61,8 @@ def run(arguments: list[str]) -> int:
 
 
 def separated(schema: type[Any], arguments: list[str], *positive: str) -> tuple[Any, list[str]]:
-    """Split arguments into the tool's own, with the keys in `positive` checked to be above 0, and train's. Raises
-    ConfigError."""
+    """Split arguments into those of `schema`, parsed, and train's. Raises ConfigError if a key in `positive` is not
+    above 0."""
     own = [each for each in arguments if each.partition("=")[0] in schema.__dataclass_fields__]
     settings = parse_arguments(schema, own)
     for key in positive:
@@ -73,8 +73,7 @@ def separated(schema: type[Any], arguments: list[str], *positive: str) -> tuple[
 
 
 def planned_config(given: list[str]) -> Config:
-    """Return train's configuration for these arguments, with the layout left to the planner unless a preset is
-    given."""
+    """Return train's configuration for these arguments. Without a preset, the planner chooses the layout."""
     preset = any(each.partition("=")[0] in ("parallelism", "experiment") for each in given)
     config = load(given if preset else ["parallelism=auto", *given])
     config.run.overrides = given  # without parallelism=auto: the planner keeps the keys in here fixed
@@ -82,7 +81,7 @@ def planned_config(given: list[str]) -> Config:
 
 
 def plan(own: Arguments, config: Config) -> None:
-    """Print the table, and write the plots if requested."""
+    """Print the plan as a table, and write its files if `out` is set."""
     from gptlite.plan import report as show
     from gptlite.plan.largest import largest_models
     from gptlite.plan.planning import make_plan
@@ -102,7 +101,7 @@ def plan(own: Arguments, config: Config) -> None:
 
 
 def calibrate(own: Arguments) -> None:
-    """Measure this machine and write the calibration file."""
+    """Measure this machine, and write the calibration file that cluster=local reads."""
     from gptlite.plan.calibrate import calibrate as measure
     from gptlite.plan.local import CALIBRATION, write_calibration
 

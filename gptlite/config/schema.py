@@ -132,20 +132,20 @@ def choices(group: str) -> str:
 
 
 def presets_of(group: str) -> list[str]:
-    """Values of GROUP=...; for data, including the prepared folders."""
+    """Return the presets of a group, including prepared folders, models and optimizers defined without a file."""
     names = sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
     others = {"data": prepared_folders, "model": lambda: registry.PRESETS, "optimizer": lambda: optimizers.OPTIMIZERS}
     return names + [name for name in others.get(group, list)() if name not in names]
 
 
 def schema_names(config: Config) -> dict[str, str]:
-    """Name of each section's schema, as presets use it."""
+    """Return {section: name of its schema}, with the names that presets use."""
     sections = {group: type(getattr(config, group)) for group in SCHEMAS}
     return {group: name for group, cls in sections.items() for name, c in SCHEMAS[group].items() if c is cls}
 
 
 def known_keys() -> list[str]:
-    """Every key that any preset can have, dotted."""
+    """Return every key that any preset can have, such as `model.dropout`."""
     return sorted(set(_keys(Config, "")))
 
 

@@ -54,7 +54,7 @@ def test_illegal_cells_have_their_reason_and_the_rest_none() -> None:
     reasons = [cell.reason for cell in found]
     assert [bool(reason) for reason in reasons] == [False, True, False, True, True, True]
     assert reasons[4] == "model.num_heads=2 is not divisible by parallelism.tensor=4; try 1, 2"
-    assert reasons[1] == "parallelism.zero=5 is no stage of ZeRO; use 0, 1, 2 or 3"
+    assert reasons[1] == "parallelism.zero=5 is not a ZeRO stage; use 0, 1, 2 or 3"
 
 
 def test_what_depends_on_the_number_of_ranks_prunes_too() -> None:
@@ -154,7 +154,7 @@ def test_folders_that_cannot_be_a_sweeps(tmp_path: Path) -> None:
         SweepFolder(tmp_path / "file" / "s").refuse()
     for text in ('{"version": 1, "swe', '{"version": 2, "sweep": {}}', "[]"):
         (tmp_path / "sweep.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"sweep.json is damaged or of another version"):
+        with pytest.raises(ConfigError, match=r"sweep.json is damaged or from another version"):
             assert SweepFolder(tmp_path).header
 
 

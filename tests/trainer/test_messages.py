@@ -98,7 +98,7 @@ def test_spikes_are_in_the_summary_and_the_result(run, tmp_path: Path, capsys, m
 
 def test_paths_where_presets_or_checkpoints_belong_are_answered_with_the_right_key(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    with pytest.raises(ConfigError, match=r"is a path, and data= takes a preset: give data=text data\.path=.*mine"):
+    with pytest.raises(ConfigError, match=r"is a path, but data= takes a preset; give data=text data\.path=.*mine"):
         load([f"data={tmp_path / 'mine'}"])
     (tmp_path / "mine" / "train.idx").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"give data=tokens data\.path=.*mine"):
