@@ -140,7 +140,7 @@ def test_another_sweep_is_refused_in_a_folder(tmp_path: Path) -> None:
             sweep_overrides([*given, f"hydra.sweep.dir={folder.path}"])
         assert line in str(error.value)
     refuse_others(folder, ["+sweep=zero", "seed=1,2"])
-    with pytest.raises(ConfigError, match="holds no sweep to go on with"):
+    with pytest.raises(ConfigError, match="holds no sweep to continue"):
         sweep_overrides([f"hydra.sweep.dir={tmp_path / 'typo'}"])
 
 
@@ -160,7 +160,7 @@ def test_folders_that_cannot_be_a_sweeps(tmp_path: Path) -> None:
 
 def test_two_sweeps_in_a_folder(tmp_path: Path) -> None:
     held = header(tmp_path)
-    with pytest.raises(ConfigError, match=rf"process {os.getpid()} on .* runs a sweep in it; wait, stop it"):
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()} on .* is running a sweep in it; wait, stop it"):
         header(tmp_path)
     with held.running(3) as free, SweepFolder(tmp_path).running(3) as second:
         assert (free, second) == (True, False)
