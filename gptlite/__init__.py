@@ -12,7 +12,7 @@ _BESIDE = {"kernels": "kernels", "recipes": "data"}
 
 
 class _SourceTree:
-    """Import finder for those packages, if the source tree is on the path without being installed."""
+    """Import finder for the packages in `_BESIDE`, for a source tree that is on the path but not installed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

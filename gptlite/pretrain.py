@@ -26,8 +26,8 @@ def pretrain(
 
     Every rank calls this after joining the process group. `started` is when the command began, in time.monotonic()
     seconds; by default now. `stop_signal` receives stop requests, and `opened` is called with the run folder once it
-    exists. Raises ConfigError for a configuration that cannot run here, before the run folder is written to (a
-    tracker's server may refuse later).
+    exists. Raises ConfigError for a configuration that cannot run here, before the run folder is written to (an error
+    of a tracker's server may come later).
     """
     started = time.monotonic() if started is None else started
     mesh = build_mesh(config.parallelism)

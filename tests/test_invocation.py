@@ -138,7 +138,7 @@ def test_every_command_of_the_help_has_a_help_with_its_own_name(where: str, inst
         (["--cfg", "job"], 0, "seed: 1234\n"),
         (["train", "--cfg", "job"], 0, "seed: 1234\n"),
         ([], 0, "gptlite: GPT pretraining"),
-        (["trian"], 2, "error: trian is neither a command of gptlite nor KEY=VALUE; did you mean train?; --help"),
+        (["trian"], 2, "error: trian is neither a gptlite command nor KEY=VALUE; did you mean train?; --help"),
         (["sweep", "optimizer.lr=1,2", "--cfg", "job"], 2, "error: --cfg shows one configuration, but -m has many"),
         (["optimizer.lrr=1"], 2, "error: optimizer.lrr is not a key"),
     ],

@@ -51,7 +51,7 @@ class Sweep:
         self.folder.refuse()
         refuse_others(self.folder, given)
         if any(each.startswith("run.dir=") for each in given):
-            raise ConfigError("run.dir is for one run, and a sweep's cells have separate folders; give hydra.sweep.dir=...")
+            raise ConfigError("run.dir is for one run; give hydra.sweep.dir=..., in which each cell gets a folder")
         overrides = parsed_overrides(loader, config)
         known = str(hydra.sweeper._target_).endswith(BASIC)
         cells = checked_cells(loader, config, overrides, not launcher.endswith(ELSEWHERE)) if known else []
@@ -158,7 +158,7 @@ def refuse_others(folder: SweepFolder, overrides: list[str]) -> None:
             was, now = (each.get(key, f"no {key}") for each in (old, new))
             raise ConfigError(
                 f"{DIR}={folder.path} holds another sweep: it has {was}, not {now}; "
-                f"give only {DIR} to continue it, or give another folder"
+                f"give {DIR} alone to continue it, or another folder"
             )
 
 
