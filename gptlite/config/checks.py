@@ -324,8 +324,8 @@ def _batch_problem(config: Config, data_size: int) -> str:
 
 
 def _ramp_problem(config: Config, data_size: int) -> str:
-    """Return the reason why a size in the batch ramp cannot be split likewise; empty if all can. data.global_batch_size
-    itself must be valid."""
+    """Return the reason why a size in the batch ramp cannot be split over the data-parallel ranks; empty if all can.
+    data.global_batch_size itself must be valid."""
     data, layout, micro = config.data, config.parallelism, config.data.micro_batch_size or 1
     sizes = batch_schedule(data.global_batch_size, data.batch_ramp).sizes()
     if data.micro_batch_size is None and largest_micro_batch(layout, sizes, data_size):

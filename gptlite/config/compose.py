@@ -72,8 +72,8 @@ def typed(config: DictConfig) -> Config:
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:
-    """Return the configuration with `model.vocab_size` set. Raises ConfigError if the model sets a smaller one than
-    `vocab_size`, the tokenizer's."""
+    """Return the configuration with `model.vocab_size` set for a tokenizer of `vocab_size` ids. Raises ConfigError if
+    the model sets a smaller one."""
     spec = spec_of(config.model)
     config = dataclasses.replace(config, model=spec.with_vocabulary(config.model, vocab_size))
     size = spec.vocab_size(config.model)

@@ -32,7 +32,7 @@ PREPARED = "data"  # folder in which `data=NAME` looks for tokens if there is no
 
 
 def _presets() -> Path:
-    """Find conf/: beside this package in a checkout, inside it in an installed wheel."""
+    """Return the folder conf/: beside this package in a checkout, inside it in an installed wheel."""
     package = Path(gptlite.__file__).resolve().parent
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
@@ -121,7 +121,7 @@ def register() -> None:
 
 
 def prepared_folders() -> list[str]:
-    """Names of the folders ./data/NAME that hold tokens. Each is a preset data=NAME, unless one of that name exists."""
+    """Names of the folders ./data/NAME that hold tokens. Each is a preset data=NAME, unless conf/data has that name."""
     names = sorted(index.parent.name for index in Path(PREPARED).glob("*/train.idx"))
     return [name for name in names if not (CONF_DIR / "data" / f"{name}.yaml").exists()]
 

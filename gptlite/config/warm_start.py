@@ -22,8 +22,8 @@ def with_model(overrides: list[str], log: Log | None = None) -> list[str]:
 def model_overrides(overrides: list[str]) -> list[str]:
     """Return `model.KEY=VALUE` of the checkpoint named by checkpoint.resume, for each key not in `overrides`.
 
-    Empty without checkpoint.load=weights, and with a preset model=, which the run compares with the checkpoint. Also
-    empty if the checkpoint cannot be read, for which the run raises an error.
+    Empty without checkpoint.load=weights, or if `overrides` choose a preset model=, which the run compares with the
+    checkpoint. Also empty if the checkpoint cannot be read, for which the run raises an error.
     """
     given = {key.lstrip("+~"): value for key, _, value in (each.partition("=") for each in overrides)}
     resume = given.get("checkpoint.resume", "auto").strip("'\"")

@@ -1,10 +1,10 @@
-"""Blending of data sets: assigns each sample to a data set, in blocks of 65,536 that each keep the weights.
+"""Blending of data sets: assigns a data set to each sample, in blocks of 65,536 with the proportions of the blend.
 
 A block of B samples is assigned by systematic sampling (Madow and Madow 1944, On the Theory of Systematic Sampling).
-The weights are intervals side by side on a line of length B. Sampling points lie one unit apart, one for each sample,
-and a data set of weight w gets the points in its interval: floor(w B) or ceil(w B). The points of successive blocks
-are shifted by van der Corput's sequence (1935), so rounding errors do not add up over blocks. The number of samples
-of a data set before any block is a sum over the bits of the block number.
+The weights are adjacent intervals on a line of length B. Sampling points lie one unit apart, one for each sample, and a
+data set of weight w gets the points in its interval: floor(w B) or ceil(w B). The points of successive blocks are
+shifted by van der Corput's sequence (1935), so rounding errors do not add up over blocks. The number of samples of a
+data set before any block is a sum over the bits of the block number.
 
 Inside a block the samples are in a pseudo-random order (order.py).
 """
@@ -60,5 +60,5 @@ class BlendPlan:
 
 
 def _shift(block: int) -> int:
-    """Van der Corput's sequence in units of 2**-32: the bits of the block number, reversed."""
+    """Return van der Corput's sequence in units of 2**-32: the bits of the block number, reversed."""
     return int(f"{block:0{_UNIT_BITS}b}"[::-1], 2)

@@ -54,12 +54,12 @@ def train_tokenizer(
 
 
 def document_hash(data: bytes | memoryview = b"") -> "hashlib.blake2b":
-    """Return the hash object of a document; `update` adds more of its text."""
+    """Return the hash object of a document that begins with `data`. Its `update` adds more."""
     return hashlib.blake2b(data, digest_size=_DIGEST)
 
 
 def is_held_out(digest: bytes, fraction: float) -> bool:
-    """Return True if the document with this hash is in the validation split. Equal documents get the same split."""
+    """Return True if the document with this hash is among the held-out `fraction`. Equal documents share a split."""
     return int.from_bytes(digest, "big") < fraction * 2.0 ** (8 * _DIGEST)
 
 
@@ -81,7 +81,7 @@ def split_writers(
 
 
 def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenizer, progress: Progress) -> None:
-    """Tokenize documents into PREFIX.bin, .idx and .meta.json, each ended by `eod`. `progress` counts bytes."""
+    """Tokenize documents, each ended by `eod`, into PREFIX.bin, .idx and .meta.json. `progress` counts bytes."""
     with IndexedWriter(prefix, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod) as writer:
         for document in documents:
             for block in document:

@@ -45,7 +45,7 @@ class Era:
         return {name: each for name, each in self.sets.items() if each.weight > 0}
 
     def like(self, other: "Era") -> bool:
-        """Return True if both draw from the same data with the same weights and length: no new era is needed."""
+        """Return True if both eras have the same data, weights and sequence length, so that no new one is needed."""
         if self.sequence_length != other.sequence_length:
             return False
         mine, theirs = ({each.data: each.weight for each in era.active.values()} for era in (self, other))
@@ -74,7 +74,7 @@ class Era:
         return replace(self, sets={names.get(each.data, old.get(n, n)): each for n, each in self.sets.items()})
 
     def _moved(self, each: DataSet, count: int, new: "Era") -> DataSet:
-        """Return a set after `count` samples of this era, with weight 0."""
+        """Return the set after `count` samples of this era, with weight 0, at its place in the era `new`."""
         if not (samples := each.num_samples(self.sequence_length)):
             return replace(each, weight=0.0)
         epochs, position = divmod(each.position + count, samples)
@@ -84,12 +84,12 @@ class Era:
         return replace(each, weight=0.0, epoch=epoch, position=position)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the era as JSON for `from_json`."""
+        """Return the era as a JSON-compatible dict for `from_json`."""
         return asdict(self)
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> "Era":
-        """Return the era of a row made by `to_json`."""
+        """Return the era from a dict made by `to_json`."""
         sets = {name: DataSet(**each) for name, each in row["sets"].items()}
         return Era(row["start"], row["sequence_length"], sets)
 

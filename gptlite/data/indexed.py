@@ -45,7 +45,7 @@ _PARTS = 16
 
 @dataclass(frozen=True)
 class Meta:
-    """Contents of PREFIX.meta.json, which describes the .bin. `text_bytes` counts UTF-8 before tokenization."""
+    """Contents of PREFIX.meta.json, which describes the .bin. `text_bytes` is the size of the text in UTF-8."""
 
     tokenizer: str  # fingerprint
     vocab_size: int
@@ -62,8 +62,8 @@ class IndexedWriter:
     The files have temporary names until the block succeeds. They get their final names with .idx last, so a reader
     never sees half a dataset. If the block raises, nothing is left. Each document takes 4 bytes of memory.
 
-    With `lengths`, the path of a file of sequence lengths, names are final from the start, and the files are kept if
-    the block raises or the process is killed. A new writer with the same arguments then resumes by `go_on`.
+    With `lengths`, the path of a file of sequence lengths, the files have their final names from the start, and are
+    kept if the block raises or the process is killed. A new writer with the same arguments then resumes by `go_on`.
     """
 
     def __init__(self, prefix: Path, tokenizer: str, vocab_size: int, eod: int, lengths: Path | None = None):
@@ -132,7 +132,7 @@ class IndexedWriter:
         return self._meta()
 
     def go_on(self, saved: Meta, progress: Progress) -> None:
-        """Resume after the `save` that returned `saved`; drop later data. Raises ConfigError for damage before it."""
+        """Resume after the `save` that returned `saved`, without later data. Raises ConfigError for damaged data."""
         assert self._index
         self._bin.seek(0)
         left = saved.tokens * self.dtype.itemsize
@@ -157,7 +157,7 @@ class IndexedWriter:
             raise ValueError(f"{self._prefix}: a document is open; end it first")
 
     def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the ids as an integer array. Raises ValueError outside the vocabulary, before a cast wraps around."""
+        """Return the ids as an integer array. Raises ValueError for unknown ids, which a cast could wrap around."""
         ids = np.asarray(tokens)
         if not ids.size:
             return ids.astype(self.dtype)
@@ -176,7 +176,7 @@ class IndexedWriter:
         self._tokens += len(data) // self.dtype.itemsize
 
     def _path(self, suffix: str) -> Path:
-        """Path of a file while it is being written."""
+        """Return the path of a file while it is being written."""
         return self._prefix.with_name(f"{self._temporary}{self._prefix.name}{suffix}")
 
     def __enter__(self) -> "IndexedWriter":
@@ -373,7 +373,7 @@ def file_size(path: Path) -> int:
 
 
 def damaged(path: Path, what: str) -> ConfigError:
-    """Return the error for a damaged file, with the fix."""
+    """Return the error for a file with the damage `what`, and the fix."""
     cached = (path.parent / "key.json").exists()
     return ConfigError(
         f"{path} is damaged: {what}; "

@@ -21,7 +21,7 @@ _Key = tuple[BatchSchedule, SampleStream, int]  # the int is the number of sampl
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank: B sequences of S tokens, where S counts the positions that the rank holds."""
+    """One micro-batch of one rank: B sequences of S tokens, where S is the number of positions that the rank holds."""
 
     tokens: torch.Tensor  # int64[B, S]
     targets: torch.Tensor  # int64[B, S], IGNORE if nothing is predicted
@@ -43,7 +43,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a global batch for data-parallel rank `rank` of `size`: the `positions` of each sample; None: all."""
+    """Part of a global batch read by data-parallel rank `rank` of `size`: `positions` of each sample, None for all."""
 
     rank: int = 0
     size: int = 1
@@ -56,11 +56,11 @@ WHOLE = Share()
 class Loader:
     """Loader that divides the run's sample stream into global batches, micro-batches and ranks.
 
-    `schedule` gives the samples of a global batch. For micro-batch size B and R data-parallel ranks, a micro-batch step
-    takes the next B * R of them, and rank r the r-th B of these, so R does not change the global batch. A batch depends
-    on `consumed_samples` and not on earlier calls, so a resumed run reads the same ones. With `document_end`, the id
-    that ends a document, batches carry the document boundaries, and nothing is predicted from that id. `validation` is
-    {data set: held-out tokens, int[N]}. A new `schedule` takes effect with the next batch.
+    `schedule` gives the samples of a global batch. For micro-batch size B and R data-parallel ranks, each micro-batch
+    takes the next B * R of them, split in order over the ranks, so the global batch does not depend on R. A batch
+    depends on `consumed_samples` and not on earlier calls, so a resumed run reads the same ones. With `document_end`,
+    the id that ends a document, batches carry the document boundaries, and nothing is predicted from that id.
+    `validation` is {data set: held-out tokens, int[N]}. A new `schedule` takes effect with the next batch.
     """
 
     def __init__(
@@ -153,16 +153,16 @@ class Loader:
             yield self._collate_chunks(held_out, chunks[begin : begin + self.micro_batch_size]).to(self._device)
 
     def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:
-        """Number of batches of `validation_batches(limit, name)`."""
+        """Return the number of batches of `validation_batches(limit, name)`."""
         held_out = self._validation[name or self.validation_sets[0]]
         chunks = _spread(num_chunks(held_out, self._length), limit)
         return -(-len(chunks) // (self.micro_batch_size * self._share.size))
 
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
-        """UTF-8 bytes of the targets in `validation_batches(limit, name)`, over all ranks.
+        """Return the UTF-8 bytes of all targets in `validation_batches(limit, name)`, over all ranks.
 
-        With the total loss in nats, bits per byte = nats / ln 2 / bytes. `eod` stands for no bytes, so the end of a
-        document adds bits but no bytes.
+        With the total loss in nats, bits per byte = nats / ln 2 / bytes. `eod` has no bytes, so the end of a document
+        adds bits but no bytes.
         """
         name = name or self.validation_sets[0]
         held_out = self._validation[name]

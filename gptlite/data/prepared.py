@@ -16,7 +16,8 @@ from gptlite.errors import ConfigError
 class TokenSet:
     """Tokens of a data set, int[N], memory-mapped if they come from a folder.
 
-    `data` is the SHA-256 of the training tokens and the key of their order. `weight` is the weight in a blend.
+    `data` is the SHA-256 of the training tokens and the key of their order. `weight` is relative to the weights of the
+    other sets in a blend.
     """
 
     name: str
@@ -50,7 +51,7 @@ class PreparedData:
         return sum(len(each.validation) for each in self.sets)
 
     def describe(self) -> str:
-        """Return a one-line summary."""
+        """Return a one-line summary: token counts, tokenizer, and the folder or the fractions of a blend."""
         where = f", in {self.folder}" if self.folder else ""
         if len(self.sets) > 1:
             total = sum(each.weight for each in self.sets)

@@ -13,7 +13,7 @@ END = "<|endoftext|>"
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Tokenizer of a tiktoken encoding. Special tokens stand for no bytes, and text that spells one out is plain text.
+    """Tokenizer of a tiktoken encoding. Special tokens have no bytes, and text that spells one out is plain text.
 
     `ranks` maps byte strings to ids and contains all 256 single bytes. `pattern` is the regular expression that splits
     text into words. `special` maps special tokens to ids and contains `eod`, the token that ends documents.

@@ -15,7 +15,7 @@ CHARACTERS = 256  # assumed for a text that has not been read yet
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Vocabulary size. `assumed` is the reason if `size` is a guess, and empty if it comes from the data."""
+    """Vocabulary size. `assumed` explains a guessed `size`; it is empty if the size comes from the data."""
 
     size: int
     assumed: str = ""

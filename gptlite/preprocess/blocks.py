@@ -35,8 +35,8 @@ class Piece:
     """Records of one source, from `line` on. `data` holds whole records with their separators.
 
     For Parquet, `data` holds rows of `lengths` bytes, -1 for a null. A `whole` piece is one document, or a part of a
-    long one: not the `first` part, or with `more` parts to come. Its `digest` is the hash of the document up to the end
-    of the piece. `damage` is the reason why data after these records was left out.
+    long one if it is not the `first` part or has `more` after it. Its `digest` is the hash of the document up to the
+    end of the piece. `damage` is the reason why data after these records was left out.
     """
 
     source: int

@@ -35,7 +35,7 @@ class Bad:
 
 
 def documents(block: Block, formats: list[str], cutting: Cutting) -> Iterator[tuple[Piece, Document | Bad]]:
-    """Yield each document or bad record with its piece, in order. Empty documents are included, blank JSON lines not.
+    """Yield each document or bad record with its piece, in order. Empty documents are included, blank lines are not.
 
     `formats` are the formats of all sources, in their order.
     """

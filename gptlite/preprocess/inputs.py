@@ -28,8 +28,8 @@ def find_sources(given: str, format: str) -> list[Source]:
     """Return the files of `input=`, in the order of their documents in the output.
 
     `given` is a file, a folder (all files below it with a known suffix, except hidden ones), a glob, `-`, or several of
-    these between commas. Files of one folder or glob are sorted by path. `format=auto` uses each file's suffix, without
-    that of its compression. Raises ConfigError for a file that is missing, not readable, or given twice.
+    these between commas. Files of one folder or glob are sorted by path. `format=auto` goes by each file's suffix,
+    apart from that of a compression. Raises ConfigError for a file that is missing, not readable, or given twice.
     """
     if format not in ("auto", *FORMATS):
         raise ConfigError(f"format={format} is not one of auto, {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}")

@@ -40,7 +40,7 @@ class Counts:
 
 
 class Output:
-    """Output that resumes from the last `save`, if any. The index is written when the block of `stack` ends well."""
+    """Output that resumes from the last `save`, if any. The index is written when `stack` closes without an error."""
 
     def __init__(self, partial: Path, tokenizer: Tokenizer, stack: ExitStack, log: Log):
         self._state = partial / STATE

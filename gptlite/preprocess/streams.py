@@ -35,7 +35,7 @@ class Stream:
 
     @property
     def raw_position(self) -> int:
-        """Number of compressed bytes read so far; 0 if unknown."""
+        """Number of bytes read so far from the file, before decompression; 0 if unknown."""
         with suppress(OSError, ValueError):
             return self._file.tell()
         return 0
