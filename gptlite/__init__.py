@@ -18,7 +18,7 @@ class _SourceTree:
         self.root = root
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Find the package `gptlite.kernels` or `gptlite.recipes`; its modules are found through it."""
+        """Return the spec of the package `gptlite.kernels` or `gptlite.recipes`, else None."""
         parent, _, child = name.rpartition(".")
         folder = self.root / _BESIDE.get(child, "")
         if parent != __name__ or child not in _BESIDE or not (folder / "__init__.py").is_file():

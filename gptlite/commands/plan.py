@@ -9,7 +9,7 @@ All valid layouts are compared; given keys of `parallelism` and data.micro_batch
 layout for each combination of degrees and ZeRO stage, with the overrides that train it. `out` is the folder for
 plan.png, timeline.png and plan.json, or largest.png. simulate=true runs the best layout's fullest rank with fake
 tensors, for its exact memory.
-Exit codes: 0 planned, 2 refused: if nothing fits, the error says by how much.
+Exit codes: 0 planned, 2 refused; if nothing fits, the error gives the missing memory.
 """
 
 import sys

@@ -7,8 +7,8 @@ gptlite train-tokenizer tokenizer=FOLDER export=FOLDER
 input, format, field and separator are as in gptlite preprocess; give both the same validation_fraction, so that
 held-out text is not used for training. A corpus above sample_mb megabytes is sampled. kind is sentencepiece (a
 byte-fallback BPE) or char. Give `output` to preprocess as tokenizer=. `export` is a folder for tokenizer.json and
-tokenizer_config.json, which transformers.AutoTokenizer.from_pretrained reads, with the same ids for every text. Exit
-codes: 0 done, 2 refused, 130 stopped.
+tokenizer_config.json, which transformers.AutoTokenizer.from_pretrained reads, with the same ids for every text.
+Exit codes: 0 done, 2 refused, 130 stopped.
 """
 
 import shutil

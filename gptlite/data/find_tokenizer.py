@@ -66,4 +66,4 @@ def _of_file(path: Path, spec: str, eod: str | None) -> Tokenizer:
 
             return TiktokenTokenizer.of_file(path, eod)
         case suffix:
-            raise ConfigError(f"tokenizer={spec} ends in {suffix or 'nothing'}, not in .json, .model or .tiktoken")
+            raise ConfigError(f"tokenizer={spec} ends in {suffix or 'no suffix'}, not .json, .model or .tiktoken")

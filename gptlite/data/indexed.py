@@ -377,5 +377,5 @@ def damaged(path: Path, what: str) -> ConfigError:
     cached = (path.parent / "key.json").exists()
     return ConfigError(
         f"{path} is damaged: {what}; "
-        + ("delete its folder, and it is prepared again" if cached else "copy it again, or write it anew")
+        + ("delete its folder, and it is prepared again" if cached else "copy it again, or write it again")
     )

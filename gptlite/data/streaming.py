@@ -156,7 +156,7 @@ def write_stream(documents: Iterable[str], output: Path, tokenizer: Tokenizer, a
             writers[split].end_document()
             seconds = max(time.monotonic() - began, 1e-9)
             left = "" if arguments.max_documents is None else _eta(seconds, number, arguments.max_documents)
-            progress.add(0, f"{number:,} documents, {number / seconds:,.0f} a second{left}")
+            progress.add(0, f"{number:,} documents, {number / seconds:,.0f}/s{left}")
         counts = [each.num_documents for each in writers]
         if not all(counts):
             raise ConfigError(

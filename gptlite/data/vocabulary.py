@@ -50,7 +50,7 @@ def _unprepared(config: TextConfig | CorpusConfig) -> Vocabulary:
     if config.tokenizer == "byte":
         return Vocabulary(ByteTokenizer().vocab_size)
     if config.tokenizer == "char":
-        return Vocabulary(CHARACTERS, "its characters, until the text has been read")
+        return Vocabulary(CHARACTERS, "a guess, until the text has been read")
     return Vocabulary(config.vocab_size, "data.vocab_size, until the tokenizer has been trained")
 
 

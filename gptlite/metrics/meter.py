@@ -14,7 +14,7 @@ class Throughput:
     loss. Time under `excluded()` (evaluation, saving) does not count in the speed, but counts in the ETA.
 
     Args:
-        tokens_per_step, samples_per_step: of the global batch at its full size.
+        tokens_per_step, samples_per_step: size of a full global batch.
         flops_per_token: FLOPs of forward and backward without activation recomputation (PaLM, arXiv:2204.02311,
             appendix B); None: MFU is None.
         peak_flops: dense peak of one device in FLOP/s; None: MFU is None.

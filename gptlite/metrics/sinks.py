@@ -37,7 +37,7 @@ class TensorboardSink:
         self._open(start_step)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Write one scalar per value, under its own name."""
+        """Write each value as a scalar named by its key."""
         for key, value in row.items():
             if key != "step" and value is not None:
                 self._writer.add_scalar(key, value, global_step=row["step"])
@@ -86,7 +86,7 @@ def build_sinks(
 
     Args:
         resolved_config: plain containers, stored by W&B.
-        wandb_id: of the run being resumed, else None.
+        wandb_id: ID of the W&B run to resume, or None.
         start_step: step of the loaded checkpoint; later rows in run_dir are moved aside or marked as replaced.
         log: called with one-line notices.
 

@@ -16,7 +16,7 @@ SAMPLE_SECONDS = 0.1
 
 @dataclass
 class _Mean:
-    """Mean of the known values so far."""
+    """Running mean of the values that are not None."""
 
     total: float = 0.0
     count: int = 0

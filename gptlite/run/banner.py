@@ -137,7 +137,7 @@ def _ramp(config: Config) -> str:
 
 
 def _share(state: TrainState) -> tuple[dict[str, int], int, list[list[int]]]:
-    """Return this rank's global parameter sizes by name, its number of local elements, and the layers of each stage."""
+    """Return {name: global size} of this rank's parameters, its local elements, and the layers of its stages."""
     sizes = {name: parameter.numel() for name, parameter in state.named_parameters()}
     elements = sum(num_local_elements(p) for part in state.parts for p in part.parameters())
     return sizes, elements, [list(state.model.blocks(part)) for part in state.parts]

@@ -80,7 +80,7 @@ class RunFolder:
             if not self.resume_from.resolve().is_relative_to(self.path.resolve()):
                 state.wandb_id = None  # that tracker's run belongs to the folder it was started in
         for change in changes * (not weights_only):  # a new run has no curve to go on with
-            self.log(f"resuming elsewhere: {change}; the curve may differ from an uninterrupted run's by rounding")
+            self.log(f"resuming with a change: {change}; losses may differ from an uninterrupted run's by rounding")
         self.log(f"{'weights' if weights_only else 'resuming'} from {self.resume_from}")
 
     def complete(self, state: TrainState) -> bool:
@@ -96,7 +96,7 @@ class RunFolder:
 
     @contextmanager
     def opened(self, config: Config, tokenizer: Tokenizer) -> Iterator[None]:
-        """Create the folder, open the log, and lock it against other processes that train in it, while entered."""
+        """Create the folder, open the log, and lock it during the block against other processes that train in it."""
         with ExitStack() as held:
             held.callback(self.checkpointer.close, self.log)
             from_main(self.mesh, lambda: self._open_log(config, held))
@@ -146,7 +146,7 @@ class RunFolder:
                 self._log_file.flush()
 
     def check_space(self, state: TrainState) -> None:
-        """Raise ConfigError if there is no space for one checkpoint; log a warning if there is not enough for all."""
+        """Raise ConfigError if there is no space for one checkpoint; log a warning if checkpoint.keep needs more."""
         size, keep = self.checkpointer.size(state.tensors()), self.config.checkpoint.keep
         free = from_main(self.mesh, lambda: shutil.disk_usage(existing(self.path)).free)
         words = (
@@ -166,8 +166,8 @@ class RunFolder:
     def rewind(self, state: TrainState, spike: Spike) -> Path | None:
         """Load the last good checkpoint before the spike's samples, and make the state skip those from now on.
 
-        Returns the checkpoint; None if there is none. Later checkpoints are renamed. Raises SaveFailed for a save in
-        progress.
+        Returns the checkpoint; None if there is none. Later checkpoints are renamed. Raises SaveFailed if the save in
+        progress failed.
         """
         self.finish_saves()
         start = self.resume_from if self.config.checkpoint.load == "all" else None
@@ -245,7 +245,7 @@ class RunFolder:
             key = "max_steps" if steps == self.config.trainer.max_steps else "stop_step"
             raise ConfigError(
                 f"trainer.{key}={steps} is below step {step} of {self.resume_from}; "
-                f"give {step} or more, or start anew in another run.dir"
+                f"give {step} or more, or start over in another run.dir"
             )
         return manifest.meta, environment_changes(manifest, self.layout)
 
@@ -265,9 +265,9 @@ class RunFolder:
             self._log_file.close()
 
     def _lock(self, held: ExitStack) -> None:
-        """Lock the log until this process ends, and write a note of the owner. File systems without locks are ignored.
+        """Lock the log until this process ends, and write a note of the owner. Without file locks, do neither.
 
-        The kernel drops the lock when the process dies, however it does. The note may then be stale.
+        The kernel releases the lock when the process ends in any way. The note may then be stale.
         """
         assert self._log_file is not None
         note = self.path / OWNER
@@ -304,7 +304,7 @@ class RunFolder:
         write_whole(target, text)
 
     def _refuse_unseen(self) -> None:
-        """Raise ConfigError if this rank does not see the files that rank 0 has created."""
+        """Raise ConfigError if this rank cannot see the files that rank 0 has created."""
         until = time.monotonic() + APPEARS_SECONDS
         while not (self.path / LOG).exists():
             if time.monotonic() > until:

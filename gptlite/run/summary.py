@@ -197,7 +197,7 @@ def _close(
 
 
 def _rise(config: Config, step: int) -> str:
-    """Return a shell comment if twice the steps would raise the learning rate at this step, else ""."""
+    """Return a shell comment if the learning rate would rise when max_steps doubles, else ""."""
     steps, lr = config.trainer.max_steps, config.optimizer.lr
     now, then = (lr * Schedule(config.schedule, each).factor(at) for each, at in ((steps, step - 1), (2 * steps, step)))
     return f"  # its schedule is stretched: the rate rises from {now:.1e} to {then:.1e}" if then > 1.1 * now else ""

@@ -57,7 +57,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """Description of the measure."""
+        """Name of `measure` in words."""
         return LOSSES.get(self.measure, "speed")
 
     @property
@@ -201,8 +201,8 @@ def split(
 def timeline_of(pipeline: dict[str, Any], compute: float = 1.0) -> Timeline | None:
     """Return the timeline of a step without message times; None for an unknown schedule or too many passes.
 
-    `pipeline` is result.json's. Durations are proportional to FLOPs: a backward pass takes twice a forward one, three
-    times with full recomputation. `compute` is the mean seconds that a rank computes in a step.
+    `pipeline` is that entry of result.json. Durations are proportional to FLOPs: a backward pass takes twice a forward
+    one, three times with full recomputation. `compute` is the mean seconds that a rank computes in a step.
     """
     ranks, micro_batches, flops = pipeline["ranks"], pipeline["micro_batches"], pipeline["stage_flops"]
     schedule = pipeline["schedule"]

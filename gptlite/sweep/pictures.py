@@ -46,7 +46,7 @@ class Picture(NamedTuple):
 def draw_all(
     folder: Path, found: Comparison, attempting: Callable[[str], AbstractContextManager[None]]
 ) -> list[Picture]:
-    """Draw all charts that have data into `folder`. Each is drawn within `attempting`, so that one may fail alone."""
+    """Draw all charts that have data into `folder`. Each is drawn within `attempting`, so errors stay separate."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -60,7 +60,7 @@ def difference(value: float) -> str:
 PERCENT, LOSS = "{:.1%}".format, "{:.4f}".format
 COLUMNS = (
     Column("number"),
-    Column("name", "cell", "One run of the sweep, in its own folder; bold: the best."),
+    Column("name", "cell", "One run of the sweep, in a separate folder; bold: the best."),
     Column("layout", "layout"),
     Column("status", "status", "Pruned: refused before the sweep began. Out of memory: of a GPU, or of the host."),
     Column("reason", "reason"),
@@ -70,7 +70,7 @@ COLUMNS = (
     Column("world_size", "ranks"),
     Column(SPEED, "tok/s", "Tokens per second at the run's median speed.", format_count),
     Column("tokens_per_second_per_rank", "per rank", form=format_count),
-    Column("mfu", "MFU", "The model's FLOPs over the peak of all devices; n/a where that is not known.", PERCENT),
+    Column("mfu", "MFU", "The model's FLOPs over the peak of all devices; n/a if the peak is not known.", PERCENT),
     Column("memory_peak_bytes", "peak", "Memory of the fullest rank. On a GPU: of the caching allocator; on a "
            "CPU: the resident set of the process, libraries included.", format_bytes),
     Column("memory_average_bytes", "average", "Average of the same memory over the run.", format_bytes),

@@ -68,9 +68,9 @@ def test_weights_of_another_machine_are_no_resumed_run(run, tmp_path: Path, caps
     start = f"checkpoint.resume={tmp_path / 'first'}"
     capsys.readouterr()
     run("weights", start, "checkpoint.load=weights", "trainer.max_steps=2")
-    assert "resuming elsewhere" not in capsys.readouterr().out
+    assert "resuming with a change" not in capsys.readouterr().out
     run("whole", start, "trainer.max_steps=3")
-    assert "resuming elsewhere: threads 1 (was 2)" in capsys.readouterr().out
+    assert "resuming with a change: threads 1 (was 2)" in capsys.readouterr().out
 
 
 def test_an_evaluation_that_takes_long_says_how_far_it_is(run, capsys, monkeypatch) -> None:
