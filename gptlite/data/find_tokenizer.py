@@ -65,5 +65,5 @@ def _of_file(path: Path, spec: str, eod: str | None) -> Tokenizer:
             from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
 
             return TiktokenTokenizer.of_file(path, eod)
-        case suffix:
-            raise ConfigError(f"tokenizer={spec} ends in {suffix or 'no suffix'}, not .json, .model or .tiktoken")
+        case _:
+            raise ConfigError(f"tokenizer={spec} does not end in .json, .model or .tiktoken")

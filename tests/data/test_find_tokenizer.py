@@ -145,7 +145,7 @@ def test_a_vocabulary_that_does_not_keep_bytes_is_refused(tmp_path: Path) -> Non
         ("a.model", "x", "it is not a SentencePiece model"),
         ("a.tiktoken", "!!! 1", "a.tiktoken:1 is not a base64 string and its id"),
         ("a.tiktoken", "YQ== 1", "byte 0x00 has no id"),
-        ("a.txt", "x", "ends in .txt, not .json, .model or .tiktoken"),
+        ("a.txt", "x", "does not end in .json, .model or .tiktoken"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
