@@ -95,7 +95,7 @@ def test_what_is_wrong_is_one_line(folder: Path, words: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("plugins=[models.toy] model=conv run.name=x", "defaults to model. "),
+        ("plugins=[models.toy] model=conv run.name=x", "defaults to model."),
         (
             "plugins=[optimizer.signum] optimizer=signum optimizer.momentum=1.5",
             "optimizer.momentum=1.5 must be in",
