@@ -158,7 +158,7 @@ def _offload(config: Config) -> None:
         return
     if not path:
         raise ConfigError(
-            "parallelism.offload=nvme needs a folder for its files; give parallelism.offload_path=/nvme/run1, for example"
+            "parallelism.offload=nvme needs a folder for its files; give parallelism.offload_path=/nvme/run1, say"
         )
     if not config.optimizer.elementwise:
         raise ConfigError(
