@@ -60,13 +60,13 @@ sys.modules[__name__].__class__ = _Package
 
 
 class _SourceTree:
-    """Import finder for those packages, if the source tree is on the path without being installed."""
+    """Import finder for the packages in `_BESIDE`, for a source tree that is on the path but not installed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Find the package `gptlite.kernels` or `gptlite.recipes`; its modules are found through it."""
+        """Return the spec of the package `gptlite.kernels` or `gptlite.recipes`, else None."""
         parent, _, child = name.rpartition(".")
         folder = self.root / _BESIDE.get(child, "")
         if parent != __name__ or child not in _BESIDE or not (folder / "__init__.py").is_file():

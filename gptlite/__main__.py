@@ -18,7 +18,7 @@ gptlite: GPT pretraining, composed by Hydra.
 
 
 def main() -> NoReturn:
-    """Run the command named by the first argument. If that is KEY=VALUE or a flag, the command is train."""
+    """Run the command named by the first argument; train, if that is KEY=VALUE or a flag. Exit with its code."""
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in ("-h", "--help", "help"):
         lines = [f"  {name:<16} {summary}" for name, (_, summary) in COMMANDS.items()]
@@ -33,7 +33,7 @@ def main() -> NoReturn:
         word = "train"
     else:
         hint = did_you_mean(word, COMMANDS)
-        print(f"error: {word} is neither a command of gptlite nor KEY=VALUE{hint}; --help lists them", file=sys.stderr)
+        print(f"error: {word} is neither a gptlite command nor KEY=VALUE{hint}; --help lists them", file=sys.stderr)
         sys.exit(2)
     if word == "sweep":
         sys.argv.insert(1, "--multirun")

@@ -1,4 +1,4 @@
-"""User errors. Each is one line that names the key, its value and the fix."""
+"""User errors. The message of each is one line that names the key, its value and the fix."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,10 @@ class ConfigError(ValueError):
 
 @contextmanager
 def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]:
-    """Context for importing `package` on behalf of `user`. Raises ConfigError if it is missing."""
+    """Context manager for the import of an optional `package`. Raises ConfigError if it is missing.
+
+    `user` is the key or feature that needs it, and `instead` an alternative, for the message.
+    """
     try:
         yield
     except ImportError:
@@ -18,7 +21,7 @@ def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the closest known word, or nothing."""
+    """Return `; did you mean X?` for the closest known word, or "" if none is close."""
     from difflib import get_close_matches  # imported only for an error
 
     close = get_close_matches(word, list(known), n=1)

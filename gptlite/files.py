@@ -13,7 +13,7 @@ from typing import IO, Any, BinaryIO
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a new file that replaces `path` at the end of the block. If the block raises, `path` is unchanged.
 
-    Meanwhile it is `.tmp-<name>-<random>` in the same folder, which must exist. Raises OSError.
+    Until then the new file is `.tmp-<name>-<random>` in the same folder, which must exist. Raises OSError.
     """
     temporary = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
     try:
@@ -33,7 +33,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_synced(path: Path, content: str | bytes) -> None:
-    """Write a file in place and sync it, for files whose folder or name is still temporary."""
+    """Write a file without a rename and sync it, for files whose name or folder is still temporary."""
     with open(path, "wb") as file:
         file.write(_bytes(content))
         _sync(file)
@@ -58,10 +58,10 @@ def sync_tree(folder: Path) -> None:
 
 
 def try_lock(file: IO[Any], *, shared: bool = False, wait: bool = False) -> bool | None:
-    """Lock an open file until it is closed, or its process ends in whatever way.
+    """Lock an open file, exclusively unless `shared`, until it is closed or the process ends.
 
     Returns True if the lock is held, False if another process holds it, None if the file system has no locks. With
-    `wait`, waits for another process instead of returning False.
+    `wait`, wait for the other process instead of returning False.
     """
     try:
         import fcntl
@@ -84,8 +84,8 @@ def existing(folder: Path) -> Path:
 def unwritable(folder: Path, key: str) -> str:
     """Return the reason why a folder, existing or to be created, cannot be written; empty if it can.
 
-    `key` is the configuration key named in the message. An unnamed file is created to find out, which leaves nothing
-    behind; permission bits do not cover root, a full quota or a read-only mount.
+    `key` is the configuration key named in the message. The test creates an unnamed file, which leaves nothing behind,
+    since permission bits do not cover root, a full quota or a read-only mount.
     """
     above = existing(folder)
     if not above.is_dir():

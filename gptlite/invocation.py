@@ -1,4 +1,4 @@
-"""Command lines of gptlite as they are started in this environment, for printed hints."""
+"""Command lines that start gptlite's commands in this environment, for printed hints."""
 
 import re
 import shlex
@@ -29,7 +29,7 @@ RECIPE = re.compile(r"\bpython data/(\w+)/prepare\.py")
 
 
 def command(name: str) -> str:
-    """Return the start of a command line: a script of the checkout, or `gptlite train` with an installed wheel.
+    """Return the start of a command line: a script in a checkout, or e.g. `gptlite train` with an installed wheel.
 
     In a checkout, the script's path is relative to the working directory, or absolute if it is outside.
     """
@@ -55,13 +55,13 @@ def recipe(corpus: str) -> str:
 
 
 def localized(text: str) -> str:
-    """Rewrite `gptlite COMMAND` and `python data/CORPUS/prepare.py` in a help text as they are started here."""
+    """Rewrite `gptlite COMMAND` and `python data/CORPUS/prepare.py` in a help text as they must be typed here."""
     text = RECIPE.sub(lambda match: recipe(match[1]), text)
     return CANONICAL.sub(lambda match: command(match[1]), text)
 
 
 def _script(relative: str) -> list[str] | None:
-    """Path of a script of the checkout that contains this package; None if there is none."""
+    """Return [path of the script] if this package is in a checkout that has it, else None."""
     root = Path(gptlite.__file__).resolve().parents[1]
     file = root / relative
     if not ((root / "pyproject.toml").is_file() and file.is_file()):
@@ -71,6 +71,6 @@ def _script(relative: str) -> list[str] | None:
 
 
 def python() -> str:
-    """Return `python` if that is this interpreter, else its path."""
+    """Return `python` if that starts this interpreter, else the path of the interpreter."""
     found = shutil.which("python")
     return "python" if found and Path(found).parent == Path(sys.executable).parent else sys.executable

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Precision(Enum):
-    """Precision presets. `auto` is bf16 if the hardware supports it, else fp32; all have fp32 master weights.
+    """Precision presets. `auto` is bf16 if the hardware supports it, else fp32. Master weights are fp32.
 
-    fp16 is like bf16 with a loss scale; `amp_o1` and `amp_o2` are Apex's levels; `fp8` is bf16 with fp8 products in
-    blocks.
+    fp16 is like bf16 with a loss scale; `amp_o1` and `amp_o2` are Apex's levels; `fp8` is bf16 with fp8 matrix products
+    in blocks.
     """
 
     auto = "auto"
@@ -33,7 +33,7 @@ class Precision(Enum):
 
 
 class Reduce(Enum):
-    """Dtype in which ZeRO sums gradients over the data ranks."""
+    """Dtype in which ZeRO sums gradients over data-parallel ranks."""
 
     fp32 = "fp32"
     compute = "compute"
@@ -64,9 +64,9 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class Policy:
-    """Resolved dtypes, like FSDP2's mixed-precision policy with additional settings. docs/precision.md has the table.
+    """Resolved dtypes, like FSDP2's mixed-precision policy with additional settings (table in docs/precision.md).
 
-    `compute_dtype` is that of matrix products and attention.
+    `compute_dtype` is the dtype of matrix products and attention, and `reason` explains the choice in the banner.
     """
 
     compute_dtype: torch.dtype
@@ -77,7 +77,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """Return `bf16`, `fp32`, `amp_o1`, ..."""
+        """Name of the policy, such as `bf16`, `fp32`, `amp_o1` or `bf16_stochastic`."""
         if not self.master_weights:
             return "bf16_stochastic"
         if self.precision is not Precision.auto:
@@ -100,7 +100,7 @@ class Policy:
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """Dtype in which FSDP2 gathers parameters. Apex's levels keep some in fp32, so there the layers cast."""
+        """Dtype in which FSDP2 gathers parameters. Apex's levels keep some in fp32, so their layers cast instead."""
         import torch
 
         return torch.float32 if self.precision in (Precision.amp_o1, Precision.amp_o2) else self.compute_dtype
@@ -134,7 +134,7 @@ def check_precision(config: PrecisionConfig) -> None:
     """Raise ConfigError, one line, for an invalid loss scale and for keys without effect."""
     scale, power, least = config.loss_scale, config.initial_scale_power, config.min_loss_scale
     if not 0 <= scale <= 2.0**MOST_SCALE_POWER:
-        raise ConfigError(f"precision.loss_scale={scale:g} must be 0 (dynamic), or above and at most 2**32")
+        raise ConfigError(f"precision.loss_scale={scale:g} must be 0 (dynamic) or a positive number up to 2**32")
     if not 0 <= power <= MOST_SCALE_POWER:
         raise ConfigError(f"precision.initial_scale_power={power} must be 0 to {MOST_SCALE_POWER}, e.g. 16")
     for key in ("loss_scale_window", "hysteresis"):
@@ -142,7 +142,7 @@ def check_precision(config: PrecisionConfig) -> None:
             raise ConfigError(f"precision.{key}={getattr(config, key)} must be at least 1")
     if not 0 < least <= 2.0**power:
         raise ConfigError(
-            f"precision.min_loss_scale={least:g} must be above 0 and at most the scale at the start, "
+            f"precision.min_loss_scale={least:g} must be above 0 and at most the initial scale, "
             f"2**{power} = {2**power} (precision.initial_scale_power)"
         )
     if not 1 < config.scale_factor < math.inf:
@@ -162,22 +162,24 @@ def _refuse_idle_keys(config: PrecisionConfig) -> None:
     name = config.dtype.value
     if scaling and config.dtype not in SCALED:
         raise ConfigError(
-            f"precision.{scaling[0]}={getattr(config, scaling[0]):g} does nothing with precision={name}, which scales "
+            f"precision.{scaling[0]}={getattr(config, scaling[0]):g} has no effect with precision={name}, which scales "
             f"no loss; use precision={', '.join(each.value for each in SCALED)}, or leave it out"
         )
     idle = [key for key in scaling if key in DYNAMIC_KEYS]
     if config.loss_scale and idle:
         raise ConfigError(
-            f"precision.{idle[0]}={getattr(config, idle[0]):g} does nothing with precision.loss_scale="
-            f"{config.loss_scale:g}, which stays as it is; use precision.loss_scale=0, or leave it out"
+            f"precision.{idle[0]}={getattr(config, idle[0]):g} has no effect with precision.loss_scale="
+            f"{config.loss_scale:g}, which is fixed; use precision.loss_scale=0, or leave it out"
         )
     if config.reduce is Reduce.compute and config.dtype is Precision.fp32:
-        raise ConfigError("precision.reduce=compute is fp32 with precision=fp32; leave it out, or use precision=bf16")
+        raise ConfigError(
+            "precision.reduce=compute has no effect with precision=fp32; use precision=bf16, or leave it out"
+        )
 
 
 def resolve_precision(config: PrecisionConfig, device: torch.device) -> Policy:
-    """Resolve the policy for a device. Raises ConfigError if a GPU is too old: sm_80 has bf16, sm_53 fp16, sm_89
-    fp8."""
+    """Resolve the policy for a device. Raises ConfigError if a GPU is too old: bf16 needs sm_80, fp16 sm_53, fp8
+    sm_89."""
     dtype, precision, reason = _resolved(config, device)
     return Policy(dtype, reason, precision, config.reduce, config.master_weights)
 
@@ -213,7 +215,7 @@ def _asked_for(native: bool, hardware: str) -> str:
 
 
 def native_bf16(device: torch.device) -> tuple[bool, str]:
-    """Return True if a device multiplies bf16 in hardware, and the reason in words."""
+    """Return (True if the device multiplies bf16 in hardware, description of the hardware)."""
     import torch
 
     if device.type == "cuda":
@@ -228,7 +230,7 @@ def native_bf16(device: torch.device) -> tuple[bool, str]:
 
 
 def native_fp16(device: torch.device) -> tuple[bool, str]:
-    """Return True if a device computes fp16 in hardware, and the reason in words."""
+    """Return (True if the device computes fp16 in hardware, description of the hardware)."""
     import torch
 
     if device.type == "cuda":
@@ -247,7 +249,7 @@ def _no_fp8(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         newer = (major, minor) >= (8, 9)
-        return "" if newer else f"sm_{major}{minor} has no fp8, which takes sm_89 (Ada), sm_90 (Hopper) or newer"
+        return "" if newer else f"sm_{major}{minor} has no fp8, which needs sm_89 (Ada), sm_90 (Hopper) or newer"
     # Support on other devices depends on torch's build and has no query, so try a small product.
     x, scale = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
     try:
@@ -258,12 +260,12 @@ def _no_fp8(device: torch.device) -> str:
 
 
 def cpu_flags() -> set[str]:
-    """Instruction sets reported by the kernel; empty if it reports none, in which case none is assumed."""
+    """Return the CPU's instruction-set flags; empty if the operating system does not report them."""
     return set(_cpuinfo("flags").split())
 
 
 def cpu_name() -> str:
-    """Name of the processor; empty if the kernel does not report it."""
+    """Return the name of the CPU; empty if the operating system does not report it."""
     return _cpuinfo("model name")
 
 

@@ -11,7 +11,7 @@ PROGRESS = re.compile(r"\bETA \S+$")
 
 
 def log(line: str) -> None:
-    """Print a command's progress and remarks to standard error, apart from its output, which scripts may read."""
+    """Print a line to standard error, so that scripts can read a command's results from standard output."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -47,7 +47,7 @@ def in_notebook() -> bool:
 class Progress:
     """Progress log: a line every `interval` seconds with the amount done and the ETA; silent for shorter jobs.
 
-    It counts bytes, or what `unit` names. `done` were completed earlier.
+    Amounts are in bytes, or in `unit`. `done` is the amount completed by an earlier process.
     """
 
     def __init__(self, label: str, total: int, log: Log, interval: float = 5.0, done: int = 0, unit: str = ""):
@@ -59,7 +59,7 @@ class Progress:
         self._started = self._reported = time.monotonic()
 
     def add(self, number: int, rate: str = "") -> None:
-        """Count what was processed. Threads may share it: a count lost in a race only delays a line.
+        """Add `number` to the amount done. Threads may share this: a count lost in a race only delays a line.
 
         `rate` replaces the megabytes per second, and is the only value shown if the total is not known.
         """

@@ -76,7 +76,7 @@ def test_they_are_swept(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("plugins=[nowhere]", "plugins=[nowhere]: no module nowhere in "),
+        ("plugins=[nowhere]", "plugins=[nowhere]: no module named nowhere in "),
         ("plugins=[broken]", "plugins=[broken]: ZeroDivisionError while it was imported: division by zero"),
         ("plugins=[lacking]", "plugins=[lacking]: No module named 'of_another'"),
         ("model=conv", "model=conv does not exist"),
@@ -95,7 +95,7 @@ def test_what_is_wrong_is_one_line(folder: Path, words: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("plugins=[models.toy] model=conv run.name=x", "would be the model's "),
+        ("plugins=[models.toy] model=conv run.name=x", "defaults to model."),
         (
             "plugins=[optimizer.signum] optimizer=signum optimizer.momentum=1.5",
             "optimizer.momentum=1.5 must be in",
@@ -123,9 +123,9 @@ def test_a_saved_configuration_imports_what_it_needs() -> None:
     config = load(["plugins=[models.toy]", *SYNTHETIC, *RUN, "run.dir=unused"])
     assert from_yaml(to_yaml(config)) == config
     assert "plugins:\n- models.toy" in to_yaml(config)
-    with pytest.raises(ConfigError, match="no module nowhere"):
+    with pytest.raises(ConfigError, match="no module named nowhere"):
         from_yaml(to_yaml(config).replace("models.toy", "nowhere"))
-    with pytest.raises(ConfigError, match=r"no module models\.nothing"):
+    with pytest.raises(ConfigError, match=r"no module named models\.nothing"):
         import_plugins(["models.nothing"])
 
 

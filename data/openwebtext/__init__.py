@@ -1,1 +1,1 @@
-"""OpenWebText."""
+"""Recipe of the corpus openwebtext: OpenWebText."""

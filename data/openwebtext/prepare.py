@@ -2,9 +2,9 @@
 
     python data/openwebtext/prepare.py output=FOLDER [tokenizer=tiktoken:gpt2] [max_documents=N] [path=FOLDER]
 
-Documents are streamed by the `datasets` library (pip install datasets) from the hub, or from the .parquet or
-.jsonl files in `path`; only the tokens are kept. tokenizer is sentencepiece (vocab_size pieces, trained on the first
-32M characters), byte, char, or any that gptlite preprocess accepts. validation_fraction=0.0005 of the documents, by
+Documents are streamed by the `datasets` library (pip install datasets) from the hub, or from the .parquet or .jsonl
+files in `path`; only the tokens are kept. tokenizer is sentencepiece (vocab_size pieces, trained on the first 32M
+characters), byte, char, or any that gptlite preprocess accepts. validation_fraction=0.0005 of the documents, chosen by
 their hash, are held out. The recipe tokenizes in one process. For all documents, use several, which can also resume:
 
     python data/openwebtext/prepare.py output=- > owt.jsonl

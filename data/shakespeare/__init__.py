@@ -1,1 +1,1 @@
-"""Shakespeare's plays."""
+"""Recipe of the corpus shakespeare: Shakespeare's plays."""

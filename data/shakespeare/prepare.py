@@ -62,14 +62,14 @@ def scenes(markdown: str) -> Iterator[str]:
 
 
 def render(speeches: list[tuple[str, list[str]]]) -> Iterator[str]:
-    """Yield one document, or none for a scene without speeches."""
+    """Yield the document of a scene, from (speaker, lines) pairs; nothing for a scene without speeches."""
     text = "".join(f"{name}:\n" + "\n".join(lines) + "\n\n" for name, lines in speeches if lines)
     if text:
         yield text
 
 
 def write(plays: dict[str, str], arguments: RecipeArguments) -> None:
-    """Split plays, Markdown by name, and tokenize them into the folder `output`."""
+    """Split `plays`, {name: Markdown}, into training and held-out plays, and tokenize them into `output`."""
     training = [scene for name, play in plays.items() if name not in HELD_OUT for scene in scenes(play)]
     held_out = [scene for name in HELD_OUT for scene in scenes(plays[name])]
     write_folder(arguments, training, held_out, "scenes")

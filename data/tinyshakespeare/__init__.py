@@ -1,1 +1,1 @@
-"""Tiny Shakespeare."""
+"""Recipe of the corpus tinyshakespeare: Tiny Shakespeare."""

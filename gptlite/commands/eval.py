@@ -3,10 +3,10 @@
 gptlite eval checkpoint=outputs/RUN [data=FILE_FOLDER_OR_PRESET] [samples=N] [micro_batch_size=16] \\
     [precision=auto]
 
-Without data, the run's own validation set is used. data is a text file or a folder of *.txt files, all of which is
-read with the run's tokenizer; or a prepared folder or data preset of train (data=mine is ./data/mine) that has the
-run's tokenizer, of which the validation set is read.
-samples selects that many sequences, evenly spread. The last line is JSON, for scripts.
+Without data, the run's own validation set is used. data is a text file or a folder of *.txt files, all of which is read
+with the run's tokenizer; or a prepared folder or data preset of train (data=mine is ./data/mine) that has the run's
+tokenizer, of which the validation set is read. samples selects that many sequences, evenly spaced. The last line is
+JSON, for scripts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Arguments:
-    """Command line arguments."""
+    """Command-line arguments."""
 
     checkpoint: str = "???"
     data: str | None = None
@@ -43,7 +43,7 @@ def main() -> NoReturn:
 
 
 def evaluate(arguments: Arguments) -> None:
-    """Print the result as a line of text and a line of JSON."""
+    """Evaluate the checkpoint; print the result as text, and in the last line as JSON."""
     if arguments.micro_batch_size < 1 or (arguments.samples is not None and arguments.samples < 1):
         raise ConfigError(f"micro_batch_size={arguments.micro_batch_size}, samples={arguments.samples}: at least 1")
     from gptlite.data.build import build_loader
@@ -71,7 +71,7 @@ def evaluate(arguments: Arguments) -> None:
 
 
 def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> PreparedData:
-    """Return the text to evaluate. Raises ConfigError for a missing source, or one with another tokenizer."""
+    """Return the data to evaluate on. Raises ConfigError for a missing source, or one with another tokenizer."""
     import numpy as np
 
     from gptlite.data.build import prepare
@@ -97,5 +97,5 @@ def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> Prepar
         section = replace(load(given).data, sequence_length=section.sequence_length)
     data = prepare(section, config.seed)
     if data.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise ConfigError(f"data={source or data.name} has another tokenizer than the checkpoint; give its text itself")
+        raise ConfigError(f"data={source or data.name} has another tokenizer than the checkpoint; give the text itself")
     return data

@@ -16,7 +16,7 @@ from gptlite.errors import ConfigError
 
 @dataclass
 class Arguments:
-    """Command line arguments."""
+    """Command-line arguments."""
 
     checkpoint: str = "???"
     prompt: str = "\n"
@@ -36,7 +36,7 @@ def main() -> NoReturn:
 
 
 def write_samples(arguments: Arguments) -> None:
-    """Print each sample as it is generated."""
+    """Generate the samples, and print their text as it arrives."""
     from gptlite.data.tokenizer import StreamDecoder
     from gptlite.models.sampling import Sampling
     from gptlite.run.restore import restore

@@ -10,7 +10,7 @@ SUBCOMMANDS = {name: Subcommand(f"gptlite.kernels.{module}") for name, module in
 HELP = """\
 Fused kernels on this machine. They are compiled automatically at first use; these commands build and check them.
 
-  build    compile them now, or report that they are compiled
+  build    compile them now, unless they are already compiled
   info     show compilers, cache, library, and the implementation of each op here
   test     compare every op with torch's in float64
   bench    compare every op's speed with torch's

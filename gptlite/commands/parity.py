@@ -2,7 +2,7 @@
 
 gptlite parity parallelism=tp2_pp2 parallelism.zero=3 [steps=5] [any KEY=VALUE of train]
 
-The first steps of the configured run are made on one process, then on the layout, whose ranks are started here: on
+The first steps of the configured run are taken by one process, then by the layout, whose ranks are started here: on
 GPUs, or as gloo processes on a CPU. One row per step has the differences of losses, gradient norms, gradients and
 updated values. The last line is the verdict, and names the first tensor that differs. The run folder is not written.
 
@@ -40,14 +40,14 @@ def main() -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Compare, and return the exit code. Raises ConfigError for what training would refuse, and for a layout of one
+    """Compare, and return the exit code. Raises ConfigError for an invalid configuration, and for a layout of one
     rank."""
     if {"-h", "--help"} & set(arguments):
         print(localized(__doc__ or "").strip())
         return 0
     steps, config = composed(arguments)
     if outer := starter():
-        raise ConfigError(f"this tool starts its own ranks: call it once, without {outer.name}")
+        raise ConfigError(f"this tool starts the ranks itself; run it once, without {outer.name}")
     import torch
 
     world = wanted_world(config.parallelism, gpus := torch.cuda.device_count())
@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
         raise ConfigError("the layout has only one rank; give one with several, e.g. parallelism=tp2")
     if gpus and world > gpus:
         raise ConfigError(
-            f"the layout has {world} ranks, and there are {gpus} GPUs; set CUDA_VISIBLE_DEVICES= for a CPU"
+            f"the layout has {world} ranks, but there are {gpus} GPUs; set CUDA_VISIBLE_DEVICES= to use the CPU"
         )
     from gptlite.launch.elastic import run_ranks
     from gptlite.parity.worker import save_reference
@@ -72,8 +72,8 @@ def run(arguments: list[str]) -> int:
 
 
 def composed(arguments: list[str]) -> tuple[int, Config]:
-    """Return the number of steps, and train's configuration of the other arguments, with cheap defaults for open
-    keys."""
+    """Return the number of steps, and train's configuration for the other arguments, with cheap data and fp32 by
+    default."""
     own = {key: value for key, _, value in (each.partition("=") for each in arguments) if key == "steps"}
     if not (steps := own.get("steps", "5")).isdigit() or steps == "0":
         raise ConfigError(f"steps={steps}: give a number, at least 1")
@@ -87,7 +87,7 @@ def composed(arguments: list[str]) -> tuple[int, Config]:
 
 
 def one_process(config: Config, steps: int) -> "tuple[Iterator[StepRecord], Iterator[StepRecord] | None]":
-    """Run the reference steps and, for 16-bit precision, those of the same run in fp32."""
+    """Return the records of the reference steps and, for 16-bit precision, those of the same run in fp32."""
     from gptlite.parallelism.config import ParallelismConfig
     from gptlite.parallelism.mesh import build_mesh
     from gptlite.parity.record import recorded

@@ -9,7 +9,7 @@ All valid layouts are compared; given keys of `parallelism` and data.micro_batch
 layout for each combination of degrees and ZeRO stage, with the overrides that train it. `out` is the folder for
 plan.png, timeline.png and plan.json, or largest.png. simulate=true runs the best layout's fullest rank with fake
 tensors, for its exact memory.
-Exit codes: 0 planned, 2 refused: if nothing fits, the error says by how much.
+Exit codes: 0 planned, 2 refused; if nothing fits, the error gives the missing memory.
 """
 
 import sys
@@ -28,7 +28,7 @@ from gptlite.invocation import localized
 
 @dataclass
 class Arguments:
-    """Command line arguments of the tool itself, in addition to train's."""
+    """Command-line arguments of plan, in addition to train's."""
 
     top: int = 10
     out: str = ""
@@ -62,8 +62,8 @@ def run(arguments: list[str]) -> int:
 
 
 def separated(schema: type[Any], arguments: list[str], *positive: str) -> tuple[Any, list[str]]:
-    """Split arguments into the tool's own, with the keys in `positive` checked to be above 0, and train's. Raises
-    ConfigError."""
+    """Split arguments into those of `schema`, parsed, and train's. Raises ConfigError if a key in `positive` is not
+    above 0."""
     own = [each for each in arguments if each.partition("=")[0] in schema.__dataclass_fields__]
     settings = parse_arguments(schema, own)
     for key in positive:
@@ -74,8 +74,7 @@ def separated(schema: type[Any], arguments: list[str], *positive: str) -> tuple[
 
 
 def planned_config(given: list[str]) -> Config:
-    """Return train's configuration for these arguments, with the layout left to the planner unless a preset is
-    given."""
+    """Return train's configuration for these arguments. Without a preset, the planner chooses the layout."""
     given = with_deepspeed(given)
     preset = any(each.partition("=")[0] in ("parallelism", "experiment") for each in given)
     config = load(given if preset else ["parallelism=auto", *given])
@@ -84,7 +83,7 @@ def planned_config(given: list[str]) -> Config:
 
 
 def plan(own: Arguments, config: Config) -> None:
-    """Print the table, and write the plots if requested."""
+    """Print the plan as a table, and write its files if `out` is set."""
     from gptlite.plan import report as show
     from gptlite.plan.largest import largest_models
     from gptlite.plan.planning import make_plan
@@ -104,7 +103,7 @@ def plan(own: Arguments, config: Config) -> None:
 
 
 def calibrate(own: Arguments) -> None:
-    """Measure this machine and write the calibration file."""
+    """Measure this machine, and write the calibration file that cluster=local reads."""
     from gptlite.plan.calibrate import calibrate as measure
     from gptlite.plan.local import CALIBRATION, write_calibration
 

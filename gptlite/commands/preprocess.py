@@ -36,12 +36,12 @@ CANNOT_GO_ON = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEX
 
 @dataclass
 class Arguments:
-    """Command line arguments."""
+    """Command-line arguments."""
 
     input: str = "???"
     tokenizer: str = "???"
     output: str = "???"
-    workers: int | None = None  # null: one a core
+    workers: int | None = None  # null: one per core
     format: str = "auto"
     field: str = "text"
     separator: str = ""

@@ -33,7 +33,7 @@ EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 @hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")
 def run(raw: DictConfig) -> float | None:
-    """Run one job, of a single run or, under --multirun, of a sweep. In a sweep, return its loss."""
+    """Run one job: a single run or, with --multirun, a cell of a sweep, whose loss is returned."""
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         if code := guarded(refuse_sweep):  # an experiment preset may be a sweep, which `command` does not detect
             sys.exit(code)
@@ -44,7 +44,7 @@ def run(raw: DictConfig) -> float | None:
 
 
 def train(raw: DictConfig) -> int:
-    """Check and launch a composed configuration; returns its exit code."""
+    """Check and launch a composed configuration. Return the exit code."""
     started = time.monotonic()
     config = typed(raw)
     config.run.overrides = list(HydraConfig.get().overrides.task)
@@ -75,7 +75,7 @@ def command() -> int:
         presets = any(re.match(r"\+?sweep=", each) for each in overrides) and not SHOWING & set(flags)
         if {"-m", "--multirun"} & set(flags) and (shown := SHOWING & set(flags)):
             raise ConfigError(
-                f"{min(shown)} shows one configuration, and -m has many; leave out -m, give one value a key"
+                f"{min(shown)} shows one configuration, but -m has many; leave out -m, and give one value per key"
             )
         if {"-m", "--multirun"} & set(flags) or presets:
             return sweep(flags, overrides)
@@ -88,7 +88,7 @@ def command() -> int:
 
 
 def sweep(flags: list[str], overrides: list[str]) -> int:
-    """Run a new sweep, or the remaining jobs of the one in its folder; returns its exit code."""
+    """Run a new sweep, or the remaining jobs of the one in its folder. Return the exit code."""
     from gptlite.sweep.begin import sweep_overrides
 
     refuse_sweep()
@@ -100,7 +100,7 @@ def sweep(flags: list[str], overrides: list[str]) -> int:
 
 
 def completions() -> int:
-    """Answer the shell's tab completion: Hydra's answer without the schemas that presets start from."""
+    """Print Hydra's tab completions, without the schemas that presets start from. Return 0."""
     with contextlib.redirect_stdout(io.StringIO()) as answer:
         jobs()
     print(re.sub(r"\S+_schema( |$)", "", answer.getvalue(), flags=re.MULTILINE), end="")
@@ -114,7 +114,7 @@ def print_once(text: str) -> None:
 
 
 def jobs() -> int:
-    """Pass the command line to Hydra; returns the exit code."""
+    """Pass the command line to Hydra, which calls `run` for each job. Return the exit code."""
     try:
         run()
     except SystemExit as ended:

@@ -1,4 +1,4 @@
-"""Train a tokenizer on a corpus, or write one as a folder that transformers reads.
+"""Train a tokenizer on a corpus, or export one to a folder that transformers reads.
 
 gptlite train-tokenizer input='corpus/*.jsonl.zst' output=FOLDER [vocab_size=32000] [kind=sentencepiece]
     [sample_mb=64] [validation_fraction=0.005] [format=auto] [field=text] [separator=] [overwrite=false] [export=FOLDER]
@@ -6,7 +6,7 @@ gptlite train-tokenizer tokenizer=FOLDER export=FOLDER
 
 input, format, field and separator are as in gptlite preprocess; give both the same validation_fraction, so that
 held-out text is not used for training. A corpus above sample_mb megabytes is sampled. kind is sentencepiece (a
-byte-fallback BPE) or char. `output` can be given there as tokenizer=. `export` is a folder for tokenizer.json and
+byte-fallback BPE) or char. Give `output` to preprocess as tokenizer=. `export` is a folder for tokenizer.json and
 tokenizer_config.json, which transformers.AutoTokenizer.from_pretrained reads, with the same ids for every text.
 Exit codes: 0 done, 2 refused, 130 stopped.
 """
@@ -23,7 +23,7 @@ from gptlite.progress import log
 
 @dataclass
 class Arguments:
-    """Command line arguments."""
+    """Command-line arguments."""
 
     input: str | None = None
     output: str | None = None
@@ -46,7 +46,7 @@ def main() -> NoReturn:
 
 
 def train_or_export(arguments: Arguments) -> None:
-    """Train a tokenizer, export one, or both."""
+    """Train a tokenizer or load the one given, and export it if requested."""
     from gptlite.data.export_tokenizer import export_tokenizer
     from gptlite.data.find_tokenizer import find_tokenizer
 
@@ -54,10 +54,10 @@ def train_or_export(arguments: Arguments) -> None:
     if (arguments.input is None) == (arguments.tokenizer is None):
         raise ConfigError("give either input=... to train on, or tokenizer=... to export")
     if export is not None and export.exists():
-        raise ConfigError(f"export={export} exists; nothing is overwritten, give a new folder")
+        raise ConfigError(f"export={export} exists; give a new folder")
     if arguments.tokenizer is not None:
         if export is None:
-            raise ConfigError("tokenizer=... is for export=FOLDER, which is not set")
+            raise ConfigError("tokenizer=... needs export=FOLDER, which is not set")
         tokenizer = find_tokenizer(arguments.tokenizer)
     else:
         if output is None:
@@ -70,7 +70,7 @@ def train_or_export(arguments: Arguments) -> None:
 
 
 def train(arguments: Arguments, output: Path):
-    """Train a tokenizer and save it as `output`."""
+    """Train a tokenizer and save it as `output`, replacing an older one only with overwrite=true."""
     from gptlite.data.tokenizer import DEFINITION
     from gptlite.files import sync_folder, sync_tree
     from gptlite.preprocess.settings import make_settings

@@ -1,11 +1,11 @@
-"""Find the fastest layout by measurement: the planner's best few train for some steps, and the best becomes a preset.
+"""Find the fastest layout by measurement: the plan's best k train for some steps, and the fastest becomes a preset.
 
 gptlite tune [KEY=VALUE of train] [k=5] [steps=10] [name=tuned] [out=presets] [minutes=10] [overwrite=false]
 
 k: number of layouts, which differ in degrees or ZeRO stage; steps: per layout; minutes: time limit per layout. The
-preset is OUT/parallelism/NAME.yaml, used as `gptlite train --config-dir OUT parallelism=NAME`. The measurements are
-in OUT/parallelism/NAME.json. If none of the k layouts runs, the plan's next ones are tried, and finally the one that
-needs least memory. Exit codes: 0 a preset was measured; 1 nothing ran, and the preset is only an estimate; 2 refused.
+preset is OUT/parallelism/NAME.yaml, used as `gptlite train --config-dir OUT parallelism=NAME`. The measurements are in
+OUT/parallelism/NAME.json. If none of the k layouts runs, the plan's next ones are tried, and finally the one that needs
+the least memory. Exit codes: 0 a preset was measured; 1 nothing ran, and the preset is only an estimate; 2 refused.
 """
 
 import sys
@@ -21,7 +21,7 @@ from gptlite.invocation import localized
 
 @dataclass
 class Arguments:
-    """Command line arguments of the tool itself, in addition to train's."""
+    """Command-line arguments of tune, in addition to train's."""
 
     k: int = 5
     steps: int = 10
@@ -37,13 +37,13 @@ def main() -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Plan, measure and write the preset; returns the exit code. Raises ConfigError before anything runs."""
+    """Plan, measure and write the preset. Return the exit code. Raises ConfigError before anything runs."""
     if {"-h", "--help"} & set(arguments):
         print(localized(__doc__ or "").strip())
         return 0
     settings, given = separated(Arguments, arguments, "k", "steps", "minutes")
     if not settings.name.replace("-", "").replace("_", "").isalnum():
-        raise ConfigError(f"name={settings.name}: a preset's name is letters, digits, - and _")
+        raise ConfigError(f"name={settings.name}: a preset's name may have letters, digits, - and _")
     preset = Path(settings.out).expanduser() / "parallelism" / f"{settings.name}.yaml"
     if preset.exists() and not settings.overwrite:
         raise ConfigError(f"{preset} exists; give another name=, or overwrite=true")

@@ -49,7 +49,7 @@ BOUNDS: list[tuple[str, str, float, float, str]] = [
     ("", "seed", 0, 2**32 - 1, "must be at least 0 and below 2**32"),
     ("cluster.", "nodes devices_per_node", 1, math.inf, AT_LEAST_1),
     ("parallelism.", "virtual_stages bucket_layers offload_buffer_mib", 1, math.inf, AT_LEAST_1),
-    ("parallelism.", "zero", 0, 3, "is no stage of ZeRO; use 0, 1, 2 or 3"),
+    ("parallelism.", "zero", 0, 3, "is not a ZeRO stage; use 0, 1, 2 or 3"),
     ("parallelism.", "prefetch", 0, math.inf, "must not be negative; 0 gathers nothing ahead"),
     ("parallelism.", "timeout_seconds", SOME, 1_000_000, "must be above 0 and at most 1,000,000"),  # eleven days
     ("trainer.", "max_steps stop_step log_interval eval_samples spike.patience", 1, math.inf, AT_LEAST_1),
@@ -57,7 +57,7 @@ BOUNDS: list[tuple[str, str, float, float, str]] = [
     ("trainer.", "spike.threshold spike.rise spike.margin spike.max_rewinds", 0, math.inf, "must be at least 0"),
     ("trainer.", "eval_interval sample_tokens max_restarts replica_check_interval", 0, math.inf, OFF_AT_0),
     ("trainer.", "max_time", SOME, FINITE, "must be above 0: it is in minutes"),
-    ("trainer.", "host_memory_limit", SOME, FINITE, "must be above 0: it is in GiB a rank; null: no limit"),
+    ("trainer.", "host_memory_limit", SOME, FINITE, "must be above 0: it is in GiB per rank; null: no limit"),
     ("checkpoint.", "interval", 0, math.inf, "must not be negative; 0 saves only at the end"),
     ("checkpoint.", "keep", 0, math.inf, "must not be negative; 0 keeps all"),
     ("checkpoint.", "keep_every", 0, math.inf, OFF_AT_0),
@@ -81,7 +81,7 @@ def check(config: Config) -> None:
 
 
 def check_layout(config: Config) -> None:
-    """Check what depends on `parallelism` and on the micro-batch. Raises ConfigError."""
+    """Check the settings that depend on the layout and on the micro-batch size. Raises ConfigError."""
     layout = config.parallelism
     _parallelism(config)
     _batch(config)
@@ -91,8 +91,8 @@ def check_layout(config: Config) -> None:
 
 
 def check_world(config: Config, world: int) -> Layout:
-    """Return the layout of a run on that many ranks. Raises ConfigError, one line, if the degrees or batch sizes do not
-    divide."""
+    """Return the layout of a run on `world` ranks. Raises ConfigError, one line, if the degrees do not divide it, or
+    the batch sizes do not fit it."""
     layout = resolve(config.parallelism, world)
     if problem := _batch_problem(config, layout.data_size):
         raise ConfigError(problem)
@@ -150,13 +150,13 @@ def _parallelism(config: Config) -> None:
 
 
 def _offload(config: Config) -> None:
-    """Check the offload settings. The ranks' machine checks the folder and its space:
-    gptlite/launch/offload_space.py."""
+    """Check the offload settings. The folder and its space are checked later, on the ranks' machine
+    (gptlite/launch/offload_space.py)."""
     offload, path = config.parallelism.offload, config.parallelism.offload_path
     if offload is not Offload.nvme:
         if path is not None:
             raise ConfigError(
-                f"parallelism.offload_path={path} is for parallelism.offload=nvme, and it is {offload.value}; "
+                f"parallelism.offload_path={path} is only for parallelism.offload=nvme, not {offload.value}; "
                 f"leave it out, or use parallelism.offload=nvme"
             )
         return
@@ -166,7 +166,7 @@ def _offload(config: Config) -> None:
         )
     if not config.optimizer.elementwise:
         raise ConfigError(
-            f"parallelism.offload=nvme steps pieces of parameters by themselves, which optimizer="
+            f"parallelism.offload=nvme updates pieces of parameters separately, which optimizer="
             f"{optimizer_name(type(config.optimizer))} does not allow; use parallelism.offload=cpu, or "
             f"{elementwise_optimizers()}"
         )
@@ -178,7 +178,7 @@ def _context(config: Config) -> None:
         return
     spec = spec_of(config.model)
     if not spec.takes_context(config.model):
-        raise ConfigError(_no_axis(config, "context", "has no attention that shares a sequence"))
+        raise ConfigError(_no_axis(config, "context", "does not support attention over a sharded sequence"))
     if length % (2 * ranks) == 0:
         return
     longest = spec.max_length(config.model) or math.inf
@@ -204,7 +204,7 @@ def _tensor(config: Config) -> None:
     if sequence and tensor == 1:
         others = f", or parallelism.tensor={listed(degrees[1:], 'or')}" if degrees[1:] else ""
         raise ConfigError(
-            f"parallelism.sequence=true cuts sequences over tensor-parallel ranks, and parallelism.tensor=1; "
+            f"parallelism.sequence=true splits sequences over tensor-parallel ranks, but parallelism.tensor=1; "
             f"use parallelism.sequence=false{others}"
         )
     cut = dict(sizes)
@@ -216,7 +216,7 @@ def _tensor(config: Config) -> None:
             value = f"={config.parallelism.context} = {size}" if "/" in key else f"={size}"
             raise ConfigError(f"{key}{value} is not divisible by parallelism.tensor={tensor}; try {listed(degrees)}")
     if (rows := spec.table_rows(config.model)) is not None and tensor > rows:
-        raise ConfigError(f"parallelism.tensor={tensor} is more than the vocabulary's {rows} rows; use {rows} at most")
+        raise ConfigError(f"parallelism.tensor={tensor} is more than the vocabulary's {rows} rows; use at most {rows}")
 
 
 def _no_axis(config: Config, axis: str, why: str) -> str:
@@ -230,13 +230,13 @@ def _fp8(config: Config) -> None:
     if config.precision.dtype is not Precision.fp8:
         return
     if (sizes := spec.product_sizes(config.model)) is None:
-        raise ConfigError(f"precision=fp8: the {spec.name} model has no products in fp8; use precision=bf16")
+        raise ConfigError(f"precision=fp8: the {spec.name} model has no fp8 matrix products; use precision=bf16")
     for key, size in sizes.items():
         if size % (FP8_MULTIPLE * tensor):
             by = f" x parallelism.tensor={tensor}" if tensor > 1 else ""
             raise ConfigError(
-                f"{key}={size} is not divisible by {FP8_MULTIPLE}{by}, as precision=fp8 needs the sides of a product "
-                f"to be; use precision=bf16, or {key}={-(-size // (FP8_MULTIPLE * tensor)) * FP8_MULTIPLE * tensor}"
+                f"{key}={size} is not divisible by {FP8_MULTIPLE}{by}, which precision=fp8 needs of the dimensions of "
+                f"a product; use precision=bf16, or {key}={-(-size // (FP8_MULTIPLE * tensor)) * FP8_MULTIPLE * tensor}"
             )
 
 
@@ -246,15 +246,15 @@ def _master_weights(config: Config) -> None:
     key, layout = "precision.master_weights=false", config.parallelism
     if not config.optimizer.elementwise:
         raise ConfigError(
-            f"{key} steps parameters one at a time in fp32, which optimizer={optimizer_name(type(config.optimizer))} "
+            f"{key} updates parameters one at a time in fp32, which optimizer={optimizer_name(type(config.optimizer))} "
             f"does not allow; use precision=bf16, or {elementwise_optimizers()}"
         )
     if layout.offload is Offload.nvme:
-        raise ConfigError(f"{key} cannot step pieces from files, as parallelism.offload=nvme does; use precision=bf16, "
-                          f"or parallelism.offload=cpu")  # fmt: skip
+        raise ConfigError(f"{key} cannot update pieces from files, as parallelism.offload=nvme does; use "
+                          f"precision=bf16, or parallelism.offload=cpu")  # fmt: skip
     if layout.pipeline > 1 and rule(layout).splits_backward:
         raise ConfigError(
-            f"{key} would add up gradients in bf16 where the backward pass is split, as parallelism.schedule="
+            f"{key} would accumulate gradients in bf16 where the backward pass is split, as parallelism.schedule="
             f"{layout.schedule} does; use precision=bf16, or parallelism.schedule=interleaved_1f1b or 1f1b"
         )
 
@@ -273,7 +273,7 @@ def _pipeline(config: Config) -> None:
     its, ranks, virtual = rule(layout), layout.pipeline, layout.virtual_stages
     if its.fixed and virtual not in (None, its.virtual):
         raise ConfigError(
-            f"parallelism.virtual_stages={virtual}: parallelism.schedule={layout.schedule} has {its.virtual} a rank; "
+            f"parallelism.virtual_stages={virtual}: parallelism.schedule={layout.schedule} has {its.virtual} per rank; "
             f"use parallelism.virtual_stages={its.virtual}, or parallelism.schedule=interleaved_1f1b or zero_bubble"
         )
     each, stages = stages_per_rank(layout), num_stages(layout)
@@ -285,7 +285,7 @@ def _pipeline(config: Config) -> None:
         if key.startswith("model."):
             tries.append(f"{key}={stages}")
         raise ConfigError(
-            f"parallelism.pipeline={ranks} x {each} stages a rank = {stages} stages, but {key}={layers} and "
+            f"parallelism.pipeline={ranks} x {each} stages per rank = {stages} stages, but {key}={layers} and "
             f"each holds one or more{'; try ' * bool(tries)}{', or '.join(tries)}"
         )
     if config.trainer.compile and ranks > 1 and its.splits_backward:
@@ -298,7 +298,7 @@ def _pipeline(config: Config) -> None:
 def _batch(config: Config) -> None:
     data, layout = config.data, config.parallelism
     if (tokens := data.global_batch_size * data.sequence_length) > MAX_STEP_TOKENS:
-        raise ConfigError(f"data.global_batch_size={data.global_batch_size} is {tokens:,} tokens a step; lower it")
+        raise ConfigError(f"data.global_batch_size={data.global_batch_size} is {tokens:,} tokens per step; lower it")
     if layout.data is not None:
         check_world(config, wanted_world(layout, gpus=0))
         return
@@ -310,7 +310,7 @@ def _batch(config: Config) -> None:
 
 
 def _batch_problem(config: Config, data_size: int) -> str:
-    """Return the reason, with the equation, why the batch cannot be split over that many data-parallel ranks; empty if
+    """Return the reason why the batch cannot be split over `data_size` data-parallel ranks, with the equation; empty if
     it can."""
     batch, micro, layout = config.data.global_batch_size, config.data.micro_batch_size, config.parallelism
 
@@ -322,7 +322,7 @@ def _batch_problem(config: Config, data_size: int) -> str:
     step = (micro or 1) * data_size
     if batch % step:
         size = "data.micro_batch_size" + ("" if micro is None else f"={micro}")
-        problem = f"{size} x accumulation x data={data_size} has no whole number for accumulation"
+        problem = f"{size} x accumulation x data={data_size} has no integer solution for accumulation"
     else:
         count = batch // step
         problem = f"data.micro_batch_size={micro or 1} x accumulation={count} x data={data_size}: "
@@ -334,8 +334,8 @@ def _batch_problem(config: Config, data_size: int) -> str:
 
 
 def _ramp_problem(config: Config, data_size: int) -> str:
-    """Check the intermediate sizes of the batch ramp in the same way, given that data.global_batch_size itself is
-    valid."""
+    """Return the reason why a size in the batch ramp cannot be split over the data-parallel ranks; empty if all can.
+    data.global_batch_size itself must be valid."""
     data, layout, micro = config.data, config.parallelism, config.data.micro_batch_size or 1
     sizes = batch_schedule(data.global_batch_size, data.batch_ramp).sizes()
     if data.micro_batch_size is None and largest_micro_batch(layout, sizes, data_size):
@@ -355,7 +355,7 @@ def _ramp_problem(config: Config, data_size: int) -> str:
 
 
 def _nearest(value: int, step: int, fits: Callable[[int], bool]) -> list[int]:
-    """The multiples of `step` nearest to `value` that fit, below and above."""
+    """Return the multiples of `step` nearest to `value`, below and above, for which `fits` is true."""
     below = next((n for n in range(value // step * step, 0, -step) if fits(n)), None)
     above = next(n for n in itertools.count(value // step * step + step, step) if fits(n))
     return [above] if below is None else [below, above]
@@ -370,7 +370,7 @@ def _trainer(config: Config) -> None:
         raise ConfigError(f"trainer.profile_steps={steps} begins after trainer.max_steps={trainer.max_steps}")
     if trainer.host_memory_limit is not None and sys.platform != "linux":
         raise ConfigError(
-            f"trainer.host_memory_limit={trainer.host_memory_limit:g}: only Linux has such limits; leave it out"
+            f"trainer.host_memory_limit={trainer.host_memory_limit:g}: this limit needs Linux; leave it out"
         )
 
 
@@ -380,11 +380,11 @@ def _spike(config: Config) -> None:
     if spike.policy == "none":
         return
     if not config.checkpoint.interval:
-        raise ConfigError("trainer.spike.policy=skip goes back to checkpoints, and checkpoint.interval=0 saves none; "
+        raise ConfigError("trainer.spike.policy=skip rewinds to checkpoints, but checkpoint.interval=0 saves none; "
                           "give one, e.g. checkpoint.interval=250")  # fmt: skip
     if config.checkpoint.keep == 1:
-        raise ConfigError("trainer.spike.policy=skip with checkpoint.keep=1: the one kept may be from within a spike; "
-                          "use checkpoint.keep=2 or more, or 0 for all")  # fmt: skip
+        raise ConfigError("trainer.spike.policy=skip with checkpoint.keep=1: the only one kept may be from within a "
+                          "spike; use checkpoint.keep=2 or more, or 0 for all")  # fmt: skip
 
 
 def _ops(config: Config) -> None:
@@ -393,7 +393,7 @@ def _ops(config: Config) -> None:
     if reason := apex.why_not(apex.LAYER_NORM):
         raise ConfigError(f"ops.layer_norm=apex: {reason}, or use ops.layer_norm=auto")
     if not spec_of(config.model).norms_have_biases(config.model):
-        raise ConfigError("ops.layer_norm=apex has biases, and model.bias=false; use ops.layer_norm=auto")
+        raise ConfigError("ops.layer_norm=apex always has biases, but model.bias=false; use ops.layer_norm=auto")
 
 
 def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:

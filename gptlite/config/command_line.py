@@ -52,7 +52,7 @@ def pipe_closed() -> int:
 
 @dataclass(frozen=True)
 class Subcommand:
-    """Subcommand: its module, dotted, and the paths it takes. With `more`, the last path can be repeated."""
+    """Subcommand: dotted name of its module, and the paths it takes. With `more`, the last path can be repeated."""
 
     module: str
     paths: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Subcommand:
 
     @property
     def usage(self) -> str:
-        """Return `A B`, `PATH ...` or `no paths`."""
+        """Paths in words: `A B`, `PATH ...` or `no paths`."""
         return (" ".join(self.paths) or "no paths") + " ..." * self.more
 
 
@@ -105,7 +105,7 @@ def separate(name: str, wanted: Subcommand, arguments: list[str], keys: list[str
 
 
 def parse_arguments(schema: type[T], arguments: list[str]) -> T:
-    """Parse a tool's `key=value` command line into a dataclass. Raises ConfigError."""
+    """Parse `key=value` arguments into a dataclass. Raises ConfigError for an unknown, invalid or missing key."""
     config = OmegaConf.structured(schema)
     fields = {item.name: item for item in dataclasses.fields(schema)}  # type: ignore[arg-type]
     for argument in arguments:

@@ -82,7 +82,7 @@ The configuration (KEY=VALUE):
 
 
 def help_text(overrides: list[str]) -> str:
-    """Text of --help. Hydra's own takes three times as long to list the groups, and includes the schemas."""
+    """Return the text of --help. Hydra's own takes three times as long, and lists the schemas among the presets."""
     folders = sorted(folder for folder in CONF_DIR.iterdir() if any(folder.glob("*.yaml")))
     presets = [f"  {folder.name}: {', '.join(presets_of(folder.name))}" for folder in folders]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
@@ -107,8 +107,8 @@ def typed(config: DictConfig) -> Config:
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:
-    """Return the configuration with `model.vocab_size` set. Raises ConfigError if the model's is below the
-    tokenizer's."""
+    """Return the configuration with `model.vocab_size` set for a tokenizer of `vocab_size` ids. Raises ConfigError if
+    the model sets a smaller one."""
     spec = spec_of(config.model)
     config = dataclasses.replace(config, model=spec.with_vocabulary(config.model, vocab_size))
     size = spec.vocab_size(config.model)

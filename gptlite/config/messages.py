@@ -35,7 +35,7 @@ def explain(error: BaseException) -> str:
             return unknown_key(match[1])
     lacks, where = (re.search(pattern, text) for pattern in (r"key 'model\.(\w+)' not found", r"full_key: (\S+)"))
     if lacks and where:
-        return f"{where[1]} would be the model's {lacks[1]}, and this model has none; give {where[1]}=..."
+        return f"{where[1]} defaults to model.{lacks[1]}, which this model does not have; give {where[1]}=..."
     for item in chain:
         if match := re.search(r"full_key: (\S+)", str(item)):
             return f"{match[1]}: {str(item).splitlines()[0]}"
@@ -47,7 +47,7 @@ def explain(error: BaseException) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Return the message for a key that no section has."""
+    """Return the message for a key that the configuration does not have."""
     if key == "sweep":
         return "sweep is not a section of a run; add its preset with +sweep=parallelism"
     keys = known_keys()
@@ -68,7 +68,7 @@ def _missing_preset(error: MissingConfigException) -> str:
         return str(error).splitlines()[0]
     if group.partition("/")[0] == "data" and (path := Path(f"{group}/{name}".removeprefix("data/"))).exists():
         key = "data=tokens" if (path / "train.idx").exists() else "data=text"
-        return f"data={path} is a path, and data= takes a preset: give {key} data.path={path}"
+        return f"data={path} is a path, but data= takes a preset; give {key} data.path={path}"
     if group == "hydra/launcher" and (plugin := name.partition("_")[0]) in ("joblib", "submitit"):
         hint = f"pip install hydra-{plugin}-launcher, or "
     missing = "does not exist" if group != "data" else f"is neither a preset nor a prepared folder ./data/{name}"

@@ -31,7 +31,7 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    """Parse the result of `to_yaml`. Raises ConfigError if it is damaged or of another version."""
+    """Parse the result of `to_yaml`. Raises ConfigError if it is damaged or from another version."""
     try:
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         assert isinstance(raw, dict)
@@ -44,7 +44,7 @@ def from_yaml(text: str) -> Config:
         result = OmegaConf.to_object(OmegaConf.merge(base, raw))
     except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AssertionError) as error:
         reason = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"a saved config.yaml is damaged or of another version of gptlite: {reason}") from error
+        raise ConfigError(f"a saved config.yaml is damaged or from another version of gptlite: {reason}") from error
     assert isinstance(result, Config)
     result.run.overrides = overrides
     return result
@@ -59,7 +59,7 @@ def read_saved(path: Path) -> Config:
 
 
 def saved_overrides(arguments: list[str]) -> list[str]:
-    """Return the overrides of the run in an existing `run.dir`, without the keys that `arguments` set.
+    """Return the overrides of the run in an existing `run.dir`, without keys in `arguments`; [] without one.
 
     With these, `gptlite train run.dir=outputs/mine` resumes that run with its own configuration.
     """

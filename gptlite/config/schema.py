@@ -33,7 +33,7 @@ PREPARED = "data"  # folder in which `data=NAME` looks for tokens if there is no
 
 
 def _presets() -> Path:
-    """Find conf/: beside this package in a checkout, inside it in an installed wheel."""
+    """Return the folder conf/: beside this package in a checkout, inside it in an installed wheel."""
     package = Path(gptlite.__file__).resolve().parent
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
@@ -117,7 +117,7 @@ def register() -> None:
 
 
 def prepared_folders() -> list[str]:
-    """Names of the folders ./data/NAME that hold tokens. Each is a preset data=NAME, unless one of that name exists."""
+    """Names of the folders ./data/NAME that hold tokens. Each is a preset data=NAME, unless conf/data has that name."""
     names = sorted(index.parent.name for index in Path(PREPARED).glob("*/train.idx"))
     return [name for name in names if not (CONF_DIR / "data" / f"{name}.yaml").exists()]
 
@@ -128,7 +128,7 @@ def choices(group: str) -> str:
 
 
 def presets_of(group: str) -> list[str]:
-    """Values of GROUP=...; for data, including the prepared folders."""
+    """Return the presets of a group, including prepared folders, models and optimizers defined without a file."""
     names = sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
     others = {
         "data": lambda: [*data_registry.SOURCES, *prepared_folders()],
@@ -139,13 +139,13 @@ def presets_of(group: str) -> list[str]:
 
 
 def schema_names(config: Config) -> dict[str, str]:
-    """Name of each section's schema, as presets use it."""
+    """Return {section: name of its schema}, with the names that presets use."""
     sections = {group: type(getattr(config, group)) for group in SCHEMAS}
     return {group: name for group, cls in sections.items() for name, c in SCHEMAS[group].items() if c is cls}
 
 
 def known_keys() -> list[str]:
-    """Every key that any preset can have, dotted."""
+    """Return every key that any preset can have, such as `model.dropout`."""
     return sorted(set(_keys(Config, "")))
 
 

@@ -20,10 +20,10 @@ def with_model(overrides: list[str], log: Log | None = None) -> list[str]:
 
 
 def model_overrides(overrides: list[str]) -> list[str]:
-    """Return `model.KEY=VALUE` of the checkpoint named by checkpoint.resume, for each key that `overrides` leave open.
+    """Return `model.KEY=VALUE` of the checkpoint named by checkpoint.resume, for each key not in `overrides`.
 
-    Empty without checkpoint.load=weights, and if a preset is given with model=, which is then compared with the
-    checkpoint. Also empty if the checkpoint does not exist, which the run itself refuses.
+    Empty without checkpoint.load=weights, or if `overrides` choose a preset model=, which the run compares with the
+    checkpoint. Also empty if the checkpoint cannot be read, for which the run raises an error.
     """
     given = {key.lstrip("+~"): value for key, _, value in (each.partition("=") for each in overrides)}
     resume = given.get("checkpoint.resume", "auto").strip("'\"")
@@ -40,7 +40,7 @@ def model_overrides(overrides: list[str]) -> list[str]:
 
 
 def refuse_larger_vocabulary(config: Config, vocab_size: int) -> None:
-    """Raise ConfigError if a run's data has more token ids than the weights that it starts from."""
+    """Raise ConfigError if the vocabulary of a run's data is larger than that of the weights it starts from."""
     size = spec_of(config.model).vocab_size(config.model)
     if config.checkpoint.load == "weights" and size is not None and size < vocab_size:
         raise ConfigError(too_few_ids(config.checkpoint.resume, size, vocab_size))
@@ -49,7 +49,7 @@ def refuse_larger_vocabulary(config: Config, vocab_size: int) -> None:
 def too_few_ids(checkpoint: str, size: int, vocab_size: int) -> str:
     """Return the message for weights whose embedding has too few rows for the data's ids, which no key can fix."""
     return (
-        f"checkpoint.resume={checkpoint} has a vocabulary of {size} ids and the data's tokenizer {vocab_size}: its "
-        f"weights cannot read this data; give data of the checkpoint's tokenizer, or leave checkpoint.resume and "
-        "checkpoint.load out to train new weights"
+        f"checkpoint.resume={checkpoint} has a vocabulary of {size} ids, fewer than the {vocab_size} of the data's "
+        f"tokenizer; give data prepared with the checkpoint's tokenizer, or leave out checkpoint.resume and "
+        "checkpoint.load to train new weights"
     )

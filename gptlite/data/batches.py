@@ -1,4 +1,4 @@
-"""Global batches: the size and the samples of each, as pure functions of the samples before it."""
+"""Global batches: the size and the samples of each, as pure functions of the sample at which it begins."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class BatchSchedule:
     skipped: tuple[Range, ...] = ()
 
     def sizes(self) -> list[int]:
-        """Every size that a global batch can have, smallest first."""
+        """Return every size that a global batch can have, smallest first."""
         return [size for _, size in self._levels]
 
     def size(self, position: int) -> int:
-        """Samples of the global batch that begins at `position`."""
+        """Number of samples in the global batch that begins at `position`."""
         return self._levels[self._next_level(self._first(position)) - 1][1]
 
     def samples(self, position: int) -> np.ndarray:
@@ -50,7 +50,7 @@ class BatchSchedule:
         return np.concatenate([np.arange(first, stop, dtype=np.int64) for first, stop in runs])
 
     def after(self, position: int, batches: int = 1) -> int:
-        """Return the position after `batches` batches from `position` on. Step s begins at after(0, s), from s = 0.
+        """Return the position after `batches` batches from `position` on. Step s, from 0, begins at after(0, s).
 
         The cost grows with the number of sizes and skipped ranges, not with the number of batches.
         """
@@ -78,13 +78,13 @@ class BatchSchedule:
 
     @cached_property
     def _levels(self) -> list[tuple[int, int]]:
-        """(position, size): each size with the first position it applies to. Integers, so that nothing is rounded."""
+        """Return (first position, size) for each size. Both are integers, so nothing is rounded."""
         start, increment, samples = self.ramp or (self.global_batch_size, 1, 0)
         sizes = range(start, self.global_batch_size + 1, increment)
         return [(-(-n * samples // max(len(sizes) - 1, 1)), size) for n, size in enumerate(sizes)]
 
     def _next_level(self, position: int) -> int:
-        """Index in `_levels` of the next size after the one at `position`."""
+        """Return the index in `_levels` of the size after the one at `position`."""
         return bisect_right(self._levels, position, key=itemgetter(0))
 
     def _first(self, position: int) -> int:
@@ -92,7 +92,7 @@ class BatchSchedule:
         return next((stop for first, stop in self.skipped if first <= position < stop), position)
 
     def _runs(self, position: int, count: int) -> Iterator[Range]:
-        """Yield ranges of `count` samples from `position` on, without the skipped ones."""
+        """Yield the ranges of the next `count` samples from `position` on that are not skipped."""
         position = self._first(position)
         for first, stop in self.skipped:
             if first < position:

@@ -1,10 +1,10 @@
-"""Blending of data sets: assigns each sample to a data set, in blocks of 65,536 that each keep the weights.
+"""Blending of data sets: assigns a data set to each sample, in blocks of 65,536 with the proportions of the blend.
 
 A block of B samples is assigned by systematic sampling (Madow and Madow 1944, On the Theory of Systematic Sampling).
-The weights are intervals side by side on a line of length B. Sampling points lie one unit apart, one for each sample,
-and a data set of weight w gets the points in its interval: floor(w B) or ceil(w B). The points of successive blocks
-are shifted by van der Corput's sequence (1935), so rounding errors do not add up over blocks. The number of samples
-of a data set before any block is a sum over the bits of the block number.
+The weights are adjacent intervals on a line of length B. Sampling points lie one unit apart, one for each sample, and a
+data set of weight w gets the points in its interval: floor(w B) or ceil(w B). The points of successive blocks are
+shifted by van der Corput's sequence (1935), so rounding errors do not add up over blocks. The number of samples of a
+data set before any block is a sum over the bits of the block number.
 
 Inside a block the samples are in a pseudo-random order (order.py).
 """
@@ -21,7 +21,7 @@ _UNIT = 1 << _UNIT_BITS
 
 
 class BlendPlan:
-    """Blend of data sets with the given weights, which need not sum to one. It is a pure function of its arguments."""
+    """Blend of data sets by weights, which need not sum to one. Results are pure functions of the arguments."""
 
     def __init__(self, weights: Sequence[float]):
         share = np.asarray(weights, dtype=np.float64)
@@ -30,7 +30,7 @@ class BlendPlan:
         self._edges[-1] = BLOCK * _UNIT  # exact, or the last set could lose a sample
 
     def before(self, block: int) -> np.ndarray:
-        """Samples of each data set in the blocks 0 to `block` - 1: int64[sets]."""
+        """Return the number of samples of each data set in the blocks 0 to `block` - 1: int64[sets]."""
         whole, rest = self._edges >> _UNIT_BITS, self._edges & (_UNIT - 1)
         teeth, first = whole * block, 0
         for bit in reversed(range(block.bit_length())):  # blocks [first, first + 2**bit) are shifted evenly
@@ -41,13 +41,13 @@ class BlendPlan:
         return np.diff(teeth)
 
     def counts(self, block: int) -> np.ndarray:
-        """Samples of each data set in one block: int64[sets]."""
+        """Return the number of samples of each data set in one block: int64[sets]."""
         return np.diff((self._edges >> _UNIT_BITS) + (_shift(block) < (self._edges & (_UNIT - 1))))
 
     def assign(self, block: int, seed: int, start: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the data set and the rank in that set of each sample in the block, both int64[BLOCK].
+        """Return each sample's data set, and the number of earlier samples of that set in the block: both int64[BLOCK].
 
-        The rank counts earlier samples of the same set in the block. `start` is the run's sample that begins block 0.
+        `start` is the number of the run's sample at which block 0 begins.
         """
         ends = np.cumsum(self.counts(block))
         # `start` is part of the key, so that each era has an order of its own.
@@ -60,5 +60,5 @@ class BlendPlan:
 
 
 def _shift(block: int) -> int:
-    """Van der Corput's sequence in units of 2**-32: the bits of the block number, reversed."""
+    """Return van der Corput's sequence in units of 2**-32: the bits of the block number, reversed."""
     return int(f"{block:0{_UNIT_BITS}b}"[::-1], 2)

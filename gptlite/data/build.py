@@ -38,10 +38,10 @@ def prepare(config: DataConfig, seed: int, log: Log = print, mesh: Mesh = ALONE)
     """Return the data of a run, from the cache or prepared now. `seed` only affects synthetic tokens.
 
     All ranks of `mesh` must call this. Rank 0 prepares the data while the others wait without a time limit; then all
-    ranks open the folder. On a machine that does not see the folder, its ranks prepare one of the same name.
+    ranks open the folder. A machine that cannot see that folder prepares its own copy under the same name.
 
-    Raises ConfigError for all that `check` refuses, text shorter than a sequence, a failed recipe, and damaged files.
-    A failure leaves no new prepared folder. An error on one rank is raised on all ranks.
+    Raises ConfigError for invalid settings, text shorter than a sequence, a failed recipe, and damaged files. A failure
+    leaves no new prepared folder. An error on one rank is raised on all ranks.
     """
     if isinstance(config, DatasetConfig):
         raise ConfigError("this data has samples, and text or tokens are needed here; give another data=...")
@@ -97,7 +97,7 @@ def _folder(config: DataConfig, log: Log) -> Path:
 
 
 def _opened(folder: Path, config: DataConfig, log: Log) -> PreparedData:
-    """Open the data in rank 0's `folder`. If this machine does not see the folder, prepare it here, once a machine."""
+    """Open the data in rank 0's `folder`. If the folder is not visible here, prepare it once per machine."""
     if not folder.is_dir():
         folder = _folder(config, log)
     return open_folder(folder, config.corpus if isinstance(config, CorpusConfig) else "text", config.sequence_length)
@@ -115,9 +115,9 @@ def build_loader(
     seed: int,
     parallelism: ParallelismConfig | None = None,
 ) -> Loader:
-    """Return the loader of this rank. `micro_batch_size: null` takes the largest that `parallelism`'s schedule can run.
+    """Return this rank's loader. `micro_batch_size: null` is the largest that the schedule of `parallelism` can run.
 
-    Raises ConfigError if the global batch is not a whole number of micro-batches on every rank.
+    Raises ConfigError if a global batch size is not divisible by the micro-batch size times the data-parallel ranks.
     """
     micro, schedule = config.micro_batch_size, batch_schedule(config.global_batch_size, config.batch_ramp)
     if micro is None:
@@ -154,7 +154,7 @@ def build_loader(
 
 
 def _positions(length: int, mesh: Mesh) -> np.ndarray | None:
-    """Positions of each sequence that this rank holds under context parallelism; None for all."""
+    """Return the positions of each sequence that this rank holds under context parallelism; None for all."""
     ranks = mesh.size(CONTEXT)
     if ranks == 1:
         return None
@@ -163,7 +163,7 @@ def _positions(length: int, mesh: Mesh) -> np.ndarray | None:
 
 
 def prepared_folder(config: TextConfig | CorpusConfig, log: Log) -> Path:
-    """Path at which `prepare` keeps the data, present or not. Raises ConfigError if the source cannot be read."""
+    """Return the path at which `prepare` keeps the data, made or not. Raises ConfigError for an unreadable source."""
     return cached_path(_cache(config), *_key(config, log))
 
 
@@ -172,7 +172,7 @@ def _cache(config: DataConfig) -> Path:
 
 
 def _key(config: TextConfig | CorpusConfig, log: Log) -> tuple[str, dict[str, str]]:
-    """Return the name of the prepared folder, and the cache key: every setting and source that decides its contents."""
+    """Return the name of the prepared folder, and the cache key: all settings and sources that determine its data."""
     common = {
         "version": _VERSION,
         "tokenizer": config.tokenizer,
@@ -203,7 +203,7 @@ def _prepare_text(config: TextConfig, key: dict[str, str], folder: Path, log: Lo
     write_split(folder / TRAIN, _documents(train), tokenizer, progress)
     write_split(folder / VALIDATION, _documents(held_out), tokenizer, progress)
     if text_digest(files, _cache(config), log) != key["text"]:
-        raise ConfigError(f"data.path={config.path} changed while it was read; start again when nothing writes it")
+        raise ConfigError(f"data.path={config.path} changed while it was read; start again once writing has ended")
 
 
 def _documents(spans: list[Span]) -> Iterable[Document]:

@@ -35,7 +35,7 @@ def cached_folder(root: Path, name: str, key: dict[str, str], make: Callable[[Pa
 
 
 def cached_path(root: Path, name: str, key: dict[str, str]) -> Path:
-    """Path at which `cached_folder` keeps the folder, present or not."""
+    """Return the path at which `cached_folder` keeps a folder, which may not exist yet."""
     return root / f"{name}-{hashlib.sha256(_text(key).encode()).hexdigest()[:16]}"
 
 
@@ -52,7 +52,7 @@ def _make(folder: Path, key: str, make: Callable[[Path], None]) -> None:
             (temporary / "key.json").write_text(key + "\n", encoding="utf-8")
     except OSError as error:
         full = error.errno in _FULL
-        fix = "free some space, or give another data.cache_dir" if full else "if that is in there, give another"
+        fix = ("free some space, or " if full else "if that path is in the cache, ") + "give another data.cache_dir"
         raise ConfigError(f"data could not be prepared in data.cache_dir={folder.parent}: {error}; {fix}") from error
 
 

@@ -18,7 +18,7 @@ TOKENIZERS = ("sentencepiece", "char", "byte")
 
 
 def check_settings(config: DataConfig) -> None:
-    """Raise ConfigError, naming the key and the fix, for settings from which no data can be prepared. Reads no text."""
+    """Raise ConfigError, naming the key and the fix, for invalid data settings. No text is read."""
     for key in ("global_batch_size", "micro_batch_size", "sequence_length"):
         if (value := getattr(config, key)) is not None and value < 1:
             raise ConfigError(f"data.{key}={value} must be at least 1")
@@ -44,8 +44,8 @@ def check_settings(config: DataConfig) -> None:
                 raise ConfigError(f"data.vocab_size={config.vocab_size} must be at least 2")
             if config.num_tokens <= config.sequence_length:
                 raise ConfigError(
-                    f"data.num_tokens={config.num_tokens} is less than one sequence; "
-                    f"take more than data.sequence_length={config.sequence_length}"
+                    f"data.num_tokens={config.num_tokens} is too few for one sequence; "
+                    f"give more than data.sequence_length={config.sequence_length}"
                 )
         case DatasetConfig():
             source_of(config)
@@ -71,7 +71,7 @@ def check_tokens(config: TokensConfig) -> None:
             f"data.path is not set; give a prepared folder ({command('preprocess')}), or data.blend={{...}}"
         )
     if config.blend is not None and (not isinstance(config.blend, dict) or not config.blend):
-        raise ConfigError(f"data.blend={config.blend} is no mix; give {{data/a: 0.7, data/b: 0.3}}")
+        raise ConfigError(f"data.blend={config.blend} has no weights; give {{data/a: 0.7, data/b: 0.3}}")
     for folder, weight in (config.blend or {}).items():
         # A bool is an int. The upper limit refuses infinity and NaN, which YAML allows.
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= sys.float_info.max:
@@ -86,7 +86,7 @@ def check_tokens(config: TokensConfig) -> None:
 
 
 def prepared_beside(folder: str) -> Iterable[str]:
-    """Prepared folders in the parent of `folder`, which itself may be absent."""
+    """Return the prepared folders in the parent of `folder`. `folder` itself may not exist."""
     parent = Path(folder).expanduser().parent
     return sorted(str(Path(folder).parent / index.parent.name) for index in parent.glob("*/train.idx"))
 
@@ -94,13 +94,13 @@ def prepared_beside(folder: str) -> Iterable[str]:
 def check_tokenizer(kind: str, vocab_size: int) -> None:
     """Raise ConfigError for an unknown tokenizer, or a SentencePiece vocabulary size below 1."""
     if kind not in TOKENIZERS:
-        raise ConfigError(f"data.tokenizer={kind} is none of {', '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}")
+        raise ConfigError(f"data.tokenizer={kind} is not {' or '.join(TOKENIZERS)}{did_you_mean(kind, TOKENIZERS)}")
     if kind == "sentencepiece" and vocab_size < 1:
         raise ConfigError(f"data.vocab_size={vocab_size} must be at least 1; 4096 suits a few megabytes of text")
 
 
 def find_recipe(corpus: str) -> Path:
-    """Return a corpus's prepare.py from the installed package or the checkout. Raises ConfigError if there is none."""
+    """Return a corpus's prepare.py in the installed package or the checkout. Raises ConfigError if there is none."""
     roots = [Path(gptlite.__file__).parents[1] / "data"]
     if (spec := importlib.util.find_spec("gptlite.recipes")) and spec.submodule_search_locations:
         roots = [Path(location) for location in spec.submodule_search_locations] + roots
@@ -109,5 +109,5 @@ def find_recipe(corpus: str) -> Path:
     if corpus not in recipes:
         known = ", ".join(sorted(recipes)) or "none"
         hint = did_you_mean(corpus, recipes)
-        raise ConfigError(f"data.corpus={corpus} has no recipe data/{corpus}/prepare.py; there is: {known}{hint}")
+        raise ConfigError(f"data.corpus={corpus} has no recipe data/{corpus}/prepare.py; the recipes are {known}{hint}")
     return recipes[corpus]

@@ -18,7 +18,7 @@ class Packing(Enum):
 
 @dataclass
 class DataConfig:
-    """Batch shape, common to every corpus. Sizes are in sequences of `sequence_length` tokens."""
+    """Settings common to all data sources. Batch sizes count sequences of `sequence_length` tokens."""
 
     global_batch_size: int = 16
     micro_batch_size: int | None = None  # null: the largest up to 16 that the layout can run
@@ -96,7 +96,7 @@ class DatasetConfig(DataConfig):
 
 @dataclass
 class SyntheticConfig(DataConfig):
-    """Random tokens from a fixed seed, for benchmarks. Nothing is downloaded, and there is nothing to learn."""
+    """Random tokens drawn with the run's seed, for benchmarks. Nothing is downloaded, and there is nothing to learn."""
 
     vocab_size: int = 50257
     num_tokens: int = 10_000_000

@@ -1,4 +1,4 @@
-"""Prepared folders, which every run reads: tokenizer/, train.bin/.idx and val.bin/.idx. Writes and opens them."""
+"""Writing and opening of prepared folders, which runs read: tokenizer/, train.bin/.idx and val.bin/.idx."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -29,8 +29,9 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a tokenizer for a corpus. SentencePiece is trained on the training documents only.
 
-    The alphabet of `char` comes from both splits, as is usual: a character without an id could not be evaluated.
-    Each call of `training` or `held_out` starts a new pass over the documents. Raises ConfigError.
+    The alphabet of `char` comes from both splits, as is usual: a character without an id could not be evaluated. Each
+    call of `training` or `held_out` starts a new pass over the documents. Raises ConfigError for an unknown `kind` or
+    an invalid `vocab_size`.
     """
     check_tokenizer(kind, vocab_size)
     match kind:
@@ -53,12 +54,12 @@ def train_tokenizer(
 
 
 def document_hash(data: bytes | memoryview = b"") -> "hashlib.blake2b":
-    """Return the hash object of a document; `update` adds more of its text."""
+    """Return the hash object of a document that begins with `data`. Its `update` adds more."""
     return hashlib.blake2b(data, digest_size=_DIGEST)
 
 
 def is_held_out(digest: bytes, fraction: float) -> bool:
-    """Return True if the document of this hash belongs to the validation split. Equal documents get the same split."""
+    """Return True if the document with this hash is among the held-out `fraction`. Equal documents share a split."""
     return int.from_bytes(digest, "big") < fraction * 2.0 ** (8 * _DIGEST)
 
 
@@ -80,7 +81,7 @@ def split_writers(
 
 
 def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenizer, progress: Progress) -> None:
-    """Tokenize documents into PREFIX.bin, .idx and .meta.json, each ended by `eod`. `progress` counts bytes."""
+    """Tokenize documents, each ended by `eod`, into PREFIX.bin, .idx and .meta.json. `progress` counts bytes."""
     with IndexedWriter(prefix, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod) as writer:
         for document in documents:
             for block in document:
@@ -91,15 +92,15 @@ def write_split(prefix: Path, documents: Iterable[Document], tokenizer: Tokenize
 
 
 def open_split(folder: Path, split: str, tokenizer: Tokenizer) -> IndexedDataset:
-    """Open one split of a prepared folder. Raises ConfigError if it is damaged or written by another tokenizer."""
+    """Open one split of a prepared folder. Raises ConfigError if it is damaged or written with another tokenizer."""
     dataset = IndexedDataset(folder / split)
     if dataset.meta is None:
         raise ConfigError(
-            f"{folder / split}.meta.json is not there, which says whose tokens these are; make a folder of them with "
+            f"{folder / split}.meta.json, which identifies the tokenizer, does not exist; make a prepared folder with "
             f"{command('data')} import"
         )
     if dataset.meta.tokenizer != tokenizer.fingerprint:
-        raise ConfigError(f"{folder / split}.bin is not of the tokenizer beside it; prepare {folder} again")
+        raise ConfigError(f"{folder / split}.bin was not written with the tokenizer beside it; prepare {folder} again")
     return dataset
 
 
@@ -107,11 +108,11 @@ def require_length(num_train: int, num_validation: int, sequence_length: int, fo
     """Raise ConfigError unless there is one sequence to train on and one target to evaluate on."""
     if num_train <= sequence_length:
         raise ConfigError(
-            f"data.sequence_length={sequence_length} needs more than {sequence_length} training tokens "
-            f"and {folder} has {num_train}; lower it, or give more text"
+            f"data.sequence_length={sequence_length} needs more than {sequence_length} training tokens, "
+            f"but {folder} has {num_train}; lower it, or give more text"
         )
     if num_validation < 2:
         raise ConfigError(
-            f"data: the held-out text in {folder} has no two tokens; give more text, or hold more of it out: "
+            f"data: the held-out text in {folder} has fewer than two tokens; give more text, or hold more of it out: "
             f"data.validation_fraction of a text file, validation_fraction= of {command('preprocess')} for a folder"
         )

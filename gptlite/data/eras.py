@@ -1,7 +1,8 @@
 """Eras of a run: spans of samples with constant data sets, weights and sequence length.
 
-These three decide which sample is the n-th of a run. A run resumed with another sequence length or other weights begins
-a new era at the sample it resumes from. Earlier eras do not change, so every sample number keeps its meaning.
+These three determine the n-th sample of a run. If the data sets, their weights or the sequence length change at a
+resume, a new era begins at the sample from which the run resumes. Earlier eras do not change, so every sample number
+keeps its meaning.
 """
 
 import math
@@ -15,8 +16,8 @@ class DataSet:
     """Data set in an era.
 
     `data` is the SHA-256 of its tokens. It is the key of the sample order, so moving a folder changes nothing. `weight`
-    is the share of the samples; it is 0 if an earlier era read the set and this one does not. The era begins in
-    `epoch` of the set, after `position` samples of that epoch.
+    is the fraction of samples; it is 0 if an earlier era read the set and this one does not. The era begins in `epoch`
+    of the set, after `position` samples of that epoch.
     """
 
     data: str
@@ -32,7 +33,7 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Era:
-    """Span of a run from sample `start` on: samples of `sequence_length` tokens are drawn from `sets`, by name."""
+    """Span of a run from sample `start` on: samples of `sequence_length` tokens from `sets`, {name: data set}."""
 
     start: int
     sequence_length: int
@@ -44,7 +45,7 @@ class Era:
         return {name: each for name, each in self.sets.items() if each.weight > 0}
 
     def like(self, other: "Era") -> bool:
-        """Return True if both draw from the same data with the same weights and length, so `other` can continue."""
+        """Return True if both eras have the same data, weights and sequence length, so that no new one is needed."""
         if self.sequence_length != other.sequence_length:
             return False
         mine, theirs = ({each.data: each.weight for each in era.active.values()} for era in (self, other))
@@ -54,8 +55,8 @@ class Era:
     def after(self, sample: int, counts: Mapping[str, int], new: "Era") -> "Era":
         """Return the era that follows this one from `sample` on, with the settings of `new`.
 
-        `counts` are the samples read of this era's sets. A set keeps its place: its next sample is the one it would
-        have had. But another sequence length cuts the text anew, so a set inside an epoch begins its next epoch.
+        `counts` is {name: samples read in this era}. Each set continues with its next sample. If the sequence length
+        changes, chunks are cut differently, so a set in the middle of an epoch starts its next epoch instead.
         """
         ended = {each.data: self._moved(each, counts.get(name, 0), new) for name, each in self.sets.items()}
         sets = {}
@@ -67,13 +68,13 @@ class Era:
         return replace(era, sets=sets | era.sets)
 
     def renamed(self, sets: Mapping[str, DataSet]) -> "Era":
-        """Return this era with its data under the names used in `sets`, since folders may have moved."""
+        """Return this era with data sets renamed as in `sets`, matched by hash, since folders may have moved."""
         names = {each.data: name for name, each in sets.items()}
         old = {name: f"{name} (was)" for name in sets}
         return replace(self, sets={names.get(each.data, old.get(n, n)): each for n, each in self.sets.items()})
 
     def _moved(self, each: DataSet, count: int, new: "Era") -> DataSet:
-        """Return a set after `count` samples of this era, with weight 0."""
+        """Return the set after `count` samples of this era, with weight 0, at its place in the era `new`."""
         if not (samples := each.num_samples(self.sequence_length)):
             return replace(each, weight=0.0)
         epochs, position = divmod(each.position + count, samples)
@@ -83,12 +84,12 @@ class Era:
         return replace(each, weight=0.0, epoch=epoch, position=position)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the era as JSON for `from_json`."""
+        """Return the era as a JSON-compatible dict for `from_json`."""
         return asdict(self)
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> "Era":
-        """Return the era of a row made by `to_json`."""
+        """Return the era from a dict made by `to_json`."""
         sets = {name: DataSet(**each) for name, each in row["sets"].items()}
         return Era(row["start"], row["sequence_length"], sets)
 

@@ -1,4 +1,4 @@
-"""Export of a SentencePiece model to a folder for transformers' AutoTokenizer, with the same ids for every text."""
+"""Export of a SentencePiece model to a folder that transformers.AutoTokenizer loads, with identical token ids."""
 
 import json
 import random
@@ -17,7 +17,7 @@ _PROBES = 300  # texts whose ids are compared before the folder gets its name
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write `tokenizer_files` into the new `folder`. Raises the errors of `tokenizer_files`."""
+    """Write tokenizer.json and tokenizer_config.json into the new `folder`. Raises ConfigError as `tokenizer_files`."""
     texts = tokenizer_files(tokenizer)
     with new_folder(folder) as temporary:
         for name, content in texts.items():
@@ -25,14 +25,14 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the contents of tokenizer.json (for the `tokenizers` library) and of tokenizer_config.json.
+    """Return {file name: content} of tokenizer.json (for the `tokenizers` library) and tokenizer_config.json.
 
-    Both tokenizers encode random texts drawn from the whole vocabulary as a check. Raises ConfigError for a tokenizer
-    that is not a BPE trained by gptlite, and if the ids of a text differ.
+    As a check, the original and the exported tokenizer encode random texts drawn from the whole vocabulary. Raises
+    ConfigError if their ids differ, or if `tokenizer` is not a SentencePiece BPE like those trained by gptlite.
     """
     if not isinstance(tokenizer, SentencePieceTokenizer) or not tokenizer.encodes_by_words:
         raise ConfigError(
-            f"export is for a SentencePiece BPE of {command('train-tokenizer')}, not for {tokenizer.kind}"
+            f"export needs a SentencePiece BPE of {command('train-tokenizer')}, not a {tokenizer.kind} tokenizer"
         )
     content = _tokenizer_json(tokenizer)
     _compare(tokenizer, content)
@@ -68,9 +68,9 @@ def _tokenizer_json(tokenizer: SentencePieceTokenizer) -> str:
 
 
 def _merges(processor: Any, texts: list[str]) -> list[tuple[str, str]]:
-    """Return every pair of pieces that joins to a piece, in SentencePiece's merge order: by score.
+    """Return every pair of pieces whose concatenation is a piece, in SentencePiece's merge order: descending score.
 
-    SentencePiece has pieces, Hugging Face has pairs. The pairs of one piece are adjacent in the list.
+    SentencePiece models store only pieces; Hugging Face's BPE needs pairs. Pairs that form one piece are adjacent.
     """
     ids = {name: token for name in texts if not processor.is_byte(token := processor.piece_to_id(name))}
     order = sorted((name for name in ids if len(name) > 1), key=lambda name: -processor.get_score(ids[name]))
@@ -86,4 +86,4 @@ def _compare(tokenizer: SentencePieceTokenizer, content: str) -> None:
     words += [" ", "  ", "\n", "\n\n", "\t", "0", "</s>", "<0x0A>", "\U0001f600", "é", "漢", "\0", "aaaa"]
     for text in islice(("".join(rng.choices(words, k=rng.randrange(80))) for _ in iter(int, 1)), _PROBES):
         if other.encode(text) != tokenizer.encode(text):
-            raise ConfigError(f"export: Hugging Face would have other ids for {text[:60]!r}; nothing is written")
+            raise ConfigError(f"export: the exported tokenizer has different ids for {text[:60]!r}; nothing is written")

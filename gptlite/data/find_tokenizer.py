@@ -17,12 +17,13 @@ def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
       tokenizer.model;
     - a Hugging Face *.json, a SentencePiece *.model, or a *.tiktoken file of ranks.
 
-    `eod` names the token that ends documents, if the format does not define it. Raises ConfigError.
+    `eod` names the token that ends documents, if the format does not define it. Raises ConfigError if there is no such
+    tokenizer.
     """
     if spec == "byte":
         return ByteTokenizer()
     if spec in _TRAINED and not Path(spec).exists():
-        raise ConfigError(f"tokenizer={spec} is trained first: {command('train-tokenizer')} kind={spec} input=...")
+        raise ConfigError(f"tokenizer={spec} must be trained first: {command('train-tokenizer')} kind={spec} input=...")
     if spec.startswith(TIKTOKEN):
         from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
 
@@ -64,5 +65,5 @@ def _of_file(path: Path, spec: str, eod: str | None) -> Tokenizer:
             from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer
 
             return TiktokenTokenizer.of_file(path, eod)
-        case suffix:
-            raise ConfigError(f"tokenizer={spec} ends in {suffix or 'nothing'}, not in .json, .model or .tiktoken")
+        case _:
+            raise ConfigError(f"tokenizer={spec} does not end in .json, .model or .tiktoken")

@@ -1,8 +1,8 @@
-"""Readers of the token files of nanoGPT, llm.c and Megatron, as documents.
+"""Readers that yield the documents in token files of nanoGPT, llm.c and Megatron.
 
-nanoGPT writes raw uint16. llm.c writes 256 int32, the first three of them magic, version and number of tokens, then the
-tokens: uint16 for GPT-2's vocabulary, uint32 for Llama 3's. In both formats only the end-of-document token separates
-documents. nanoGPT puts it after each document, llm.c before it. A document may continue in the next file.
+nanoGPT writes raw uint16. llm.c writes a header of 256 int32 that starts with magic, version and number of tokens, then
+the tokens: uint16 for GPT-2's vocabulary, uint32 for Llama 3's. In both formats only the end-of-document token
+separates documents. nanoGPT puts it after each document, llm.c before it. A document may continue in the next file.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _DOCUMENTS = 8192  # read at a time
 
 @dataclass(frozen=True)
 class Batch:
-    """Whole documents: concatenated tokens, int32[N], and the length of each with its end of document, int64[D]."""
+    """Whole documents: concatenated tokens, int32[N], and each document's length with its EOD token, int64[D]."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -38,15 +38,15 @@ class Found:
 
 
 def open_nanogpt(path: Path) -> np.ndarray:
-    """Memory-map a nanoGPT file as uint16[N]. Raises ConfigError if its size does not fit."""
+    """Memory-map a nanoGPT file as uint16[N]. Raises ConfigError if it is missing or its size is odd."""
     size = file_size(path)
     if size % 2:
-        raise damaged(path, f"it has {size} bytes, and uint16 takes an even number")
+        raise damaged(path, f"it has {size} bytes, not a whole number of uint16 tokens")
     return np.memmap(path, dtype="<u2", mode="r") if size else np.empty(0, dtype="<u2")
 
 
 def open_llmc(path: Path) -> np.ndarray:
-    """Memory-map an llm.c file as uint16[N] or uint32[N]. Raises ConfigError if header and size do not fit."""
+    """Memory-map an llm.c file as uint16[N] or uint32[N]. Raises ConfigError for an unknown header or a wrong size."""
     size, start = file_size(path), 4 * LLMC_HEADER
     if size < start:
         raise damaged(path, f"it has {size} bytes, fewer than the {start} of llm.c's header")
@@ -57,7 +57,7 @@ def open_llmc(path: Path) -> np.ndarray:
     dtype = np.dtype(LLMC_TOKENS[magic, version])
     expected = start + count * dtype.itemsize
     if count < 0 or size != expected:
-        raise damaged(path, f"it has {size} bytes where its header says {count} tokens, {expected} bytes")
+        raise damaged(path, f"it has {size} bytes, but its header gives {count} tokens, {expected} bytes")
     return np.memmap(path, dtype=dtype, mode="r", offset=start) if count else np.empty(0, dtype=dtype)
 
 
@@ -67,7 +67,8 @@ def cut_at_ends(
     """Yield the documents of consecutive files, cut after each `eod`.
 
     With `before`, documents begin with `eod`: the first `eod` is dropped and one is added at the very end. Otherwise an
-    unfinished last document gets an `eod` and is counted. Raises ConfigError for a token outside the vocabulary.
+    unfinished last document gets an `eod` and is counted in `found`. Raises ConfigError for a token outside the
+    vocabulary.
     """
     pending: list[np.ndarray] = []  # tokens of the unfinished document
     first = True

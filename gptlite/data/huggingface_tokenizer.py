@@ -18,8 +18,8 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer of a tokenizer.json whose tokens are byte strings: byte-level BPE, or SentencePiece with byte fallback.
 
-    Special tokens stand for no bytes. Text that spells one out is plain text and never becomes an end of document.
-    Nothing is added before or after a text. `eod` is an id. Raises ConfigError for other decoders.
+    Special tokens have no bytes. Text that spells one out is plain text and never becomes an end of document. Nothing
+    is added before or after a text. `eod` is the id that ends documents. Raises ConfigError for other decoders.
     """
 
     kind = "huggingface"
@@ -41,7 +41,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def of_file(cls, path: Path, eod: str | None) -> "HuggingFaceTokenizer":
         """Load a tokenizer.json; `eod` is the text of the token that ends documents.
 
-        None takes the eos_token of the tokenizer_config.json beside it, or the first of `ENDS` in the vocabulary.
+        By default it is the eos_token of the tokenizer_config.json beside it, or the first of `ENDS` in the vocabulary.
+        Raises ConfigError if there is no such token.
         """
         content = path.read_bytes()
         vocabulary = _read(content).get_vocab(with_added_tokens=True)
@@ -55,7 +56,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Bytes by their character in GPT-2's byte-level BPE: the byte itself if printable, else U+0100 and up."""
+    """Return {character: byte} of GPT-2's byte-level BPE: printable bytes are themselves, others from U+0100."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unseen = sorted(set(range(256)) - seen)
     return {chr(byte): byte for byte in seen} | {chr(0x100 + n): byte for n, byte in enumerate(unseen)}
@@ -85,7 +86,7 @@ def _pieces(tokenizer: Any, definition: dict[str, Any]) -> list[bytes]:
             pieces[number] = bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
         else:
             found = ", ".join(sorted(decoders)) or "none"
-            raise ConfigError(f"{FILE}: its decoder is {found}; ByteLevel, ByteFallback and Metaspace keep every byte")
+            raise ConfigError(f"{FILE}: its decoder is {found}; supported are ByteLevel, ByteFallback and Metaspace")
     unknown = vocabulary.get(definition.get("model", {}).get("unk_token"))
     if unknown is not None:
         pieces[unknown] = UNKNOWN.encode()

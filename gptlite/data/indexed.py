@@ -11,8 +11,8 @@
                       int64[D]     first sequence of each document; the last entry is S
                       int8[S]      modes, of multimodal datasets only
 
-All values are little-endian. For an empty document Megatron adds an index and no sequence. We write one sequence per
-document and end each with the tokenizer's `eod`, so that chunks can be cut from .bin as one stream.
+All values are little-endian. For an empty document Megatron adds a document index but no sequence. We write one
+sequence per document and end each with the tokenizer's `eod`, so that chunks can be cut from .bin as one stream.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ _PARTS = 16
 
 @dataclass(frozen=True)
 class Meta:
-    """Contents of PREFIX.meta.json, which describes the .bin. `text_bytes` counts UTF-8 before tokenization."""
+    """Contents of PREFIX.meta.json, which describes the .bin. `text_bytes` is the size of the text in UTF-8."""
 
     tokenizer: str  # fingerprint
     vocab_size: int
@@ -60,10 +60,10 @@ class IndexedWriter:
     """Context manager that writes one dataset, one document or many documents at a time.
 
     The files have temporary names until the block succeeds. They get their final names with .idx last, so a reader
-    never sees half a dataset. If the block raises, nothing is left. A document takes 4 bytes of memory.
+    never sees half a dataset. If the block raises, nothing is left. Each document takes 4 bytes of memory.
 
-    With `lengths`, a file of sequence lengths for the index, names are final from the start, and the files stay if the
-    block raises or the process is killed. Another writer with the same arguments then resumes with `go_on`.
+    With `lengths`, the path of a file of sequence lengths, the files have their final names from the start, and are
+    kept if the block raises or the process is killed. A new writer with the same arguments then resumes by `go_on`.
     """
 
     def __init__(self, prefix: Path, tokenizer: str, vocab_size: int, eod: int, lengths: Path | None = None):
@@ -132,7 +132,7 @@ class IndexedWriter:
         return self._meta()
 
     def go_on(self, saved: Meta, progress: Progress) -> None:
-        """Resume after the `save` that returned `saved`. Later data is cut off; damage before it raises ConfigError."""
+        """Resume after the `save` that returned `saved`, without later data. Raises ConfigError for damaged data."""
         assert self._index
         self._bin.seek(0)
         left = saved.tokens * self.dtype.itemsize
@@ -148,7 +148,7 @@ class IndexedWriter:
         self.num_documents, self._text_bytes, self._saved = ends.size, saved.text_bytes, len(self._lengths)
         if self._meta() != saved or np.abs(self._lengths).sum(dtype=np.int64) != saved.tokens:
             work = Path(self._index.name).parent
-            raise ConfigError(f"{self._path('.bin')} is not what was written; remove {work} to begin anew")
+            raise ConfigError(f"{self._path('.bin')} has changed since it was written; remove {work} to start over")
         self._bin.truncate(self._tokens * self.dtype.itemsize)  # documents after the last save are written again
         self._index.truncate(4 * self._saved)
 
@@ -157,7 +157,7 @@ class IndexedWriter:
             raise ValueError(f"{self._prefix}: a document is open; end it first")
 
     def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the ids as an integer array. They are checked before any cast: as uint16, 65,541 would become 5."""
+        """Return the ids as an integer array. Raises ValueError for unknown ids, which a cast could wrap around."""
         ids = np.asarray(tokens)
         if not ids.size:
             return ids.astype(self.dtype)
@@ -176,7 +176,7 @@ class IndexedWriter:
         self._tokens += len(data) // self.dtype.itemsize
 
     def _path(self, suffix: str) -> Path:
-        """Path of a file while it is being written."""
+        """Return the path of a file while it is being written."""
         return self._prefix.with_name(f"{self._temporary}{self._prefix.name}{suffix}")
 
     def __enter__(self) -> "IndexedWriter":
@@ -229,7 +229,7 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """Memory-mapped reader of one dataset. Opening takes milliseconds and no memory, whatever the size.
+    """Memory-mapped reader of one dataset. Opening takes milliseconds and little memory at any size.
 
     `tokens` is all of .bin. `lengths` int32[S], `pointers` int64[S] and `document_indices` int64[D + 1] come from .idx,
     and so does `modes`, int8[S], in a multimodal Megatron dataset (else None). `meta` is None without a .meta.json,
@@ -264,7 +264,7 @@ class IndexedDataset:
         return self._num_indices - 1
 
     def document_stops(self, start: int, stop: int) -> np.ndarray:
-        """End of each document in [start, stop): the position in `tokens` after its last token, int64[stop - start]."""
+        """Return the end of documents [start, stop): the position after the last token of each, int64[stop - start]."""
         last = self.document_indices[start + 1 : stop + 1] - 1  # the document's last sequence; -1: none so far
         if not len(self.lengths):
             return np.zeros(len(last), dtype=np.int64)
@@ -279,7 +279,7 @@ class IndexedDataset:
         return self.tokens[start : self.document_stops(index, index + 1)[0]]
 
     def check_index(self, start: int, stop: int) -> None:
-        """Raise ConfigError unless each sequence and document from `start` to `stop` begins where the last ended."""
+        """Raise ConfigError unless the sequences and documents from `start` to `stop` are contiguous and in order."""
         lengths, pointers = self.lengths[start : stop + 1], self.pointers[start : stop + 1]
         if lengths.size and (worst := int(lengths.argmin())) >= 0 > lengths[worst]:
             raise damaged(self.idx, f"the length of sequence {start + worst} is {lengths[worst]}")
@@ -300,7 +300,7 @@ class IndexedDataset:
         size, sequences = file_size(self.bin), len(self.lengths)
         expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if sequences else 0
         if size != expected:
-            raise damaged(self.bin, f"it has {size} bytes where its .idx says {expected}")
+            raise damaged(self.bin, f"it has {size} bytes, but its .idx requires {expected}")
         return np.memmap(self.bin, dtype=self.dtype, mode="r") if size else np.empty(0, dtype=self.dtype)
 
     def _read_meta(self) -> Meta | None:
@@ -316,12 +316,12 @@ class IndexedDataset:
             raise damaged(path, f"it cannot be read: {error}") from error
         if meta.tokens != len(self.tokens) or meta.documents != self.num_documents:
             counted = f"{len(self.tokens)} tokens in {self.num_documents} documents"
-            raise damaged(path, f"it counts {meta.tokens} tokens in {meta.documents} documents, the files {counted}")
+            raise damaged(path, f"it counts {meta.tokens} tokens in {meta.documents} documents, not {counted}")
         return meta
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int, bool]:
-    """Return the dtype of the tokens, S, D, and True if modes follow."""
+    """Return the dtype of the tokens, S, D (see the module), and True if the file has modes."""
     size = file_size(path)
     with open(path, "rb") as file:
         raw = file.read(_HEADER.size)
@@ -331,16 +331,16 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int, bool]:
     if version != VERSION:
         raise damaged(path, f"its version is {version}, not {VERSION}")
     if code not in DTYPES:
-        what = f"its dtype code is {code}, " + ("of floats" if code in (6, 7) else "which stands for no dtype")
-        raise damaged(path, f"{what}; tokens are one of {', '.join(map(str, DTYPES))}")
+        what = f"its dtype code is {code}, " + ("a floating-point type" if code in (6, 7) else "which is unknown")
+        raise damaged(path, f"{what}; the codes for tokens are {', '.join(map(str, DTYPES))}")
     expected = _HEADER.size + 12 * sequences + 8 * indices
     if indices < 1 or size not in (expected, expected + sequences):  # multimodal datasets add an int8 a sequence
-        raise damaged(path, f"it has {size} bytes where {sequences} sequences and {indices} indices take {expected}")
+        raise damaged(path, f"it has {size} bytes, but {sequences} sequences and {indices} indices take {expected}")
     return np.dtype(DTYPES[code]), sequences, indices, size > expected
 
 
 def _spaced(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of range(count) to check: all of it, or `_PARTS` evenly spaced ones if it is long."""
+    """Yield the (start, stop) ranges to check: all of range(count), or `_PARTS` evenly spaced parts of a long one."""
     size = -(-_LOOKED_AT // _PARTS)
     if count <= _LOOKED_AT:
         yield 0, count
@@ -373,9 +373,9 @@ def file_size(path: Path) -> int:
 
 
 def damaged(path: Path, what: str) -> ConfigError:
-    """Return the error for a damaged file, with the fix."""
+    """Return the error for a file with the damage `what`, and the fix."""
     cached = (path.parent / "key.json").exists()
     return ConfigError(
         f"{path} is damaged: {what}; "
-        + ("delete its folder, and it is prepared again" if cached else "copy it again, or write it anew")
+        + ("delete its folder, and it is prepared again" if cached else "copy it again, or write it again")
     )

@@ -21,7 +21,7 @@ _Key = tuple[BatchSchedule, SampleStream, int]  # the int is the number of sampl
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank: B sequences of S tokens, where S counts the positions that the rank holds."""
+    """One micro-batch of one rank: B sequences of S tokens, where S is the number of positions that the rank holds."""
 
     tokens: torch.Tensor  # int64[B, S]
     targets: torch.Tensor  # int64[B, S], IGNORE if nothing is predicted
@@ -35,7 +35,7 @@ class Batch:
         return self.tokens.shape[1]
 
     def pin_memory(self) -> "Batch":
-        """Return a copy in page-locked memory, from which a GPU can copy while it computes."""
+        """Return a copy in page-locked memory, so that its transfer to a GPU can overlap computation."""
         return self._each(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device) -> "Batch":
@@ -49,7 +49,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a global batch that a rank reads: data rank `rank` of `size`, and `positions` of each sample, or all."""
+    """Part of a global batch read by data-parallel rank `rank` of `size`: `positions` of each sample, None for all."""
 
     rank: int = 0
     size: int = 1
@@ -62,11 +62,11 @@ WHOLE = Share()
 class Loader:
     """Loader that divides the run's sample stream into global batches, micro-batches and ranks.
 
-    `schedule` gives the samples of a global batch. Micro-batch m takes the next B * R of them, and rank r of R takes
-    its B, so the ranks' parts in order form the global batch for any R. The loader has no state that affects a batch:
-    a resumed run asks for the same `consumed_samples`. With `document_end`, the id that ends a document, batches carry
-    the document boundaries, and nothing is predicted from that id. `validation` maps data sets to held-out tokens,
-    int[N]. A new `schedule` takes effect with the next batch.
+    `schedule` gives the samples of a global batch. For micro-batch size B and R data-parallel ranks, each micro-batch
+    takes the next B * R of them, split in order over the ranks, so the global batch does not depend on R. A batch
+    depends on `consumed_samples` and not on earlier calls, so a resumed run reads the same ones. With `document_end`,
+    the id that ends a document, batches carry the document boundaries, and nothing is predicted from that id.
+    `validation` is {data set: held-out tokens, int[N]}. A new `schedule` takes effect with the next batch.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class Loader:
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples.
 
-        The result is a pure function of the arguments. The micro-batches of a step are read together, since a step uses
-        all of them, and those of the next step are read ahead in a background thread. Each takes 8 bytes per token and
-        8 per target. An error in the background is raised here when that step is requested.
+        The result does not depend on earlier calls. All micro-batches of a step are read together, and those of the
+        next step are read ahead in a background thread. A micro-batch takes 8 bytes per token and 8 per target. An
+        error in the background thread is raised here when that step is requested.
         """
         key = self.schedule, self.stream, consumed_samples
         if self._now is None or self._now[0] != key:
@@ -132,7 +132,7 @@ class Loader:
         return self._now[1][micro_index].to(self._device)
 
     def resume(self, history: Sequence[Era], consumed_samples: int) -> None:
-        """Resume after `consumed_samples` samples of a checkpoint's eras; `history` is empty for a new run."""
+        """Continue the eras of a checkpoint after `consumed_samples` samples. `history` is empty for a new run."""
         self.stream = self._begun.resumed(history, consumed_samples)
 
     def close(self) -> None:
@@ -145,11 +145,11 @@ class Loader:
         return list(self._validation)
 
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
-        """Yield all held-out chunks of a data set once, in file order; or a fixed, evenly spread `limit` of them.
+        """Yield this rank's batches of all held-out chunks of data set `name`, or of `limit` evenly spaced ones.
 
-        `name` is by default the first set. Every rank gets the same number of batches of the same shape. The rest of
-        the last chunk and of the last batch is padding with targets IGNORE, so each held-out target counts once over
-        all ranks.
+        The default is the first set. Chunks are in file order. Every rank gets the same number of batches of the same
+        shape: the last chunk and the last batch are padded, with targets IGNORE, so each held-out target counts once
+        over all ranks.
         """
         held_out = self._validation[name or self.validation_sets[0]]
         chunks = spread(num_chunks(held_out, self._length), limit)
@@ -159,16 +159,16 @@ class Loader:
             yield self._collate_chunks(held_out, chunks[begin : begin + self.micro_batch_size]).to(self._device)
 
     def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:
-        """Number of batches of `validation_batches(limit, name)`."""
+        """Return the number of batches of `validation_batches(limit, name)`."""
         held_out = self._validation[name or self.validation_sets[0]]
         chunks = spread(num_chunks(held_out, self._length), limit)
         return -(-len(chunks) // (self.micro_batch_size * self._share.size))
 
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
-        """UTF-8 bytes of the targets in `validation_batches(limit, name)`, over all ranks.
+        """Return the UTF-8 bytes of all targets in `validation_batches(limit, name)`, over all ranks.
 
-        With the total loss in nats, bits per byte = nats / ln 2 / bytes. `eod` stands for no bytes, so the end of a
-        document adds bits but no bytes.
+        With the total loss in nats, bits per byte = nats / ln 2 / bytes. `eod` has no bytes, so the end of a document
+        adds bits but no bytes.
         """
         name = name or self.validation_sets[0]
         held_out = self._validation[name]
@@ -194,13 +194,16 @@ class Loader:
         return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches
 
     def _require_known(self, rows: np.ndarray, name: Callable[[int], str]) -> None:
-        """Raise ConfigError for an id outside the vocabulary. Opening a file does not check all of its tokens."""
+        """Raise ConfigError for an id outside the vocabulary, since opening a file does not check them all.
+
+        `name` describes a row by its index, for the message.
+        """
         size = len(self._token_bytes)
         if (place := outside(rows.reshape(-1), size)) is not None:
             row, column = divmod(place, rows.shape[1])
             raise ConfigError(
                 f"{name(row)} holds token id {rows[row, column]}, outside the vocabulary of {size}: its file is "
-                f"damaged; {command('data')} verify FOLDER says where"
+                f"damaged; find the place with {command('data')} verify FOLDER"
             )
 
     def _collate_chunks(self, held_out: np.ndarray, chunks: np.ndarray) -> Batch:
@@ -218,7 +221,7 @@ class Loader:
         return self._batch(tokens, targets, ids)
 
     def _batch(self, tokens: np.ndarray, targets: np.ndarray, ids: np.ndarray) -> Batch:
-        """Return this rank's batch of the given sequences."""
+        """Return this rank's part of whole sequences, with document boundaries if `document_end` is set."""
         documents = None
         if self._document_end is not None:
             targets[tokens == self._document_end] = IGNORE
@@ -229,7 +232,7 @@ class Loader:
 
 
 def spread(total: int, limit: int | None) -> np.ndarray:
-    """Return `limit` of `total` chunk numbers, evenly spread, or all without a limit: int64."""
+    """Return `limit` of `total` chunk numbers, evenly spaced, or all without a limit: int64."""
     count = total if limit is None else min(limit, total)
     return np.arange(count) * total // max(count, 1)
 

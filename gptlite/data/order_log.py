@@ -1,8 +1,8 @@
-"""Log of the sample order of a run, in `<run.dir>/data_order.jsonl`: the rules by which each step read its samples.
+"""Log of the sample order of a run, in `<run.dir>/data_order.jsonl`: the rules that select the samples of each step.
 
-A row applies from its `step` on: it was written after so many steps and `samples`. A row is added when training starts
-or resumes with other rules than the last row. It overrides earlier rows for all later steps, since a run may resume
-from an older checkpoint.
+A row is written after `step` steps and `samples` samples, and applies to all later steps. One is added when training
+starts, and when it resumes with rules that differ from the last row's. A new row overrides earlier rows also for steps
+that were already logged, since a run may resume from an older checkpoint.
 """
 
 import json
@@ -19,7 +19,7 @@ FILE_NAME = "data_order.jsonl"
 
 @dataclass(frozen=True)
 class OrderRow:
-    """Rules that apply from a step on. `eras` are in the form of `Era.to_json`."""
+    """Rules for the steps after `step`. `eras` are in the form of `Era.to_json`."""
 
     step: int
     samples: int
@@ -29,7 +29,7 @@ class OrderRow:
     skipped: list[list[int]] = field(default_factory=list)  # ranges of samples that no step reads
 
     def follows(self, other: "OrderRow") -> bool:
-        """Return True if `other`, earlier in the run, already gives the same rules for all steps from here on."""
+        """Return True if the earlier row `other` already implies the rules of this row for all later steps."""
         # All fields but the position must be equal, and the position must follow from the earlier row.
         if other.step > self.step or replace(other, step=self.step, samples=self.samples) != self:
             return False
@@ -45,7 +45,7 @@ class OrderRow:
 
 
 def note_order(folder: Path, row: OrderRow) -> None:
-    """Append a row unless the last one already gives the same rules. Only a truncated last line is ever removed."""
+    """Append a row unless the last one implies the same rules. Nothing is removed except a truncated last line."""
     rows = read_order(folder)
     row = OrderRow(**json.loads(json.dumps(asdict(row))))  # in the form in which it will be read back
     if rows and row.follows(rows[-1]):
@@ -54,9 +54,9 @@ def note_order(folder: Path, row: OrderRow) -> None:
 
 
 def note_spike(folder: Path, step: int, spike_step: int, skipped: tuple[int, int]) -> None:
-    """Append the reason for skipped samples from a step on. The row of rules follows.
+    """Append the reason for skipped samples: a loss spike at `spike_step`, after which the run went back to `step`.
 
-    The same row is written only once: a run that resumes from before the spike detects it again.
+    The row with the new rules follows it. An equal row is not repeated if a resumed run detects the spike again.
     """
     row = {"step": step, "spike_step": spike_step, "skipped": list(skipped)}
     path = folder / FILE_NAME

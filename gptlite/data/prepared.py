@@ -16,7 +16,8 @@ from gptlite.errors import ConfigError
 class TokenSet:
     """Tokens of a data set, int[N], memory-mapped if they come from a folder.
 
-    `data` is the SHA-256 of the training tokens and the key of their order. `weight` is the share in a blend.
+    `data` is the SHA-256 of the training tokens and the key of their order. `weight` is relative to the weights of the
+    other sets in a blend.
     """
 
     name: str
@@ -31,7 +32,7 @@ Identity = dict[str, str | dict[str, dict[str, str]]]
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Data of a run and its tokenizer. `identity` is compared at resume to detect other data."""
+    """Data of a run and its tokenizer. A resumed run compares `identity` to detect changed data."""
 
     name: str
     folder: Path | None  # None for a blend, and for synthetic data in memory
@@ -41,16 +42,16 @@ class PreparedData:
 
     @property
     def num_train_tokens(self) -> int:
-        """Training tokens, ends of documents included."""
+        """Number of training tokens, EOD tokens included."""
         return sum(len(each.train) for each in self.sets)
 
     @property
     def num_validation_tokens(self) -> int:
-        """Held-out tokens, ends of documents included."""
+        """Number of held-out tokens, EOD tokens included."""
         return sum(len(each.validation) for each in self.sets)
 
     def describe(self) -> str:
-        """Return a one-line summary."""
+        """Return a one-line summary: token counts, tokenizer, and the folder or the fractions of a blend."""
         where = f", in {self.folder}" if self.folder else ""
         if len(self.sets) > 1:
             total = sum(each.weight for each in self.sets)
@@ -62,22 +63,22 @@ class PreparedData:
 
 
 def make_identity(corpus: str, tokenizer: Tokenizer, sequence_length: int, **tokens: Any) -> Identity:
-    """Return the identity of data; `tokens` are the SHA-256 of training and held-out tokens, or these by folder."""
+    """Return the identity of data. `tokens` are SHA-256 hashes: train= and validation=, or folders={folder: hashes}."""
     about = {"corpus": corpus, "tokenizer": tokenizer.fingerprint, "sequence_length": str(sequence_length)}
     return about | tokens
 
 
 def open_folder(folder: Path, name: str, sequence_length: int) -> PreparedData:
-    """Open a prepared folder. Raises ConfigError if it is damaged or shorter than a sequence."""
+    """Open a prepared folder. Raises ConfigError if it is damaged or its text is shorter than a sequence."""
     tokenizer, only, hashes = _open(folder, name, 1.0, sequence_length)
     return PreparedData(name, folder, tokenizer, (only,), make_identity(name, tokenizer, sequence_length, **hashes))
 
 
 def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | None = None) -> PreparedData:
-    """Open one or several prepared folders, by weight.
+    """Open the prepared folders of `blend`, {folder: weight}.
 
-    Raises ConfigError if one is damaged or shorter than a sequence, if two hold the same tokens, or if tokenizers
-    differ. The tokenizer of the folder `beside` must be the same too.
+    Raises ConfigError if a folder is damaged or its text is shorter than a sequence, if two folders hold the same
+    tokens, or if tokenizers differ. With `beside`, a further prepared folder, its tokenizer must match as well.
     """
     sets: list[TokenSet] = []
     hashes: dict[str, dict[str, str]] = {}
@@ -94,7 +95,7 @@ def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | N
                 "prepare both with the same one"
             )
         if same := next((other for other in sets if other.data == each.data), None):
-            raise ConfigError(f"data.blend: {name} holds the same tokens as {same.name}; give one, with both weights")
+            raise ConfigError(f"data.blend: {name} holds the same tokens as {same.name}; keep one, with both weights")
         sets.append(each)
     assert tokenizer is not None
     identity = make_identity("tokens", tokenizer, sequence_length, folders=hashes)
@@ -104,7 +105,7 @@ def open_blend(blend: Mapping[str, float], sequence_length: int, beside: str | N
 
 
 def _open(folder: Path, name: str, weight: float, sequence_length: int) -> tuple[Tokenizer, TokenSet, dict[str, str]]:
-    """Return the tokenizer, the tokens, and the SHA-256 of training and held-out tokens."""
+    """Open a folder; return its tokenizer, its tokens, and the SHA-256 hashes of training and held-out tokens."""
     tokenizer = load_tokenizer(folder / TOKENIZER)
     train, validation = opened = [open_split(folder, part, tokenizer) for part in (TRAIN, VALIDATION)]
     require_length(len(train.tokens), len(validation.tokens), sequence_length, folder)

@@ -67,7 +67,7 @@ def train_sentencepiece(
 ) -> SentencePieceTokenizer:
     """Train a byte-fallback BPE of at most `vocab_size` ids. A small text may yield fewer; that is logged.
 
-    Raises ConfigError, naming `key`, if `vocab_size` has no room for the 256 bytes and the text's characters.
+    Raises ConfigError, naming `key`, if `vocab_size` is too small for the 256 bytes and the text's characters.
     """
     model = io.BytesIO()
     try:
@@ -90,11 +90,11 @@ def train_sentencepiece(
         )
     except RuntimeError as error:
         needed = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
-        fix = f"take at least {needed[1]}" if needed else " ".join(str(error).split())
-        raise ConfigError(f"{key}={vocab_size} has no room for the text's characters; {fix}") from error
+        fix = f"give at least {needed[1]}" if needed else " ".join(str(error).split())
+        raise ConfigError(f"{key}={vocab_size} is too small for the text's characters; {fix}") from error
     tokenizer = SentencePieceTokenizer(model.getvalue())
     if tokenizer.vocab_size < vocab_size:
-        log(f"tokenizer: the text has only {tokenizer.vocab_size} pieces, fewer than {key}={vocab_size}")
+        log(f"tokenizer: the text yields only {tokenizer.vocab_size} pieces, fewer than {key}={vocab_size}")
     return tokenizer
 
 

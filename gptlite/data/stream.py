@@ -18,10 +18,10 @@ _WINDOW = 8192  # samples located at a time; numpy's overhead for a few is the s
 
 
 class SampleStream:
-    """Samples of `eras`, drawn from `tokens`, int[N] by name of the data set. Without tokens it can only locate.
+    """Samples of `eras`, drawn from `tokens`, {data set: int[N]}. Without tokens, samples are located but not read.
 
-    Epochs of a data set follow each other without a gap, each in its own order. The order does not depend on the length
-    of the run, the batch size or the number of ranks.
+    Epochs of a data set follow each other without a gap, each in a different order. The order does not depend on the
+    length of the run, the batch size or the number of ranks.
     """
 
     def __init__(self, seed: int, eras: Sequence[Era], tokens: Mapping[str, np.ndarray] | None = None):
@@ -39,7 +39,7 @@ class SampleStream:
     def begin(
         cls, seed: int, sequence_length: int, sets: Mapping[str, tuple[str, np.ndarray, float]]
     ) -> "SampleStream":
-        """Return the stream of a new run, from (SHA-256 of the data, tokens, weight) by name."""
+        """Return the stream of a new run. `sets` is {name: (SHA-256 of the data, tokens, weight)}."""
         # Exact, and so independent of the order of the data sets.
         total = math.fsum(weight for _, _, weight in sets.values())
         parts = {name: DataSet(data, len(tokens), weight / total) for name, (data, tokens, weight) in sets.items()}
@@ -47,7 +47,7 @@ class SampleStream:
         return cls(seed, [Era(0, sequence_length, parts)], tokens)
 
     def resumed(self, history: Sequence[Era], consumed: int) -> "SampleStream":
-        """Return the stream that follows `history` for `consumed` samples, and this stream's last era afterwards."""
+        """Return a stream that follows the eras `history` for `consumed` samples, then this stream's last era."""
         new = self.eras[-1]
         eras = [era.renamed(new.sets) for era in history if era.start < consumed]  # without eras of no samples
         if not eras:
@@ -69,9 +69,10 @@ class SampleStream:
         return dict(zip(era.active, counts.tolist(), strict=True))
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return data set (index in `names`), epoch and chunk j (tokens [jL, jL + L] of the set) of samples, int64[N].
+        """Return the data set (index in `names`), epoch and chunk number of `samples`, int64[N]: three arrays int64[N].
 
-        These are three arrays int64[N]. L is the sequence length of the sample's era. Raises IndexError below 0.
+        Chunk j is tokens jL to jL + L of the set, for the era's sequence length L. Raises IndexError for a negative
+        sample number.
         """
         samples = np.asarray(samples, dtype=np.int64)
         if samples.size and samples.min() < 0:
@@ -84,7 +85,7 @@ class SampleStream:
         return found[0], found[1], found[2]
 
     def read(self, samples: np.ndarray) -> np.ndarray:
-        """Return the tokens of samples, int64[N], in the data's dtype: [N, L + 1], for L inputs and L shifted targets.
+        """Return tokens of `samples`, int64[N], in the data's dtype: [N, L + 1], for L inputs and L shifted targets.
 
         Raises ValueError for samples of different lengths.
         """
@@ -103,7 +104,7 @@ class SampleStream:
         return result
 
     def _places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return data sets and chunks of samples, cached by window."""
+        """Return the data set and the chunk of each sample, from a cache of windows of samples."""
         windows, places = np.divmod(samples, _WINDOW)
         sets, chunks = np.empty_like(samples), np.empty_like(samples)
         for window in np.unique(windows).tolist():
@@ -132,7 +133,7 @@ class SampleStream:
         return found
 
     def _draw(self, index: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the active set of each sample of a blend, and its rank in that set, by place in the era."""
+        """Return each sample's active set and its index within that set; `places` count from the start of the era."""
         blocks, within = np.divmod(places, BLOCK)
         sets, counts = np.empty_like(places), np.empty_like(places)
         for block in np.unique(blocks):
@@ -146,7 +147,7 @@ class SampleStream:
         return self._plans[index].assign(block, self.seed, self.eras[index].start)
 
     def _order(self, each: DataSet, counts: np.ndarray, length: int) -> np.ndarray:
-        """Return epoch and chunk of a set's samples, numbered from the beginning of the era: int64[2, N]."""
+        """Return the epoch and chunk of a set's samples: int64[2, N]. `counts` number them from the era's start."""
         size = each.num_samples(length)
         epochs, positions = np.divmod(counts + each.position, size)
         chunks = np.empty_like(counts)
@@ -162,7 +163,7 @@ def num_chunks(tokens: np.ndarray, length: int) -> int:
 
 
 def read_chunk(tokens: np.ndarray, chunk: int, length: int) -> np.ndarray:
-    """Return chunk j, the tokens [jL, jL + L]: int64[L + 1], shorter for a short last chunk.
+    """Return chunk j, tokens jL to jL + L: int64[L + 1], or fewer at the end of `tokens`.
 
     It holds L inputs and L targets shifted by one. Neighbouring chunks share one token, so every token but the first is
     a target exactly once.
@@ -171,7 +172,7 @@ def read_chunk(tokens: np.ndarray, chunk: int, length: int) -> np.ndarray:
 
 
 def gather(tokens: np.ndarray, chunks: np.ndarray, length: int) -> np.ndarray:
-    """Return tokens [jL, jL + L] for each chunk j of `chunks`, int64[N], as rows: [N, L + 1].
+    """Return tokens jL to jL + L for each chunk j of `chunks`, int64[N], as rows: [N, L + 1].
 
     Raises IndexError for an incomplete chunk.
     """

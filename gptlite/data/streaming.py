@@ -74,7 +74,10 @@ _say = partial(print, flush=True)
 
 
 def open_rows(hub: Hub, path: str | None, config: str | None) -> Iterable[dict[str, Any]]:
-    """Stream the rows of the corpus on the hub, or of the files in the folder `path`. Raises ConfigError."""
+    """Stream the rows of the hub's configuration `config`, or of the files in the folder `path`.
+
+    Raises ConfigError if they cannot be opened.
+    """
     with needed_package("datasets", f"data.corpus={hub.corpus}"):
         from datasets import load_dataset
     try:
@@ -104,7 +107,7 @@ def _local(path: str) -> tuple[str, list[str]]:
 
 
 def texts(rows: Iterable[dict[str, Any]], column: str, source: str) -> Iterator[str]:
-    """Yield the text of each row, without empty ones. Raises ConfigError naming a row that cannot be read."""
+    """Yield the non-empty texts in `column`. Raises ConfigError, naming `source` and the row, for an invalid row."""
     number = -1
     try:
         for number, row in enumerate(rows):
@@ -153,12 +156,12 @@ def write_stream(documents: Iterable[str], output: Path, tokenizer: Tokenizer, a
             writers[split].end_document()
             seconds = max(time.monotonic() - began, 1e-9)
             left = "" if arguments.max_documents is None else _eta(seconds, number, arguments.max_documents)
-            progress.add(0, f"{number:,} documents, {number / seconds:,.0f} a second{left}")
+            progress.add(0, f"{number:,} documents, {number / seconds:,.0f}/s{left}")
         counts = [each.num_documents for each in writers]
         if not all(counts):
             raise ConfigError(
                 f"{counts[0]} documents to train on and {counts[1]} held out; "
-                "give more max_documents or another validation_fraction"
+                "raise max_documents, or change validation_fraction"
             )
     tokenizer.save(output / TOKENIZER)
     _say(f"{counts[0]:,} documents to train on, {counts[1]:,} held out")

@@ -72,7 +72,7 @@ def refuse_records(path: str) -> None:
     """Raise ConfigError for a file of records or a compressed file, which is not plain text."""
     if Path(path).suffix.lower() in _RECORDS and not Path(path).expanduser().is_dir():
         raise ConfigError(
-            f"data.path={path} is records or compressed, not plain text; tokenize it: {command('preprocess')} "
+            f"data.path={path} is a record or compressed file, not plain text; tokenize it: {command('preprocess')} "
             f"input={path} tokenizer=... output=data/mine, and train with data=mine; or name it .txt if it is text"
         )
 
@@ -80,7 +80,7 @@ def refuse_records(path: str) -> None:
 def refuse_broken_link(key: str, path: Path) -> None:
     """Raise ConfigError for a broken link. is_file() is False for it, so it would be left out silently."""
     if path.is_symlink() and not path.exists():
-        raise ConfigError(f"{key}: {path} is a link to {os.readlink(path)}, which leads nowhere; repair or remove it")
+        raise ConfigError(f"{key}: {path} is a broken link to {os.readlink(path)}; repair or remove it")
 
 
 def scan(files: list[Path], log: Log = print) -> str:
@@ -105,17 +105,16 @@ def scan(files: list[Path], log: Log = print) -> str:
                 ) from error
             position += len(block)
     if blank:
-        several = f"none of {len(files)} files, {files[0].name} to {files[-1].name},"
-        raise ConfigError(
-            f"data.path: {files[0] if len(files) == 1 else several} has no text in it; give a file that has"
-        )
+        several = f"none of {len(files)} files, {files[0].name} to {files[-1].name}, has text"
+        words = several if len(files) > 1 else f"{files[0]} has no text"
+        raise ConfigError(f"data.path: {words}, only white space; give a file that has")
     return digest.hexdigest()
 
 
 def text_digest(files: list[Path], cache_dir: Path, log: Log) -> str:
     """Return `scan(files)`, cached in `cache_dir` while each file has the same path, size and times.
 
-    The change time is compared too, since copying tools set the modification time back. Raises the errors of `scan`,
+    The change time is compared too, since copying tools preserve the modification time. Raises the errors of `scan`,
     and ConfigError if a file changes while it is read.
     """
     stamps = _stamps(files)
@@ -128,7 +127,7 @@ def text_digest(files: list[Path], cache_dir: Path, log: Log) -> str:
             return str(remembered["sha256"])
     digest = scan(files, log)
     if _stamps(files) != stamps:
-        raise ConfigError(f"data.path: {files[0].parent} changed while it was read; start again when nothing writes it")
+        raise ConfigError(f"data.path: {files[0].parent} changed while it was read; start again once writing has ended")
     # A small text is quick to read again. A file modified a moment ago could change again with the same timestamp.
     large = sum(size for _, size, *_ in stamps) >= _LARGE
     if large and time.time_ns() - max(max(times) for _, _, *times in stamps) > _SETTLED:
@@ -139,7 +138,7 @@ def text_digest(files: list[Path], cache_dir: Path, log: Log) -> str:
 
 
 def _stamps(files: list[Path]) -> list[tuple[str, int, int, int]]:
-    """Absolute path, size in bytes, and times of modification and change in nanoseconds of each file."""
+    """Return each file's absolute path, size in bytes, and modification and change times in nanoseconds."""
     stamps = []
     for path in files:
         try:
@@ -151,7 +150,7 @@ def _stamps(files: list[Path]) -> list[tuple[str, int, int, int]]:
 
 
 def split(path: Path, validation_fraction: float) -> tuple[Span, Span]:
-    """Split a file into a training part and a held-out end. The cut falls after a line if one ends nearby."""
+    """Split a file into a training part and a held-out end. The cut is at the end of a line if one is near."""
     with _reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         cut = round(size * (1 - validation_fraction))
@@ -168,7 +167,7 @@ def split(path: Path, validation_fraction: float) -> tuple[Span, Span]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[BinaryIO]:
-    """Open the file for the block. Turns an OSError while it is read into a ConfigError that names it."""
+    """Open a file during the block. An OSError in the block becomes a ConfigError that names the file."""
     try:
         with open(path, "rb") as file:
             yield file

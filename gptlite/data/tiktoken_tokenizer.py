@@ -13,7 +13,7 @@ END = "<|endoftext|>"
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Tokenizer of a tiktoken encoding. Special tokens stand for no bytes, and text that spells one out is plain text.
+    """Tokenizer of a tiktoken encoding. Special tokens have no bytes, and text that spells one out is plain text.
 
     `ranks` maps byte strings to ids and contains all 256 single bytes. `pattern` is the regular expression that splits
     text into words. `special` maps special tokens to ids and contains `eod`, the token that ends documents.
@@ -24,7 +24,7 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, ranks: dict[bytes, int], pattern: str, special: dict[str, int], eod: str = END):
         if eod not in special:
-            raise ConfigError(f"no special token {eod}; there is {', '.join(special) or 'none'}")
+            raise ConfigError(f"no special token {eod}; the special tokens are {', '.join(special) or 'none'}")
         self._encoding = _tiktoken().Encoding("gptlite", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         pieces = [b""] * (max([*ranks.values(), *special.values()]) + 1)
         for piece, token in ranks.items():
@@ -46,11 +46,14 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def of_name(cls, name: str, eod: str | None) -> "TiktokenTokenizer":
-        """Load an encoding by name, e.g. gpt2. tiktoken downloads the table unless TIKTOKEN_CACHE_DIR has it."""
+        """Load an encoding by name, e.g. gpt2. tiktoken downloads its ranks unless TIKTOKEN_CACHE_DIR has them.
+
+        Raises ConfigError for an unknown name or a failed download.
+        """
         tiktoken = _tiktoken()
         known = tiktoken.list_encoding_names()
         if name not in known:
-            raise ConfigError(f"tokenizer=tiktoken:{name} is none of tiktoken's: {', '.join(sorted(known))}")
+            raise ConfigError(f"tokenizer=tiktoken:{name} is not one of tiktoken's: {', '.join(sorted(known))}")
         try:
             encoding = tiktoken.get_encoding(name)
         except Exception as error:  # the errors of tiktoken's HTTP library
@@ -62,7 +65,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def of_file(cls, path: Path, eod: str | None) -> "TiktokenTokenizer":
-        """Load a file of ranks, one base64 string and its id per line, with GPT-2's pattern. `eod` gets the next id."""
+        """Load a file of ranks (a base64 string and its id per line) with GPT-2's pattern. `eod` gets the next id."""
         _tiktoken()
         from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -81,8 +84,8 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
                 raise ConfigError(f"{path}:{number} is not a base64 string and its id") from None
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing or len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
-        what = f"byte 0x{missing[0]:02x} has no id" if missing else "ids are given twice or negative"
-        raise ConfigError(f"{path} is no table of ranks: {what}")
+        what = f"byte 0x{missing[0]:02x} has no id" if missing else "an id is repeated or negative"
+        raise ConfigError(f"{path} is not a table of ranks: {what}")
     return ranks
 
 

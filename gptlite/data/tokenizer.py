@@ -1,4 +1,4 @@
-"""Tokenizers: lossless conversion between text and ids.
+"""Tokenizers: conversion between text and token ids.
 
 Every tokenizer is a table of byte strings, one for each id. Decoding, streaming decoding and bits per byte all use this
 table, so they agree.
@@ -33,10 +33,10 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(ABC):
-    """Base class: ids stand for byte strings (`pieces`), and `eod` ends a document and stands for no bytes.
+    """Base class. `pieces` are the byte strings of the ids; `eod` is the id that ends a document, with no bytes.
 
-    A saved tokenizer is rebuilt from `settings`, the keyword arguments of its class. A class with a `file` beside the
-    definition gets the `content` of that file as its first argument.
+    A saved tokenizer is rebuilt by calling its class with `settings` as keyword arguments. If the class stores a `file`
+    beside the definition, the `content` of that file is the first positional argument.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Tokenizer(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the definition: equal for tokenizers that encode alike."""
+        """SHA-256 of the kind and the definition. Tokenizers with equal fingerprints encode identically."""
         # The zero byte separates the two, so that no other pair gives the same bytes.
         return hashlib.sha256(self.kind.encode() + b"\0" + self.definition()).hexdigest()
 
@@ -67,11 +67,11 @@ class Tokenizer(ABC):
         """Return the ids of `text`, without `eod`."""
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Return the ids of `text` as int32[N], which takes much less memory and is mostly faster."""
+        """Return the ids of `text` as int32[N], which takes much less memory than a list and is usually faster."""
         return np.array(self.encode(text), dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids. Ids outside the vocabulary give "", broken UTF-8 gives U+FFFD. Never raises."""
+        """Return the text of `ids`. Unknown ids are skipped, and invalid UTF-8 becomes U+FFFD. Never raises."""
         return b"".join(map(self.piece, ids)).decode("utf-8", errors="replace")
 
     def piece(self, token: int) -> bytes:
@@ -79,7 +79,7 @@ class Tokenizer(ABC):
         return self.pieces[token] if 0 <= token < len(self.pieces) else b""
 
     def token_bytes(self) -> np.ndarray:
-        """Number of UTF-8 bytes of each id, the denominator of bits per byte: int64[vocab_size]."""
+        """Return the number of UTF-8 bytes of each id, for the denominator of bits per byte: int64[vocab_size]."""
         return np.array([len(piece) for piece in self.pieces], dtype=np.int64)
 
     def save(self, folder: Path) -> None:
@@ -140,7 +140,7 @@ class CharTokenizer(Tokenizer):
 
 
 class NumberTokenizer(Tokenizer):
-    """Tokenizer that writes ids as numbers, for synthetic tokens. The last id is `eod`."""
+    """Tokenizer for synthetic tokens, which decodes ids to decimal numbers. The last id is `eod`."""
 
     kind = "numbers"
 
@@ -167,7 +167,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{folder} holds no tokenizer of gptlite's: {error}; prepare the data again") from error
+        raise ConfigError(f"{folder} has no readable tokenizer: {error}; prepare the data again") from error
 
 
 class StreamDecoder:
@@ -178,9 +178,9 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """Return the text completed by this id; "" inside a character."""
+        """Return the text completed by this id; "" while a character is incomplete."""
         return self._decoder.decode(self._tokenizer.piece(token))
 
     def flush(self) -> str:
-        """Return the rest at the end: U+FFFD for an unfinished character, else ""."""
+        """Return the text left at the end: U+FFFD for an incomplete character, else ""."""
         return self._decoder.decode(b"", final=True)

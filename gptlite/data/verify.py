@@ -1,4 +1,4 @@
-"""Full verification of a dataset, including checks that are too slow when it is opened."""
+"""Full verification of a dataset, including checks that are too slow to make whenever it is opened."""
 
 import hashlib
 
@@ -11,7 +11,7 @@ _BLOCK = 8 << 20  # bytes of .bin, or entries of .idx, checked at a time
 
 
 def verify(dataset: IndexedDataset, vocab_size: int | None = None, log: Log = print) -> None:
-    """Check every byte: the index, ids within the vocabulary, `eod` at the end of documents, and the SHA-256.
+    """Check every byte: the index, ids within the vocabulary, `eod` after each document, and the SHA-256.
 
     Without a .meta.json only the index is checked, and the ids if `vocab_size` is given. Raises ConfigError naming the
     file, the position and the value found.
@@ -43,6 +43,6 @@ def _check_ends(dataset: IndexedDataset, eod: int) -> None:
         ended = np.diff(stops, prepend=before) > 0  # an empty document has no end
         ended[ended] = dataset.tokens[stops[ended] - 1] == eod
         if not ended.all():
-            words = f"document {start + int(ended.argmin())} does not end with its end of document, {eod}"
+            words = f"document {start + int(ended.argmin())} does not end with the end-of-document token, {eod}"
             raise damaged(dataset.bin, words)
         before = int(stops[-1])

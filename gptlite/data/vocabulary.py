@@ -15,7 +15,7 @@ CHARACTERS = 256  # assumed for a text that has not been read yet
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Vocabulary size. `assumed` is the reason if `size` is a guess, and empty if it comes from the data."""
+    """Vocabulary size. `assumed` explains a guessed `size`; it is empty if the size comes from the data."""
 
     size: int
     assumed: str = ""
@@ -29,7 +29,7 @@ def find_vocabulary(config: DataConfig, log: Log = print) -> Vocabulary:
         case TokensConfig():
             folder = config.path or next(iter(config.blend or {}), None)
             known = folder and _of_folder(Path(folder).expanduser())
-            return known or Vocabulary(GPT2_VOCABULARY, f"GPT-2's; {folder}/train.meta.json does not say")
+            return known or Vocabulary(GPT2_VOCABULARY, f"GPT-2's; {folder}/train.meta.json gives none")
         case TextConfig() | CorpusConfig():
             return _unprepared(config) if config.tokenizer == "byte" else _prepared(config, log) or _unprepared(config)
         case _:
@@ -50,12 +50,12 @@ def _unprepared(config: TextConfig | CorpusConfig) -> Vocabulary:
     if config.tokenizer == "byte":
         return Vocabulary(ByteTokenizer().vocab_size)
     if config.tokenizer == "char":
-        return Vocabulary(CHARACTERS, "its characters, until the text has been read")
+        return Vocabulary(CHARACTERS, "a guess, until the text has been read")
     return Vocabulary(config.vocab_size, "data.vocab_size, until the tokenizer has been trained")
 
 
 def _of_folder(folder: Path) -> Vocabulary | None:
-    """Return the vocabulary of a prepared folder from its train.meta.json, or None."""
+    """Return the vocabulary of a prepared folder from its train.meta.json; None if that cannot be read."""
     try:
         size = json.loads((folder / "train.meta.json").read_text(encoding="utf-8"))["vocab_size"]
     except (OSError, ValueError, KeyError, TypeError):

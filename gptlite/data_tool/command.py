@@ -14,14 +14,14 @@ SUBCOMMANDS = {
 HELP = """\
 Inspect, show and verify token files, and import those of other frameworks.
 
-  inspect PATH ...    documents, tokens, bytes per token, lengths, tokenizer
-  show PATH sample=N  text of a sample of a prepared folder or a run; step=N shows all samples of a run's step
-  verify PATH ...     checks every byte: index, vocabulary, ends of documents, hash
-  import PATH         makes a prepared folder from token files of nanoGPT, llm.c or Megatron
+  inspect PATH ...    print documents, tokens, bytes per token, lengths, tokenizer
+  show PATH sample=N  print the text of a sample of a prepared folder or a run; step=N: all samples of a run's step
+  verify PATH ...     check every byte: index, vocabulary, EOD tokens, hash
+  import PATH         make a prepared folder from token files of nanoGPT, llm.c or Megatron
 
 A PATH is a prepared folder (tokenizer/, train and val .bin/.idx) or one dataset: PREFIX, PREFIX.bin or PREFIX.idx.
 Options are key=value; `gptlite data SUBCOMMAND --help` lists them.
-Exit codes: 0 fine, 1 damaged, 2 refused."""
+Exit codes: 0 success, 1 damaged, 2 refused."""
 
 
 def main() -> NoReturn:

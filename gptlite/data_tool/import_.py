@@ -1,16 +1,16 @@
 """Import token files: import PATH format=nanogpt|llmc|megatron output=FOLDER tokenizer=SPEC [validation=PATH]
 
 PATH is a file of tokens, a glob in quotes, or a folder with *train*.bin and *val*.bin; files are read in order of name.
-For format=megatron it is a PREFIX, or a folder with train.bin/.idx and val.bin/.idx. tokenizer is the one that made the
-tokens, given as for gptlite preprocess: a tokenizer folder, tokenizer.json, tiktoken:gpt2 or byte.
+For format=megatron it is a PREFIX, or a folder with train.bin/.idx and val.bin/.idx. tokenizer is the one that produced
+the tokens, given as for gptlite preprocess: a tokenizer folder, tokenizer.json, tiktoken:gpt2 or byte.
 
   gptlite data import nanoGPT/data/openwebtext format=nanogpt output=data/owt tokenizer=tiktoken:gpt2
   gptlite data import 'fineweb10B/fineweb_*.bin' format=llmc output=data/fineweb tokenizer=tiktoken:gpt2
 
 validation=PATH is the validation split. Without it, and without *val* files, validation_fraction=0.005 of the documents
 are held out, chosen by the hash of their tokens. eod names the token that ends documents if the tokenizer does not
-define it. Every document ends with it in the output. Empty documents are left out, missing ends are added, and both are
-counted. A token outside the vocabulary is an error, and nothing is written.
+define it. In the output every document ends with it. Empty documents are left out, missing EOD tokens are added, and
+the number of both is printed. A token outside the vocabulary is an error, and nothing is written.
 """
 
 import glob
@@ -48,10 +48,10 @@ class Options:
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Make the folder and return the exit code. Nothing is left after an error."""
+    """Write the prepared folder and return the exit code. Nothing is left after an error."""
     if options.format not in FORMATS:
         hint = did_you_mean(options.format, FORMATS)
-        raise ConfigError(f"format={options.format} is none of {', '.join(FORMATS)}{hint}")
+        raise ConfigError(f"format={options.format} is not one of {', '.join(FORMATS)}{hint}")
     if not 0 <= options.validation_fraction < 1:
         raise ConfigError(f"validation_fraction={options.validation_fraction} must be at least 0 and below 1")
     output = Path(options.output).expanduser()
@@ -66,9 +66,9 @@ def run(paths: list[str], options: Options) -> int:
         dataset = IndexedDataset(output / split)
         print(f"{output / split}: {counted(dataset.num_documents, 'document')}, {len(dataset.tokens):,} tokens")
     if found.empty:
-        print(f"{found.empty:,} documents without a token were left out")
+        print(f"{found.empty:,} documents without tokens were left out")
     if found.unended:
-        print(f"{found.unended:,} documents did not end with the end of document, {tokenizer.eod}: it was added")
+        print(f"{found.unended:,} documents did not end with the end-of-document token, {tokenizer.eod}: it was added")
     return 0
 
 
@@ -101,7 +101,7 @@ def _files(path: str, format: str) -> list[Path]:
 
 
 def _documents(files: list[Path], format: str, tokenizer: Tokenizer) -> Documents:
-    """Open the files, which detects damage before anything is written, and return a function that reads them."""
+    """Open the files, which detects damage before anything is written. Return a function that yields the documents."""
     eod, size = tokenizer.eod, tokenizer.vocab_size
     if format == "megatron":
         datasets = [IndexedDataset(as_prefix(file)) for file in files]
@@ -145,7 +145,7 @@ def _write(
 
 
 def held_out(batch: Batch, fraction: float) -> np.ndarray:
-    """Documents whose hash is below `fraction` of the hash range: bool[D]. Equal documents get the same split."""
+    """Return True for documents to hold out, about `fraction` of all: bool[D]. Equal documents get the same split."""
     data, stops = memoryview(batch.tokens.astype("<i4").tobytes()), 4 * np.cumsum(batch.lengths)
     starts = stops - 4 * batch.lengths
     hashes = (document_hash(data[start:stop]).digest() for start, stop in zip(starts, stops, strict=True))

@@ -32,7 +32,7 @@ class Options:
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Print the description. Returns 1 if a dataset is damaged."""
+    """Print the description. Return 1 if a dataset is damaged, else 0."""
     if options.plot is not None and Path(options.plot).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"plot={options.plot} is not a picture; give FILE.png, .svg or .pdf")
     found, damage = _open(all_prefixes(paths))
@@ -60,12 +60,12 @@ def _open(prefixes: list[Path]) -> tuple[dict[Path, IndexedDataset], list[str]]:
 
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
-    """Tokens of each document, its end included: int64[documents]."""
+    """Return the number of tokens in each document, with its EOD token: int64[documents]."""
     return np.diff(dataset.document_stops(0, dataset.num_documents), prepend=0)
 
 
 def describe(dataset: IndexedDataset, lengths: np.ndarray) -> dict[str, Any]:
-    """Return the description of a dataset as JSON."""
+    """Return the description of a dataset, ready for JSON. `lengths` are those of its documents."""
     quantiles = {f"p{q}": round(float(np.percentile(lengths, q))) for q in (10, 50, 90, 99)} if lengths.size else {}
     ends = {"min": int(lengths.min()), "mean": float(lengths.mean()), "max": int(lengths.max())} if lengths.size else {}
     return {
@@ -84,14 +84,14 @@ def describe(dataset: IndexedDataset, lengths: np.ndarray) -> dict[str, Any]:
 
 
 def bytes_per_token(dataset: IndexedDataset) -> float | None:
-    """Mean UTF-8 bytes of text per token, without ends of documents; None if unknown."""
+    """Return the mean UTF-8 bytes of text per token, not counting EOD tokens; None if unknown."""
     if dataset.meta is None or len(dataset.tokens) == dataset.num_documents:
         return None
     return dataset.meta.text_bytes / (len(dataset.tokens) - dataset.num_documents)
 
 
 def histogram(lengths: np.ndarray) -> Iterator[tuple[str, int]]:
-    """Yield the number of documents with 0, 1, 2-3, 4-7, ... tokens, from the first non-empty range to the last."""
+    """Yield (range, documents) for lengths of 0, 1, 2-3, 4-7, ... tokens, from the first range in use to the last."""
     octaves = np.bincount(np.frexp(lengths.astype(np.float64))[1]) if lengths.size else np.zeros(0, dtype=np.int64)
     for octave in range(int(np.flatnonzero(octaves)[0]) if octaves.any() else 0, len(octaves)):
         low, high = 2**octave // 2, 2**octave - 1
@@ -99,9 +99,9 @@ def histogram(lengths: np.ndarray) -> Iterator[tuple[str, int]]:
 
 
 def plot_lengths(lengths: Mapping[str, np.ndarray], path: Path) -> None:
-    """Draw a histogram of document lengths, on a logarithmic axis, for each named int64[documents], into `path`.
+    """Plot histograms of document lengths, {dataset: int64[documents]}, on a logarithmic axis into the file `path`.
 
-    Heights are shares of each dataset's tokens, not of its documents, since a run reads tokens.
+    Heights are fractions of the dataset's tokens, not of its documents, since a run reads tokens.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -118,8 +118,8 @@ def plot_lengths(lengths: Mapping[str, np.ndarray], path: Path) -> None:
                 continue
             label = f"{name}: {each.size:,} documents, {each.sum() / 1e6:,.2f}M tokens"
             axes.hist(each, edges.tolist(), weights=each / each.sum(), histtype="step", linewidth=1.5, label=label)
-        axes.set(xscale="log", xlabel="tokens in a document", ylabel="share of all tokens")
-        axes.set_title("Lengths of documents", loc="left", fontsize=15, weight="bold", pad=12)
+        axes.set(xscale="log", xlabel="tokens in a document", ylabel="fraction of all tokens")
+        axes.set_title("Document lengths", loc="left", fontsize=15, weight="bold", pad=12)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.xaxis.set_major_formatter("{x:,.0f}")
         if axes.has_data():
@@ -149,7 +149,7 @@ def _print(found: dict[Path, IndexedDataset], lengths: dict[Path, np.ndarray]) -
         (str(prefix), *(f"{round(each['lengths'][word]):,}" if each["lengths"] else "n/a" for word in words))
         for prefix, each in facts.items()
     ]
-    print("", *table(("tokens a document", *words), rows), sep="\n")
+    print("", *table(("tokens per document", *words), rows), sep="\n")
     for prefix, each in lengths.items():
         print(f"\n{prefix}", *_bars(list(histogram(each))), sep="\n")
     print("", *_tokenizers(found), sep="\n")

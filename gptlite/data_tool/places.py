@@ -9,7 +9,7 @@ from gptlite.errors import ConfigError
 
 
 def prefixes(path: str) -> list[Path]:
-    """Return the datasets of a folder, sorted by name, or the one of a prefix. Raises ConfigError if there is none."""
+    """Return the prefixes of datasets in a folder, sorted, or the one given. Raises ConfigError if there is none."""
     given = Path(path).expanduser()
     if given.is_dir():
         found = sorted(file.with_suffix("") for file in given.glob("*.idx") if not file.name.startswith("."))
@@ -29,11 +29,11 @@ def as_prefix(path: Path) -> Path:
 
 
 def all_prefixes(paths: Iterable[str]) -> list[Path]:
-    """Return the datasets of several paths, without duplicates."""
+    """Return the prefixes of the datasets at several paths, without duplicates."""
     return list(dict.fromkeys(prefix for path in paths for prefix in prefixes(path)))
 
 
 def tokenizer_beside(prefix: Path) -> Tokenizer | None:
-    """Return the tokenizer in the folder of a dataset, or None. Raises ConfigError if it cannot be read."""
+    """Return the tokenizer in the folder of a dataset; None without one. Raises ConfigError if it cannot be read."""
     folder = prefix.parent / TOKENIZER
     return load_tokenizer(folder) if folder.exists() else None

@@ -1,8 +1,8 @@
 """Show the text of a training sample: show PATH [sample=N] [step=N] [split=train] [sequence_length=256]
 
 In a run's folder, step=N shows all samples of that step (counted from 1), and sample=N the N-th sample of the run
-(counted from 0), in whichever step it was read. In a prepared folder, sample=N is the N-th chunk of sequence_length
-tokens of the split, in file order. Ends of documents are marked.
+(counted from 0), which may be read in any step. In a prepared folder, sample=N is the N-th chunk of sequence_length
+tokens of the split (counted from 0), in file order. Ends of documents are marked.
 """
 
 import json
@@ -50,7 +50,7 @@ def run(paths: list[str], options: Options) -> int:
     if (folder / "config.yaml").exists():
         shown = of_run(folder, options)
     elif options.step is not None:
-        raise ConfigError(f"step={options.step} is of runs, and {folder} has no config.yaml; give sample=N")
+        raise ConfigError(f"step={options.step} needs a run folder, and {folder} has no config.yaml; give sample=N")
     else:
         shown = of_folder(folder, options)
     for line in shown:
@@ -59,7 +59,7 @@ def run(paths: list[str], options: Options) -> int:
 
 
 def of_folder(folder: Path, options: Options) -> Iterator[str]:
-    """Yield the lines for a chunk of a prepared folder, in file order."""
+    """Yield the printed lines for one chunk of a prepared folder. Raises ConfigError if it does not exist."""
     if options.sample is None or options.sequence_length < 1:
         raise ConfigError(f"give sample=N and a sequence_length above 0 (now {options.sequence_length})")
     prefix = next((each for each in prefixes(str(folder)) if each.name == options.split), None)
@@ -69,7 +69,7 @@ def of_folder(folder: Path, options: Options) -> Iterator[str]:
         raise ConfigError(f"{folder} has no tokenizer/ to turn its tokens into text")
     dataset, length = IndexedDataset(prefix), options.sequence_length
     if (count := num_chunks(dataset.tokens, length)) <= options.sample:
-        raise ConfigError(f"sample={options.sample}: {prefix} has {count:,} of {length} tokens, counted from 0")
+        raise ConfigError(f"sample={options.sample}: {prefix} has {count:,} samples of {length} tokens, counted from 0")
     start = options.sample * length
     tokens = dataset.tokens[start : start + length]
     yield f"sample {options.sample} of {prefix}: {place(start, start + len(tokens), dataset)}"
@@ -77,7 +77,7 @@ def of_folder(folder: Path, options: Options) -> Iterator[str]:
 
 
 def of_run(folder: Path, options: Options) -> Iterator[str]:
-    """Yield the lines for the samples of a step, or for one sample of a run."""
+    """Yield the printed lines for the samples of a step, or for one sample of a run."""
     from gptlite.data.build import prepare  # imports torch, so only here
 
     if options.step is None and options.sample is None:
@@ -106,7 +106,7 @@ def of_run(folder: Path, options: Options) -> Iterator[str]:
 
 
 def of_stream(seed: int, eras: list[Era], data: "PreparedData", samples: list[int]) -> Iterator[str]:
-    """Yield the lines for samples of a run, by number."""
+    """Yield the printed lines for the samples with these numbers. Raises ConfigError if their data is gone."""
     now = {each.data: each for each in data.sets}
     stream = SampleStream(seed, eras)
     for sample in samples:
@@ -117,7 +117,7 @@ def of_stream(seed: int, eras: list[Era], data: "PreparedData", samples: list[in
         name = now[wanted].name if wanted in now else name
         dataset = (opened(data.folder, wanted) if data.folder else None) or opened(Path(name).expanduser(), wanted)
         if wanted not in now and dataset is None:
-            raise ConfigError(f"sample {sample} is of {name}, which no longer holds the tokens that were read")
+            raise ConfigError(f"sample {sample} was read from {name}, which no longer holds the same tokens")
         tokens, start = now[wanted].train if dataset is None else dataset.tokens, chunk * length
         read = gather(tokens, np.array([chunk]), length)[0]
         yield f"\nsample {sample}: {name}, epoch {epoch}, {place(start, start + length, dataset)}"
@@ -134,7 +134,7 @@ def opened(folder: Path, data: str) -> IndexedDataset | None:
 
 
 def row_of_old(folder: Path, config: Config, data: "PreparedData", step: int, rows: list[OrderRow]) -> OrderRow:
-    """Reconstruct the rules of a run, or of its first steps, from before data_order.jsonl existed: a single era."""
+    """Reconstruct the rules of a step that data_order.jsonl does not cover, in a run of an older version: one era."""
     length, batch = config.data.sequence_length, config.data.global_batch_size
     if rows and rows[0].step:  # the run was resumed later: derive the batch size from the first row
         return replace(rows[0], step=0, samples=0, global_batch_size=rows[0].samples // rows[0].step)

@@ -1,9 +1,10 @@
 """Verify every byte of datasets: verify PATH ... [vocab_size=N]
 
 Checks that every sequence of .idx begins where the previous one ended, that documents are in order, that all ids are in
-the vocabulary, that every document ends with the end of document, that .bin has its original sha256, that the tokenizer
-beside it made it, and that the datasets of a folder share one dtype. Files written by Megatron have no .meta.json; of
-these it checks the index, and the ids if vocab_size is given or a tokenizer/ is there. Exit code 1 if one is damaged.
+the vocabulary, that every document ends with the EOD token, that .bin has its original sha256, that it was written with
+the tokenizer beside it, and that the datasets of a folder share one dtype. Files written by Megatron have no
+.meta.json: only their index is checked, and their ids if vocab_size or a tokenizer/ is given. Exit code 1 if one is
+damaged.
 """
 
 import time
@@ -26,7 +27,7 @@ class Options:
 
 
 def run(paths: list[str], options: Options) -> int:
-    """Print a line for each dataset. Returns 1 if any is damaged."""
+    """Print a line for each dataset. Return 1 if any is damaged, else 0."""
     dtypes: dict[Path, tuple[Path, str]] = {}
     results = [_verify(prefix, options.vocab_size, dtypes) for prefix in all_prefixes(paths)]
     if len(results) > 1:
@@ -42,7 +43,7 @@ def _verify(prefix: Path, vocab_size: int | None, dtypes: dict[Path, tuple[Path,
         verify(dataset, vocab_size, log)
         other, dtype = dtypes.setdefault(prefix.parent, (prefix, str(dataset.dtype)))
         if dtype != dataset.dtype:
-            raise ConfigError(f"{prefix}.bin holds {dataset.dtype} and {other}.bin {dtype}; write both anew")
+            raise ConfigError(f"{prefix}.bin holds {dataset.dtype} and {other}.bin {dtype}; write both again")
     except ConfigError as error:
         print(f"DAMAGED  {error}", flush=True)
         return False
@@ -57,14 +58,17 @@ def _verify(prefix: Path, vocab_size: int | None, dtypes: dict[Path, tuple[Path,
 
 
 def _tokenizer(dataset: IndexedDataset, vocab_size: int | None) -> int | None:
-    """Return the vocabulary size, from the tokenizer if there is one. Raises ConfigError if it differs from .meta."""
+    """Return the size of the tokenizer's vocabulary, or `vocab_size` without a tokenizer.
+
+    Raises ConfigError if the tokenizer is not the one in .meta.json.
+    """
     tokenizer, meta = tokenizer_beside(dataset.prefix), dataset.meta
     if tokenizer is None:
         return vocab_size
     theirs = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
     if meta is not None and (meta.tokenizer, meta.vocab_size, meta.eod) != theirs:
         raise ConfigError(
-            f"{dataset.prefix}.bin is of the tokenizer {meta.tokenizer[:12]}, vocabulary {meta.vocab_size}; the one in "
-            f"tokenizer/ is {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size}; write the folder anew"
+            f"{dataset.prefix}.bin was written with tokenizer {meta.tokenizer[:12]}, vocabulary {meta.vocab_size}, but "
+            f"tokenizer/ is {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size}; write the folder again"
         )
     return tokenizer.vocab_size

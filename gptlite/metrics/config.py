@@ -15,9 +15,9 @@ class TensorboardConfig(LoggerConfig):
 
 @dataclass
 class WandbConfig(LoggerConfig):
-    """Weights & Biases; offline, with one warning, if there is no key."""
+    """Weights & Biases; offline, after one warning, if no API key is set."""
 
     project: str = "gptlite"
     entity: str | None = None
     group: str | None = None
-    mode: str | None = None  # online, offline or disabled; null: online when there is a key
+    mode: str | None = None  # online, offline or disabled; null: online if an API key is set

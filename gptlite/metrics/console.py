@@ -64,7 +64,8 @@ def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None 
 def eval_line(row: Mapping[str, Any], max_steps: int, unit: str = "tokens") -> str:
     """Format the line of an evaluation row: `eval  250/1000 | val loss  3.6120 nats/token | 1.9042 bits/byte`.
 
-    Bits per byte are left out where the data has no bytes (synthetic tokens). A model's own metrics come last.
+    Bits per byte are left out if the data has no text (synthetic tokens). A blend adds the loss of each data set, and a
+    model its own metrics.
     """
     loss = f"val loss {_text(row['val_loss'], '{:.4f}'.format, 7)} nats/{unit.removesuffix('s')}"
     columns = [_position("eval", row, max_steps), loss]

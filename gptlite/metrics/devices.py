@@ -34,7 +34,7 @@ _PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float |
 
 
 def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Dense peak in FLOP/s of the device called `name`, for matrix products of `dtype`.
+    """Return the dense peak in FLOP/s of the device called `name`, for matrix products of `dtype`.
 
     `name` is as returned by `torch.cuda.get_device_name`. `tf32` is True if float32 products may run in TF32. None if
     the peak is not known; MFU is then n/a instead of a guess.
@@ -53,7 +53,7 @@ def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | Non
 
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """`peak_flops` of a device of this process; None on a CPU."""
+    """Return `peak_flops` of one of this process's devices; None for a CPU."""
     if device.type != "cuda":
         return None
     tf32 = torch.get_float32_matmul_precision() != "highest"

@@ -40,7 +40,7 @@ class JsonlSink:
         self._file = self._path.open("a", encoding="utf-8")
 
     def close(self, failed: bool = False) -> None:
-        """Wait until the rows are on disk."""
+        """Sync the file to disk and close it."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()

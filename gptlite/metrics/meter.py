@@ -8,19 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class Throughput:
-    """Counts optimizer steps against a clock; `read` gives the means since the `read` before.
+    """Throughput of optimizer steps. `read` returns the means since the previous `read`.
 
-    The host runs ahead of a GPU, so a window is honest only if it ends after the host has waited for the device:
-    call `read` after reading the loss. Time under `excluded()` (evaluation, saving) is no part of the speed, but is
-    part of the ETA.
+    A GPU runs asynchronously, so call `read` only when the host has waited for the device, such as after reading the
+    loss. Time under `excluded()` (evaluation, saving) does not count in the speed, but counts in the ETA.
 
     Args:
-        tokens_per_step, samples_per_step: of the global batch at its full size.
-        flops_per_token: FLOPs of forward and backward; activation recomputation not counted (PaLM, arXiv:2204.02311,
+        tokens_per_step, samples_per_step: size of a full global batch.
+        flops_per_token: FLOPs of forward and backward without activation recomputation (PaLM, arXiv:2204.02311,
             appendix B); None: MFU is None.
         peak_flops: dense peak of one device in FLOP/s; None: MFU is None.
         num_devices: devices that share the global batch.
-        clock: seconds, monotonic.
+        clock: returns monotonic time in seconds.
     """
 
     tokens_per_step: int
@@ -38,7 +37,7 @@ class Throughput:
         self._first_pace: float | None = None
 
     def step(self, samples: int | None = None) -> None:
-        """Count an issued optimizer step of `samples` samples; by default a full global batch."""
+        """Count an optimizer step of `samples` samples; by default a full global batch."""
         batches = 1.0 if samples is None else samples / self.samples_per_step
         self._window_steps += 1
         self._window_batches += batches

@@ -87,7 +87,7 @@ def plot_curves(jsonl: Path, out: Path, title: str | None = None) -> Path:
 
 
 def smooth(values: list[float], width: float) -> list[float]:
-    """Gaussian mean of standard deviation `width` (in values), renormalised at both ends to avoid lag and boundary
+    """Return the Gaussian moving average of standard deviation `width` (in values), renormalised at both ends to avoid
     bias."""
     if width < 0.5:
         return list(values)

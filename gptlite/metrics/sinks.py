@@ -14,14 +14,14 @@ WANDB_MODES = ("online", "offline", "disabled")
 
 
 class Sink(Protocol):
-    """Protocol of a receiver of rows. `step` is in every row; values are numbers, or None if unknown."""
+    """Destination of metrics rows. `step` is in every row; values are numbers, or None if unknown."""
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Record one row."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Return to `step`: discard or mark later rows, which will be written again."""
+        """Go back to `step`: discard or mark later rows, since training repeats those steps."""
         ...
 
     def close(self, failed: bool = False) -> None:
@@ -37,7 +37,7 @@ class TensorboardSink:
         self._open(start_step)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Write one scalar per value, under its own name."""
+        """Write each value as a scalar named by its key."""
         for key, value in row.items():
             if key != "step" and value is not None:
                 self._writer.add_scalar(key, value, global_step=row["step"])
@@ -58,10 +58,10 @@ class TensorboardSink:
 
 
 def check(config: LoggerConfig) -> None:
-    """Raise an error, before anything is written, for a logger that could not start.
+    """Check, before anything is written, that the logger can start.
 
     Raises:
-        ConfigError: its package is not installed, or `logger.mode` is none of W&B's.
+        ConfigError: its package is not installed, or `logger.mode` is not one of W&B's.
     """
     match config:
         case TensorboardConfig():
@@ -85,13 +85,13 @@ def build_sinks(
     """Open metrics.jsonl and the sink selected by `config`. Call on the main rank only.
 
     Args:
-        resolved_config: plain containers, shown by W&B.
-        wandb_id: of the run being resumed, else None.
-        start_step: optimizer steps the loaded checkpoint had done; later rows in run_dir give way to the new ones.
-        log: takes one-line notices.
+        resolved_config: plain containers, stored by W&B.
+        wandb_id: ID of the W&B run to resume, or None.
+        start_step: step of the loaded checkpoint; later rows in run_dir are moved aside or marked as replaced.
+        log: called with one-line notices.
 
     Raises:
-        ConfigError: see `check`; or W&B refuses the run.
+        ConfigError: see `check`; or W&B cannot start the run.
     """
     check(config)
     tracker: list[Sink] = []
@@ -106,7 +106,7 @@ def build_sinks(
 
 
 def wandb_id(sinks: Sequence[Sink]) -> str | None:
-    """ID of the W&B run among the sinks, which checkpoints store."""
+    """Return the ID of the W&B run, which checkpoints store; None without a W&B sink."""
     return next((sink.id for sink in sinks if isinstance(sink, WandbSink)), None)
 
 

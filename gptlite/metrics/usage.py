@@ -16,7 +16,7 @@ SAMPLE_SECONDS = 0.1
 
 @dataclass
 class _Mean:
-    """Mean of the known values so far."""
+    """Running mean of the values that are not None."""
 
     total: float = 0.0
     count: int = 0
@@ -34,8 +34,8 @@ class Usage:
     """Sampler of memory and utilisation, ten times a second in a thread, until `close`.
 
     Memory: on a GPU bytes of live tensors, from the caching allocator; on a CPU the resident set. Utilisation, 0 to 1:
-    on a GPU NVML's share of the time in which a kernel ran; on a CPU the processor time of this process over that of
-    its threads. None if the system, or a missing nvidia-ml-py, does not report it.
+    on a GPU the fraction of time in which a kernel ran, from NVML; on a CPU the processor time of this process over the
+    time available to its threads. None if the system, or a missing nvidia-ml-py, does not report it.
     """
 
     def __init__(self, device: torch.device, seconds: float = SAMPLE_SECONDS) -> None:
@@ -62,13 +62,13 @@ class Usage:
 
     @property
     def memory(self) -> int | None:
-        """Average over the rows so far, except the first, whose steps connect, compile and allocate."""
+        """Average memory in bytes over all rows but the first, whose steps set up and compile; None if unknown."""
         found = self._over_rows(1)
         return None if found is None else round(found)
 
     @property
     def utilization(self) -> float | None:
-        """Utilisation averaged over the same rows."""
+        """Average utilisation, 0 to 1, over the same rows as `memory`; None if unknown."""
         return self._over_rows(2)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Usage:
 
 
 def gpu_utilization(device: torch.device) -> float | None:
-    """NVML's utilisation, 0 to 1; None without nvidia-ml-py, or if the driver does not report it."""
+    """Return NVML's utilisation, 0 to 1; None without nvidia-ml-py, or if the driver does not report it."""
     with suppress(Exception):  # ModuleNotFoundError, and NVML's own kinds
         return torch.cuda.utilization(device) / 100
     return None

@@ -13,12 +13,12 @@ from gptlite.metrics.config import WandbConfig
 class WandbSink:
     """Sink for one W&B run, stored in `<run_dir>/wandb`; `id` identifies it across resumes.
 
-    Online when there is a key. Without one (and no terminal to ask on), or when the server can't be reached, the run
-    goes on offline after one warning, unless `mode: online` asked for more. A resumed run gives its id: online the run
-    continues, offline `wandb sync` joins its parts in order of time.
+    It is online if an API key is set. Without a key (and a terminal to ask for it), or if the server cannot be reached,
+    the run is offline after one warning; with `mode: online` that is an error. A resumed run passes its `id`: online,
+    the W&B run continues; offline, `wandb sync` joins the parts in order of time.
 
     Raises:
-        ConfigError: W&B refuses the run in the mode asked for.
+        ConfigError: W&B cannot start the run in the requested mode.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class WandbSink:
                 reason = str(error).strip().splitlines()[0]
                 if config.mode is not None:
                     raise ConfigError(
-                        f"logger.mode={config.mode}: W&B says: {reason}; try logger.mode=offline"
+                        f"logger.mode={config.mode}: W&B reports: {reason}; try logger.mode=offline"
                     ) from error
                 log(f"warning: W&B is offline ({reason})")
                 try:
                     self._run = start("offline")
                 except wandb.Error as second:
-                    raise ConfigError(f"logger=wandb: W&B says: {second}; try logger=jsonl") from second
+                    raise ConfigError(f"logger=wandb: W&B reports: {second}; try logger=jsonl") from second
         if self._run.offline:
             folder = Path(self._run.dir).parent
             log(f"W&B run {self._run.id} is offline; upload it with: wandb sync {folder}")
@@ -77,7 +77,7 @@ class WandbSink:
         return self._run.id
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Write one history entry without None values, which W&B would show as numbers."""
+        """Log one row without its None values, which W&B would show as numbers."""
         self._run.log({key: value for key, value in row.items() if value is not None})
 
     def rewind(self, step: int) -> None:
@@ -92,8 +92,8 @@ class WandbSink:
 
 @contextmanager
 def _cache_inside(run_dir: Path) -> Iterator[None]:
-    """Set W&B's cache folder, to which its helper process logs; the default is in the home folder, and no setting
-    exists."""
+    """Put W&B's cache folder, to which its helper process logs, into the run folder. W&B has only an environment
+    variable for it, and the default is in the home folder."""
     name = "WANDB_CACHE_DIR"
     if name in os.environ:
         yield

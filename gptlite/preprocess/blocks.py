@@ -1,6 +1,6 @@
-"""Division of sources into blocks of about a megabyte, at ends of records. A worker tokenizes one block at a time.
+"""Division of sources into blocks of about a megabyte, at record boundaries. A worker tokenizes one block at a time.
 
-A block depends only on its start, so reading can resume at the end of any block.
+A block depends only on where it starts, so reading can resume at the end of any block.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ BLANK_LINES = "blank"  # separator=blank
 
 @dataclass(frozen=True)
 class Place:
-    """Start of a block: `offset` in decompressed bytes of the source (in rows for Parquet), `line` from 1.
+    """Position in the input: index of the source, `offset` in decompressed bytes (in rows for Parquet), line from 1.
 
-    `digest` is the hash of standard input so far, which cannot be read again. It identifies the input on a resume.
+    `digest` is the hash of standard input up to here, by which a resume checks that it gets the same input.
     """
 
     source: int = 0
@@ -34,9 +34,9 @@ class Place:
 class Piece:
     """Records of one source, from `line` on. `data` holds whole records with their separators.
 
-    For Parquet, `data` holds rows of `lengths` bytes, -1 for a null. A `whole` piece is one document, or a part of one:
-    a part that is not the `first`, or has `more` in the next block. Its `digest` is the hash of the document up to the
-    end of the piece. `damage` describes the data left out after these records.
+    For Parquet, `data` holds rows of `lengths` bytes, -1 for a null. A `whole` piece is one document, or a part of a
+    long one if it is not the `first` part or has `more` after it. Its `digest` is the hash of the document up to the
+    end of the piece. `damage` is the reason why data after these records was left out.
     """
 
     source: int
@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass
 class Block:
-    """Pieces, and the place after them. `read` counts bytes on disk read so far, over all sources."""
+    """Pieces, the place after them, and the bytes on disk `read` so far from all sources."""
 
     pieces: list[Piece] = field(default_factory=list)
     after: Place = field(default_factory=Place)
@@ -60,12 +60,12 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Bytes of text and its markup."""
+        """Number of bytes in all pieces, separators and markup included."""
         return sum(len(piece.data) for piece in self.pieces)
 
     @property
     def part(self) -> Piece | None:
-        """Part of a long document, alone in its block; None for a block of whole documents."""
+        """The piece that is part of a long document, alone in its block; None in a block of whole documents."""
         piece = self.pieces[0] if self.pieces else None
         return piece if piece is not None and piece.whole and (piece.more or not piece.first) else None
 
@@ -80,7 +80,7 @@ class Cutting:
 
 
 def read_blocks(sources: list[Source], cutting: Cutting, start: Place) -> Iterator[Block]:
-    """Yield all blocks from `start` on. Raises ConfigError for a missing file, or a different standard input."""
+    """Yield all blocks from `start` on. Raises ConfigError for an unreadable file, or changed standard input."""
     before = sum(source.size for source in sources[: start.source])
     block = Block()
     for number in range(start.source, len(sources)):
@@ -105,7 +105,7 @@ def read_blocks(sources: list[Source], cutting: Cutting, start: Place) -> Iterat
 
 
 def _pieces(source: Source, place: Place, cutting: Cutting) -> Iterator[tuple[Piece, Place, int]]:
-    """Yield pieces of a source with the place after each and the bytes read. Damage ends it with a piece naming it."""
+    """Yield pieces of a source, each with the place after it and the bytes read. The last one describes any damage."""
     at = place
     try:
         if source.format == "parquet":
@@ -127,7 +127,7 @@ def _pieces(source: Source, place: Place, cutting: Cutting) -> Iterator[tuple[Pi
 
 
 class _Records:
-    """Source of records with a separator after each: lines of JSON, or documents of text."""
+    """Reader of records that are ended by a separator: lines of JSON, or documents of text."""
 
     def __init__(self, source: Source, place: Place, cutting: Cutting):
         self._number, self._offset, self._line = place.source, place.offset, place.line
@@ -170,9 +170,9 @@ class _Records:
         return min((at + length for at, length in found if at >= 0), default=0)
 
     def _lengthen(self, data: bytearray) -> tuple[int, str]:
-        """Read to the end of a record longer than a block. Returns its end, 0 if there is none, and the error, if any.
+        """Read to the end of a record longer than a block. Return its end in `data`, 0 if damaged, and an error or "".
 
-        The start of a record that is too long is dropped from memory.
+        The start of a record longer than max_record_bytes is dropped from memory.
         """
         too_long, keep = "", max(map(len, self._ends)) - 1
         while True:
@@ -187,7 +187,7 @@ class _Records:
                 self._pass(data, len(data) - keep)
 
     def _pass(self, data: bytearray, size: int) -> None:
-        """Remove processed bytes from `data`."""
+        """Remove the first `size` bytes from `data`, which are processed, and advance the place past them."""
         self._offset += size
         self._line += data.count(b"\n", 0, size)
         if self._hash is not None:
@@ -205,7 +205,7 @@ class _Records:
             self._hash.update(data)
             left -= len(data)
         if place.offset and self._hash.hexdigest() != place.digest:
-            raise ConfigError("input=- is not what it was when this output was begun; give it again, or overwrite=true")
+            raise ConfigError("input=- differs from when this output was begun; give the same input, or overwrite=true")
 
 
 def _document(source: Source, place: Place) -> Iterator[tuple[Piece, Place, int]]:
@@ -229,7 +229,7 @@ def _document(source: Source, place: Place) -> Iterator[tuple[Piece, Place, int]
 
 
 def _last_character(data: bytes) -> int:
-    """Return the start of the last UTF-8 character."""
+    """Return the index at which the last UTF-8 character starts."""
     stop = len(data) - 1
     while stop > len(data) - 4 and data[stop] & 0xC0 == 0x80:
         stop -= 1

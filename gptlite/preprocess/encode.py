@@ -1,4 +1,4 @@
-"""Encoding of a block: documents and tokens. This is the work of a worker process."""
+"""Encoding of a block to documents and tokens, which runs in the worker processes."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Document:
-    """One text and its UTF-8, or the part of a long one that is in this block."""
+    """A text and its UTF-8 bytes; of a document longer than a block, the part in this block."""
 
     text: str
     data: bytes
@@ -27,7 +27,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Bad:
-    """Record that is not valid text: source, line or row from 1, and the reason."""
+    """Invalid record: index of its source, its line or row (from 1), and the reason."""
 
     source: int
     line: int
@@ -35,9 +35,9 @@ class Bad:
 
 
 def documents(block: Block, formats: list[str], cutting: Cutting) -> Iterator[tuple[Piece, Document | Bad]]:
-    """Yield documents and bad records in order. Empty documents are included, empty lines of JSON are not.
+    """Yield each document or bad record with its piece, in order. Empty documents are included, blank lines are not.
 
-    `formats` are the formats of the sources.
+    `formats` are the formats of all sources, in their order.
     """
     for piece in block.pieces:
         for line, record in _records(piece, formats[piece.source], cutting):
@@ -48,7 +48,7 @@ def documents(block: Block, formats: list[str], cutting: Cutting) -> Iterator[tu
                 byte = f"0x{error.object[error.start]:02x}"
                 yield piece, Bad(piece.source, line, f"it is not UTF-8 at byte {error.start} ({byte})")
             except UnicodeEncodeError:
-                yield piece, Bad(piece.source, line, "it has half of a surrogate pair, which is no text")
+                yield piece, Bad(piece.source, line, "it has half of a surrogate pair, which is not valid text")
             except json.JSONDecodeError as error:
                 yield piece, Bad(piece.source, line, f"it is not JSON: {error.msg} at column {error.colno}")
             except RecursionError:
@@ -89,7 +89,7 @@ def _type(value: Any) -> str:
 
 
 def _records(piece: Piece, format: str, cutting: Cutting) -> Iterator[tuple[int, bytes | None]]:
-    """Yield each record without its separator, with its line or Parquet row; None for a null."""
+    """Yield (line or Parquet row, record without its separator). The record is None for a Parquet null."""
     if piece.lengths is not None:
         yield from _rows(piece)
         return
@@ -128,7 +128,7 @@ def _texts(data: bytes, line: int, separator: str) -> Iterator[tuple[int, bytes]
 
 @dataclass
 class Split:
-    """Whole documents: concatenated tokens with an `eod` after each document, tokens of each, and bytes of text."""
+    """Whole documents: concatenated tokens with an `eod` after each document, their lengths, and the bytes of text."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -137,7 +137,10 @@ class Split:
 
 @dataclass
 class Encoded:
-    """Tokens of a block: the training and the held-out split. `part` is a part of a long document, without `eod`."""
+    """Result of a block: documents of the training and the held-out split, bad records, and number of empty documents.
+
+    `part` is a part of a long document, without `eod`.
+    """
 
     splits: tuple[Split, Split]
     bad: list[Bad] = field(default_factory=list)
@@ -146,7 +149,7 @@ class Encoded:
 
 
 class Encoder:
-    """Tokenizer of blocks. The split of a document depends on a hash of its text, not on its order or the workers."""
+    """Callable that tokenizes a block. The split of a document depends only on a hash of its text."""
 
     def __init__(self, folder: Path, formats: list[str], cutting: Cutting, validation_fraction: float):
         """Load the tokenizer that was saved in `folder`."""
@@ -156,7 +159,7 @@ class Encoder:
         self._eod = np.array([self._tokenizer.eod], dtype=np.int32)
 
     def __call__(self, block: Block) -> Encoded:
-        """Encode all documents of a block, without the empty ones."""
+        """Encode all non-empty documents of a block."""
         parts: tuple[list[np.ndarray], ...] = ([], [])
         text_bytes, empty = [0, 0], 0
         bad: list[Bad] = []

@@ -28,23 +28,23 @@ def find_sources(given: str, format: str) -> list[Source]:
     """Return the files of `input=`, in the order of their documents in the output.
 
     `given` is a file, a folder (all files below it with a known suffix, except hidden ones), a glob, `-`, or several of
-    these between commas. Files of one folder or glob are sorted by path. `format=auto` uses each file's suffix, before
-    that of its compression. Raises ConfigError for a file that is missing, not readable, or given twice.
+    these between commas. Files of one folder or glob are sorted by path. `format=auto` goes by each file's suffix,
+    apart from that of a compression. Raises ConfigError for a file that is missing, not readable, or given twice.
     """
     if format not in ("auto", *FORMATS):
-        raise ConfigError(f"format={format} is none of auto, {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}")
+        raise ConfigError(f"format={format} is not one of auto, {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}")
     if given == STDIN:
         if format not in ("jsonl", "text"):
-            raise ConfigError(f"input=- needs format=jsonl or format=text; format={format} is for files")
+            raise ConfigError(f"input=- needs format=jsonl or format=text; format={format} works only for files")
         return [Source(STDIN, format, 0, 0)]
     parts = [given] if Path(given).expanduser().exists() else [part for part in given.split(",") if part]
     paths = [path for part in parts for path in _expand(part)]
     if not paths:
-        raise ConfigError(f"input={given} is empty; give a file, a folder, a glob or - for the standard input")
+        raise ConfigError(f"input={given} is empty; give a file, a folder, a glob or - for standard input")
     seen: set[Path] = set()
     for path in paths:
         if path in seen:
-            raise ConfigError(f"input={given} has {path} twice")
+            raise ConfigError(f"input={given} names {path} twice; give it once")
         seen.add(path)
     return [_source(path, format) for path in paths]
 
@@ -59,13 +59,13 @@ def _expand(part: str) -> list[Path]:
     if path.exists():
         return [path]
     if part == STDIN:
-        raise ConfigError("input=- stands alone; it cannot be mixed with files")
+        raise ConfigError("input=- cannot be combined with files; give it alone")
     found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
     for file in found:
         refuse_broken_link("input", file)
     files = [file for file in found if file.is_file()]
     if not files:
-        raise ConfigError(f"input={part} matches no file")
+        raise ConfigError(f"input={part} matches no file; give an existing file, folder or glob")
     return files
 
 

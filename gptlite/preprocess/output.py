@@ -1,7 +1,7 @@
 """Output in progress: growing token files, and the state from which preprocessing resumes.
 
 OUTPUT.partial/preprocess.json     the settings
-               state.json          place in the input, and totals of the files at that place
+               state.json          position in the input, and totals of the files up to there
                train.lengths       tokens of each document, for .idx; also val.lengths
                whole/              the output, until it gets its final name
 """
@@ -30,7 +30,7 @@ _PARTS = 4 << 20  # tokens of a long document read back at a time
 
 @dataclass
 class Counts:
-    """Totals: good documents, their tokens with ends of documents, bytes of text, bad records and empty documents."""
+    """Totals: documents, their tokens with EOD tokens, their bytes of text, skipped bad records, empty documents."""
 
     documents: int = 0
     tokens: int = 0
@@ -40,7 +40,7 @@ class Counts:
 
 
 class Output:
-    """Output that resumes from the last `save`, if any. The index is written when the block of `stack` succeeds."""
+    """Output that resumes from the last `save`, if any. The index is written when `stack` closes without an error."""
 
     def __init__(self, partial: Path, tokenizer: Tokenizer, stack: ExitStack, log: Log):
         self._state = partial / STATE
@@ -56,17 +56,17 @@ class Output:
 
     def _go_on(self, state: dict, log: Log) -> None:
         self.place, self.counts = Place(**state["after"]), Counts(**state["counts"])
-        log(f"going on after {self.counts.tokens:,} tokens")
+        log(f"resuming after {self.counts.tokens:,} tokens")
         saved = [Meta(**each) for each in state["splits"]]
         itemsize = self._writers[0].dtype.itemsize
-        progress = Progress("reading what is written", sum(each.tokens for each in saved) * itemsize, log)
+        progress = Progress("checking earlier output", sum(each.tokens for each in saved) * itemsize, log)
         for writer, each in zip(self._writers, saved, strict=True):
             writer.go_on(each, progress)
         self._skipped.seek(state["skipped"])
         self._skipped.truncate()
 
     def save(self, place: Place) -> None:
-        """Sync everything to disk. After a kill, the work resumes at `place`."""
+        """Sync everything to disk. After a kill, preprocessing resumes at `place`."""
         splits = [asdict(writer.save()) for writer in self._writers]
         self._skipped.flush()
         os.fsync(self._skipped.fileno())
@@ -81,12 +81,12 @@ class Output:
             self._count(split.lengths.size, split.tokens.size, split.text_bytes)
 
     def add_part(self, part: Split) -> None:
-        """Store tokens of a document that is too long for one block."""
+        """Store a part of a document that is too long for one block."""
         self._long.write(part.tokens.tobytes())
         self._long_bytes += part.text_bytes
 
     def end_long(self, digest: bytes, fraction: float) -> None:
-        """Write the parts since the last `begin_long` as one document with this hash."""
+        """Write the parts since the last `begin_long` as one document. `digest` and `fraction` select its split."""
         writer = self._writers[is_held_out(digest, fraction)]
         size, text_bytes = self._long.tell() // writer.dtype.itemsize, self._long_bytes
         self._count(1, size + 1, text_bytes)
@@ -98,13 +98,13 @@ class Output:
         self.begin_long()
 
     def begin_long(self) -> None:
-        """Start a long document. Parts stored so far belong to a bad document and are dropped."""
+        """Start a long document. Stored parts, left over from a bad document, are dropped."""
         self._long.seek(0)
         self._long.truncate()
         self._long_bytes = 0
 
     def skip(self, bad: Bad, source: Source) -> None:
-        """Write a skipped record to skipped.jsonl."""
+        """Append the place of a bad record, and the reason, to skipped.jsonl."""
         note = {"file": source.path, "line": bad.line, "reason": bad.reason}
         self._skipped.write(json.dumps(note, ensure_ascii=False).encode() + b"\n")
         self.counts.skipped += 1

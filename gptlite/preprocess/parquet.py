@@ -1,4 +1,4 @@
-"""Parquet reader: the rows of one column, by row group."""
+"""Parquet reader: the rows of one column, one row group at a time."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ _ROWS = 256  # rows in a piece
 def parquet_pieces(source: Source, place: Place, column: str) -> Iterator[tuple[Piece, Place, int]]:
     """Yield pieces of up to 256 rows from row `place.offset` on, each with the place after it and the bytes read.
 
-    Raises DamagedInput for a file that is not Parquet, or has no such column of strings.
+    Raises DamagedInput for a file that is not Parquet or has no column `column` of strings.
     """
     with needed_package("pyarrow", "a .parquet file"):
         import pyarrow
@@ -46,11 +46,11 @@ def _check_column(file: Any, column: str) -> None:
         raise DamagedInput(f"it has no column {column}; give field= one of {', '.join(schema.names)}")
     kind = str(schema.field(column).type)
     if kind not in ("string", "large_string", "string_view", "binary", "large_binary"):
-        raise DamagedInput(f"its column {column} is of type {kind}, not of strings")
+        raise DamagedInput(f"its column {column} has type {kind}, not string or binary")
 
 
 def _strings(pyarrow: Any, column: Any) -> tuple[bytes, list[int]]:
-    """Return the concatenated values, and the bytes of each; -1 for a null."""
+    """Return the concatenated values of an Arrow column, and the size of each in bytes; -1 for a null."""
     values = [None if value is None else value.as_buffer() for value in column.cast(pyarrow.large_binary())]
     lengths = [-1 if value is None else value.size for value in values]
     return b"".join(memoryview(value) for value in values if value is not None), lengths

@@ -16,14 +16,14 @@ _work: Callable[[Any], Any] | None = None  # the function of this worker process
 
 
 class WorkerDied(Exception):
-    """Error for a worker that ended unexpectedly, most likely killed for lack of memory."""
+    """Raised if a worker ended unexpectedly, most likely killed for lack of memory."""
 
 
 class Pool:
     """Pool of `workers` processes. Each calls `make(*arguments)` once, and the returned function for every job.
 
-    With 0 workers the jobs run in this process. The pool is a context manager. Its processes end with the block, and
-    also if this process is killed.
+    With 0 workers the jobs run in this process. The pool is a context manager. Its processes end with the block, or if
+    this process is killed.
     """
 
     def __init__(self, workers: int, make: Callable[..., Callable[[Any], Any]], *arguments: Any):
@@ -36,7 +36,7 @@ class Pool:
             self._here = make(*arguments)
 
     def map(self, jobs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield each job with its result, in the order of the jobs. Raises WorkerDied, and the errors of the jobs."""
+        """Yield each job with its result, in the order of `jobs`. Raises WorkerDied, and any error raised by a job."""
         if not self._ahead:
             yield from ((job, self._here(job)) for job in jobs)
             return
@@ -51,7 +51,7 @@ class Pool:
                 first, future = waiting.popleft()
                 yield first, future.result()
         except BrokenProcessPool as error:
-            raise WorkerDied("a worker ended by itself, most likely for lack of memory") from error
+            raise WorkerDied("a worker ended unexpectedly, most likely for lack of memory") from error
 
     def __enter__(self) -> "Pool":
         return self

@@ -1,4 +1,4 @@
-"""Preprocessing from settings to a prepared folder."""
+"""Preprocessing of text sources into a prepared folder, which can be stopped and resumed."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ _SHOWN = 10  # bad records that are logged; all are in skipped.jsonl
 
 @dataclass(frozen=True)
 class Result:
-    """Totals of a prepared folder and of this call, seconds of this call, and documents of the two splits."""
+    """Totals of the prepared folder, totals and seconds of this call, and the number of documents in each split."""
 
     counts: Counts
     new: Counts
@@ -40,24 +40,24 @@ def preprocess(
 ) -> Result:
     """Make the prepared folder `output`, or resume one that was begun with the same settings.
 
-    The bytes of the output depend only on `settings`, not on `workers` or on stops and resumes. Work in progress is in
-    `output`.partial; `output` appears when complete. A bad record is an error with on_error=error, and is left out and
-    logged with on_error=skip. An output that is finished with the same settings is kept.
+    The bytes of the output depend only on `settings` and `tokenizer`, not on `workers` or interruptions. Work in
+    progress is in `output`.partial; `output` appears when complete. A bad record is an error with on_error=error, and
+    is left out and logged with on_error=skip. A finished output with the same settings is kept.
 
     Raises ConfigError for a bad record, for an `output` with other settings unless `overwrite`, and for sources that
-    changed; OSError for a full disk; WorkerDied.
+    changed; OSError, e.g. for a full disk; WorkerDied.
     """
     if on_error not in ("error", "skip"):
         raise ConfigError(f"on_error={on_error} is neither error nor skip{did_you_mean(on_error, ('error', 'skip'))}")
     if workers < 0:
-        raise ConfigError(f"workers={workers} must be at least 1, or 0 for none but this process")
+        raise ConfigError(f"workers={workers} must be at least 1, or 0 to use only this process")
     partial = output.with_name(output.name + ".partial")
     _refuse_own(settings, (output, partial))
     if (counts := _finished(settings, output, overwrite)) is not None:
         shutil.rmtree(_trash(output), ignore_errors=True)
         if read_settings(partial / FILE) == settings.as_json():  # a kill came after the rename of the output
             shutil.rmtree(partial)
-        log(f"{output} is finished already; overwrite=true makes it again")
+        log(f"{output} is already finished; give overwrite=true to make it again")
         return Result(counts, Counts(), 0.0, _split(output))
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial):
@@ -68,7 +68,7 @@ def preprocess(
             counts = job.output.counts
             if not counts.documents:
                 seen = f"{counts.skipped} bad records and {counts.empty} empty ones"
-                raise ConfigError(f"input has no document with text in it, but {seen}; nothing is written")
+                raise ConfigError(f"input has no document with text, only {seen}; nothing is written")
         _finish(settings, counts, partial, output)
         return Result(counts, job.new, job.seconds, _split(output))
 
@@ -80,7 +80,7 @@ def _split(output: Path) -> tuple[int, int]:
 
 
 class _Job:
-    """Remaining work: reads, tokenizes and writes from the last saved place on."""
+    """Remaining work of an output: read, tokenize and write from the last saved place to the end."""
 
     def __init__(self, settings: Settings, output: Output, on_error: str, log: Log):
         self._settings, self.output, self._on_error, self._log = settings, output, on_error, log
@@ -90,7 +90,7 @@ class _Job:
 
     @property
     def new(self) -> Counts:
-        """Totals of this call, without those before a resume."""
+        """Totals of this call, without work done before a resume."""
         return Counts(*(now - before for now, before in zip(astuple(self.output.counts), self._before, strict=True)))
 
     @property
@@ -148,7 +148,7 @@ class _Job:
         source = self._settings.sources[bad.source]
         what = f"{source.path}:{bad.line}: {bad.reason}"
         if self._on_error == "error":
-            raise ConfigError(f"{what}; repair it, or leave such records out with on_error=skip")
+            raise ConfigError(f"{what}; repair it, or give on_error=skip to leave out such records")
         self.output.skip(bad, source)
         self._shown += 1
         if self._shown <= _SHOWN:
@@ -161,12 +161,15 @@ def _refuse_own(settings: Settings, made: tuple[Path, Path]) -> None:
         for folder in made:
             if folder.absolute() in Path(source.path).absolute().parents:
                 raise ConfigError(
-                    f"input has {source.path}, which is of the output; give an output outside of the input"
+                    f"input has {source.path}, which is inside the output; give an output outside of the input"
                 )
 
 
 def _finished(settings: Settings, output: Path, overwrite: bool) -> Counts | None:
-    """Return the counts of an `output` finished with these settings. Raises ConfigError if it may not be replaced."""
+    """Return the counts of an `output` finished with these settings; None if it is to be made.
+
+    Raises ConfigError if it exists and may not be replaced.
+    """
     if not output.exists() and not output.is_symlink():
         return None
     made = read_settings(output / FILE)
@@ -177,7 +180,7 @@ def _finished(settings: Settings, output: Path, overwrite: bool) -> Counts | Non
     if overwrite:
         return None
     standard_input = any(source.path == STDIN for source in settings.sources)
-    differs = "another standard input, maybe" if standard_input else difference(made, settings.as_json())
+    differs = "perhaps from other standard input" if standard_input else difference(made, settings.as_json())
     if differs:
         raise ConfigError(f"output={output} is finished ({differs}); give another folder, or overwrite=true")
     return Counts(**made["counts"])
@@ -188,7 +191,7 @@ def _begin(settings: Settings, tokenizer: Tokenizer, partial: Path, overwrite: b
     new, old = settings.as_json(), read_settings(partial / FILE)
     differs = difference(old, new) if old is not None else ""
     if differs and not overwrite:
-        raise ConfigError(f"{partial} was begun with {differs}; give the same again, or overwrite=true to begin anew")
+        raise ConfigError(f"{partial} was begun with {differs}; give the same, or overwrite=true to start over")
     kept = (partial / STATE).exists() and (partial / WHOLE).exists()
     if old is None or differs or not kept:
         for leftover in (FILE, STATE, *(f"{split}.lengths" for split in (TRAIN, VALIDATION))):
@@ -199,7 +202,7 @@ def _begin(settings: Settings, tokenizer: Tokenizer, partial: Path, overwrite: b
 
 
 def _finish(settings: Settings, counts: Counts, partial: Path, output: Path) -> None:
-    """Complete the output and rename it to its final name."""
+    """Write the settings and counts into the output, and rename it to its final name, replacing an older one."""
     _refuse_changed(settings)
     whole = partial / WHOLE
     if not counts.skipped:
@@ -224,7 +227,7 @@ def _refuse_changed(settings: Settings) -> None:
         if source.path != STDIN:
             status = Path(source.path).stat()
             if (status.st_size, status.st_mtime_ns) != (source.size, source.modified_ns):
-                raise ConfigError(f"input: {source.path} changed while it was read; begin anew with overwrite=true")
+                raise ConfigError(f"input: {source.path} changed while it was read; start over with overwrite=true")
 
 
 def _trash(output: Path) -> Path:

@@ -15,7 +15,7 @@ _VERSION = 1  # of the output format; a new version does not resume old work
 
 @dataclass(frozen=True)
 class Settings:
-    """Sources, rules for cutting them into documents, fingerprint of the tokenizer, and the held-out share."""
+    """Sources, rules for cutting them into documents, fingerprint of the tokenizer, and the held-out fraction."""
 
     sources: list[Source]
     cutting: Cutting
@@ -23,7 +23,7 @@ class Settings:
     validation_fraction: float
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings in their saved form. Keys are those of the command line."""
+        """Return the settings as saved. The keys are those of the command line."""
         return {
             "version": _VERSION,
             "tokenizer": self.tokenizer,
@@ -36,15 +36,15 @@ class Settings:
 
 
 def make_settings(given: Any) -> Settings:
-    """Return the settings of a command line, with the tokenizer still empty. Raises ConfigError.
+    """Return the settings of a command line, with the tokenizer left empty. Raises ConfigError for an invalid one.
 
-    The keys are input, format, field, separator, max_record_bytes and validation_fraction.
+    `given` has the keys input, format, field, separator, max_record_bytes and validation_fraction.
     """
     if not 0 <= given.validation_fraction < 1:
         value = given.validation_fraction
         raise ConfigError(f"validation_fraction={value} must be at least 0 and below 1, e.g. 0.005")
     if not 1 <= given.max_record_bytes < 1 << 31:
-        raise ConfigError(f"max_record_bytes={given.max_record_bytes} must be above 0 and below 2 GiB")
+        raise ConfigError(f"max_record_bytes={given.max_record_bytes} must be at least 1 and below 2 GiB")
     if not given.field:
         raise ConfigError("field= is empty; give the name of the JSON field or Parquet column with the text")
     sources = find_sources(given.input, given.format)
@@ -67,7 +67,7 @@ def read_settings(path: Path) -> dict[str, Any] | None:
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return a description of the first difference; "" for equal settings."""
+    """Describe the first difference between saved settings; "" if they are equal."""
     for key in new:
         if key == "input":
             if said := _input_difference(old["input"], new["input"]):
@@ -80,12 +80,12 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
 def _input_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
     for then, now in zip(old, new, strict=False):
         if then["path"] != now["path"]:
-            return f"input had {then['path']} where it has {now['path']} now"
+            return f"input {then['path']} then, input {now['path']} now"
         if then["format"] != now["format"]:
-            return f"input {now['path']} was read as {then['format']}, now it is {now['format']}"
+            return f"input {now['path']} read as {then['format']} then, as {now['format']} now"
         if then != now:
             return f"input {now['path']} has changed"
-    return f"input was {len(old)} files, now it is {len(new)}" if len(old) != len(new) else ""
+    return f"{len(old)} input files then, {len(new)} now" if len(old) != len(new) else ""
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Decompressed byte streams of files and standard input. The first bytes select the format, not the file name."""
+"""Decompressed byte streams of files and standard input. The format is detected from the first bytes, not the name."""
 
 import bz2
 import gzip
@@ -16,11 +16,11 @@ _COMPRESSED = 1 << 14  # bytes given to zstandard at a time; the output may be a
 
 
 class DamagedInput(Exception):
-    """Error for a file that cannot be read to its end. The message gives the reason."""
+    """Raised for a file that cannot be read to its end. The message gives the reason."""
 
 
 class Stream:
-    """Sequential reader of a source, from `skip` decompressed bytes on."""
+    """Sequential reader of a file, or of standard input (`-`), after its first `skip` decompressed bytes."""
 
     def __init__(self, path: str, skip: int = 0):
         self._file: BinaryIO = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
@@ -35,20 +35,20 @@ class Stream:
 
     @property
     def raw_position(self) -> int:
-        """Bytes of the file on disk read so far; 0 if unknown."""
+        """Number of bytes read so far from the file, before decompression; 0 if unknown."""
         with suppress(OSError, ValueError):
             return self._file.tell()
         return 0
 
     def read(self, size: int) -> bytes:
-        """Return up to `size` bytes. Fewer mean the end, or damage, which `damage` then describes."""
+        """Return up to `size` bytes. Fewer mean the end of the file, or damage, described by `damage`."""
         parts = []
         try:
             while size and not self.damage and (part := self._data.read(size)):
                 parts.append(part)
                 size -= len(part)
         except (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError) as error:
-            self.damage = f"it cannot be read on: {error}"
+            self.damage = f"it cannot be read further: {error}"
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:

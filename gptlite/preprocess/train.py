@@ -18,21 +18,21 @@ _EXPANDS = 4  # assumed ratio of text to compressed bytes
 
 
 def train_tokenizer(settings: Settings, kind: str, vocab_size: int, sample_mb: int, log: Log) -> Tokenizer:
-    """Train on the documents of the training split that preprocessing makes with the same settings.
+    """Train a tokenizer on the training split that preprocessing makes with the same settings.
 
     Bad records are left out. SentencePiece is trained on at most about `sample_mb` megabytes: evenly spread blocks of a
     larger corpus, or the first part of standard input. The alphabet of `char` comes from all documents, since a
-    character without an id could not be evaluated. Raises ConfigError.
+    character without an id could not be evaluated. Raises ConfigError for invalid arguments or if there is no text.
     """
     if kind not in KINDS:
-        raise ConfigError(f"kind={kind} is none of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
+        raise ConfigError(f"kind={kind} is not one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
     if vocab_size < 1 or sample_mb < 1:
-        raise ConfigError(f"vocab_size={vocab_size}, sample_mb={sample_mb}: give at least 1")
+        raise ConfigError(f"vocab_size={vocab_size}, sample_mb={sample_mb}: both must be at least 1")
     if kind == "char":
         alphabet: set[str] = set()
         alphabet.update(*map(set, _texts(settings, 1, 0.0, log)))
         if not alphabet:
-            raise ConfigError("input has no text to learn from")
+            raise ConfigError("input has no text to train on; give files with text")
         return CharTokenizer(alphabet)
     packed = any(source.format == "parquet" or source.path.endswith(tuple(COMPRESSED)) for source in settings.sources)
     size = sum(source.size for source in settings.sources) * (_EXPANDS if packed else 1)
@@ -42,12 +42,12 @@ def train_tokenizer(settings: Settings, kind: str, vocab_size: int, sample_mb: i
     lines = (line for text in texts for line in text.split("\n"))
     first = next(lines, None)
     if first is None:
-        raise ConfigError("input has no text to learn from; validation_fraction=0 holds nothing out")
+        raise ConfigError("input has no text to train on; give more, or validation_fraction=0 to hold nothing out")
     return train_sentencepiece(chain([first], lines), vocab_size, log, key="vocab_size")
 
 
 def _texts(settings: Settings, every: int, held_out: float, log: Log) -> Iterator[str]:
-    """Yield the documents of one block in `every`, without those held out."""
+    """Yield the documents of one block in `every`, without the `held_out` fraction. Bad records are logged."""
     formats = [source.format for source in settings.sources]
     progress = Progress("reading", sum(source.size for source in settings.sources), log)
     before, bad = 0, list[Bad]()
@@ -65,7 +65,7 @@ def _texts(settings: Settings, every: int, held_out: float, log: Log) -> Iterato
                     yield document.text
     if bad:
         where = f"{settings.sources[bad[0].source].path}:{bad[0].line}: {bad[0].reason}"
-        log(f"passed over {len(bad)} bad record{'s' * (len(bad) > 1)}, the first {where}")
+        log(f"left out {len(bad)} bad record{'s' * (len(bad) > 1)}, the first {where}")
 
 
 def _limited(texts: Iterator[str], size: int) -> Iterator[str]:

@@ -36,7 +36,7 @@ from gptlite.trainer.state import TrainState
 
 
 def announce(run: Run, folder: RunFolder) -> Reporter:
-    """Print the banner and open the trackers on rank 0. Collective, as it gathers values of all ranks."""
+    """Print the banner and open the trackers on rank 0. Return the reporter. Collective, as it gathers values."""
     config, mesh, state, policy, ops = run.config, run.mesh, run.state, run.policy, run.ops
     batch, model, length = config.data, config.model, config.data.sequence_length
     spec, accumulation = state.model.spec, state.loader.num_micro_batches
@@ -93,9 +93,9 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
 
 
 def _flops(model: Model, length: int, peak: float | None) -> tuple[int | None, list[tuple[str, str]]]:
-    """Return the FLOPs per token, and the banner's line on the reason if they are unknown.
+    """Return the FLOPs per token, or None and the banner line that gives the reason.
 
-    If the model gives none, they are counted, but only if there is a peak to compare them with.
+    If the model has no formula for them, they are counted, but only if the device's peak is known.
     """
     found = model.flops_per_token(length)
     if found is not None or peak is None:
@@ -114,11 +114,11 @@ def _attention(config: Config, mesh: Mesh, policy: Policy, ops: Ops) -> list[tup
     heads, width, drops = found
     length = config.data.sequence_length
     words = sdpa_words(mesh.device, policy.compute_dtype, heads // mesh.size("tp"), length, width)
-    return [("attention", f"SDPA takes {words}{'; dropout writes the scores out' if drops else ''}")]
+    return [("attention", f"SDPA uses {words}{'; dropout writes the scores to memory' if drops else ''}")]
 
 
 def _optimizer(config: Config) -> str:
-    """Return e.g. `adamw: peak rate 0.003, weight decay 0.1, clipped at a gradient norm of 1; schedule wsd, ...`."""
+    """Return e.g. `adamw: peak rate 0.003, weight decay 0.1, clipped at a gradient norm of 1; schedule ...`."""
     its = config.optimizer
     names = {group: name.removesuffix("_schema") for group, name in schema_names(config).items()}
     clipped = f"clipped at a gradient norm of {its.clip_norm:g}" if its.clip_norm else "not clipped"
@@ -138,7 +138,7 @@ def _step_words(config: Config) -> str:
 
 
 def _ramp(config: Config) -> str:
-    """Return the suffix of the banner's line on the batch, if its size grows."""
+    """Return the end of the banner's line on the batch: the ramp of its size; "" without one."""
     if config.data.batch_ramp is None:
         return ""
     start, increment, samples = config.data.batch_ramp
@@ -146,7 +146,7 @@ def _ramp(config: Config) -> str:
 
 
 def _share(state: TrainState) -> tuple[dict[str, int], int, list[list[int]]]:
-    """Return this rank's global parameter sizes by name, its number of local elements, and the layers of each part."""
+    """Return {name: global size} of this rank's parameters, its local elements, and the layers of its stages."""
     sizes = {name: parameter.numel() for name, parameter in state.named_parameters()}
     elements = sum(num_local_elements(p) for part in state.parts for p in part.parameters())
     return sizes, elements, [list(state.model.blocks(part)) for part in state.parts]
@@ -165,7 +165,7 @@ def _layout(
             f" over {counted(micro_batches, 'micro-batch')}{_bubble(config, micro_batches)}; layers {' | '.join(held)}"
         )
     least, most = format_count(min(elements)), format_count(max(elements))
-    return [("layout", f"{text}; {least if least == most else f'{least} to {most}'} parameters a rank")]
+    return [("layout", f"{text}; {least if least == most else f'{least} to {most}'} parameters per rank")]
 
 
 def _bubble(config: ParallelismConfig, micro_batches: int) -> str:

@@ -44,7 +44,7 @@ class Run:
 
 
 def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
-    """Build the run of a configuration, with initial weights, before its first step.
+    """Build all objects of a run, with initial weights.
 
     Collective. Raises ConfigError, on all ranks, for a configuration that cannot run here.
     """

@@ -1,4 +1,4 @@
-"""Run folder: check that a new command may use it, its log and its checkpoints."""
+"""Run folder: the check that a command may train in it, its log and its checkpoints."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ class RunFolder:
     The constructor leaves nothing behind, and raises ConfigError if training here would mix two runs; nothing is
     written before `opened`. `resume_from` is the checkpoint that training starts from, or None.
 
-    All ranks create it, and call `restore`, `opened`, `write_config` and `save` together. Rank 0 decides and writes;
-    its errors are raised on all ranks. The others print their log lines, and write nothing in the folder but their
-    tensors.
+    All ranks create it, and call `restore`, `opened`, `write_config` and `save` together. Rank 0 makes decisions and
+    writes files; its errors are raised on all ranks. Other ranks only print their log lines and write their tensors.
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
@@ -69,7 +68,7 @@ class RunFolder:
             from_main(mesh, lambda: self._refuse(from_yaml(read_config(found)), f"checkpoint {found}"))
 
     def restore(self, state: TrainState) -> None:
-        """Load the checkpoint, if any, into a state. Raises ConfigError if it read other data or is past the end."""
+        """Load the checkpoint, if any, into `state`. Raises ConfigError for other data or a step past the end."""
         if self.resume_from is None:
             return
         meta, changes = from_main(self.mesh, lambda: self._accepted(state))
@@ -84,11 +83,11 @@ class RunFolder:
             if not self.resume_from.resolve().is_relative_to(self.path.resolve()):
                 state.wandb_id = None  # that tracker's run belongs to the folder it was started in
         for change in changes * (not weights_only):  # a new run has no curve to go on with
-            self.log(f"resuming elsewhere: {change}; the curve may differ from an uninterrupted run's by rounding")
+            self.log(f"resuming with a change: {change}; losses may differ from an uninterrupted run's by rounding")
         self.log(f"{'weights' if weights_only else 'resuming'} from {self.resume_from}")
 
     def complete(self, state: TrainState) -> bool:
-        """True if this folder's run has taken all its steps and evaluated the last; says how to train further."""
+        """Return True if this folder's run has taken and evaluated its last step; log how to train further."""
         steps = self.config.trainer.max_steps
         found = self.resume_from
         if found is None or not found.resolve().is_relative_to(self.path.resolve()):
@@ -100,7 +99,7 @@ class RunFolder:
 
     @contextmanager
     def opened(self, config: Config, tokenizer: Tokenizer | None) -> Iterator[None]:
-        """Create the folder, open the log, and lock it against other processes that train in it, while entered."""
+        """Create the folder, open the log, and lock it during the block against other processes that train in it."""
         with ExitStack() as held:
             held.callback(self.checkpointer.close, self.log)
             from_main(self.mesh, lambda: self._open_log(config, held))
@@ -109,11 +108,11 @@ class RunFolder:
             yield
 
     def write_config(self) -> None:
-        """Write the resolved configuration to config.yaml. An older one is kept beside it with a number."""
+        """Write the resolved configuration to config.yaml. An older one that differs is kept as config.N.yaml."""
         from_main(self.mesh, self._write_config)
 
     def write_order(self, state: TrainState) -> None:
-        """Record in data_order.jsonl the rules by which this run reads its samples from here on."""
+        """Record in data_order.jsonl the rules that select this run's samples from now on."""
         loader, schedule = state.loader, state.loader.schedule
         row = OrderRow(
             step=state.step,
@@ -126,7 +125,7 @@ class RunFolder:
         from_main(self.mesh, lambda: note_order(self.path, row))
 
     def log(self, text: str) -> None:
-        """Write lines to the terminal and to train.log, to the latter once it is open."""
+        """Write lines to the terminal and to train.log, which gets earlier lines when it is opened."""
         self.record(text)
         try:
             self._console.print(text)
@@ -134,7 +133,7 @@ class RunFolder:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def error(self, text: str) -> None:
-        """A line for train.log and for standard error."""
+        """Write a line to train.log and to standard error."""
         self.record(text)
         print(text, file=sys.stderr, flush=True)
 
@@ -150,7 +149,7 @@ class RunFolder:
                 self._log_file.flush()
 
     def check_space(self, state: TrainState) -> None:
-        """Raise ConfigError if there is no space for one checkpoint; log a warning if there is not enough for all."""
+        """Raise ConfigError if there is no space for one checkpoint; log a warning if checkpoint.keep needs more."""
         size, keep = self.checkpointer.size(state.tensors()), self.config.checkpoint.keep
         free = from_main(self.mesh, lambda: shutil.disk_usage(existing(self.path)).free)
         words = (
@@ -163,15 +162,15 @@ class RunFolder:
             self.log(f"warning: {words}: too little for the {needed} that checkpoint.keep={keep} needs")
 
     def save(self, state: TrainState) -> Path:
-        """Commit a checkpoint of the state, or start to, and return its folder. Raises SaveFailed."""
+        """Save a checkpoint of the state, or start an asynchronous save. Return its folder. Raises SaveFailed."""
         with self._failing_in_words(f"the checkpoint of step {state.step}"):
             return self.checkpointer.save(state.tensors(), state.meta(), to_yaml(self.config), self.tokenizer, self.log)
 
     def rewind(self, state: TrainState, spike: Spike) -> Path | None:
         """Load the last good checkpoint before the spike's samples, and make the state skip those from now on.
 
-        Returns the checkpoint; None if there is none. Later checkpoints are renamed. Raises SaveFailed for a save in
-        progress.
+        Returns the checkpoint; None if there is none. Later checkpoints are renamed. Raises SaveFailed if the save in
+        progress failed.
         """
         self.finish_saves()
         start = self.resume_from if self.config.checkpoint.load == "all" else None
@@ -191,7 +190,7 @@ class RunFolder:
         return found
 
     def finish_saves(self) -> None:
-        """Wait for the save in progress. Raises SaveFailed."""
+        """Wait for the save in progress. Raises SaveFailed if it failed."""
         with self._failing_in_words("a checkpoint"):
             self.checkpointer.finish()
 
@@ -212,9 +211,9 @@ class RunFolder:
             yield
         except OSError as error:
             held = step_folders(self.checkpointer.root)
-            left = f"the last one, {held[0]}, is as it was" if held else "there is none yet"
+            left = f"the last one, {held[0]}, is intact" if held else "there is none yet"
             raise SaveFailed(
-                f"{what} was not saved: {error}; {left}; run the same command again once it is mended"
+                f"{what} was not saved: {error}; {left}; fix that, and run the same command again"
             ) from error
 
     def write_result(self, result: dict[str, Any]) -> None:
@@ -231,8 +230,8 @@ class RunFolder:
             self._refuse(read_saved(saved), f"run.dir={self.config.run.dir}")
 
     def _accepted(self, state: TrainState) -> tuple[dict[str, Any], list[str]]:
-        """Return the `meta` of a checkpoint that fits this state, and the changes of environment since it was
-        written."""
+        """Return the `meta` of the checkpoint, and the changes of environment since it was written. Raises ConfigError
+        if it does not fit this state."""
         assert self.resume_from is not None
         manifest, load = read_manifest(self.resume_from), self.config.checkpoint.load
         old, new = ({"data_identity": each} for each in (manifest.meta["data_identity"], state.data_identity))
@@ -249,7 +248,7 @@ class RunFolder:
             key = "max_steps" if steps == self.config.trainer.max_steps else "stop_step"
             raise ConfigError(
                 f"trainer.{key}={steps} is below step {step} of {self.resume_from}; "
-                f"give {step} or more, or start anew in another run.dir"
+                f"give {step} or more, or start over in another run.dir"
             )
         return manifest.meta, environment_changes(manifest, self.layout)
 
@@ -269,9 +268,9 @@ class RunFolder:
             self._log_file.close()
 
     def _lock(self, held: ExitStack) -> None:
-        """Lock the log until this process ends, and write a note of the owner. File systems without locks are ignored.
+        """Lock the log until this process ends, and write a note of the owner. Without file locks, do neither.
 
-        The kernel drops the lock when the process dies, however it does. The note may then be stale.
+        The kernel releases the lock when the process ends in any way. The note may then be stale.
         """
         assert self._log_file is not None
         note = self.path / OWNER
@@ -289,7 +288,7 @@ class RunFolder:
             with suppress(OSError):
                 owner = (self.path / OWNER).read_text(encoding="utf-8").strip()
             where = f"run.dir={self.config.run.dir}"
-            raise ConfigError(f"{where}: {owner} trains in it; wait, stop it, or give another run.dir")
+            raise ConfigError(f"{where}: {owner} is training in it; wait, stop it, or give another run.dir")
         return bool(locked)
 
     def _refuse_busy(self) -> None:
@@ -308,13 +307,13 @@ class RunFolder:
         write_whole(target, text)
 
     def _refuse_unseen(self) -> None:
-        """Raise ConfigError if this rank does not see the files that rank 0 has created."""
+        """Raise ConfigError if this rank cannot see the files that rank 0 has created."""
         until = time.monotonic() + APPEARS_SECONDS
         while not (self.path / LOG).exists():
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"run.dir={self.config.run.dir}: rank {self.mesh.rank} on {platform.node()} does not see what "
-                    "rank 0 writes there; give an absolute path on a file system that all machines share"
+                    f"run.dir={self.config.run.dir}: rank {self.mesh.rank} on {platform.node()} cannot see the "
+                    "files of rank 0 there; give an absolute path on a file system that all machines share"
                 )
             time.sleep(0.1)
 

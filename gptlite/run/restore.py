@@ -17,16 +17,17 @@ from gptlite.trainer.state import model_tensors
 
 
 def restore(checkpoint: str, precision: str = "auto") -> tuple[Model, StageRunner, Tokenizer, Config]:
-    """Return the model in evaluation mode, its single part on a device, its tokenizer and its run's configuration.
+    """Return the model, its single stage in evaluation mode on a device, its tokenizer and its run's configuration.
 
-    `checkpoint` is a step folder, or a run folder for its newest one. Raises ConfigError if it does not exist.
+    `checkpoint` is a step folder, or a run folder for its newest one. Raises ConfigError if it does not exist, has no
+    tokenizer, or for an unknown `precision`.
     """
     path = find_checkpoint(checkpoint, "checkpoint")
     config = from_yaml(read_config(path))
     if not (path / "tokenizer").is_dir():
         raise ConfigError(
-            f"checkpoint={checkpoint} holds imported weights without a tokenizer: train on from it with your data "
-            f"(checkpoint.resume={checkpoint} checkpoint.load=weights), and give the run that comes of it"
+            f"checkpoint={checkpoint} holds imported weights without a tokenizer; train from it on your data "
+            f"(checkpoint.resume={checkpoint} checkpoint.load=weights), and give the resulting run"
         )
     if precision not in Precision.__members__:
         hint = did_you_mean(precision, Precision.__members__)

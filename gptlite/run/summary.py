@@ -35,15 +35,15 @@ from gptlite.trainer.spike import Spiked
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import Diverged
 
-# What is left of a run, and what to try, by what ended it.
+# Addition to the error message, by the error: the state of the checkpoints, and advice.
 ADVICE: dict[type[Exception], str] = {
     Diverged: ". Stopped with the parameters of the step before; earlier checkpoints are intact. "
     "Try a lower optimizer.lr (now {lr:g}), more schedule.warmup_steps, optimizer.clip_norm=1",
     Spiked: ". Nothing was saved since, and earlier checkpoints are intact. "
     "Try a lower optimizer.lr (now {lr:g}), or skip more at once: trainer.spike.margin",
-    ReplicasDiffer: ". Nothing was saved; of the earlier checkpoints, which are intact, resume from one before "
+    ReplicasDiffer: ". Nothing was saved, and earlier checkpoints are intact. Resume from one before "
     "the last check that passed, on other hardware if it happens again",
-    OffloadFailed: "; the same command goes on from the last checkpoint once it is mended",
+    OffloadFailed: "; once that is fixed, the same command resumes from the last checkpoint",
     SaveFailed: "",
 }
 
@@ -61,7 +61,7 @@ class Conclusion:
 def conclude(
     config: Config, run: RunFolder, state: TrainState, reporter: Reporter, started: float, watch: Watch
 ) -> Iterator[Conclusion]:
-    """Close the trackers and write result.json however the block ends, and report the results of a completed run.
+    """Close the trackers and write result.json when the block ends or raises; report the results of a completed run.
 
     Rank 0 writes. If the block fails, no rank waits for another, which may be gone.
     """
@@ -115,8 +115,7 @@ def _result(
     status: str,
     outcome: Outcome | None = None,
 ) -> dict[str, Any]:
-    """Return the content of result.json: how the run ended, and the figures that sweeps compare (see
-    docs/sweeps.md)."""
+    """Return the content of result.json: the run's status, and the figures that sweeps compare (docs/sweeps.md)."""
     evaluation = outcome.evaluation if outcome else None
     return {
         "status": status,
@@ -137,7 +136,7 @@ def _result(
 
 
 def _pipeline(config: Config, state: TrainState) -> dict[str, Any] | None:
-    """Return the data for a timeline of the pipeline; None without one.
+    """Return the data for a timeline of the pipeline; None without a pipeline.
 
     `stage_flops` has the FLOPs per token, forward and backward, of each stage's layers, and of the head in the last.
     """
@@ -208,7 +207,7 @@ def _close(
 
 
 def _rise(config: Config, step: int) -> str:
-    """A remark on a learning rate that rises again where the schedule is stretched over twice the steps."""
+    """Return a remark if the learning rate would rise when max_steps doubles, else ""."""
     steps, lr = config.trainer.max_steps, config.optimizer.lr
     now, then = (lr * Schedule(config.schedule, each).factor(at) for each, at in ((steps, step - 1), (2 * steps, step)))
     return f"(this stretches the schedule: the rate rises from {now:.1e} to {then:.1e})" if then > 1.1 * now else ""

@@ -1,1 +1,1 @@
-"""Sweeps: many runs from one command, each a cell with its own ranks, and their results."""
+"""Sweeps: many runs from one command, each a cell on separate ranks, and the comparison of their results."""

@@ -1,4 +1,4 @@
-"""A sweep's control flow in the process of the command: checks before the first cell, signals, the final report."""
+"""Control of a sweep in the command's process: checks before the first cell, signals, and the final report."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Sweep:
     """A running sweep. Creating one checks every cell and locks the folder; it raises ConfigError before writing
     anything.
 
-    From then on the first of trainer.signals' SIGNALS stops the sweep, and a second one ends it at once. While a cell
-    runs in this process its launcher handles the signals, and run_cell exits. Cells in other processes are notified by
-    a file, and the launcher goes on waiting for them.
+    From then on, the first of SIGNALS (gptlite/trainer/signals.py) stops the sweep, and a second one ends it at once.
+    While a cell runs in this process, its launcher handles the signals, and run_cell exits. Cells in other processes
+    are notified by a file, and the sweep waits for them.
     """
 
     def __init__(self, config: DictConfig) -> None:
@@ -52,7 +52,7 @@ class Sweep:
         self.folder.refuse()
         refuse_others(self.folder, given)
         if any(each.startswith("run.dir=") for each in given):
-            raise ConfigError("run.dir in a sweep: its cells have folders of their own; give hydra.sweep.dir=...")
+            raise ConfigError("run.dir is for one run; give hydra.sweep.dir=..., in which each cell gets a folder")
         overrides = parsed_overrides(loader, config)
         known = str(hydra.sweeper._target_).endswith(BASIC)
         cells = checked_cells(loader, config, overrides, not launcher.endswith(ELSEWHERE)) if known else []
@@ -75,13 +75,13 @@ class Sweep:
         self._settle(cells)
 
     def conclude(self) -> int:
-        """Report how the sweep ended, once; return its exit code."""
+        """Publish the final report, on the first call only. Return the sweep's exit code."""
         if self._code is None:
             records, expected = publish(self.folder, final=True), self.folder.header.get("cells")
             self._code = exit_code(records, self._received)
             if not all(record.finished for record in records) or len(records) < (expected or 0):
                 where = shlex.quote(f"{DIR}={hydra_value(str(self.folder.path))}")
-                print(f"go on with:  {command('train')} -m {where}", flush=True)
+                print(f"continue:    {command('train')} -m {where}", flush=True)
         return self._code
 
     def _settle(self, cells: Sequence[Record]) -> None:
@@ -108,14 +108,14 @@ class Sweep:
             if not self._by_file:
                 sys.exit(128 + number)
             self.folder.stop.touch()
-            os.write(2, b"\nstopping: cells that run save and end, no other starts (again: at once)\n")
+            os.write(2, b"\nstopping: running cells save and end, no others start (again: end at once)\n")
         elif time.monotonic() - self._since > self._same / 2:  # not the same signal sent again via the process group
             sys.exit(128 + number)
 
 
 def exit_code(records: Sequence[Record], received: int | None) -> int:
-    """Return a sweep's exit code: 128 + a signal's number, 1 if a cell failed, else 0. Out of memory and pruned are
-    results."""
+    """Return a sweep's exit code: 128 + a signal's number, 1 if a cell failed, else 0. Out of memory and pruned are not
+    failures."""
     if received:
         return 128 + received
     codes = [record.exit_code for record in records if record.status == INTERRUPTED and record.exit_code]
@@ -125,8 +125,8 @@ def exit_code(records: Sequence[Record], received: int | None) -> int:
 def sweep_overrides(arguments: list[str]) -> list[str]:
     """Return the overrides of a sweep: the given ones, or the stored ones of the sweep in `hydra.sweep.dir`.
 
-    `run.dir` is read as hydra.sweep.dir, and `sweep=` as `+sweep=`. Raises ConfigError for a folder that holds another
-    sweep, or none if nothing else is given.
+    `run.dir` is read as hydra.sweep.dir, and `sweep=` as `+sweep=`. Raises ConfigError if the folder holds a sweep with
+    other overrides, or if it holds none and no overrides are given.
     """
     arguments = [f"+{each}" if each.startswith("sweep=") else each for each in arguments]
     named = DIR if any(_key(each) == DIR for each in arguments) else "run.dir"
@@ -139,7 +139,7 @@ def sweep_overrides(arguments: list[str]) -> list[str]:
     hydra = [*(each for each in others if each not in task), f"{DIR}={hydra_value(str(folder.path))}"]
     header = folder.header
     if not header and not task:
-        raise ConfigError(f"{DIR}={where[-1]} holds no sweep to go on with; give overrides to start one there")
+        raise ConfigError(f"{DIR}={where[-1]} holds no sweep to continue; give overrides to start one there")
     if task:
         refuse_others(folder, task)
     given = {_key(each) for each in hydra}
@@ -150,7 +150,7 @@ def sweep_overrides(arguments: list[str]) -> list[str]:
 
 
 def refuse_others(folder: SweepFolder, overrides: list[str]) -> None:
-    """Raise ConfigError if the folder holds the sweep of other overrides."""
+    """Raise ConfigError if the folder holds a sweep with other overrides."""
     if not (header := folder.header):
         return
     old, new = ({_key(each): each for each in them} for them in (header["overrides"], overrides))
@@ -159,7 +159,7 @@ def refuse_others(folder: SweepFolder, overrides: list[str]) -> None:
             was, now = (each.get(key, f"no {key}") for each in (old, new))
             raise ConfigError(
                 f"{DIR}={folder.path} holds another sweep: it has {was}, not {now}; "
-                f"give {DIR} alone to go on with it, or another folder"
+                f"give {DIR} alone to continue it, or another folder"
             )
 
 

@@ -1,4 +1,4 @@
-"""Hydra callbacks for the start and end of a sweep. Imports are light, as every command loads it (conf/config.yaml)."""
+"""Hydra callbacks for the start and end of a sweep. Imports are light, since every `train` command loads this."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 
 
 class SweepCallback(Callback):
-    """Check all cells before the first starts, and report at the end, however the sweep ends.
+    """Callback that checks all cells before the first starts, and reports at the end, also after a failure.
 
-    It leaves Hydra by SystemExit, with an error as its cause, since Hydra turns an Exception into a warning.
+    An error is raised as the cause of a SystemExit, since Hydra turns an Exception into a warning.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Cells of a sweep: numbers, names, folders, and the check that each is legal. No torch here."""
+"""Cells of a sweep: numbers, names, folders, and checks of their configurations. Does not import torch."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def swept_keys(overrides: Sequence[Override]) -> list[str]:
 
 
 def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Override], world: bool) -> list[Record]:
-    """Return all cells, numbered as by Hydra's own sweeper, composed and checked. Raises ConfigError for an error of
-    the whole sweep, such as a misspelled key.
+    """Return all cells, composed, checked and numbered as by Hydra's own sweeper. A cell that cannot run is pruned.
 
-    `world`: also check what depends on this machine, as far as that is possible before a rank starts.
+    With `world`, also check what depends on this machine, as far as that is possible before a rank starts. Raises
+    ConfigError for an error of the whole sweep, such as a misspelled key, or if no cell can run.
     """
     singleton, cells = HydraConfig.instance(), []
     before = singleton.cfg
@@ -79,7 +79,10 @@ def checked_cells(loader: ConfigLoader, config: DictConfig, overrides: list[Over
 
 
 def this_cell(hydra: Any, raw: DictConfig, swept: Sequence[str]) -> Record:
-    """Return the cell of a composed configuration and its `hydra` section, without a status."""
+    """Return the cell, without a status, of a composed configuration `raw` and its `hydra` section.
+
+    `swept` are the keys with several values, which give the cell its name.
+    """
     number, overrides = int(hydra.job.num), list(hydra.overrides.task)
     differing = [each for each in overrides if each.partition("=")[0].lstrip("+") in swept]
     name = " ".join(map(_label, differing)) or str(number)

@@ -1,4 +1,4 @@
-"""Comparison of a sweep's cells: figures, baseline, best cell and the criterion for it. No torch here."""
+"""Comparison of a sweep's cells: figures, baseline, best cell and its criterion. Does not import torch."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ ROUNDS = ("ops", "trainer.compile")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The cells in order. `axes` are the keys that differ between them and change their numbers; without any, all cells
-    train the same model up to rounding. `measure` is the column that decides: speed, else a loss."""
+    """Cells in order. `axes` are the keys that differ between them and change results by more than rounding. `measure`
+    is the column that selects the best cell: speed if there are no axes, else a loss."""
 
     rows: list[Row]
     axes: list[str]
@@ -57,7 +57,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """Description of the measure."""
+        """Name of `measure` in words."""
         return LOSSES.get(self.measure, "speed")
 
     @property
@@ -68,8 +68,7 @@ class Comparison:
 
     @property
     def best_words(self) -> str:
-        """Result such as `tp2: 12.3k tokens/s, 1.40 times single's`, or with a validation loss; empty if there is no
-        best cell."""
+        """Result such as `tp2: 12.3k tokens/s, 1.40 times single's`, or with a loss; empty if there is no best cell."""
         if (best := self.best) is None:
             return ""
         value, speed = best[self.measure], self.measure == SPEED
@@ -97,8 +96,8 @@ class Comparison:
 def compare(records: Sequence[Record]) -> Comparison:
     """Return the records as rows, with the baseline and the best marked, if any ran.
 
-    The baseline is the cell named `single` if it is ok, else the first ok one that has a loss. Among cells with the
-    same numbers the best is the fastest.
+    The baseline is the cell named `single` if it is ok, else the first ok cell with a loss. Without axes the best cell
+    is the fastest; with axes, it is the fastest of those with the axes' values of the cell that has the lowest loss.
     """
     rows = [_row(record) for record in records]
     ok = [row for row in rows if row["status"] == OK]
@@ -126,10 +125,10 @@ def compare(records: Sequence[Record]) -> Comparison:
 
 
 def _row(record: Record) -> Row:
-    """Return a cell's figures, None if a run does not have one. Seconds are of a step, bytes of the fullest rank.
+    """Return a cell's figures; None if unknown. Seconds are per step, and bytes are those of the fullest rank.
 
-    The bytes of tensors, the sum of the categories, are comparable with the plan's prediction. The peak is all memory
-    of the process (on a GPU: of the allocator), and the average its mean over the run.
+    The bytes of tensors, the sum of the categories, are comparable with the plan's prediction. The peak is that of the
+    process (on a GPU: of the allocator), and the average is the mean over the run.
     """
     result: dict[str, Any] = dict(record.result)
     result.update((key, None) for key, value in result.items() if isinstance(value, float) and not math.isfinite(value))
@@ -180,9 +179,9 @@ def split(
 ) -> tuple[float | None, float | None, float | None]:
     """Return a step's seconds of compute, communication and pipeline bubble; None for unknown ones.
 
-    Measured: `comm`, the time ranks spend in collectives of each axis; compute is the rest of the step. Time along the
-    pipeline includes waiting for the rank before as well as sending. Derived: the bubble is the idle share of the
-    schedule's timeline, applied to a rank's busy time, at most all of the pipeline's time; the rest is communication.
+    `comm` is the measured time in collectives, {axis: seconds}; compute is the rest of the step. Time along the
+    pipeline axis includes waiting for the previous rank. The bubble is derived: the idle fraction of the schedule's
+    timeline, applied to a rank's busy time, but at most the time along the pipeline axis. The rest is communication.
     """
     if step is None:
         return None, None, None
@@ -200,10 +199,10 @@ def split(
 
 
 def timeline_of(pipeline: dict[str, Any], compute: float = 1.0) -> Timeline | None:
-    """Return the timeline of a step without message times; None for a schedule that this version does not know.
+    """Return the timeline of a step without message times; None for an unknown schedule or too many passes.
 
-    `pipeline` is result.json's. Durations are proportional to FLOPs: a backward pass takes twice a forward one, three
-    times with full recomputation. `compute` is the mean seconds that a rank computes in a step.
+    `pipeline` is that entry of result.json. Durations are proportional to FLOPs: a backward pass takes twice a forward
+    one, three times with full recomputation. `compute` is the mean seconds that a rank computes in a step.
     """
     ranks, micro_batches, flops = pipeline["ranks"], pipeline["micro_batches"], pipeline["stage_flops"]
     schedule = pipeline["schedule"]
@@ -218,20 +217,20 @@ def timeline_of(pipeline: dict[str, Any], compute: float = 1.0) -> Timeline | No
 
 
 def bubble_share(found: Timeline) -> float:
-    """Return the mean share of the step in which a rank is idle."""
+    """Return the fraction of the step in which a rank is idle, on average over ranks."""
     return sum(map(found.bubble, range(found.ranks))) / found.ranks
 
 
 def schedule_words(pipeline: dict[str, Any]) -> str:
     """Return a description such as `1f1b, 2 ranks, 8 micro-batches`."""
     stages = pipeline["stages_per_rank"]
-    each = f", {stages} stages a rank" * (stages > 1)
+    each = f", {stages} stages per rank" * (stages > 1)
     return f"{pipeline['schedule']}, {pipeline['ranks']} ranks{each}, {pipeline['micro_batches']} micro-batches"
 
 
 def agreement(pairs: Sequence[Sequence[float]]) -> float | None:
-    """Return Spearman's rank correlation, 1 for the same order. Values within 5% of each other are ties. None for fewer
-    than four pairs, or if all are tied."""
+    """Return Spearman's rank correlation of pairs, 1 for the same order. Values within 5% of each other are ties. None
+    for fewer than four pairs, or if all are tied."""
 
     def ranks(values: Sequence[float]) -> list[float]:
         """Return for each value the number of smaller ones, with ties counted half."""

@@ -1,4 +1,4 @@
-"""A sweep's folder: records of its cells, and locks against concurrent processes. No torch here.
+"""Folder of a sweep: records of its cells, and locks against concurrent processes. Does not import torch.
 
 sweep.json holds the sweep and its records, and is complete at every moment. The process that runs cell 3 writes
 records/3.json, and its output to records/3.log.
@@ -25,10 +25,10 @@ VERSION = 1
 
 @dataclass
 class Record:
-    """A cell and its result. `status` is one of the five above, `reason` an optional line of explanation.
+    """A cell and its result. `status` is one of the five constants above, and `reason` may explain it in a line.
 
-    `name` is the difference from the other cells; `layout` is a description. `wall_seconds` is the sum over all
-    attempts. `result` is the run's result.json, {} if it wrote none; `predicted` the fields of the planner's
+    `name` gives the differences from other cells; `layout` describes the parallelism. `wall_seconds` is the sum over
+    all attempts. `result` is the run's result.json, {} if it wrote none; `predicted` the fields of the planner's
     Prediction. `digest` is a hash of the resolved configuration, by which a resumed sweep recognizes its cells.
     """
 
@@ -62,7 +62,7 @@ class SweepFolder:
 
     @property
     def header(self) -> dict[str, Any]:
-        """The sweep's entry in sweep.json, {} if there is none. Raises ConfigError for a damaged file."""
+        """The `sweep` entry of sweep.json, {} if there is none. Raises ConfigError for a damaged file."""
         path = self.path / "sweep.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ class SweepFolder:
             return {}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path} is damaged or of another version of gptlite: {error}; move it away, or give another folder"
+                f"{path} is damaged or from another version of gptlite: {error}; move it away, or give another folder"
             ) from None
 
     def record(self, number: int, digest: str | None = None) -> Record | None:
@@ -87,11 +87,11 @@ class SweepFolder:
             return None
 
     def refuse(self) -> None:
-        """Raise ConfigError for a folder that cannot be written, or that is a run's. Leaves no files behind."""
+        """Raise ConfigError for a folder that cannot be written, or that is a run folder. Leaves no files behind."""
         where = f"hydra.sweep.dir={self.path}"
         if (self.path / "config.yaml").exists() and not self.header:
             raise ConfigError(
-                f"{where} is the folder of a run; give another, or go on with the run: run.dir={self.path}"
+                f"{where} is the folder of a run; give another, or resume the run with run.dir={self.path}"
             )
         if reason := unwritable(self.path, "folder"):
             raise ConfigError(f"{where}: {reason}")
@@ -102,7 +102,7 @@ class SweepFolder:
         (self.path / "records").mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / ".lock").open("a")  # the kernel releases the lock when this process ends
         if try_lock(self._lock) is False:
-            owner = f"hydra.sweep.dir={self.path}: {self.owner} runs a sweep in it"
+            owner = f"hydra.sweep.dir={self.path}: {self.owner} is running a sweep in it"
             raise ConfigError(f"{owner}; wait, stop it, or give another folder")
         self._lock.truncate(0)
         print(f"process {os.getpid()} on {platform.node()}", file=self._lock, flush=True)
@@ -120,7 +120,7 @@ class SweepFolder:
 
     @contextmanager
     def updating(self, header: dict[str, Any] | None = None) -> Iterator[list[Record]]:
-        """Write sweep.json from the records, and yield them; other processes wait until the end of the block.
+        """Write sweep.json from the records and `header`, and yield the records. Other processes wait during the block.
 
         On a file system without locks they do not wait.
         """

@@ -1,4 +1,4 @@
-"""One cell of a sweep, run on its own ranks. Every outcome becomes a record, and the sweep goes on."""
+"""Execution of one cell of a sweep on separate ranks. Every outcome is recorded, and the sweep continues."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ SWEEPING = ("+sweep=", "experiment=")
 
 
 def run_cell(raw: DictConfig) -> float | None:
-    """The job that Hydra calls for each cell: run it unless it is finished, and return its loss for the sweeper.
+    """Run a cell unless it is finished, and return its loss for the sweeper. Hydra calls this for each cell.
 
-    After a signal a job in the sweep's own process exits.
+    After a signal, a job in the sweep's own process exits. None if the cell has no loss or is not run.
     """
     hydra = HydraConfig.get()
     here = str(hydra.launcher._target_).endswith(HERE)
@@ -157,7 +157,7 @@ def output_in(path: Path) -> Iterator[None]:
 
 @contextmanager
 def passing_on_stops(folder: SweepFolder) -> Iterator[None]:
-    """Send SIGTERM to the launcher of a cell in its own process once the sweep is stopped or has ended.
+    """Send SIGTERM to the cell's launcher, in a process other than the sweep's, once the sweep is stopped or has ended.
 
     The launcher handles signals as soon as it runs; earlier ones are stored here until then. The handlers stay
     installed afterwards, since an idle joblib worker that is ended by Ctrl-C would make joblib kill all others.

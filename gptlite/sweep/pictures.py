@@ -36,7 +36,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#23
 
 
 class Picture(NamedTuple):
-    """A PNG in the sweep's folder, with its title and caption on the page."""
+    """PNG in the sweep's folder, with its title and caption in sweep.html."""
 
     file: str
     title: str
@@ -46,7 +46,7 @@ class Picture(NamedTuple):
 def draw_all(
     folder: Path, found: Comparison, attempting: Callable[[str], AbstractContextManager[None]]
 ) -> list[Picture]:
-    """Draw the charts that the cells have figures for, each within `attempting` so that one fails alone."""
+    """Draw all charts that have data into `folder`. Each is drawn within `attempting`, so errors stay separate."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -80,8 +80,8 @@ def draw_all(
 
 
 def run_folder(row: Row, folder: Path) -> Path:
-    """Return the cell's run folder, which may not exist; a relative path may start at the sweep's folder or the
-    shell's."""
+    """Return the cell's run folder, which may not exist. A relative path is resolved in the sweep's folder if it exists
+    there, else in the working directory."""
     inside = folder / row["run_dir"]
     return inside if inside.exists() else Path(row["run_dir"]).absolute()
 
@@ -106,13 +106,13 @@ def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
         axes.plot(ends, places, "D", color=INK, markersize=4.5, markerfacecolor="white", label="predicted")
     _finish(speed, "tokens per second", names, np.fmax(speeds, planned), map(_speed_words, rows), format_count)
     words = ["" if math.isnan(peak) else format_bytes(peak) for peak in peaks]
-    _finish(memory, "peak memory, fullest rank", names, peaks, words, format_bytes)
+    _finish(memory, "memory of the fullest rank", names, peaks, words, format_bytes)
     for axes in (speed, memory):
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
     return (
-        f"The fastest first, at most {MOST_BARS}. Memory: all that the process had at its peak (on a GPU: the "
-        "allocator), and dark, its tensors; the orange line is the average over the run. Used: the devices' "
-        "utilisation. Diamonds: the prediction, of the speed and of the tensors (the dark bar)."
+        f"The fastest first, at most {MOST_BARS}. Memory: the peak of the process (on a GPU: of the allocator); dark: "
+        "its tensors; orange line: the average over the run. Used: the utilisation of the devices. Diamonds: the "
+        "prediction of the speed, and of the tensors (the dark bar)."
     )
 
 
@@ -166,7 +166,7 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
     if found.axes:
         return f"Cells that differ in {' or '.join(found.axes)} train different models."
     same = "Every cell trains the same model: the curves coincide up to rounding."
-    return f"{same} Distances below {SAME:g} are drawn there."
+    return f"{same} Distances below {SAME:g} are drawn at that value."
 
 
 def _memory(figure: Figure, found: Comparison, folder: Path) -> str:
@@ -186,8 +186,8 @@ def _memory(figure: Figure, found: Comparison, folder: Path) -> str:
     _finish(axes, "tensors of a training step", names, ends, map(format_bytes, ends), format_bytes)
     figure.legend(loc="outside lower center", frameon=False, ncols=4, fontsize=8)
     return (
-        "Bytes of tensors found in one step: each category when the model state is most, and the most that activations "
-        f"and temporary tensors took at one instant. At most {MOST_BARS} bars."
+        "Bytes of tensors in one step: model state when its total is largest, and the peak of activations and "
+        f"temporary tensors. At most {MOST_BARS} bars."
     )
 
 
@@ -219,6 +219,6 @@ def _values(rows: Sequence[Row], key: str) -> Array:
 
 
 def _curve(rows: Sequence[Row], key: str) -> dict[int, float]:
-    """Return losses by step."""
+    """Return {step: loss} of the finite losses under `key`."""
     known = ((row["step"], row.get(key)) for row in rows)
     return {step: loss for step, loss in known if isinstance(loss, float) and math.isfinite(loss)}

@@ -1,5 +1,5 @@
-"""A sweep's reports: sweep.json, the table on the terminal, sweep.csv, charts, and sweep.html, a single page with all
-of them that needs no network and no script."""
+"""Reports of a sweep: sweep.json, the table on the terminal, sweep.csv, charts, and sweep.html, a page with all of them
+that works offline and without scripts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ COLORS = {OK: "ok", FAILED: "bad", OUT_OF_MEMORY: "bad"}
 def publish(folder: SweepFolder, final: bool, log: Callable[[str], None] = print) -> list[Record]:
     """Update the reports, after each cell and at the end; return the records.
 
-    Files are replaced atomically. An error in one report is logged as a warning, so that it cannot lose results of
-    other cells.
+    Files are replaced atomically. An error in a report is logged as a warning and does not affect other reports.
     """
 
     @contextmanager
@@ -51,7 +50,7 @@ def publish(folder: SweepFolder, final: bool, log: Callable[[str], None] = print
 
 
 def page(folder: Path, found: Comparison, pictures: Sequence[Picture], final: bool) -> str:
-    """Return the whole page from report.html. Names and reasons come from the user and are escaped."""
+    """Return sweep.html, rendered from report.html. Names and reasons, which may contain any text, are escaped."""
     from jinja2 import Environment, PackageLoader
 
     def link(row: Row) -> str:

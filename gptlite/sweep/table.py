@@ -20,7 +20,7 @@ NAME_WIDTH, REASON_LENGTH = 24, 400
 
 
 class Column(NamedTuple):
-    """A figure of a cell: its key in sweep.csv, its title and explanation on the page, and its format.
+    """Column of the table: its key in sweep.csv, its title and explanation on the page, and its format.
 
     Without a title it is only in sweep.csv. A prediction is followed by its deviation from the value in `measured`.
     """
@@ -59,7 +59,7 @@ def difference(value: float) -> str:
 PERCENT, LOSS = "{:.1%}".format, "{:.4f}".format
 COLUMNS = (
     Column("number"),
-    Column("name", "cell", "One run of the sweep, in its own folder; bold: the best."),
+    Column("name", "cell", "One run of the sweep, in a separate folder; bold: the best."),
     Column("layout", "layout"),
     Column("status", "status", "Pruned: refused before the sweep began. Out of memory: of a GPU, or of the host."),
     Column("reason", "reason"),
@@ -67,19 +67,19 @@ COLUMNS = (
     Column("best"),
     Column("baseline"),
     Column("world_size", "ranks"),
-    Column(SPEED, "tok/s", "Tokens a second at the run's median speed.", format_count),
-    Column("tokens_per_second_per_rank", "of a rank", form=format_count),
-    Column("mfu", "MFU", "The model's FLOPs over the peak of all devices; n/a where that is not known.", PERCENT),
-    Column("memory_peak_bytes", "peak", "Memory of the fullest rank. On a GPU: all that the allocator handed out; on a "
+    Column(SPEED, "tok/s", "Tokens per second at the run's median speed.", format_count),
+    Column("tokens_per_second_per_rank", "per rank", form=format_count),
+    Column("mfu", "MFU", "The model's FLOPs over the peak of all devices; n/a if the peak is not known.", PERCENT),
+    Column("memory_peak_bytes", "peak", "Memory of the fullest rank. On a GPU: of the caching allocator; on a "
            "CPU: the resident set of the process, libraries included.", format_bytes),
-    Column("memory_average_bytes", "average", "The same over the run.", format_bytes),
-    Column("utilization", "utilisation", "The ranks' mean. On a GPU: the share of the time in which a kernel ran; on a "
-           "CPU: the processor time of a rank over that of its threads.", PERCENT),
+    Column("memory_average_bytes", "average", "Average of the same memory over the run.", format_bytes),
+    Column("utilization", "utilisation", "The ranks' mean. On a GPU: the fraction of time in which a kernel ran; on a "
+           "CPU: the processor time of a rank over the time available to its threads.", PERCENT),
     Column("memory_peak_bytes_of_each_rank", "of each rank", form=lambda sizes: ", ".join(map(format_bytes, sizes))),
-    Column("memory_tensor_bytes", "tensors", "Of the rank that has most of them.", format_bytes),
+    Column("memory_tensor_bytes", "tensors", "Bytes of tensors on the rank with the most.", format_bytes),
     *(Column(f"memory_{name}_bytes") for name in CATEGORIES),
     Column("step_seconds", "step", "Measured, at the median speed.", seconds),
-    Column("compute_seconds", "compute", "The step less communication and bubble; with the optimizer.", seconds),
+    Column("compute_seconds", "compute", "The step minus communication and bubble, optimizer included.", seconds),
     Column("communication_seconds", "communication", "Time in collectives, the mean over ranks, without the bubble. "
            "Along a pipeline it includes waiting for the rank before.", seconds),
     Column("bubble_seconds", "bubble", "Derived: the time along a pipeline in which its schedule leaves a rank idle, "
@@ -87,8 +87,8 @@ COLUMNS = (
     Column("loss", "loss", "Of the last step.", LOSS),
     Column("loss_step"),
     Column("val_loss", "validation", "Loss: nats per token over held-out data after the last step.", LOSS),
-    Column("val_bits_per_byte", "bits per byte", "The same, by bytes of text.", LOSS),
-    Column("loss_minus_baseline", "difference", "The loss less the baseline's at the same step. The baseline is the "
+    Column("val_bits_per_byte", "bits per byte", "The same loss per byte of text, in bits.", LOSS),
+    Column("loss_minus_baseline", "difference", "The loss minus the baseline's at the same step. The baseline is the "
            "cell named single, else the first that is ok.", difference),
     Column("predicted_step_seconds", "planned", "Step time predicted before the run, and its deviation from the "
            "measured one.", seconds, "step_seconds"),
@@ -105,7 +105,7 @@ TERMINAL = ("name", "status", SPEED, "step_seconds", "memory_peak_bytes", "val_l
 
 
 def csv_text(found: Comparison) -> str:
-    """Return a line per cell, with every figure in seconds, bytes and fractions, empty if there is none."""
+    """Return sweep.csv: a line per cell with every figure, in seconds, bytes and fractions; empty if unknown."""
     out = io.StringIO()
     writer = csv.DictWriter(out, [each.key for each in COLUMNS], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -116,7 +116,7 @@ def csv_text(found: Comparison) -> str:
 
 
 def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
-    """Return the sweep as lines for the terminal, of 80 characters except for a command.
+    """Return the table of a sweep for the terminal, with lines of at most 80 characters except for a command.
 
     The final table also has the reasons of cells without figures (except pruned ones, which were printed before the
     first ran), and the best cell.

@@ -88,38 +88,38 @@ REFUSED = {
     "context=4 sequence=true tensor=8 data.sequence_length=240": "data.sequence_length=240 / parallelism.context=4 "
     "= 60 is not divisible by parallelism.tensor=8; try 1, 2, 4\n",
     # Sequence parallelism.
-    "sequence=true": "parallelism.sequence=true cuts sequences over tensor-parallel ranks, and parallelism.tensor=1; "
+    "sequence=true": "parallelism.sequence=true splits sequences over tensor-parallel ranks, but parallelism.tensor=1; "
     "use parallelism.sequence=false, or parallelism.tensor=2, 4 or 8",
     "sequence=true tensor=4 data.sequence_length=250": "data.sequence_length=250 is not divisible by "
     "parallelism.tensor=4; try 1, 2\n",
     # Offload.
     "offload=nvme": "parallelism.offload=nvme needs a folder for its files; give parallelism.offload_path=/nvme/run1",
-    "offload=cpu offload_path=/nvme": "parallelism.offload_path=/nvme is for parallelism.offload=nvme, and it is cpu; "
+    "offload=cpu offload_path=/nvme": "parallelism.offload_path=/nvme is only for parallelism.offload=nvme, not cpu; "
     "leave it out, or use parallelism.offload=nvme",
     "offload_buffer_mib=0": "parallelism.offload_buffer_mib=0 must be at least 1",
     # ZeRO and copies.
-    "zero=4": "parallelism.zero=4 is no stage of ZeRO; use 0, 1, 2 or 3",
-    "zero=-1": "parallelism.zero=-1 is no stage of ZeRO",
+    "zero=4": "parallelism.zero=4 is not a ZeRO stage; use 0, 1, 2 or 3",
+    "zero=-1": "parallelism.zero=-1 is not a ZeRO stage",
     "data=4 dp_replicate=3 zero=1": "parallelism.dp_replicate=3 does not divide the 4 data-parallel ranks; "
     "try parallelism.dp_replicate=1, 2, 4",
     "data=4 dp_replicate=2": "parallelism.dp_replicate=2 of 4 data-parallel ranks: with parallelism.zero=0 each",
     # Schedules and their stages.
     "schedule=1f1d": "parallelism.schedule=1f1d is not one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, zbv; did you",
-    "schedule=zbv pipeline=2 virtual_stages=1": "parallelism.virtual_stages=1: parallelism.schedule=zbv has 2 a rank",
-    "pipeline=2 virtual_stages=2": "parallelism.virtual_stages=2: parallelism.schedule=1f1b has 1 a rank; use "
+    "schedule=zbv pipeline=2 virtual_stages=1": "parallelism.virtual_stages=1: parallelism.schedule=zbv has 2 per rank",
+    "pipeline=2 virtual_stages=2": "parallelism.virtual_stages=2: parallelism.schedule=1f1b has 1 per rank; use "
     "parallelism.virtual_stages=1, or parallelism.schedule=interleaved_1f1b or zero_bubble",
     "pipeline=2 schedule=gpipe virtual_stages=3": "parallelism.virtual_stages=3: parallelism.schedule=gpipe has 1",
     "pipeline=2 virtual_stages=0": "parallelism.virtual_stages=0 must be at least 1",
-    "pipeline=5 data.micro_batch_size=1": "parallelism.pipeline=5 x 1 stages a rank = 5 stages, but "
+    "pipeline=5 data.micro_batch_size=1": "parallelism.pipeline=5 x 1 stages per rank = 5 stages, but "
     "model.num_layers=4 and each holds one or more; try parallelism.pipeline=1, 2, 3, 4, or model.num_layers=5",
-    "pipeline=4 schedule=zero_bubble": "parallelism.pipeline=4 x 2 stages a rank = 8 stages, but model.num_layers=4 "
+    "pipeline=4 schedule=zero_bubble": "parallelism.pipeline=4 x 2 stages per rank = 8 stages, but model.num_layers=4 "
     "and each holds one or more; try parallelism.pipeline=1, 2, or parallelism.virtual_stages=1, or model.num_layers=8",
     "pipeline=4 schedule=zbv": "try parallelism.pipeline=1, 2, or parallelism.schedule=1f1b, or model.num_layers=8",
     "pipeline=2 schedule=zbv trainer.compile=true": "trainer.compile=true: the backward pass of a compiled block",
     # Batches.
     "data=2 data.micro_batch_size=16": "data.global_batch_size=16 = data.micro_batch_size=16 x accumulation x data=2 "
-    "has no whole number for accumulation; try data.micro_batch_size=1, 2, 4 or 8, or data.global_batch_size=32",
-    "data=3 data.micro_batch_size=4": "x accumulation x data=3 has no whole number for accumulation; "
+    "has no integer solution for accumulation; try data.micro_batch_size=1, 2, 4 or 8, or data.global_batch_size=32",
+    "data=3 data.micro_batch_size=4": "x accumulation x data=3 has no integer solution for accumulation; "
     "try data.global_batch_size=12 or 24",
     "pipeline=2 data.micro_batch_size=16": "data.global_batch_size=16 = data.micro_batch_size=16 x accumulation=1 x "
     "data=1: parallelism.schedule=1f1b with parallelism.pipeline=2 needs at least 2 micro-batches per step, not 1; "
@@ -154,7 +154,7 @@ WORLDS = {
     ("data=3 data.global_batch_size=15 data.micro_batch_size=5", 4): "world size 4 is not parallelism.pipeline=1 x "
     "parallelism.data=3 x parallelism.context=1 x parallelism.tensor=1 = 3; try parallelism.data=4, or 3 ranks",
     ("zero=1 data.micro_batch_size=4", 3): "data.global_batch_size=16 = data.micro_batch_size=4 x accumulation x "
-    "data=3 has no whole number for accumulation; try data.global_batch_size=12 or 24",
+    "data=3 has no integer solution for accumulation; try data.global_batch_size=12 or 24",
     ("pipeline=2 data.micro_batch_size=4", 8): "needs at least 2 micro-batches per step, not 1; "
     "try data.micro_batch_size=1 or 2, or data.global_batch_size=32",
     ("zero=3 dp_replicate=4", 2): "parallelism.dp_replicate=4 does not divide the 2 data-parallel ranks",
@@ -173,7 +173,7 @@ def test_a_micro_batch_left_open_is_refused_where_none_would_do():
         lambda: loaded(few)
     )
     config = loaded("data.micro_batch_size=null")
-    assert "data.global_batch_size=16 = data.micro_batch_size x accumulation x data=3 has no whole" in refusal(
+    assert "data.global_batch_size=16 = data.micro_batch_size x accumulation x data=3 has no integer" in refusal(
         lambda: check_world(config, 3)
     )
     assert check_world(config, 4).data_size == 4

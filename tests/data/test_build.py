@@ -117,8 +117,8 @@ def write_bad(path, content):
 REFUSED = {
     "missing": (lambda p: {"path": str(p / "foo")}, "data.path=.*foo does not exist; give a text file"),
     "folder without text": (lambda p: {"path": str(p)}, "holds no .txt files"),
-    "empty": (lambda p: {"path": write_bad(p / "e", b"")}, "has no text in it"),
-    "white space": (lambda p: {"path": write_bad(p / "e", b" \n\n ")}, "has no text in it"),
+    "empty": (lambda p: {"path": write_bad(p / "e", b"")}, "has no text, only white space"),
+    "white space": (lambda p: {"path": write_bad(p / "e", b" \n\n ")}, "has no text, only white space"),
     "not utf-8": (lambda p: {"path": write_bad(p / "l", b"caf\xe9 ole")}, r"l is not UTF-8 at byte 3 \(0xe9\)"),
     "tokenizer": (lambda p: {"path": write_bad(p / "t", b"x"), "tokenizer": "chr"}, "did you mean char?"),
     "vocabulary": (
@@ -132,7 +132,7 @@ REFUSED = {
     "too short": (lambda p: {"path": write_bad(p / "s", b"short\n")}, "data.sequence_length=16 needs more than 16"),
     "no room": (
         lambda p: {"path": write_bad(p / "s", b"short\n"), "tokenizer": "sentencepiece", "vocab_size": 9},
-        "9 has no",
+        "9 is too small",
     ),
     "nothing held out": (
         lambda p: {"path": write_bad(p / "s", b"x" * 100), "validation_fraction": 1e-9},
@@ -183,7 +183,7 @@ def test_a_source_that_cannot_be_read_is_not_the_caches_fault(text, settings, mo
     ("code", "message"),
     [
         (errno.ENOSPC, r"could not be prepared in data.cache_dir=.*No space left on device.*; free some space"),
-        (errno.EIO, r"could not be prepared in .*: .*error: 'some\.bin'; if that is in there"),
+        (errno.EIO, r"could not be prepared in .*: .*error: 'some\.bin'; if that path is in the cache"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_named(tmp_path, code, message):
@@ -269,9 +269,9 @@ def test_synthetic_tokens_follow_the_seed_and_nothing_else(settings):
     ("config", "message"),
     [
         (SyntheticConfig(vocab_size=1), "data.vocab_size=1 must be at least 2"),
-        (SyntheticConfig(num_tokens=256), "data.num_tokens=256 is less than one sequence"),
+        (SyntheticConfig(num_tokens=256), "data.num_tokens=256 is too few for one sequence"),
         (CorpusConfig(corpus="shakespear"), "data.corpus=shakespear has no recipe.*did you mean shakespeare?"),
-        (CorpusConfig(corpus="shakespeare", tokenizer="word"), "data.tokenizer=word is none of"),
+        (CorpusConfig(corpus="shakespeare", tokenizer="word"), "data.tokenizer=word is not sentencepiece or"),
         (CorpusConfig(corpus="shakespeare", path="/nowhere"), "data.path=/nowhere does not exist"),
         (DataConfig(), "data has no source"),
     ],
@@ -325,7 +325,7 @@ def test_a_recipe_is_run_and_heard(tmp_path, monkeypatch, settings):
     [
         ("print('error: data.path=x is wrong; do y', file=sys.stderr); sys.exit(2)", "^data.path=x is wrong; do y$"),
         ("raise RuntimeError('a bug')", "data.corpus=mine: .*prepare.py failed: RuntimeError: a bug"),
-        ("sys.exit(0)", "holds no tokenizer"),
+        ("sys.exit(0)", "has no readable tokenizer"),
         ("import os; os.abort()", "data.corpus=mine: .*prepare.py failed"),
     ],
 )

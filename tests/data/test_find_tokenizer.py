@@ -145,7 +145,7 @@ def test_a_vocabulary_that_does_not_keep_bytes_is_refused(tmp_path: Path) -> Non
         ("a.model", "x", "it is not a SentencePiece model"),
         ("a.tiktoken", "!!! 1", "a.tiktoken:1 is not a base64 string and its id"),
         ("a.tiktoken", "YQ== 1", "byte 0x00 has no id"),
-        ("a.txt", "x", "ends in .txt, not in .json, .model or .tiktoken"),
+        ("a.txt", "x", "does not end in .json, .model or .tiktoken"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -161,8 +161,8 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, name: str, content
     [
         ("nowhere", "there is no file or folder nowhere"),
         (".", "holds none of definition.json, tokenizer/definition.json, tokenizer.json, tokenizer.model"),
-        ("sentencepiece", "is trained first: .*train.tokenizer(.py)?'? kind=sentencepiece input="),
-        ("tiktoken:gpt7", "is none of tiktoken's: .*gpt2"),
+        ("sentencepiece", "must be trained first: .*train.tokenizer(.py)?'? kind=sentencepiece input="),
+        ("tiktoken:gpt7", "is not one of tiktoken's: .*gpt2"),
     ],
 )
 def test_what_was_tried_is_named(tmp_path: Path, monkeypatch, spec: str, message: str) -> None:
@@ -187,11 +187,11 @@ def test_an_exported_model_has_the_same_ids_in_transformers(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, monkeypatch) -> None:
-    with pytest.raises(ConfigError, match="not for byte"):
+    with pytest.raises(ConfigError, match="not a byte tokenizer"):
         export_tokenizer(ByteTokenizer(), tmp_path / "hf")
     tokenizer = find_tokenizer(str(piece_model(tmp_path)))
     assert isinstance(tokenizer, SentencePieceTokenizer)
     monkeypatch.setattr(type(tokenizer.processor), "get_score", lambda _, token: float(token))  # the wrong order
-    with pytest.raises(ConfigError, match="would have other ids for"):
+    with pytest.raises(ConfigError, match="has different ids for"):
         export_tokenizer(tokenizer, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

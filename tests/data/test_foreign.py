@@ -96,7 +96,7 @@ def test_a_folder_has_both_parts(tool, tmp_path):
     assert code == 0
     assert documents(tmp_path / "out") == [[1, 2, EOD]]
     assert documents(tmp_path / "out", "val") == [[3, EOD], [4, EOD]]
-    assert "1 documents did not end with the end of document, 99: it was added" in out
+    assert "1 documents did not end with the end-of-document token, 99: it was added" in out
 
 
 @pytest.mark.parametrize("at_a_time", [1, 2, 100])
@@ -110,7 +110,7 @@ def test_megatrons_sequences_are_joined_and_ends_added(tool, tmp_path, monkeypat
     code, out, _ = tool(path, "format=megatron", "validation_fraction=0")
     assert code == 0
     assert documents(tmp_path / "out") == [[1, 2, 3, EOD], [4, EOD], [5, 6, EOD]]
-    assert "2 documents without a token were left out" in out
+    assert "2 documents without tokens were left out" in out
     assert "1 documents did not end" in out
     assert IndexedDataset(tmp_path / "out" / "train").dtype == np.uint16
 
@@ -129,7 +129,7 @@ def test_held_out_documents_are_a_share_by_hash(tool, tmp_path):
 
 
 DAMAGE = {
-    "odd number of bytes": ("nanogpt", lambda p: p.write_bytes(b"abc"), "has 3 bytes, and uint16 takes an even number"),
+    "odd number of bytes": ("nanogpt", lambda p: p.write_bytes(b"abc"), "has 3 bytes, not a whole number of uint16"),
     "no tokens": ("nanogpt", lambda p: p.write_bytes(b""), "holds no tokens"),
     "a folder without files": ("nanogpt", lambda p: p.mkdir(), "holds no *train*.bin"),
     "nothing there": ("nanogpt", lambda p: None, "does not exist"),
@@ -141,8 +141,8 @@ DAMAGE = {
     "llm.c's header missing": ("llmc", lambda p: p.write_bytes(b"abc"), "fewer than the 1024 of llm.c's header"),
     "another magic": ("llmc", lambda p: llmc(p, [1], magic=20240522), "begins with 20240522 version 1, not llm.c's"),
     "a future version": ("llmc", lambda p: llmc(p, [1], version=2), "begins with 20240520 version 2, not llm.c's"),
-    "fewer tokens than it says": ("llmc", lambda p: llmc(p, [1], count=2), "has 1026 bytes where its header says 2"),
-    "a negative number of tokens": ("llmc", lambda p: llmc(p, [], count=-1), "where its header says -1 tokens"),
+    "fewer tokens than it says": ("llmc", lambda p: llmc(p, [1], count=2), "has 1026 bytes, but its header gives 2"),
+    "a negative number of tokens": ("llmc", lambda p: llmc(p, [], count=-1), "but its header gives -1 tokens"),
     "nanoGPT's as llm.c's": ("llmc", lambda p: nanogpt(p, [1] * 600), "begins with 65537 version 65537"),
     "sequences of pictures": (
         "megatron",

@@ -158,6 +158,6 @@ def test_refused_arguments(tmp_path, changes, message):
 def test_a_split_without_documents_is_refused(jsonl, tmp_path):
     recipe = load_recipe("openwebtext")
     arguments = recipe.StreamArguments(str(tmp_path / "out"), "byte", path=str(jsonl), max_documents=1)
-    with pytest.raises(ConfigError, match="1 documents to train on and 0 held out; give more max_documents"):
+    with pytest.raises(ConfigError, match="1 documents to train on and 0 held out; raise max_documents"):
         recipe.main(arguments)
     assert not list(tmp_path.glob("out/*.idx"))

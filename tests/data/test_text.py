@@ -60,7 +60,7 @@ def test_hash_is_of_the_contents_and_of_where_files_end(tmp_path):
 def test_a_link_that_leads_nowhere_is_named(tmp_path, target):
     (tmp_path / "b.txt").write_text("x")
     (tmp_path / "a.txt").symlink_to(target)
-    with pytest.raises(ConfigError, match=f"a.txt is a link to {target}, which leads nowhere; repair or remove it"):
+    with pytest.raises(ConfigError, match=f"a.txt is a broken link to {target}; repair or remove it"):
         find_files(str(tmp_path))
 
 

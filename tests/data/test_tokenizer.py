@@ -120,11 +120,11 @@ def test_sentencepiece_gives_a_small_text_what_it_has():
     said = []
     tokenizer = train_sentencepiece(["hello world"], 4096, said.append)
     assert tokenizer.vocab_size < 4096
-    assert said == [f"tokenizer: the text has only {tokenizer.vocab_size} pieces, fewer than data.vocab_size=4096"]
+    assert said == [f"tokenizer: the text yields only {tokenizer.vocab_size} pieces, fewer than data.vocab_size=4096"]
 
 
 def test_sentencepiece_without_room_for_the_bytes_says_how_many_it_needs():
-    with pytest.raises(ConfigError, match=r"data.vocab_size=100 has no room .* take at least (\d+)") as error:
+    with pytest.raises(ConfigError, match=r"data.vocab_size=100 is too small .* give at least (\d+)") as error:
         train_sentencepiece(["hello world"], 100, print)
     least = int(str(error.value).split()[-1])
     assert train_sentencepiece(["hello world"], least, print).vocab_size == least

@@ -98,9 +98,9 @@ def test_a_weight_that_is_none_is_refused(weight: str, named: str):
     ("overrides", "line"),
     [
         ([], "data.path is not set; give a prepared folder (PREPROCESS), or data.blend={...}"),
-        (["data.blend={}"], "data.blend={} is no mix; give {data/a: 0.7, data/b: 0.3}"),
-        (["data.blend={}", "data.path=data/web"], "data.blend={} is no mix; give {data/a: 0.7, data/b: 0.3}"),
-        (["data.blend=[data/web]"], "data.blend=['data/web'] is no mix; give {data/a: 0.7, data/b: 0.3}"),
+        (["data.blend={}"], "data.blend={} has no weights; give {data/a: 0.7, data/b: 0.3}"),
+        (["data.blend={}", "data.path=data/web"], "data.blend={} has no weights; give {data/a: 0.7, data/b: 0.3}"),
+        (["data.blend=[data/web]"], "data.blend=['data/web'] has no weights; give {data/a: 0.7, data/b: 0.3}"),
         (
             ["data.path=data/wbe"],
             "data.path: data/wbe does not exist; give a prepared folder (PREPROCESS); did you mean data/web?",
@@ -137,13 +137,13 @@ def other_tokenizer() -> str:
 def same_tokens() -> str:
     texts = documents(sum(b"web"), 60)
     write_folder(Path("data/code"), train=texts, val=texts[:4])
-    return "data.blend: data/code holds the same tokens as data/web; give one, with both weights"
+    return "data.blend: data/code holds the same tokens as data/web; keep one, with both weights"
 
 
 def short() -> str:
     write_folder(Path("data/code"), train=["a" * 255], val=["no cat"])  # 256 tokens with the end of document
     return (
-        "data.sequence_length=256 needs more than 256 training tokens and data/code has 256; lower it, or give more "
+        "data.sequence_length=256 needs more than 256 training tokens, but data/code has 256; lower it, or give more "
         "text"
     )
 

@@ -177,7 +177,7 @@ def test_more_steps_on_the_same_layout_are_the_same_bits(run: Run, trainer: Trai
     trainer.train(run, cut, stop_at=HALF)
     assert (cut / "checkpoints" / "latest").read_text() == f"{step_name(HALF)}\n"
     trainer.train(run, cut)
-    assert "resuming elsewhere" not in (cut / "train.log").read_text()
+    assert "resuming with a change" not in (cut / "train.log").read_text()
     steps = [row for row in rows(cut) if "loss" in row]
     assert [row["step"] for row in steps] == list(range(1, END + 1))
     assert rows(cut) == rows(whole)
@@ -208,7 +208,7 @@ def test_more_steps_on_another_layout_are_the_same_to_rounding(runs: tuple[Run, 
     before, after = runs
     whole = trainer.whole(before)
     trainer.train(after, tmp_path, f"checkpoint.resume={whole / 'checkpoints' / step_name(HALF)}")
-    assert "resuming elsewhere: layout: " in (tmp_path / "train.log").read_text()
+    assert "resuming with a change: layout: " in (tmp_path / "train.log").read_text()
     found, expected = rows(tmp_path), [row for row in rows(whole) if row["step"] > HALF]
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     assert [row["step"] for row in found if "loss" in row] == list(range(HALF + 1, END + 1))

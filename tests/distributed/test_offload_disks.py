@@ -193,5 +193,5 @@ def test_a_disk_that_fails_later_ends_the_run_and_the_last_checkpoint_resumes(be
     run = begun(1)
     assert run.live(6, run.good, CASES + "disturbed", "refuse", at) == [1]
     words = "the optimizer state in parallelism.offload_path cannot be read or written: File too large"
-    assert run.error() == f"error: {words}; the same command goes on from the last checkpoint once it is mended"
+    assert run.error() == f"error: {words}; once that is fixed, the same command resumes from the last checkpoint"
     check_goes_on(run)

@@ -176,7 +176,7 @@ def test_a_run_folder_is_rank_0s(two, text, tmp_path):
     first, second = two.run(CASES + "run_folders", text, tmp_path)
     assert first == second
     assert first["a file"].startswith("ConfigError: run.dir=")
-    assert re.search(rf": process \d+ on {re.escape(platform.node())} trains in it; wait, stop it, or", first["locked"])
+    assert re.search(rf": process \d+ on {re.escape(platform.node())} is training in it; wait, stop", first["locked"])
     assert first["files"] == ["config.yaml", "result.json", "train.log"]
     assert first["log"] == ["before, on 0", "within, on 0"]
     assert "rank 1 on" in first["unseen"]

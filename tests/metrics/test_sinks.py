@@ -176,7 +176,7 @@ def test_wandb_online_asked_for_without_a_key_is_refused(tmp_path):
     pytest.importorskip("wandb")
     result = wandb_run(tmp_path, mode="online")
     assert result.returncode == 1
-    assert "REFUSED logger.mode=online: W&B says: No API key configured" in result.stderr
+    assert "REFUSED logger.mode=online: W&B reports: No API key configured" in result.stderr
     assert "logger.mode=offline" in result.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -147,7 +147,7 @@ def test_what_is_refused(tiny, monkeypatch):
         load([*tiny, "run.dir=x", "run.name=x", "precision=fp8", "parallelism.tensor=4", "model.num_heads=4"])
     config = PrecisionConfig(Precision.fp8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    with pytest.raises(ConfigError, match=r"precision=fp8: sm_80 has no fp8, which takes sm_89 .*use precision=bf16"):
+    with pytest.raises(ConfigError, match=r"precision=fp8: sm_80 has no fp8, which needs sm_89 .*use precision=bf16"):
         resolve_precision(config, torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
     assert resolve_precision(config, torch.device("cuda", 0)).fp8

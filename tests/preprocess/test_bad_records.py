@@ -29,7 +29,7 @@ BAD_LINES = {
     "null": (b'{"text": null}', "its field text is a null, not a string"),
     "Latin-1": (b'{"text": "na\xefve"}', "it is not UTF-8 at byte 12 (0xef)"),
     "UTF-16": ('{"text": "x"}'.encode("utf-16"), "it is not UTF-8 at byte 0 (0xff)"),
-    "half a pair": (b'{"text": "\\ud83d"}', "it has half of a surrogate pair, which is no text"),
+    "half a pair": (b'{"text": "\\ud83d"}', "it has half of a surrogate pair, which is not valid text"),
     "encoded surrogate": (b'{"text": "\xed\xa0\x80"}', "it is not UTF-8 at byte 10 (0xed)"),
     "overlong": (b'{"text": "\xc0\x80"}', "it is not UTF-8 at byte 10 (0xc0)"),
     "deep": (b'{"text": ' + b"[" * 100_000, "its JSON is nested too deep"),
@@ -190,7 +190,7 @@ def test_files_that_are_no_parquet_of_strings(source: Path, tmp_path: Path) -> N
     reasons = {
         "a": unreadable,
         "b": "it has no column text; give field= one of body",
-        "c": "its column text is of type int64",
+        "c": "its column text has type int64",
         "cut": unreadable,
         "empty": unreadable,
     }

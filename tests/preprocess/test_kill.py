@@ -85,7 +85,7 @@ def test_workers_end_with_it_and_the_same_command_goes_on(corpus: Path, number: 
         time.sleep(0.02)
     (corpus / "in" / "c.jsonl").write_bytes(many)  # another file: that is refused, and nothing lost
     process = start(corpus, 0)
-    assert "c.jsonl has changed; give the same again" in process.communicate(timeout=60)[1]
+    assert "c.jsonl has changed; give the same, or" in process.communicate(timeout=60)[1]
     assert process.returncode == 2
     process = start(corpus, 0, "overwrite=true")
     _, errors = process.communicate(timeout=100)
@@ -110,7 +110,7 @@ def test_a_disk_full_at_a_save_costs_only_what_came_after_the_last_one(corpus: P
     said: list[str] = []
     prepare(corpus / "in", corpus / "out", on_error="skip", log=said.append)
     assert tree(corpus / "out") == tree(corpus / "expected")
-    assert said[0].startswith("going on after") == bool(save)
+    assert said[0].startswith("resuming after") == bool(save)
 
 
 def test_a_rerun_with_other_settings_is_refused_and_names_them(tmp_path: Path) -> None:
@@ -121,12 +121,12 @@ def test_a_rerun_with_other_settings_is_refused_and_names_them(tmp_path: Path) -
     for options, said in (
         ({"field": "body"}, "was begun with field='text' then, field='body' now"),
         ({"validation_fraction": 0.1}, "validation_fraction=0.2 then, validation_fraction=0.1 now"),
-        ({"format": "text"}, "a.jsonl was read as jsonl, now it is text"),
+        ({"format": "text"}, "a.jsonl read as jsonl then, as text now"),
     ):
         with pytest.raises(ConfigError, match=said):
             prepare(tmp_path / "in", tmp_path / "out", **options)
     (tmp_path / "in" / "b.jsonl").write_bytes(as_jsonl(["more"]))
-    with pytest.raises(ConfigError, match="input was 1 files, now it is 2"):
+    with pytest.raises(ConfigError, match="1 input files then, 2 now"):
         prepare(tmp_path / "in", tmp_path / "out")
     (tmp_path / "in" / "b.jsonl").unlink()
     assert prepare(tmp_path / "in", tmp_path / "out", on_error="skip", workers=0).counts.skipped == 1

@@ -48,7 +48,7 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, target: str, given: 
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_bytes(as_jsonl(TEXTS))
     (tmp_path / "in" / "b.jsonl").symlink_to(target)
-    with pytest.raises(ConfigError, match=rf"input: .*b.jsonl is a link to {target}, which leads nowhere"):
+    with pytest.raises(ConfigError, match=rf"input: .*b.jsonl is a broken link to {target};"):
         prepare(f"{tmp_path}/in{given}", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -198,7 +198,7 @@ def test_finished_is_not_made_again_unless_asked(tmp_path: Path) -> None:
     prepare(tmp_path / "a.jsonl", tmp_path / "out")
     first, times = tree(tmp_path / "out"), (tmp_path / "out" / "train.bin").stat().st_mtime_ns
     assert prepare(tmp_path / "a.jsonl", tmp_path / "out").counts.documents == 50
-    with pytest.raises(ConfigError, match=r"is finished \(input had .*a.jsonl where it has .*b.jsonl now\)"):
+    with pytest.raises(ConfigError, match=r"is finished \(input .*a.jsonl then, input .*b.jsonl now\)"):
         prepare(tmp_path / "b.jsonl", tmp_path / "out")
     assert (tree(tmp_path / "out"), (tmp_path / "out" / "train.bin").stat().st_mtime_ns) == (first, times)
     prepare(tmp_path / "b.jsonl", tmp_path / "out", overwrite=True)
@@ -220,7 +220,7 @@ def test_a_folder_that_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
     [
         ("nowhere", {}, "input=.*nowhere matches no file"),
         ("*.csv", {}, "matches no file"),
-        ("a.jsonl", {"format": "json"}, "format=json is none of auto, jsonl, parquet, text; did you mean jsonl"),
+        ("a.jsonl", {"format": "json"}, "format=json is not one of auto, jsonl, parquet, text; did you mean jsonl"),
         ("-", {}, "input=- needs format=jsonl or format=text"),
         ("a.jsonl", {"separator": "blank"}, "separator=blank is for text"),
         ("a.jsonl", {"validation_fraction": 1}, "validation_fraction=1"),
@@ -245,5 +245,5 @@ def test_refusals_name_the_key(tmp_path: Path, monkeypatch, input: str, options:
 def test_output_among_the_input_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(as_jsonl(TEXTS[:5]))
     prepare(tmp_path, tmp_path / "out")
-    with pytest.raises(ConfigError, match="which is of the output"):
+    with pytest.raises(ConfigError, match="which is inside the output"):
         prepare(tmp_path, tmp_path / "out", overwrite=True)

@@ -69,9 +69,9 @@ def test_a_large_corpus_is_sampled(tmp_path: Path, monkeypatch) -> None:
 
 def test_what_is_no_text_and_what_is_too_small_are_told(corpus: Path) -> None:
     said: list[str] = []
-    with pytest.raises(ConfigError, match=r"^vocab_size=100 has no room for the text's characters; take at least \d+$"):
+    with pytest.raises(ConfigError, match=r"^vocab_size=100 is too small for .* characters; give at least \d+$"):
         train_tokenizer(settings(corpus), "sentencepiece", 100, 64, said.append)
-    assert f"passed over 1 bad record, the first {corpus}:401: it is not JSON" in "\n".join(said)
+    assert f"left out 1 bad record, the first {corpus}:401: it is not JSON" in "\n".join(said)
 
 
 def test_char_takes_every_character(corpus: Path) -> None:
@@ -81,7 +81,7 @@ def test_char_takes_every_character(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "vocab_size", "message"), [("word", 300, "kind=word is none of"), ("sentencepiece", 0, "vocab_size=0")]
+    ("kind", "vocab_size", "message"), [("word", 300, "kind=word is not one of"), ("sentencepiece", 0, "vocab_size=0")]
 )
 def test_refusals(corpus: Path, kind: str, vocab_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

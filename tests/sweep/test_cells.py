@@ -54,7 +54,7 @@ def test_illegal_cells_have_their_reason_and_the_rest_none() -> None:
     reasons = [cell.reason for cell in found]
     assert [bool(reason) for reason in reasons] == [False, True, False, True, True, True]
     assert reasons[4] == "model.num_heads=2 is not divisible by parallelism.tensor=4; try 1, 2"
-    assert reasons[1] == "parallelism.zero=5 is no stage of ZeRO; use 0, 1, 2 or 3"
+    assert reasons[1] == "parallelism.zero=5 is not a ZeRO stage; use 0, 1, 2 or 3"
 
 
 def test_what_depends_on_the_number_of_ranks_prunes_too() -> None:
@@ -140,7 +140,7 @@ def test_another_sweep_is_refused_in_a_folder(tmp_path: Path) -> None:
             sweep_overrides([*given, f"hydra.sweep.dir={folder.path}"])
         assert line in str(error.value)
     refuse_others(folder, ["+sweep=zero", "seed=1,2"])
-    with pytest.raises(ConfigError, match="holds no sweep to go on with"):
+    with pytest.raises(ConfigError, match="holds no sweep to continue"):
         sweep_overrides([f"hydra.sweep.dir={tmp_path / 'typo'}"])
 
 
@@ -154,13 +154,13 @@ def test_folders_that_cannot_be_a_sweeps(tmp_path: Path) -> None:
         SweepFolder(tmp_path / "file" / "s").refuse()
     for text in ('{"version": 1, "swe', '{"version": 2, "sweep": {}}', "[]"):
         (tmp_path / "sweep.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"sweep.json is damaged or of another version"):
+        with pytest.raises(ConfigError, match=r"sweep.json is damaged or from another version"):
             assert SweepFolder(tmp_path).header
 
 
 def test_two_sweeps_in_a_folder(tmp_path: Path) -> None:
     held = header(tmp_path)
-    with pytest.raises(ConfigError, match=rf"process {os.getpid()} on .* runs a sweep in it; wait, stop it"):
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()} on .* is running a sweep in it; wait, stop it"):
         header(tmp_path)
     with held.running(3) as free, SweepFolder(tmp_path).running(3) as second:
         assert (free, second) == (True, False)

@@ -58,7 +58,7 @@ def test_a_timeline_is_scaled_to_the_time_that_ranks_compute() -> None:
 
 def test_a_schedule_in_words() -> None:
     assert schedule_words(pipeline()) == "1f1b, 2 ranks, 8 micro-batches"
-    assert schedule_words(pipeline("zbv", 4, 2)) == "zbv, 4 ranks, 2 stages a rank, 8 micro-batches"
+    assert schedule_words(pipeline("zbv", 4, 2)) == "zbv, 4 ranks, 2 stages per rank, 8 micro-batches"
 
 
 def rank_correlation(*steps: tuple[float, float]) -> float | None:

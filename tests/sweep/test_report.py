@@ -129,7 +129,7 @@ def test_csv_and_page_have_every_figure(tmp_path: Path) -> None:
     cells = by_title(page)
     assert [each["cell"] for each in cells] == ["single", "ddp", "pp2", "zero3", "tp3", "tp2"]
     expected = {
-        **{"layout": "data 2 (zero 0)", "ranks": "2", "tok/s": "4.00k", "of a rank": "2.00k", "peak": "301 MiB"},
+        **{"layout": "data 2 (zero 0)", "ranks": "2", "tok/s": "4.00k", "per rank": "2.00k", "peak": "301 MiB"},
         **{"average": "201 MiB", "utilisation": "87.5%", "of each rank": "300 MiB, 301 MiB", "compute": "70.0 ms"},
         **{"communication": "30.0 ms", "bubble": "0", "difference": "+2.0e-07", "planned": "110 ms +10%"},
         **{"planned memory": "27.0 MiB +8%", "wall": "12s", "run folder": "1-ddp", "validation": "n/a"},
@@ -298,7 +298,7 @@ def test_one_timeline_a_schedule(tmp_path: Path, figures: dict[str, Figure]) -> 
     drawn(tmp_path, [record(n, f"c{n}", result={"pipeline": each}) for n, each in enumerate(kinds)])
     titles = sorted(name for name in figures if name.startswith("timeline"))
     assert [title.split("-")[1] for title in titles] == ["1f1b", "gpipe", "zbv"]
-    assert titles[-1] == "timeline-zbv-2-ranks-2-stages-a-rank-8-micro-batches.png"
+    assert titles[-1] == "timeline-zbv-2-ranks-2-stages-per-rank-8-micro-batches.png"
 
 
 def test_odd_cells_are_drawn_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

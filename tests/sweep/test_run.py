@@ -57,7 +57,7 @@ def test_layouts_have_worlds_of_their_own_and_train_alike(start: Start, tmp_path
         assert losses(folder / name) == pytest.approx(alone, rel=1e-5)
     config = read_saved(folder / "2-tp2" / "config.yaml")
     assert (config.run.name, config.logger.group) == ("s-2-tp2", "s")  # type: ignore[attr-defined]
-    assert "go on with" not in output
+    assert "continue:" not in output
     assert output.count(found[3].reason) == 1  # said before the first cell, not after each
     assert max(len(line) for line in output.splitlines() if line.startswith(("=", "*", " "))) == 80
     for words in ("== gptlite", "== results", "step 1/3"):

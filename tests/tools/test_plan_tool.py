@@ -63,7 +63,7 @@ def test_a_plan_has_its_table_its_command_and_its_files(tmp_path):
         ),
         ("tune", ["k=0"], "k=0 must be above 0"),
         ("tune", ["k=many"], "k=many"),
-        ("tune", ["name=a/b"], "name=a/b: a preset's name is"),
+        ("tune", ["name=a/b"], "name=a/b: a preset's name may have"),
         ("tune", ["optimizer=adamv"], "optimizer=adamv does not exist; did you mean adam?"),
     ],
 )

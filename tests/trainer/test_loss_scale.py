@@ -261,15 +261,15 @@ def test_to_and_from_a_precision_without_a_scale(run, tmp_path):
         ("precision=fp16 precision.loss_scale_window=0", "precision.loss_scale_window=0 must be at least 1"),
         ("precision=amp_o1 precision.hysteresis=0", "precision.hysteresis=0 must be at least 1"),
         ("precision=amp_o2 precision.min_loss_scale=0", "precision.min_loss_scale=0 must be above 0"),
-        ("precision=fp16 precision.min_loss_scale=1e6", "at most the scale at the start, 2**16 = 65536"),
+        ("precision=fp16 precision.min_loss_scale=1e6", "at most the initial scale, 2**16 = 65536"),
         ("precision=fp16 precision.scale_factor=1", "precision.scale_factor=1 must be above 1"),
-        ("precision=bf16 precision.hysteresis=3", "precision.hysteresis=3 does nothing with precision=bf16"),
-        ("precision=fp32 precision.loss_scale=8", "precision.loss_scale=8 does nothing with precision=fp32"),
+        ("precision=bf16 precision.hysteresis=3", "precision.hysteresis=3 has no effect with precision=bf16"),
+        ("precision=fp32 precision.loss_scale=8", "precision.loss_scale=8 has no effect with precision=fp32"),
         (
             "precision=fp16 precision.loss_scale=8 precision.initial_scale_power=3",
-            "precision.initial_scale_power=3 does nothing with precision.loss_scale=8",
+            "precision.initial_scale_power=3 has no effect with precision.loss_scale=8",
         ),
-        ("precision=fp32 precision.reduce=compute", "precision.reduce=compute is fp32 with precision=fp32"),
+        ("precision=fp32 precision.reduce=compute", "precision.reduce=compute has no effect with precision=fp32"),
     ],
 )
 def test_what_is_refused(tiny, options, words):

@@ -71,9 +71,9 @@ def test_weights_of_another_machine_are_no_resumed_run(run, tmp_path: Path, caps
     start = f"checkpoint.resume={tmp_path / 'first'}"
     capsys.readouterr()
     run("weights", start, "checkpoint.load=weights", "trainer.max_steps=2")
-    assert "resuming elsewhere" not in capsys.readouterr().out
+    assert "resuming with a change" not in capsys.readouterr().out
     run("whole", start, "trainer.max_steps=3")
-    assert "resuming elsewhere: threads 1 (was 2)" in capsys.readouterr().out
+    assert "resuming with a change: threads 1 (was 2)" in capsys.readouterr().out
 
 
 def test_an_evaluation_that_takes_long_says_how_far_it_is(run, capsys, monkeypatch) -> None:
@@ -101,7 +101,7 @@ def test_spikes_are_in_the_summary_and_the_result(run, tmp_path: Path, capsys, m
 
 def test_paths_where_presets_or_checkpoints_belong_are_answered_with_the_right_key(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    with pytest.raises(ConfigError, match=r"is a path, and data= takes a preset: give data=text data\.path=.*mine"):
+    with pytest.raises(ConfigError, match=r"is a path, but data= takes a preset; give data=text data\.path=.*mine"):
         load([f"data={tmp_path / 'mine'}"])
     (tmp_path / "mine" / "train.idx").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"give data=tokens data\.path=.*mine"):

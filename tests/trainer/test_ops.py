@@ -40,8 +40,8 @@ def test_the_banner_names_the_kernel_that_sdpa_takes(run, tmp_path: Path) -> Non
     options = ("trainer.max_steps=2", "ops.attention=sdpa", "model.dropout=0.1", "precision=fp32")
     assert run("a", *options)[0] == 0
     words = " ".join((tmp_path / "a" / "train.log").read_text().split())  # the banner wraps
-    assert "SDPA takes flash for float32 heads of" in words
-    assert "; dropout writes the scores out" in words
+    assert "SDPA uses flash for float32 heads of" in words
+    assert "; dropout writes the scores to memory" in words
 
 
 @pytest.fixture

@@ -265,9 +265,7 @@ def test_two_processes_do_not_train_in_one_folder(tiny: list[str], tmp_path: Pat
     second = start(tiny, folder, "trainer.max_steps=1000000", "trainer.log_interval=100")
     output, _ = second.communicate(timeout=60)
     assert second.returncode == 2
-    assert (
-        f"run.dir={folder}: process {process.pid} on {platform.node()} trains in it; wait, stop it, or give" in output
-    )
+    assert f"run.dir={folder}: process {process.pid} on {platform.node()} is training in it; wait, stop it" in output
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143

@@ -56,7 +56,7 @@ def test_a_full_disk_ends_the_run_in_one_line(
     assert list(left.parent.glob(".tmp*")) == []
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "No space left on device" in line
-    assert f"the last one, {left}, is as it was; run the same command again" in line
+    assert f"the last one, {left}, is intact; fix that, and run the same command again" in line
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     assert result["status"] == "failed: " + line.removeprefix("error: ")
     last = max(row["step"] for row in read_metrics(tmp_path / "a") if "loss" in row)

@@ -202,8 +202,8 @@ def test_what_a_checkpoint_remembers_decides_alike() -> None:
 
 REFUSED = {
     "trainer.spike.policy=skp": "trainer.spike.policy=skp is not none or skip; did you mean skip?",
-    "trainer.spike.policy=skip checkpoint.keep=1": "trainer.spike.policy=skip with checkpoint.keep=1: the one kept",
-    "trainer.spike.policy=skip checkpoint.interval=0": "goes back to checkpoints, and checkpoint.interval=0 saves none",
+    "trainer.spike.policy=skip checkpoint.keep=1": "trainer.spike.policy=skip with checkpoint.keep=1: the only",
+    "trainer.spike.policy=skip checkpoint.interval=0": "rewinds to checkpoints, but checkpoint.interval=0 saves none",
     "trainer.spike.polcy=skip": "trainer.spike.polcy is not a key; did you mean trainer.spike.policy?",
     "+trainer.spike.wimdow=8": "trainer.spike.wimdow is not a key; did you mean trainer.spike.window?",
     "trainer.spike.patience=0": "trainer.spike.patience=0 must be at least 1",
