@@ -276,7 +276,9 @@ def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:
         tokens, targets, sample_ids = (each if work.device == "cpu" else each.clone() for each in tensors)
         return Batch(tokens, targets, sample_ids)
 
-    loader = SimpleNamespace(batch=batch, schedule=BatchSchedule(work.global_batch_size))
+    loader = SimpleNamespace(
+        batch=batch, schedule=BatchSchedule(work.global_batch_size), stream=SimpleNamespace(seed=0)
+    )
     loader.num_micro_batches, loader.micro_batches = micro_batches, lambda consumed_samples: micro_batches
     return cast(Loader, loader)
 

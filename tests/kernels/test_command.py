@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from gptlite.commands.kernels import HELP, SUBCOMMANDS, main
-from gptlite.invocation import command
+from gptlite.invocation import command, localized
 
 
 def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +30,7 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_subcommand():
     assert all(f"  {name} " in HELP for name in SUBCOMMANDS)
     result = tool()
-    assert (result.returncode, result.stdout.strip()) == (0, HELP)
+    assert (result.returncode, result.stdout.strip()) == (0, localized(HELP))
     for name in SUBCOMMANDS:
         result = tool(name, "--help")
         assert result.returncode == 0

@@ -268,7 +268,7 @@ def test_a_resumed_run_draws_the_dropout_of_an_uninterrupted_one(tmp_path, monke
     monkeypatch.setattr(ResNetSpec, "build", build)
     assert train(str(tmp_path / "whole")) == 0
     assert train(str(tmp_path / "half"), "trainer.stop_step=2") == 0
-    assert train(str(tmp_path / "half")) == 0
+    assert train(str(tmp_path / "half"), "trainer.stop_step=null") == 0
     whole, half = ([row["loss"] for row in read_metrics(tmp_path / f) if "loss" in row] for f in ("whole", "half"))
     assert whole == half
     run = build_run(config_of(f"run.dir={tmp_path}"), build_mesh(ParallelismConfig()), lambda _: None)

@@ -65,5 +65,6 @@ def test_one_process_goes_on_with_what_two_ranks_have_saved(alone, two, tmp_path
     data, *layout = TWO[name]
     stopped = (BATCH, EIGHT[data], "trainer.stop_step=2", *layout)
     assert two.run("models.resnet:train", str(tmp_path), *stopped, timeout=120) == [0, 0]
-    assert train(str(tmp_path), BATCH, EIGHT[1], "parallelism=single") == 0
+    again = (BATCH, EIGHT[1], "parallelism=single", "trainer.stop_step=null")
+    assert train(str(tmp_path), *again) == 0
     assert curve(tmp_path) == pytest.approx(alone[BATCH], rel=2e-4)

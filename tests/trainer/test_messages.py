@@ -26,7 +26,7 @@ def test_a_run_ends_early_on_the_schedule_of_the_whole_and_goes_on(run, tmp_path
         run("parts", *common, "trainer.stop_step=2")
     run("parts", *common, "trainer.stop_step=3")  # no step is trained
     assert "nvidia-ml-py" not in capsys.readouterr().out
-    run("parts", *common)
+    run("parts", *common, "trainer.stop_step=null")
     assert differing(tmp_path / "whole", tmp_path / "parts", 6) == []
 
 
