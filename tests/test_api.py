@@ -90,8 +90,8 @@ WRONG: dict[str, Callable[[Path], object]] = {
     r"ranks=0: give a number of processes": lambda folder: launch(tiny(folder), ranks=0),
     r"ranks='2': give a number": lambda folder: launch(tiny(folder), ranks="2"),  # type: ignore[arg-type]
     r"world size 1 is not": lambda folder: pretrain(tiny(folder, *TWO)),
-    r"no module nowhere": lambda folder: load(["plugins=[nowhere]"]),
-    r"does not divide|has no whole number": lambda folder: launch(tiny(folder, "data.global_batch_size=3", *TWO)),
+    r"no module named nowhere": lambda folder: load(["plugins=[nowhere]"]),
+    r"has no integer solution": lambda folder: launch(tiny(folder, "data.global_batch_size=3", *TWO)),
 }
 
 
@@ -186,7 +186,7 @@ def test_a_folder_in_use_is_refused_by_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with (tmp_path / "run" / "train.log").open("w") as log:
         assert try_lock(log)
-        with pytest.raises(ConfigError, match=r"run\.dir=\S+: another process trains in it; wait") as refused:
+        with pytest.raises(ConfigError, match=r"run\.dir=\S+: another process is training in it; wait") as refused:
             launch(tiny(tmp_path / "run", *TWO))
     assert "\n" not in str(refused.value)
 

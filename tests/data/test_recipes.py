@@ -108,7 +108,7 @@ def test_chapters_are_documents(kjv):
 
 
 def test_a_module_without_text_is_refused(kjv):
-    with pytest.raises(ConfigError, match="holds no text"):
+    with pytest.raises(ConfigError, match="has no text in the expected form"):
         kjv.read_chapters("x = f(1)")
 
 

@@ -49,7 +49,7 @@ def test_wrong_inputs_are_refused_in_a_line(arguments: list[str], named: str) ->
         ({"part": "modle"}, "did you mean model?"),
         ({"part": "peer"}, "part=peer needs peer=NANOGPT"),
         ({"part": "peer", "peer": "nowhere"}, "peer=nowhere has no model.py"),
-        ({"part": "model", "tree": "nowhere"}, "tree=nowhere is no source tree"),
+        ({"part": "model", "tree": "nowhere"}, "tree=nowhere is not a source tree"),
         ({"part": "model", "minutes": 0.0}, "minutes=0 must be above 0"),
         ({"part": "model", "device": "tpu"}, "device=tpu is neither cuda nor cpu"),
         ({"part": "model", "size": "huge"}, "size=huge is neither full nor tiny"),
