@@ -70,7 +70,7 @@ def check_metadata(metadata: Metadata, tensors: Entries, files: Entries) -> None
             raise ValueError(f"checkpoint key {key} is not stored as {in_words(wanted)}")
         stored = sum(prod(box.sizes) for box in entry.chunks)
         if stored != prod(entry.size):  # with boxes inside the whole and without overlap, each element is stored once
-            raise ValueError(f"checkpoint key {key} is stored in part: {stored} of {prod(entry.size)} elements")
+            raise ValueError(f"checkpoint key {key}: its boxes hold {stored} of {prod(entry.size)} elements")
         for box in entry.chunks:
             _check_box(key, box, entry.size, metadata.storage_data.get(MetadataIndex(key, box.offsets)), files)
         _refuse_overlap(key, [box for box in entry.chunks if prod(box.sizes)])

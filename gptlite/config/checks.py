@@ -285,8 +285,8 @@ def _pipeline(config: Config) -> None:
         if key.startswith("model."):
             tries.append(f"{key}={stages}")
         raise ConfigError(
-            f"parallelism.pipeline={ranks} x {each} stages per rank = {stages} stages, but {key}={layers} and "
-            f"each holds one or more{'; try ' * bool(tries)}{', or '.join(tries)}"
+            f"parallelism.pipeline={ranks} x {each} stages per rank = {stages} stages, and every stage needs at least "
+            f"one block, but {key}={layers}{'; try ' * bool(tries)}{', or '.join(tries)}"
         )
     if config.trainer.compile and ranks > 1 and its.splits_backward:
         raise ConfigError(

@@ -54,7 +54,9 @@ def check_settings(config: DataConfig) -> None:
                 ("packing", config.packing.value, "concatenate"),
             ):
                 if value != only:
-                    raise ConfigError(f"data.{key}={value}: a dataset of samples has data.{key}={only}")
+                    raise ConfigError(
+                        f"data.{key}={value} must be {only}: this dataset has samples, not sequences of tokens"
+                    )
             if config.workers < 0:
                 raise ConfigError(f"data.workers={config.workers} must be at least 0")
         case _:

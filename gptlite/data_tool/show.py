@@ -134,7 +134,11 @@ def opened(folder: Path, data: str) -> IndexedDataset | None:
 
 
 def row_of_old(folder: Path, config: Config, data: "PreparedData", step: int, rows: list[OrderRow]) -> OrderRow:
-    """Reconstruct the rules of a step that data_order.jsonl does not cover, in a run of an older version: one era."""
+    """Return a data-order row for a step that data_order.jsonl does not cover, as an older version started the run.
+
+    If the run was resumed later, the first row is extended back to step 0. Otherwise the row is derived from the
+    configuration and metrics.jsonl, with a single era.
+    """
     length, batch = config.data.sequence_length, config.data.global_batch_size
     if rows and rows[0].step:  # the run was resumed later: derive the batch size from the first row
         return replace(rows[0], step=0, samples=0, global_batch_size=rows[0].samples // rows[0].step)

@@ -188,8 +188,12 @@ class ModelSpec(Generic[C]):
         return self.loss(out, inputs) if has_end(part) else out
 
     def loss(self, out: Any, inputs: Inputs) -> Tensor:
-        """Return the sum of the losses, fp32, of the module's output. By default the cross entropy of logits
-        [B, ..., classes], with the accuracy for evaluations if `metrics` names it."""
+        """Return the fp32 sum of the losses of the module's output, by default the cross entropy of logits
+        [B, ..., classes].
+
+        In an evaluation `inputs.metrics` is a dict, in which this stores the sums that the spec's `metrics` name. The
+        default stores the number of correct predictions as "accuracy".
+        """
         from gptlite.models.plain import cross_entropy
 
         return cross_entropy(self, out, inputs)

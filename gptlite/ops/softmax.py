@@ -38,7 +38,7 @@ def future(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax by the kernels. The mask gets no gradient."""
+    """Autograd function of the fused softmax kernels. No gradient is computed for the mask."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:

@@ -245,7 +245,11 @@ class Stream:
 
 
 def _chunks(places: list[tuple[int, Tensor, int]], total: int, most: int) -> tuple[list[list[Piece]], int]:
-    """Cut the parameters into two or more equal chunks of at most `most` elements. Return the chunks and their size."""
+    """Cut the state of the parameters into consecutive chunks of equal size, in whole pages and at least one page.
+
+    A chunk has at most `most` elements and about half of `total`. State of at most one page is a single chunk. Returns
+    the pieces of each chunk, and the chunk size in elements.
+    """
     # At most half of all elements, so that both buffers are used.
     size = max(1, min(most // UNIT, -(-total // (2 * UNIT)))) * UNIT
     chunks: list[list[Piece]] = [[] for _ in range(max(1, -(-total // size)))]

@@ -25,7 +25,7 @@ THREADS = 8
 
 
 class InFiles:
-    """Mixin of optimizers whose state is in files."""
+    """Interface of optimizers that keep all or part of their state in files."""
 
     def settle(self) -> None:
         """Synchronise the files before code other than the step reads or writes the mapped tensors."""

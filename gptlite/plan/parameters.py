@@ -49,8 +49,11 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model's parameters on a rank of the tensor axis: those of one block, and those outside the blocks for a part
-    that is a pipeline's first, its last, or both. `blocks` is the depth of the model that was built."""
+    """Parameters of a model on one tensor-parallel rank.
+
+    `block` has those of one block. `others` has those outside the blocks, keyed by (first, last): whether the pipeline
+    stage is the first, and whether it is the last. `blocks` is the number of blocks of the model that was built.
+    """
 
     blocks: int
     block: tuple[Parameter, ...]

@@ -87,7 +87,7 @@ class Workload:
 
     @property
     def rank_tokens(self) -> int:
-        """Positions of a micro-batch on a rank."""
+        """Tokens per micro-batch on one rank; context-parallel ranks divide the sequences."""
         return self.micro_batch_size * self.rank_length
 
     @cached_property

@@ -60,7 +60,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Step:
-    """Parameters of a step: mesh, passes, peak learning rate and gradient clipping norm."""
+    """Callable that runs one optimizer step.
+
+    It holds what does not change between steps: the mesh, the object that runs the forward and backward passes, the
+    peak learning rate, the gradient clipping norm, and the ranks' agreement on stopping.
+    """
 
     mesh: Mesh
     passes: OnePart | Pipeline

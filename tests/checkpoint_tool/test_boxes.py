@@ -29,8 +29,8 @@ def test_boxes_are_found_with_their_bytes():
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        (lambda entry, storage: entry.chunks.pop(), "stored in part: 28 of 52"),
-        (lambda entry, storage: entry.chunks.__setitem__(1, entry.chunks[0]), "stored in part: 56 of 52"),
+        (lambda entry, storage: entry.chunks.pop(), "its boxes hold 28 of 52"),
+        (lambda entry, storage: entry.chunks.__setitem__(1, entry.chunks[0]), "its boxes hold 56 of 52"),
         (
             lambda entry, storage: setattr(entry.chunks[1], "offsets", torch.Size([6, 0])),
             "box at [6, 0] is in no file",

@@ -110,10 +110,12 @@ REFUSED = {
     "parallelism.virtual_stages=1, or parallelism.schedule=interleaved_1f1b or zero_bubble",
     "pipeline=2 schedule=gpipe virtual_stages=3": "parallelism.virtual_stages=3: parallelism.schedule=gpipe has 1",
     "pipeline=2 virtual_stages=0": "parallelism.virtual_stages=0 must be at least 1",
-    "pipeline=5 data.micro_batch_size=1": "parallelism.pipeline=5 x 1 stages per rank = 5 stages, but "
-    "model.num_layers=4 and each holds one or more; try parallelism.pipeline=1, 2, 3, 4, or model.num_layers=5",
-    "pipeline=4 schedule=zero_bubble": "parallelism.pipeline=4 x 2 stages per rank = 8 stages, but model.num_layers=4 "
-    "and each holds one or more; try parallelism.pipeline=1, 2, or parallelism.virtual_stages=1, or model.num_layers=8",
+    "pipeline=5 data.micro_batch_size=1": "parallelism.pipeline=5 x 1 stages per rank = 5 stages, and every "
+    "stage needs at least one block, but model.num_layers=4; try parallelism.pipeline=1, 2, 3, 4, or "
+    "model.num_layers=5",
+    "pipeline=4 schedule=zero_bubble": "parallelism.pipeline=4 x 2 stages per rank = 8 stages, and "
+    "every stage needs at least one block, but model.num_layers=4; try parallelism.pipeline=1, 2, or "
+    "parallelism.virtual_stages=1, or model.num_layers=8",
     "pipeline=4 schedule=zbv": "try parallelism.pipeline=1, 2, or parallelism.schedule=1f1b, or model.num_layers=8",
     "pipeline=2 schedule=zbv trainer.compile=true": "trainer.compile=true: the backward pass of a compiled block",
     # Batches.

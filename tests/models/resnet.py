@@ -1,14 +1,17 @@
 """Runs of the ResNet example, narrow enough for a test."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from gptlite.config import load
 
-# The root is on the path for this import alone: its packages have the names of folders in tests/.
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-sys.path.remove(str(Path(__file__).parents[2]))
+# The root is on the path for these imports alone: its packages have the names of folders in tests/.
+ROOT = str(Path(__file__).parents[2])
+sys.path.insert(0, ROOT)
+for name in ("examples.resnet", "examples.resnet_layers"):
+    import_module(name)
+sys.path.remove(ROOT)
 
 RUN = """
 model=resnet18 model.blocks=1 model.width=8 data=fake_images data.samples=96 data.global_batch_size=16

@@ -217,7 +217,10 @@ def test_models_and_data_that_do_not_fit_are_refused():
         load(["model=resnet18", "data=synthetic", "data.sequence_length=4", "run.name=mixed"])
     with pytest.raises(ConfigError, match="the gpt model reads tokens, and the data has samples"):
         load(["model=gpt-lite", "data=points", "run.name=mixed"])
-    with pytest.raises(ConfigError, match="10 stages, but the resnet18 model's number of blocks=6 and each"):
+    with pytest.raises(
+        ConfigError,
+        match="10 stages, and every stage needs at least one block, but the resnet18 model's number of blocks=6",
+    ):
         config_of("parallelism.pipeline=10")
     with pytest.raises(ConfigError, match="does not extend"):
         register_data("other", ResNetConfig, open_points)  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ def test_products_run_in_bf16_under_autocast(tmp_path):
         ("parallelism.context=2", "parallelism.context=2: the conv model does not support attention"),
         (
             "parallelism.pipeline=4",
-            "4 stages, but model.depth=3 and each holds one or more; try parallelism.pipeline=1, 2, 3",
+            "4 stages, and every stage needs at least one block, but model.depth=3; try parallelism.pipeline=1, 2, 3",
         ),
         ("precision=fp8", "precision=fp8: the conv model has no fp8 matrix products"),
         ("model.depth=0", "model.depth=0 must be at least 1"),
