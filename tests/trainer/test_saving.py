@@ -71,7 +71,7 @@ def test_no_room_for_one_checkpoint_is_known_before_the_first_step(
     config = load([*tiny, f"run.dir={tmp_path / 'a'}", "run.name=a"])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("usage", (), {"free": 10_000}))
     with pytest.raises(
-        ConfigError, match=r"run\.dir=\S+a: a checkpoint takes 0\.\d MB, and 0\.0 MB are free; free some, or"
+        ConfigError, match=r"run\.dir=\S+a: a checkpoint takes 0\.\d MB, but only 0\.0 MB are free; free some, or"
     ):
         pretrain(config)
     assert not (tmp_path / "a").exists()
