@@ -152,7 +152,8 @@ class RunFolder:
         """Raise ConfigError if there is no space for one checkpoint; log a warning if checkpoint.keep needs more."""
         size, keep = self.checkpointer.size(state.tensors()), self.config.checkpoint.keep
         free = from_main(self.mesh, lambda: shutil.disk_usage(existing(self.path)).free)
-        words = f"run.dir={self.config.run.dir}: a checkpoint takes {size / 1e6:.1f} MB, but only {free / 1e6:.1f} MB are free"
+        takes = f"a checkpoint takes {size / 1e6:.1f} MB, but only {free / 1e6:.1f} MB are free"
+        words = f"run.dir={self.config.run.dir}: {takes}"
         if free < size:
             raise ConfigError(f"{words}; free some, or give another run.dir")
         held = len(step_folders(self.path / "checkpoints")) if self.mesh.is_main else 0
