@@ -29,7 +29,7 @@ class DataConfig:
 
     @property
     def unit(self) -> str:
-        """What losses and throughput are counted in."""
+        """Unit of losses and throughput."""
         return "tokens"
 
     @property
@@ -90,7 +90,7 @@ class DatasetConfig(DataConfig):
 
     @property
     def unit(self) -> str:
-        """What losses and throughput are counted in."""
+        """Unit of losses and throughput."""
         return "samples"
 
 

@@ -28,7 +28,6 @@ from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError
 
 TARGETS = ("labels", "label", "targets", "target")  # keys of a dict sample's targets, by preference
-Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
