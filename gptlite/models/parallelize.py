@@ -33,7 +33,7 @@ from gptlite.parallelism.tensor import (
     sum_sliced_gradients,
     tensor_axis,
 )
-from gptlite.parallelism.torch_private import KeptForAll, keep_fp32_gradients
+from gptlite.parallelism.torch_private import KeptForAll, compile_block, keep_fp32_gradients
 from gptlite.parallelism.zero import shard
 from gptlite.precision import Policy
 
@@ -83,7 +83,7 @@ def parallelize(
                 offload.wrap(block, first=block is blocks[0])
             _recompute(block, mode, split_backward, keyed=model.spec.keyed_dropout)
             if compile:
-                block.compile()  # keeps the module, and so the parameters' names
+                compile_block(block)  # keeps the module, and so the parameters' names
         set_dtypes(model, part, policy, recomputes=mode.recomputes)
         # Under autocast products cast their operands, so parameters are gathered in their own dtype.
         gathered = policy.gather_dtype if model.autocast is None else policy.parameter_dtype

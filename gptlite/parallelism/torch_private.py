@@ -354,3 +354,15 @@ def is_last_sum(tensor: Tensor) -> bool:
 def schedule_stages(schedule: Any) -> list[Any]:
     """Return this rank's stages in a pipeline schedule."""
     return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def compile_block(block: nn.Module, **options: Any) -> None:
+    """Compile a block's forward method in place, with Python floats as constants.
+
+    Dynamo turns a float that has changed since an earlier compilation in the process, such as a dropout probability,
+    into a symbol, and fails on symbols in an autograd.Function.
+    """
+    from torch._dynamo import config  # here, since the import takes a second
+
+    config.specialize_float = True
+    block.compile(**options)
