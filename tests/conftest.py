@@ -75,6 +75,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """The kernels compile once, before any test's time limit runs; where they cannot, the tests of them say so."""
+    # torch caches its list of tensor constructors at the first use of a device context. transformers replaces some of
+    # them while it loads a model, so a first use there would leave out torch.linspace for the rest of the process.
+    with torch.device("meta"):
+        torch.zeros(1)
     with contextlib.suppress(BuildError, OSError):
         prepare(torch.cuda.is_available(), log=print)
 
