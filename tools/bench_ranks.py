@@ -76,7 +76,7 @@ def main(arguments: Arguments) -> None:
     from bench_peers import deepspeed_step, llama_flops, picotron_step
     from real_step import config_of
 
-    from gptlite.models.gpt.config import Activation
+    from gptlite.models.gpt.config import MLPKind
     from gptlite.models.gpt.flops import flops_per_token
     from gptlite.parallelism.process_group import join, leave
 
@@ -89,7 +89,7 @@ def main(arguments: Arguments) -> None:
     deepspeed, clone, fused = arguments.peer == "deepspeed", Path(arguments.folder), arguments.peer_fused
     for name in arguments.sizes.split(","):
         size = SIZES[name]
-        config = config_of(size, tied_embeddings=deepspeed, activation=Activation.gelu_erf)  # as nanoGPT's
+        config = config_of(size, tied_embeddings=deepspeed, mlp=MLPKind.gelu_erf)  # as nanoGPT's
         flops = flops_per_token(config, size.sequence_length)
         for layout in layouts:
             ours = our_step(config, size.batch_size, layout, arguments)

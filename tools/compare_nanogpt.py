@@ -35,7 +35,7 @@ def main(arguments: Arguments) -> int:
     import torch
     from real_step import config_of
 
-    from gptlite.models.gpt.config import Activation
+    from gptlite.models.gpt.config import MLPKind
     from gptlite.models.gpt.model import GPT
     from gptlite.optimizer.build import build_optimizer
     from gptlite.optimizer.clip import clip_grad_norm
@@ -44,7 +44,7 @@ def main(arguments: Arguments) -> int:
     check_clone(arguments.peer)
     torch.manual_seed(0)
     peer = nanogpt_model(arguments.peer, SIZE, bias=True)
-    ours = GPT(replace(config_of(SIZE), bias=True, activation=Activation.gelu_erf))
+    ours = GPT(replace(config_of(SIZE), bias=True, mlp=MLPKind.gelu_erf))
     ours.load_state_dict(translated(peer.state_dict()))
     optimizer = build_optimizer(AdamWConfig(lr=0.0), ours.named_parameters())
     with redirect_stdout(StringIO()):

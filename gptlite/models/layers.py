@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.ops.config import CrossEntropy
-from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, linear_cross_entropy
+from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, LossTerms, linear_cross_entropy, soft_capped
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.layer_norm import layer_norm, residual_norm
 from gptlite.ops.linear import cast, linear
+from gptlite.ops.rms_norm import rms_norm
 from gptlite.ops.weight_copies import as_dtype
 
 
@@ -51,9 +52,11 @@ class Head(nn.Linear):
 
     matmul_dtype: torch.dtype | None = None
 
-    def __init__(self, d_model: int, rows: int, cross_entropy: CrossEntropy, *, fused: bool) -> None:
+    def __init__(
+        self, d_model: int, rows: int, cross_entropy: CrossEntropy, *, fused: bool, softcap: float | None = None
+    ) -> None:
         super().__init__(d_model, rows, bias=False)
-        self.cross_entropy, self.fused = cross_entropy, fused
+        self.cross_entropy, self.fused, self.terms = cross_entropy, fused, LossTerms(softcap=softcap or 0.0)
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None, vocab_size: int, known: LossGradient = NOTHING_KNOWN
@@ -65,9 +68,10 @@ class Head(nn.Linear):
         hidden = hidden.to(self.matmul_dtype or hidden.dtype)
         weight = self.weight if known.table is None else self.weight.detach()  # its gradient goes to `known.table`
         if targets is None:
-            return (hidden[:, 0] @ as_dtype(weight, hidden.dtype)[:vocab_size].t()).float()
+            logits = (hidden[:, 0] @ as_dtype(weight, hidden.dtype)[:vocab_size].t()).float()
+            return soft_capped(logits, self.terms.softcap)
         rows = hidden.flatten(0, 1)
-        options = {"choice": self.cross_entropy, "fused_linear": self.fused, "known": known}
+        options = {"choice": self.cross_entropy, "terms": self.terms, "fused_linear": self.fused, "known": known}
         return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, **options)
 
 
@@ -99,3 +103,30 @@ class LayerNorm(nn.LayerNorm):
 
     def _gain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return as_dtype(self.weight, dtype), cast(self.bias, dtype)
+
+
+class RMSNorm(nn.Module):
+    """RMS norm over the last dimension, in x's dtype with fp32 statistics; `fp32` as in LayerNorm.
+
+    `gain`: it has a weight. `of_heads`: it normalizes heads, of which a tensor-parallel rank has some, so that the
+    weight's gradients are summed over the ranks.
+    """
+
+    fp32 = False
+
+    def __init__(self, width: int, eps: float, *, gain: bool, fused_dropout: bool = False, of_heads: bool = False):
+        super().__init__()
+        self.eps, self.fused_dropout, self.of_heads = eps, fused_dropout, of_heads
+        self.weight = nn.Parameter(torch.ones(width)) if gain else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fp32:
+            return rms_norm(x.float(), self.weight, self.eps).to(x.dtype)
+        return rms_norm(x, None if self.weight is None else as_dtype(self.weight, x.dtype), self.eps)
+
+    def after_residual(
+        self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the norm of residual + dropout(x + x_bias), and that sum; without a key nothing is dropped."""
+        h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused_dropout)
+        return self(h), h

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gptlite.models.batch_norm import sync_batch_norms, tracking_once
-from gptlite.models.layers import Head, LayerNorm, Linear
+from gptlite.models.layers import Head, LayerNorm, Linear, RMSNorm
 from gptlite.models.model import Model
 from gptlite.models.spec import Cut
 from gptlite.models.vocab_parallel import VocabParallelHead
@@ -39,6 +39,7 @@ from gptlite.precision import Policy
 
 IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
 MULTIPLYING = (*IN_BLOCKS, Head, VocabParallelHead)
+NORMS = (LayerNorm, RMSNorm)
 # Ops whose results selective checkpointing keeps: linear layers and SDPA. Pointwise ops are cheap to recompute, and so,
 # for the memory they need, are materialized attention scores (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
 KEPT = (
@@ -99,7 +100,7 @@ def set_dtypes(model: Model, part: nn.Module, policy: Policy, *, recomputes: boo
     for module in part.modules():
         if isinstance(module, MULTIPLYING):
             module.matmul_dtype = None if policy.stream_dtype == policy.compute_dtype else policy.compute_dtype
-        elif isinstance(module, LayerNorm):
+        elif isinstance(module, NORMS):
             module.fp32 = policy.fp32_norms
         if policy.fp8 and isinstance(module, Linear):
             module.fp8 = True
@@ -128,7 +129,7 @@ def copy_weights(parts: Sequence[nn.Module], mesh: Mesh, policy: Policy) -> None
         for module in part.modules():
             if isinstance(module, MULTIPLYING):
                 dtype = policy.compute_dtype
-            elif isinstance(module, LayerNorm) and not module.fp32:
+            elif isinstance(module, NORMS) and not module.fp32:
                 dtype = policy.stream_dtype
             else:
                 continue
@@ -166,15 +167,17 @@ def build_passes(
 
 @torch.no_grad()
 def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> None:
-    """Sum the gradients that no layer sums: those of sequence slices over the tensor axis, and a tied parameter's over
-    both ends of the pipeline.
+    """Sum the gradients that no layer sums: over the tensor axis those of sequence slices and of norms of heads, and a
+    tied parameter's over both ends of the pipeline.
 
     Call it once per step, after ZeRO's reduction and before clipping.
     """
     for part in parts:
         axis = axis_of(part)
-        if axis is not None and axis.sequence:
-            sum_sliced_gradients(part.parameters(), axis)
+        if axis is not None:
+            of_heads = (module for module in part.modules() if isinstance(module, RMSNorm) and module.of_heads)
+            partial = part.parameters() if axis.sequence else (p for module in of_heads for p in module.parameters())
+            sum_sliced_gradients(partial, axis)
     if mesh.size("pp") > 1:
         for first, last in model.tied_copies(parts):
             add_across_ends(first, last, mesh)

@@ -62,10 +62,11 @@ class Constant:
 @dataclass(frozen=True)
 class Matrices:
     """Matrix structure that Muon needs: `edges`, name suffixes of matrices that AdamW steps (embeddings, the head), and
-    `fused`, `{name suffix: (groups, matrices per group)}` of parameters that consist of several matrices."""
+    `fused`, `{name suffix: (groups, relative rows of each matrix in a group)}` of parameters that consist of several
+    matrices."""
 
     edges: tuple[str, ...] = ()
-    fused: Mapping[str, tuple[int, int]] | None = None
+    fused: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
 
 
 class ModelSpec(Generic[C]):
@@ -85,6 +86,7 @@ class ModelSpec(Generic[C]):
     writes_text = False  # True if `generate` is implemented
     blocks_key = "blocks"  # the configuration key of the number of blocks
     positive: tuple[str, ...] = ()  # configuration keys that must be at least 1 if they are not null
+    renamed: Mapping[str, str] = {}  # noqa: RUF012; {former configuration key: key}, for saved configurations
 
     # Methods that need only a configuration. No torch in these.
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from gptlite.models.layers import Head
-from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, VocabShard, linear_cross_entropy
+from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, VocabShard, linear_cross_entropy, soft_capped
 from gptlite.parallelism.tensor import TensorAxis, cut, enter, first_row, local, rows_per_rank
 
 
@@ -15,7 +15,7 @@ class VocabParallelHead(nn.Module):
 
     def __init__(self, whole: Head, axis: TensorAxis) -> None:
         super().__init__()
-        self.axis, self.cross_entropy = axis, whole.cross_entropy
+        self.axis, self.cross_entropy, self.terms = axis, whole.cross_entropy, whole.terms
         self.weight = cut(whole.weight, axis, 0)
 
     def forward(
@@ -31,9 +31,9 @@ class VocabParallelHead(nn.Module):
         weight = local(self.weight)
         if targets is None:
             mine = (hidden[:, 0] @ weight.to(hidden.dtype).t()).float()
-            return self.axis.gather_columns(mine, longest)[:, :vocab_size]
+            return soft_capped(self.axis.gather_columns(mine, longest)[:, :vocab_size], self.terms.softcap)
         shard = VocabShard(first_row(self.weight, self.axis), longest, self.axis.gather)
         hidden = enter(hidden, self.axis)
         rows = hidden.flatten(0, 1)
-        options = {"choice": self.cross_entropy, "known": known}
+        options = {"choice": self.cross_entropy, "terms": self.terms, "known": known}
         return linear_cross_entropy(rows, weight, targets.flatten(), vocab_size, shard, **options)

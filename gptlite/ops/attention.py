@@ -47,13 +47,15 @@ def causal_attention(
 ) -> Tensor:
     """Return softmax(q kᵀ / sqrt(D) + causal mask) v.
 
-    q [B, H, Sq, D]; k, v [B, H, Sk, D], Sq <= Sk: the queries are the last Sq positions. Returns [B, H, Sq, D]. `mask`,
-    bool and broadcast to [B, H, Sq, Sk], hides further entries where it is True; a fully masked query gets zeros.
-    Dropout always computes explicit scores, since SDPA's dropout would depend on the layout. Masks do too, except with
-    SDPA. `fused_scores`: explicit scores use our softmax and dropout kernels. The choices `fused` and `fused_softmax`
-    always do.
+    q [B, H, Sq, D]; k, v [B, H, Sk, D], Sq <= Sk: the queries are the last Sq positions. Returns [B, H, Sq, D]. With
+    fewer heads of k and v, each serves a run of query heads (grouped-query attention, arXiv:2305.13245). `mask`, bool
+    and broadcast to [B, H, Sq, Sk], hides further entries where it is True; a fully masked query gets zeros. Dropout
+    always computes explicit scores, since SDPA's dropout would depend on the layout. Masks do too, except with SDPA.
+    `fused_scores`: explicit scores use our softmax and dropout kernels. The choices `fused` and `fused_softmax` always
+    do.
     """
     dropping = dropout_p > 0.0 and key is not None
+    k, v = (_for_queries(each, q.shape[1]) for each in (k, v))
     if mask is not None and choice is Attention.sdpa and not dropping:
         hidden = mask | future(q.shape[-2], k.shape[-2], q.device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)  # SDPA's masks are True for visible keys
@@ -77,25 +79,38 @@ def packed_causal_attention(
     mask: Tensor | Spans | None = None,
     fused_scores: bool = False,
 ) -> Tensor:
-    """Return causal attention of a projection's output qkv [B, S, H, 3, D], as [B, S, H, D] for the next projection.
+    """Return causal attention of a projection's output qkv [B, S, K, G + 2, D], as [B, S, K G, D] for the next
+    projection: G queries, a key and a value for each of K heads of keys.
 
     Arguments are as in `causal_attention`; `mask` may also be `Spans`, for flash attention restricted to documents,
     without dropout.
     """
     if isinstance(mask, Spans):
         spans = (mask.cumulative, mask.cumulative, mask.longest, mask.longest)
-        q, k, v = qkv.flatten(0, 1).unbind(2)
+        packed = qkv.flatten(0, 1)
+        q, (k, v) = packed[:, :, :-2].flatten(1, 2), packed[:, :, -2:].unbind(2)
+        k, v = (_for_queries(each, q.shape[1]) for each in (k, v))
         out = cast(Tensor, varlen_attn(q, k, v, *spans, **CAUSAL))
-        return out.view(*qkv.shape[:3], -1)
-    if choice is Attention.fused and (dropout_p == 0.0 or key is None) and mask is None and qkv.shape[1] > 1:
+        return out.view(*qkv.shape[:2], *out.shape[1:])
+    plain = qkv.shape[3] == 3
+    if plain and choice is Attention.fused and (dropout_p == 0.0 or key is None) and mask is None and qkv.shape[1] > 1:
         return _FusedAttention.apply(qkv)
     q, k, v = heads(qkv)
     return causal_attention(q, k, v, choice, dropout_p, key, mask, fused_scores).transpose(1, 2)
 
 
 def heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v [B, H, S, D], views of qkv [B, S, H, 3, D]. Their gradient is written in one pass."""
-    return _Heads.apply(qkv)
+    """Return q [B, K G, S, D], and k and v [B, K, S, D], of qkv [B, S, K, G + 2, D]. For G = 1 they are views whose
+    gradient is written in one pass."""
+    if qkv.shape[3] == 3:
+        return _Heads.apply(qkv)
+    q, k, v = qkv[:, :, :, :-2].flatten(2, 3), qkv[:, :, :, -2], qkv[:, :, :, -1]
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _for_queries(x: Tensor, heads: int) -> Tensor:
+    """Repeat heads of keys or values, in dim 1, for as many query heads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, choice: Attention) -> Tensor:

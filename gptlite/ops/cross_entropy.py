@@ -32,14 +32,16 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Terms in addition to -log softmax(logits)[target].
+    """Changes to the loss -log softmax(logits)[target].
 
-    Label smoothing e spreads a fraction e of the target's weight over the whole vocabulary (arXiv:1512.00567). z_loss
-    times the square of log sum exp keeps the logits from drifting (arXiv:2204.02311).
+    With a `softcap` c > 0 logits are first replaced by c tanh(logits / c) (Gemma 2, arXiv:2408.00118). Label smoothing e
+    spreads a fraction e of the target's weight over the whole vocabulary (arXiv:1512.00567). z_loss times the square of
+    log sum exp keeps the logits from drifting (arXiv:2204.02311).
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,13 @@ def linear_cross_entropy(
     ).sum()
 
 
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """Return cap tanh(logits / cap); the logits themselves if `cap` is 0."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
 def _written_out(logits: Tensor, targets: Tensor, terms: LossTerms) -> Tensor:
-    logits = logits.float()
+    logits = soft_capped(logits.float(), terms.softcap)
     loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=terms.label_smoothing)
     if terms.z_loss:
         loss = loss + terms.z_loss * (logits.logsumexp(1).square() * (targets != IGNORE)).sum()
@@ -214,6 +221,16 @@ class _Loss:
 
     def of(self, logits: Tensor, targets: Tensor, want_grad: bool) -> Tensor:
         """Return the sum of the losses. With `want_grad`, the gradient overwrites the logits."""
+        cap = self.terms.softcap
+        if not cap:
+            return self._of_capped(logits, targets, want_grad)
+        tanh = torch.tanh(logits / cap)
+        loss = self._of_capped(torch.mul(tanh, cap, out=logits), targets, want_grad)
+        if want_grad:
+            logits.mul_(tanh.square_().neg_().add_(1))  # the derivative of the cap
+        return loss
+
+    def _of_capped(self, logits: Tensor, targets: Tensor, want_grad: bool) -> Tensor:
         if self.shard is not None:
             return self._sharded(logits, targets, self.shard, want_grad)
         if self.fused:

@@ -24,7 +24,7 @@ class BuildContext:
     groups: list[dict[str, Any]]
     fused_adam: bool
     kernels: dict[str, Any]
-    stacked: Mapping[str, tuple[int, int]]
+    stacked: Mapping[str, tuple[int, tuple[int, ...]]]
 
 
 class OwnOptimizer(Optimizer):

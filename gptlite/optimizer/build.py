@@ -21,7 +21,7 @@ def build_optimizer(
     parameters: Iterable[tuple[str, nn.Parameter]],
     fused_adam: bool = False,
     edges: Sequence[str] = (),
-    stacked: Mapping[str, tuple[int, int]] | None = None,
+    stacked: Mapping[str, tuple[int, tuple[int, ...]]] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of `config` over named parameters (`model.named_parameters()`), without frozen ones.
 
@@ -32,8 +32,8 @@ def build_optimizer(
     The module `config.rule` builds the optimizer. If the rule has `group_keys(edges, name, parameter)`, groups are
     split further by the returned values. `fused_adam` selects our kernel for Adam and AdamW; it must be loaded. Muon
     leaves matrices whose names end in one of `edges` to AdamW, since they are not linear maps between hidden
-    activations. `stacked` maps name endings of fused parameters to (groups, matrices per group), by which Muon splits
-    them. Raises ValueError if nothing is trainable.
+    activations. `stacked` maps name endings of fused parameters to (groups, relative rows of each matrix in a
+    group), by which Muon splits them. Raises ValueError if nothing is trainable.
     """
     rule = import_module(config.rule)
     keys = getattr(rule, "group_keys", None)

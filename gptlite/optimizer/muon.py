@@ -30,23 +30,26 @@ EPS = 1e-7
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrix [groups x count x n, columns] composed of `count` matrices [groups x n, columns], interleaved by group.
+    """Matrix [groups x sum(sizes) x n, columns] of several matrices [groups x size x n, columns], interleaved by group.
 
-    The fused QKV projection consists of three matrices; its groups are the heads.
+    The fused QKV projection consists of three matrices; its groups are the heads of keys.
     """
 
     groups: int = 1
-    count: int = 1
+    sizes: tuple[int, ...] = (1,)
 
-    def split(self, matrix: Tensor) -> Tensor:
-        """Return the matrices [count, groups x n, columns]."""
-        rows = matrix.view(self.groups, self.count, -1, matrix.shape[1])
-        return rows.transpose(0, 1).reshape(self.count, -1, matrix.shape[1])
-
-    def join(self, matrices: Tensor) -> Tensor:
-        """Return the stacked matrix, the inverse of `split`."""
-        rows = matrices.view(self.count, self.groups, -1, matrices.shape[2])
-        return rows.transpose(0, 1).reshape(-1, matrices.shape[2])
+    def change(self, matrix: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the stacked matrix after `change` of its matrices. Those of equal shape are changed together, as
+        [count, rows, columns]."""
+        columns, out = matrix.shape[1], torch.empty_like(matrix)
+        whole, result = (each.view(self.groups, sum(self.sizes), -1, columns) for each in (matrix, out))
+        parts, results = whole.split(self.sizes, 1), result.split(self.sizes, 1)
+        for size in dict.fromkeys(self.sizes):
+            alike = [index for index, each in enumerate(self.sizes) if each == size]
+            changed = change(torch.stack([parts[index].reshape(-1, columns) for index in alike]))
+            for index, each in zip(alike, changed, strict=True):
+                results[index].copy_(each.view_as(parts[index]))
+        return out
 
 
 def build(config: MuonConfig, context: BuildContext) -> Muon:
@@ -133,13 +136,15 @@ class Muon(OwnOptimizer):
 
     def orthogonal_update(self, whole: Tensor, stack: Stack) -> Tensor:
         """Return the scaled update [rows, columns] for `whole`, in which each matrix of the stack is orthogonal."""
-        matrices = stack.split(whole)
+        return stack.change(whole, self._orthogonal)
+
+    def _orthogonal(self, matrices: Tensor) -> Tensor:
         rows, columns = matrices.shape[1:]
         match_rms_adamw = self.config.scale is MuonScale.match_rms_adamw
         scale = 0.2 * max(rows, columns) ** 0.5 if match_rms_adamw else max(1.0, rows / columns) ** 0.5
         dtype = torch.bfloat16 if self.config.newton_schulz_dtype is MuonDtype.bf16 else torch.float32
         orthogonal = newton_schulz(matrices.to(dtype), self.config.newton_schulz_steps)
-        return stack.join(orthogonal.to(whole.dtype) * scale)
+        return orthogonal.to(matrices.dtype) * scale
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:

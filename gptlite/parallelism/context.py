@@ -7,7 +7,7 @@ attention work on each position independently. Attention keeps its queries local
 positions; the backward pass reduce-scatters their gradients. Gathered keys and values are freed after the forward pass
 and gathered again before the backward pass, so that saved activations are split as well.
 
-Shapes: B sequences of S positions, s = S / C on each of C ranks, H heads of width D.
+Shapes: B sequences of S positions, s = S / C on each of C ranks, H heads of keys with G queries each, of width D.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ContextAxis:
     def keys_and_values(self, qkv: Tensor) -> tuple[KeysAndValues, list[Tensor]]:
         """Gather the keys and values visible to each of this rank's chunks: [B, H, end of the chunk, D].
 
-        qkv is [B, s, H, 3, D]. The returned list holds the tensor that owns their memory, if it is to be freed.
+        qkv is [B, s, H, G + 2, D]. The returned list holds the tensor that owns their memory, if it is to be freed.
         """
         memory: list[Tensor] = []
         k0, v0, k1, v1 = _Gather.apply(qkv, self, memory)
@@ -124,7 +124,7 @@ class _Gather(torch.autograd.Function):
         own = ranks.new_empty(ranks.shape[1:])
         reduce_scatter_single(own.view(1, -1), ranks.view(axis.size, -1), group=axis.group)
         dqkv = grads[0].new_zeros(ctx.shape)  # zeros for the queries, which attention reads from qkv directly
-        dqkv[:, :, :, 1:] = own.view(2, batch, heads, length, width).permute(1, 3, 2, 0, 4)
+        dqkv[:, :, :, -2:] = own.view(2, batch, heads, length, width).permute(1, 3, 2, 0, 4)
         return dqkv, None, None
 
 
@@ -152,7 +152,7 @@ class _GiveBack(torch.autograd.Function):
 def _fill(whole: Tensor, qkv: Tensor, axis: ContextAxis) -> None:
     """Gather all ranks' keys and values into `whole` [2, B, H, S, D]."""
     batch, length, heads, _, width = qkv.shape
-    own = qkv[:, :, :, 1:].permute(3, 0, 2, 1, 4).contiguous()
+    own = qkv[:, :, :, -2:].permute(3, 0, 2, 1, 4).contiguous()
     ranks = own.new_empty(axis.size, own.numel())
     all_gather_single(ranks, own.view(1, -1), group=axis.group)
     ranks = ranks.view(axis.size, 2, batch, heads, 2, length // 2, width)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from gptlite.checkpoint.compare import Effect, compare_configs
-from gptlite.models.gpt.config import Activation
+from gptlite.models.gpt.config import MLPKind
 
 CONFIG: dict[str, Any] = {
     "seed": 1,
     "run": {"dir": "outputs/a", "name": "a"},
-    "model": {"name": "tiny", "num_layers": 4, "dropout": 0.0, "activation": "gelu_tanh", "peak_lr": 6e-4},
+    "model": {"name": "tiny", "num_layers": 4, "dropout": 0.0, "mlp": "gelu_tanh", "peak_lr": 6e-4},
     "data": {"corpus": "shakespeare", "tokenizer": "char", "sequence_length": 64, "global_batch_size": 16},
     "optimizer": {"lr": 6e-4, "beta1": 0.9},
     "schedule": {"warmup_steps": 10, "decay_steps": 100},
@@ -43,7 +43,7 @@ def changed(key: str, value: Any) -> dict[str, Any]:
     ("key", "value", "effect"),
     [
         ("model.num_layers", 6, "refused"),
-        ("model.activation", "relu", "refused"),
+        ("model.mlp", "relu", "refused"),
         ("seed", 2, "refused"),
         ("data.corpus", "wikitext", "refused"),
         ("data.tokenizer", "byte", "refused"),
@@ -93,7 +93,7 @@ def test_each_key_has_its_class(key, value, effect):
 
 
 def test_equal_configurations_have_no_differences():
-    differences = compare_configs(CONFIG, changed("model.activation", Activation.gelu_tanh))
+    differences = compare_configs(CONFIG, changed("model.mlp", MLPKind.gelu_tanh))
     assert (differences.refusal(), differences.notice(), list(differences)) == ("", "", [])
 
 

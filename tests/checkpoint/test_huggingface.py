@@ -34,10 +34,10 @@ def save(tmp_path: Path) -> Save:
     [
         "",
         "model.tied_embeddings=false",
-        "model.activation=gelu_erf",
-        "model.activation=relu model.tied_embeddings=false model.vocab_multiple=1",
+        "model.mlp=gelu_erf",
+        "model.mlp=relu model.tied_embeddings=false model.vocab_multiple=1",
         "model.bias=false model.d_ff=40",
-        "model.layer_norm_eps=0.3 model.num_heads=1 model.num_layers=1",
+        "model.norm_eps=0.3 model.num_heads=1 model.num_layers=1",
     ],
 )
 def test_transformers_gives_our_logits(save, tmp_path, overrides):

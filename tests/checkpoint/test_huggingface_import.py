@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     return theirs(tmp_path / "theirs")
 
 
-@pytest.mark.parametrize("overrides", ["", "model.tied_embeddings=false model.activation=gelu_erf model.d_ff=40"])
+@pytest.mark.parametrize("overrides", ["", "model.tied_embeddings=false model.mlp=gelu_erf model.d_ff=40"])
 def test_what_was_exported_comes_back_bit_for_bit(save, tmp_path, overrides):
     step, model = save(*overrides.split())
     export(step, tmp_path / "out")
@@ -145,7 +145,7 @@ def test_it_trains_on_from_their_loss(text, tmp_path):
 
 
 def test_the_command_that_goes_on_composes_to_the_imported_model(tmp_path):
-    changes = {"n_inner": 7, "activation_function": "gelu", "layer_norm_epsilon": 1e-6, "embd_pdrop": 0.25}
+    changes = {"n_inner": 7, "activation_function": "gelu", "norm_epsilon": 1e-6, "embd_pdrop": 0.25}
     folder = theirs(tmp_path / "it's a (model)", **changes)
     said: list[str] = []
     step = import_(folder, tmp_path / "a run", log=said.append)
@@ -154,7 +154,7 @@ def test_the_command_that_goes_on_composes_to_the_imported_model(tmp_path):
     assert composed.checkpoint.resume == str(tmp_path / "a run")
     assert composed.checkpoint.load == "weights"
     model = composed.model
-    assert (model.d_ff, model.activation.name, model.layer_norm_eps, model.dropout) == (7, "gelu_erf", 1e-6, 0.25)
+    assert (model.d_ff, model.mlp.name, model.norm_eps, model.dropout) == (7, "gelu_erf", 1e-6, 0.25)
     assert (model.num_layers, model.num_heads, model.d_model, model.sequence_length) == (2, 3, 24, 16)
     assert set(read_manifest(step).tensors) == {key for key in read_manifest(step).tensors if key.startswith("model.")}
 

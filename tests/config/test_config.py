@@ -70,7 +70,7 @@ REFUSED = {
     "optimizer=adamv": "optimizer=adamv does not exist; did you mean adam?",
     "optimizer.momentum=0.9": "optimizer.momentum is not a key of the chosen preset",
     "trainer.max_steps=many": "trainer.max_steps: Value 'many'",
-    "model.activation=gelu": "model.activation: Invalid value 'gelu'",
+    "model.mlp=gelu": "model.mlp: Invalid value 'gelu'",
     "model.num_heads=7": "model.d_model=256 is not divisible by model.num_heads=7",
     "model.dropout=1": "model.dropout=1.0 must be",
     "data.micro_batch_size=5": "data.global_batch_size=16 = data.micro_batch_size=5 x accumulation x data=1 has",

@@ -17,7 +17,7 @@ TRAIN = CONF_DIR.parent / "train.py"
 MODEL = (
     "model=gpt2",
     "model.num_layers=2",
-    "model.activation=relu",
+    "model.mlp=relu",
     "model.vocab_size=257",
     "model.sequence_length=64",
 )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from gptlite.models.gpt.attention import CausalSelfAttention
-from gptlite.models.gpt.config import Activation
+from gptlite.models.gpt.config import MLPKind
 from gptlite.models.gpt.model import GPT
 from gptlite.ops import attention as attention_op
 from gptlite.ops.config import Attention
@@ -16,9 +16,9 @@ from gptlite.ops.dropout import DropoutKey, keep_mask
 TOLERANCE = 1e-5  # fp32 against fp64: largest error over the tensor's largest value
 
 ACTIVATIONS = {
-    Activation.gelu_tanh: lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    Activation.gelu_erf: lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
-    Activation.relu: lambda x: x.clamp(min=0),
+    MLPKind.gelu_tanh: lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    MLPKind.gelu_erf: lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    MLPKind.relu: lambda x: x.clamp(min=0),
 }
 
 
@@ -40,7 +40,7 @@ def gpt2(w, config, tokens, dropout=lambda x, site: x):
 
     def norm(x, name):
         centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + config.layer_norm_eps).sqrt()
+        scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt()
         return scaled * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
 
     def attention(x, name, site):
@@ -51,7 +51,7 @@ def gpt2(w, config, tokens, dropout=lambda x, site: x):
         p = dropout(scores.masked_fill(future, -math.inf).softmax(-1), site)
         return linear((p @ v).transpose(1, 2).flatten(-2), f"{name}.proj")
 
-    act = ACTIVATIONS[config.activation]
+    act = ACTIVATIONS[config.mlp]
     x = w["token_embedding.weight"][tokens] + w["position_embedding.weight"][: tokens.shape[1]]
     x = dropout(x, 0)
     for i in range(config.num_layers):
@@ -97,11 +97,11 @@ def check(model: GPT, batch, dropout=lambda x, site: x):
         assert_close(name, got, w[name].grad)
 
 
-@pytest.mark.parametrize("activation", Activation, ids=lambda activation: activation.value)
+@pytest.mark.parametrize("activation", list(ACTIVATIONS), ids=lambda activation: activation.value)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_loss_and_every_gradient(tiny, batch, tied, bias, activation):
-    model = tiny(tied_embeddings=tied, bias=bias, activation=activation)
+    model = tiny(tied_embeddings=tied, bias=bias, mlp=activation)
     assert ("head.weight" in dict(model.named_parameters())) is not tied
     assert any(name.endswith("bias") for name, _ in model.named_parameters()) is bias
     check(model, batch)
@@ -164,7 +164,7 @@ def test_the_qkv_projection_is_grouped_by_head(tiny, batch):
     model = tiny()
     attention = model.layers["0"].attn
     assert isinstance(attention, CausalSelfAttention)
-    width, seen = attention.head_dim, []
+    width, seen = attention.head_width, []
     attention.proj.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach().clone()))
     with torch.no_grad():
         attention.qkv.weight[(3 * 1 + 2) * width : (3 * 1 + 3) * width] = 0

@@ -49,7 +49,7 @@ def test_preset_is_its_row_of_the_table(row):
     assert row[:6] == [str(value) for value in shown]
     assert row[7] == f"{total / published - 1:+.1%}"
     assert float(row[8]) == config.peak_lr
-    assert config.d_model == config.num_heads * config.head_dim
+    assert config.d_model == config.num_heads * config.head_width
     assert abs(total / published - 1) < 0.02 or not row[0].startswith("gpt")
 
 

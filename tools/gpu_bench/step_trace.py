@@ -108,7 +108,7 @@ def trace_step(size: str, micro_batch: int) -> Trace:
 
     config = model_of(size)
     step = build_step(config, Mesh(META), micro_batch, ops=gpu_ops())
-    shape = (micro_batch * config.sequence_length, config.d_model, config.head_dim, config.vocab_size or 0)
+    shape = (micro_batch * config.sequence_length, config.d_model, config.head_width, config.vocab_size or 0)
     with _Functions(Trace(size, micro_batch, *shape)):
         step()  # untraced, to leave out work that only the first step does
     trace = Trace(size, micro_batch, *shape)

@@ -1,6 +1,6 @@
 """Estimate of activation memory, for the banner."""
 
-from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig, Position
 from gptlite.models.micro_batch import MicroBatch
 from gptlite.ops.config import QUERY_BLOCK, Attention, logit_rows
 
@@ -19,16 +19,18 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
     by matmul attention of one block of queries. `recompute`: "full" keeps a block's input, "selective" also the outputs
     of its matrices.
     """
-    width, inner, ranks = config.d_model, config.ffn_size, batch.tensor
+    width, ranks = config.d_model, batch.tensor
+    rotated = config.qkv_size if config.qk_norm or config.position is Position.rope else 0  # a copy of the projection's
+    inner = config.up_size + config.ffn_size
     between = ranks if batch.sequence else 1
     if recompute == "full":
         return batch.tokens * width * batch.itemsize // between
     if recompute == "selective":
-        elements = width / between + (3 * width + inner) / ranks + 2 * width
+        elements = width / between + (config.qkv_size + config.up_size) / ranks + 2 * width
         if batch.attention not in WRITTEN_OUT and not config.dropout:
-            elements += width / ranks
+            elements += config.query_size / ranks
         return round(batch.tokens * elements * batch.itemsize)
-    elements = 4 * width / between + (4 * width + 2 * inner) / ranks
+    elements = 4 * width / between + (config.qkv_size + rotated + config.query_size + inner) / ranks
     masks, scores = 0.0, config.num_heads / ranks * batch.keys
     if config.dropout:
         elements += 2 * scores

@@ -8,10 +8,13 @@ from torch import Tensor, nn
 
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig
-from gptlite.models.layers import Linear
+from gptlite.models.layers import Linear, RMSNorm
 from gptlite.ops.attention import Spans, causal_attention, heads, packed_causal_attention
 from gptlite.ops.dropout import DropoutKey
+from gptlite.ops.rope import rotate
 from gptlite.ops.select import Ops
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines [B or 1, S, 1, 1, D / 2]
 
 
 class SequenceCut(Protocol):
@@ -50,19 +53,25 @@ class ContextCut(Protocol):
 class CausalSelfAttention(nn.Module):
     """Causal self-attention: x [B, S, d] -> [B, S, d].
 
-    The fused QKV projection is grouped by head (rows: head 0's q, k, v, head 1's q, k, v, ...), so that a
-    tensor-parallel shard of whole heads is one contiguous block of rows.
+    The fused QKV projection is grouped by heads of keys (rows: the queries, k and v of head 0, those of head 1, ...), so
+    that a tensor-parallel shard of whole heads is one contiguous block of rows. Each head of keys has one query, or G
+    with grouped-query attention.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_width = config.head_width
+        self.group = config.num_heads // config.num_kv_heads
         self.tensor_axis: SequenceCut | None = None  # set if this rank holds only some of the heads
         self.dropout = config.dropout
         self.implementation, self.fused_scores = ops.attention, ops.fused_scores
         self.context: ContextCut | None = None  # set if sequences are sharded over ranks
-        self.qkv = Linear(config.d_model, 3 * config.d_model, bias=config.bias, fused=ops.linear)
-        self.proj = Linear(config.d_model, config.d_model, bias=config.bias, fused=ops.linear)
+        self.qkv = Linear(config.d_model, config.qkv_size, bias=config.bias, fused=ops.linear)
+        self.proj = Linear(config.query_size, config.d_model, bias=config.bias, fused=ops.linear)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            norm = {"gain": config.norm_gain, "of_heads": True}
+            self.q_norm, self.k_norm = (RMSNorm(self.head_width, config.norm_eps, **norm) for _ in range(2))
 
     def forward(
         self,
@@ -70,19 +79,21 @@ class CausalSelfAttention(nn.Module):
         key: DropoutKey | None = None,
         cache: LayerCache | None = None,
         mask: Tensor | Spans | None = None,
+        rotary: Rotary | None = None,
         *,
         bias: bool = True,
     ) -> Tensor:
         """Return attention's output. `mask` is bool [B, 1, S, S of the whole sequence], True for earlier keys that a
-        query must not attend to; or, without dropout and context parallelism, the spans of documents. Without `bias`
-        the bias of the last layer is left to the next op."""
+        query must not attend to; or, without dropout and context parallelism, the spans of documents. `rotary` rotates
+        queries and keys. Without `bias` the bias of the last layer is left to the next op."""
         # The local number of heads follows from the tensor, so a shard of the heads needs no other code.
         qkv = self.qkv(x)
         batch, length, _ = qkv.shape  # not x's, which may be a slice of the sequence
-        qkv = qkv.view(batch, length, -1, 3, self.head_dim)
+        qkv = self._positioned(qkv.view(batch, length, -1, self.group + 2, self.head_width), rotary)
         if key is not None:
             # Masks are keyed by global heads, so that they do not depend on the layout.
-            key = replace(key, first_head=0 if self.tensor_axis is None else self.tensor_axis.rank * qkv.shape[2])
+            heads_before = 0 if self.tensor_axis is None else self.tensor_axis.rank * qkv.shape[2] * self.group
+            key = replace(key, first_head=heads_before)
         if self.context is not None and not self.context.whole:
             assert not isinstance(mask, Spans)
             out = self._over_ranks(qkv, key, mask, self.context)
@@ -95,11 +106,23 @@ class CausalSelfAttention(nn.Module):
         out = out.reshape(batch, length, -1)
         return self.proj(out) if bias else self.proj.project(out)
 
+    def _positioned(self, qkv: Tensor, rotary: Rotary | None) -> Tensor:
+        """Return qkv with normed and rotated queries and keys."""
+        if rotary is None and self.q_norm is None:
+            return qkv
+        q, k, v = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1:, :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        return torch.cat([q, k, v], -2)
+
     def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, mask: Tensor | None, context: ContextCut) -> Tensor:
-        """Attend from qkv [B, s, H, 3, D] of this rank's two chunks to the whole sequence. Returns [B, s, H, D]."""
+        """Attend from qkv [B, s, K, G + 2, D] of this rank's two chunks to the whole sequence. Returns [B, s, K G,
+        D]."""
         length = qkv.shape[1]
         pairs, memory = context.keys_and_values(qkv)
-        queries = qkv[:, :, :, 0].transpose(1, 2).chunk(2, 2)
+        queries = qkv[:, :, :, :-2].flatten(2, 3).transpose(1, 2).chunk(2, 2)
         masks = (None, None) if mask is None else mask.chunk(2, 2)
         outs, options = [], {"fused_scores": self.fused_scores}
         for q, (k, v), start, hidden in zip(queries, pairs, context.starts(length), masks, strict=True):

@@ -1,22 +1,64 @@
 """Configuration of a GPT. No torch here: composing a configuration must stay fast."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from gptlite.models.config import ModelConfig
 
+FFN_MULTIPLE = 64  # default widths of gated MLPs are rounded up to it, so that tensor degrees divide them
 
-class Activation(Enum):
-    """Nonlinearity of the MLP; `gelu_tanh` is GPT-2's approximation, `gelu_erf` the exact form."""
+
+class Position(Enum):
+    """Positions: learned embeddings added to the tokens' (GPT-2), or rotations of queries and keys (RoPE)."""
+
+    learned = "learned"
+    rope = "rope"
+
+
+class Norm(Enum):
+    """Norm of the residual stream: layer norm, or RMS norm, which subtracts no mean and has no bias."""
+
+    layer_norm = "layer_norm"
+    rms_norm = "rms_norm"
+
+
+class MLPKind(Enum):
+    """Nonlinearity of the MLP.
+
+    `gelu_tanh` is GPT-2's approximation, `gelu_erf` the exact form. `relu2` is ReLU squared (arXiv:2109.08668).
+    `swiglu` and `geglu` (exact GELU) multiply the activation by a second projection (arXiv:2002.05202).
+    """
 
     gelu_tanh = "gelu_tanh"
     gelu_erf = "gelu_erf"
     relu = "relu"
+    relu2 = "relu2"
+    swiglu = "swiglu"
+    geglu = "geglu"
+
+    @property
+    def gated(self) -> bool:
+        """True for a kind with a second projection."""
+        return self in (MLPKind.swiglu, MLPKind.geglu)
+
+
+@dataclass
+class RopeScaling:
+    """Llama 3.1's frequencies for contexts longer than those of pretraining. A `factor` of 1 changes nothing.
+
+    Wavelengths longer than original_length / low_freq_factor are multiplied by `factor`, those shorter than
+    original_length / high_freq_factor are unchanged, and those between are interpolated.
+    """
+
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
 
 
 @dataclass
 class GPTConfig(ModelConfig):
-    """A pre-LN GPT: learned positions, fused QKV, GELU MLP.
+    """A pre-norm GPT; the defaults are GPT-2's architecture.
 
     `vocab_size: null` takes the tokenizer's. The embedding is always padded to a multiple of `vocab_multiple`, whatever
     the layout, and the padding gets no probability. `peak_lr` is the published learning rate of this size:
@@ -26,28 +68,60 @@ class GPTConfig(ModelConfig):
     name: str = "custom"
     num_layers: int = 4
     num_heads: int = 8
+    kv_heads: int | None = None  # of keys and values, each shared by num_heads / kv_heads queries; null: num_heads
+    head_dim: int | None = None  # null: d_model / num_heads
     d_model: int = 256
-    d_ff: int | None = None  # null: 4 * d_model
+    d_ff: int | None = None  # null: 4 d_model; with a gated MLP 8/3 d_model, rounded up to a multiple of 64
     vocab_size: int | None = None  # null: the tokenizer's
     vocab_multiple: int = 128
     sequence_length: int = 256  # the longest sequence: the number of learned positions
-    activation: Activation = Activation.gelu_tanh
+    position: Position = Position.learned
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    norm: Norm = Norm.layer_norm
+    norm_gain: bool = True  # false: an RMS norm without parameters
+    norm_eps: float = 1e-5
+    qk_norm: bool = False  # RMS norm of each query and key head, before RoPE
+    mlp: MLPKind = MLPKind.gelu_tanh
     bias: bool = True
     dropout: float = 0.0  # embedding, residual and attention dropout
     tied_embeddings: bool = True
-    layer_norm_eps: float = 1e-5
+    softcap: float | None = None  # logits become softcap tanh(logits / softcap)
     init_std: float = 0.02
+    zero_init: bool = False  # residual projections begin at 0
     peak_lr: float = 6e-4
 
     @property
     def ffn_size(self) -> int:
         """Width of the MLP's hidden layer."""
-        return 4 * self.d_model if self.d_ff is None else self.d_ff
+        if self.d_ff is not None:
+            return self.d_ff
+        return -(-8 * self.d_model // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE if self.mlp.gated else 4 * self.d_model
 
     @property
-    def head_dim(self) -> int:
+    def up_size(self) -> int:
+        """Number of outputs of the MLP's first layer."""
+        return self.ffn_size * (2 if self.mlp.gated else 1)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.num_heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_width(self) -> int:
         """Width of one attention head."""
-        return self.d_model // self.num_heads
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_width
+
+    @property
+    def qkv_size(self) -> int:
+        """Number of outputs of the fused projection of queries, keys and values."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_width
 
     @property
     def padded_vocab_size(self) -> int:

@@ -1,17 +1,19 @@
 """FLOPs of a training step, for MFU and for the balance of pipeline stages."""
 
-from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig, Norm, Position
 
 
 def matmul_parameters(config: GPTConfig) -> int:
     """Return the number of weights that multiply every token: the blocks' four matrices and the head, without
     embeddings, norms and biases."""
-    per_layer = 4 * config.d_model**2 + 2 * config.d_model * config.ffn_size
-    return config.num_layers * per_layer + config.d_model * (config.vocab_size or config.padded_vocab_size)
+    return config.num_layers * _layer_matrices(config) + config.d_model * (
+        config.vocab_size or config.padded_vocab_size
+    )
 
 
 def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
-    """Return the FLOPs of forward and backward per token: 6 per matmul weight, and 6·L·d·S of causal attention.
+    """Return the FLOPs of forward and backward per token: 6 per matmul weight, and 6·L·d·S of causal attention, where d
+    is the width of all queries.
 
     A weight costs a multiply and an add in the forward pass, twice that in the backward. Attention does the same with
     two S×S matmuls per layer, half of them masked (PaLM's 12·L·d·S, arXiv:2204.02311 appendix B, halved). Recomputation
@@ -22,8 +24,11 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
 
 def layer_flops(config: GPTConfig, sequence_length: int | None = None) -> int:
     """Return a block's share of `flops_per_token`; by default at the longest sequence."""
-    matrices = 4 * config.d_model**2 + 2 * config.d_model * config.ffn_size
-    return 6 * matrices + 6 * config.d_model * (sequence_length or config.sequence_length)
+    return 6 * _layer_matrices(config) + 6 * config.query_size * (sequence_length or config.sequence_length)
+
+
+def _layer_matrices(config: GPTConfig) -> int:
+    return config.d_model * (config.qkv_size + config.query_size + config.up_size + config.ffn_size)
 
 
 def head_flops(config: GPTConfig) -> int:
@@ -34,9 +39,10 @@ def head_flops(config: GPTConfig) -> int:
 def num_parameters(config: GPTConfig) -> int:
     """Return the number of parameters of the whole model, including the embedding's padding rows. `vocab_size` must be
     set."""
-    width, inner, rows = config.d_model, config.ffn_size, config.padded_vocab_size
-    norm = width * (2 if config.bias else 1)
-    matrices = 4 * width**2 + 2 * width * inner
-    biases = 5 * width + inner if config.bias else 0  # of queries, keys, values, the projection, up and down
-    embeddings = rows * width * (1 if config.tied_embeddings else 2) + config.sequence_length * width
-    return embeddings + config.num_layers * (matrices + biases + 2 * norm) + norm
+    width, rows = config.d_model, config.padded_vocab_size
+    norm = width * (config.norm_gain + (config.bias and config.norm is Norm.layer_norm))
+    heads = 2 * config.head_width if config.qk_norm and config.norm_gain else 0
+    biases = config.qkv_size + config.up_size + 2 * width if config.bias else 0
+    embeddings = rows * width * (1 if config.tied_embeddings else 2)
+    positions = config.sequence_length * width if config.position is Position.learned else 0
+    return embeddings + positions + config.num_layers * (_layer_matrices(config) + biases + 2 * norm + heads) + norm

@@ -13,7 +13,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.models.gpt.config import Activation, GPTConfig
+from gptlite.models.gpt.config import GPTConfig, MLPKind
 from gptlite.models.huggingface import Adapter, Weight, unchanged
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ _BUFFERS = re.compile(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)")
 
 # An export writes the first name of each activation.
 ACTIVATIONS = {
-    "gelu_new": Activation.gelu_tanh,
-    "gelu_pytorch_tanh": Activation.gelu_tanh,
-    "gelu": Activation.gelu_erf,
-    "relu": Activation.relu,
+    "gelu_new": MLPKind.gelu_tanh,
+    "gelu_pytorch_tanh": MLPKind.gelu_tanh,
+    "gelu": MLPKind.gelu_erf,
+    "relu": MLPKind.relu,
 }
 # Keys that change the meaning of the weights, with the only value of each that matches this model.
 FIXED = {
@@ -93,9 +93,9 @@ class GPT2(Adapter[GPTConfig]):
             "n_layer": config.num_layers,
             "n_head": config.num_heads,
             "n_inner": config.d_ff,
-            "activation_function": activations[config.activation],
+            "activation_function": activations[config.mlp],
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
-            "layer_norm_epsilon": config.layer_norm_eps,
+            "layer_norm_epsilon": config.norm_eps,
             "initializer_range": config.init_std,
             "tie_word_embeddings": config.tied_embeddings,
             "bos_token_id": eod,
@@ -132,10 +132,10 @@ class GPT2(Adapter[GPTConfig]):
             d_ff=None if content.get("n_inner") is None else _whole(content, "n_inner"),
             vocab_size=_whole(content, "vocab_size"),
             sequence_length=_whole(content, "n_positions"),
-            activation=ACTIVATIONS[activation],
+            mlp=ACTIVATIONS[activation],
             dropout=max(dropouts),
             tied_embeddings=tied,
-            layer_norm_eps=_number(content, "layer_norm_epsilon", 1e-5),
+            norm_eps=_number(content, "layer_norm_epsilon", 1e-5),
             init_std=_number(content, "initializer_range", 0.02),
         )
 

@@ -1,4 +1,5 @@
-"""A GPT as in the papers: pre-LN blocks, learned positions (GPT-2, Radford et al. 2019; GPT-3, arXiv:2005.14165).
+"""A pre-norm GPT: GPT-2 (Radford et al. 2019), GPT-3 (arXiv:2005.14165), Llama 3 (arXiv:2407.21783) and others, by
+configuration.
 
 Shapes: B sequences, S positions, d model width, H heads, D head width, V vocabulary.
 """
@@ -9,16 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlite.models.gpt.attention import CausalSelfAttention, ContextCut, SequenceCut
+from gptlite.models.gpt.attention import CausalSelfAttention, ContextCut, Rotary, SequenceCut
 from gptlite.models.gpt.cache import LayerCache
-from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig, Norm, Position
 from gptlite.models.gpt.mlp import MLP
-from gptlite.models.layers import Head, LayerNorm
+from gptlite.models.layers import Head, LayerNorm, RMSNorm
 from gptlite.ops.attention import Spans
 from gptlite.ops.cross_entropy import LossGradient
 from gptlite.ops.documents import Documents
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.embedding import TableGradient, copied_rows, embedding
+from gptlite.ops.rope import frequencies, rotary, scaled_frequencies
 from gptlite.ops.select import Ops
 
 if TYPE_CHECKING:
@@ -38,9 +40,11 @@ def positions(tensor: SequenceCut | None, context: ContextCut | None, count: int
     return context.positions(index * count, count, slices * count)
 
 
-def _norm(config: GPTConfig, ops: Ops) -> LayerNorm:
+def _norm(config: GPTConfig, ops: Ops) -> LayerNorm | RMSNorm:
+    if config.norm is Norm.rms_norm:
+        return RMSNorm(config.d_model, config.norm_eps, gain=config.norm_gain, fused_dropout=ops.dropout)
     options = {"bias": config.bias, "fused": ops.layer_norm, "apex": ops.apex_norm}
-    return LayerNorm(config.d_model, config.layer_norm_eps, **options)
+    return LayerNorm(config.d_model, config.norm_eps, **options)
 
 
 class Stream(NamedTuple):
@@ -52,7 +56,7 @@ class Stream(NamedTuple):
     bias: Tensor | None
     key: DropoutKey | None
 
-    def normed(self, norm: LayerNorm, p: float) -> tuple[Tensor, Tensor]:
+    def normed(self, norm: LayerNorm | RMSNorm, p: float) -> tuple[Tensor, Tensor]:
         """Return the norm of the sum, and the sum."""
         return norm.after_residual(self.added, self.x, p, self.key, self.bias)
 
@@ -86,14 +90,15 @@ class Block(nn.Module):
         sites: Tensor | None = None,
         cache: LayerCache | None = None,
         mask: Tensor | Spans | None = None,
+        rotary: Rotary | None = None,
     ) -> Tensor | Stream:
         """Return the block's output. Dropout needs the batch's sample_ids [B] and the numbers of its sites [3]. `mask`
-        is attention's."""
+        and `rotary` are attention's."""
         normed, x = x.normed(self.attn_norm, self.dropout) if isinstance(x, Stream) else (self.attn_norm(x), x)
         first, gap = positions(self.tensor_axis, self.context, x.shape[1])
         attention_key = self._key(0, sample_ids, sites, 0)  # attention sees all positions
         residual_key, mlp_key = (self._key(i, sample_ids, sites, first, gap) for i in (1, 2))
-        attended = self.attn(normed, attention_key, cache, mask, bias=not self.deferred_add).to(x.dtype)
+        attended = self.attn(normed, attention_key, cache, mask, rotary, bias=not self.deferred_add).to(x.dtype)
         bias = self.attn.proj.local_bias(x.dtype) if self.deferred_add else None
         normed, x = self.mlp_norm.after_residual(attended, x, self.dropout, residual_key, bias)
         added = self.mlp(normed, bias=not self.deferred_add).to(x.dtype)
@@ -122,16 +127,18 @@ class GPT(nn.Module):
         super().__init__()
         ops = ops or Ops()
         self.config, self.seed, self.fused_dropout, self.fused_table = config, seed, ops.dropout, ops.table
-        self.varlen = ops.varlen and config.head_dim % 8 == 0 and config.head_dim <= FLASH_WIDTH
+        self.varlen = ops.varlen and config.head_width % 8 == 0 and config.head_width <= FLASH_WIDTH
         self.compute_dtype = torch.float32
         self.tensor_axis: SequenceCut | None = None  # set if layers are sharded over ranks
         self.context: ContextCut | None = None  # set if sequences are sharded over ranks
         width, rows = config.d_model, config.padded_vocab_size
         self.token_embedding: nn.Module | None = nn.Embedding(rows, width)
-        self.position_embedding: nn.Embedding | None = nn.Embedding(config.sequence_length, width)
+        self.position_embedding: nn.Embedding | None = None
+        if config.position is Position.learned:
+            self.position_embedding = nn.Embedding(config.sequence_length, width)
         self.layers = nn.ModuleDict({str(i): Block(config, ops, seed) for i in range(config.num_layers)})
         self.final_norm: nn.Module | None = _norm(config, ops)
-        self.head: nn.Module | None = Head(width, rows, ops.cross_entropy, fused=ops.linear)
+        self.head: nn.Module | None = Head(width, rows, ops.cross_entropy, fused=ops.linear, softcap=config.softcap)
         if config.tied_embeddings:
             self.head.weight = self.token_embedding.weight
 
@@ -187,20 +194,21 @@ class GPT(nn.Module):
         documents: Documents | None = None,
         shared: TableGradient | None = None,
     ) -> Tensor:
-        """Return the last layer's output [B, S, d], normed in the last part. Raises ValueError beyond the learned
-        positions."""
+        """Return the last layer's output [B, S, d], normed in the last part. Raises ValueError beyond
+        `model.sequence_length`."""
         dropping = sample_ids is not None and self.training and self.config.dropout > 0.0
+        start = caches[0].length if caches else 0
         if self.token_embedding is not None:
-            start = caches[0].length if caches else 0
             x = self._embed(x, sample_ids if dropping else None, start, documents, shared)
         sites, mask = None, None if documents is None else self._documents_mask(documents, dropping)
         if dropping:
             # A tensor, since torch.compile would specialize on a Python number: one graph per layer.
             count = SITES_PER_BLOCK * self.config.num_layers
             sites = EMBEDDING_SITE + 1 + torch.arange(count, device=x.device).view(-1, SITES_PER_BLOCK)
+        turned = self._rotary(x, start, documents) if self.config.position is Position.rope else None
         for i, (number, block) in enumerate(self.layers.items()):
             cache = caches[i] if caches else None
-            x = block(x, sample_ids, None if sites is None else sites[int(number)], cache, mask)
+            x = block(x, sample_ids, None if sites is None else sites[int(number)], cache, mask, turned)
         if isinstance(x, Stream):
             return self._ended(x)
         return x if self.final_norm is None else self.final_norm(x)
@@ -208,7 +216,7 @@ class GPT(nn.Module):
     def _ended(self, x: Stream) -> Tensor:
         if self.final_norm is None:
             return x.sum(self.config.dropout, self.fused_dropout)
-        return x.normed(cast(LayerNorm, self.final_norm), self.config.dropout)[0]
+        return x.normed(cast(LayerNorm | RMSNorm, self.final_norm), self.config.dropout)[0]
 
     def _documents_mask(self, documents: Documents, dropping: bool) -> Tensor | Spans:
         """Return attention's mask: bool [B, 1, local positions, S], True for keys of other documents; or the spans of
@@ -225,6 +233,27 @@ class GPT(nn.Module):
             starts = self.context.starts(2 * chunk)
             mine = torch.cat([documents[:, start : start + chunk] for start in starts], 1)
         return (mine[:, :, None] != documents[:, None, :]).unsqueeze(1)
+
+    def _rotary(self, x: Tensor, start: int, documents: Documents | None) -> Rotary:
+        """Return the rotations of the positions that attention has on this rank, of activations x [B, S or a slice, d].
+        Positions count from `start`, or from the start of each document."""
+        config, scaling = self.config, self.config.rope_scaling
+        sliced = self.tensor_axis is not None and self.tensor_axis.sequence
+        length = x.shape[1] * (self.tensor_axis.size if sliced and self.tensor_axis else 1)
+        places = torch.arange(start, start + length, device=x.device)
+        if self.context is not None and not self.context.whole:
+            half = torch.arange(length // 2, device=x.device)
+            places = torch.cat([first + half for first in self.context.starts(length)])
+        places = places.unsqueeze(0)
+        if documents is not None:
+            places = places - documents.starts[:, places[0]]
+        found = frequencies(config.head_width, config.rope_base, x.device)
+        if scaling.factor != 1:
+            found = scaled_frequencies(
+                found, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length
+            )
+        cos, sin = rotary(places, found)
+        return cos[:, :, None, None], sin[:, :, None, None]
 
     def _table_gradient(self) -> TableGradient | None:
         """Return a holder for the head's gradient of a tied weight, if the embedding's backward pass can add to it.
@@ -248,7 +277,6 @@ class GPT(nn.Module):
         """Embed tokens [B, S] from position `start` on; with context parallelism, they are this rank's. Returns [B, S,
         d], or this rank's slice with sequence parallelism."""
         assert self.token_embedding is not None
-        assert self.position_embedding is not None
         if (end := start + tokens.shape[1]) > self.config.sequence_length:
             raise ValueError(f"{end} positions, but model.sequence_length={self.config.sequence_length}")
         # Cast both before adding them, as FSDP2 casts parameters before use.
@@ -258,23 +286,27 @@ class GPT(nn.Module):
             x = table(tokens) if shared is None else embedding(tokens, cast(Tensor, table.weight), shared)
         x = x.to(self.compute_dtype)
         first, gap = positions(self.tensor_axis, self.context, x.shape[1])
-        first, half = start + first, x.shape[1] // 2
-        learned = self.position_embedding.weight
-        if documents is not None:
-            starts = documents.starts
-            counted = torch.arange(starts.shape[1], device=starts.device) - starts
-            second = first + half + gap
-            mine = torch.cat([counted[:, first : first + half], counted[:, second : second + x.shape[1] - half]], 1)
-            x = x + F.embedding(mine, learned).to(self.compute_dtype)
-        elif gap:
-            second = first + half + gap
-            x = x + torch.cat([learned[first : first + half], learned[second : second + half]]).to(self.compute_dtype)
-        else:
-            x = x + learned[first : first + x.shape[1]].to(self.compute_dtype)
+        first = start + first
+        if self.position_embedding is not None:
+            x = self._with_positions(x, self.position_embedding.weight, first, gap, documents)
         if sample_ids is None:
             return x
         key = DropoutKey(self.seed, EMBEDDING_SITE, sample_ids, first, gap=gap)
         return dropout(x, self.config.dropout, key, self.fused_dropout)
+
+    def _with_positions(self, x: Tensor, learned: Tensor, first: int, gap: int, documents: Documents | None) -> Tensor:
+        """Add the learned positions from `first` on, of which `gap` are skipped between the halves."""
+        half = x.shape[1] // 2
+        second = first + half + gap
+        if documents is not None:
+            starts = documents.starts
+            counted = torch.arange(starts.shape[1], device=starts.device) - starts
+            mine = torch.cat([counted[:, first : first + half], counted[:, second : second + x.shape[1] - half]], 1)
+            return x + F.embedding(mine, learned).to(self.compute_dtype)
+        if gap:
+            added = torch.cat([learned[first : first + half], learned[second : second + half]])
+            return x + added.to(self.compute_dtype)
+        return x + learned[first : first + x.shape[1]].to(self.compute_dtype)
 
 
 def prepare(part: nn.Module, policy: "Policy", recomputes: bool) -> None:

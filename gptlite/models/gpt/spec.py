@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gptlite.errors import ConfigError
 from gptlite.models.gpt.activations import block_bytes, head_bytes, scores_bytes
-from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig, Norm, Position
 from gptlite.models.gpt.flops import head_flops, layer_flops
 from gptlite.models.spec import Constant, Cut, Matrices, ModelSpec, Normal
 from gptlite.parallelism.layout import divisors, listed
@@ -40,14 +40,32 @@ class GPTSpec(ModelSpec[GPTConfig]):
     keyed_dropout = True
     writes_text = True
     blocks_key = "num_layers"
-    positive = ("num_layers", "num_heads", "d_model", "d_ff", "vocab_size", "vocab_multiple", "sequence_length")
+    positive = (
+        *("num_layers", "num_heads", "kv_heads", "head_dim", "d_model", "d_ff"),
+        *("vocab_size", "vocab_multiple", "sequence_length"),
+    )
+    renamed = {"activation": "mlp", "layer_norm_eps": "norm_eps"}  # noqa: RUF012
 
     def check(self, config: GPTConfig) -> None:
-        if config.d_model % config.num_heads:
+        if config.head_dim is None and config.d_model % config.num_heads:
             raise ConfigError(
                 f"model.d_model={config.d_model} is not divisible by model.num_heads={config.num_heads}; "
-                f"the heads can be {listed(divisors(config.d_model))}"
+                f"the heads can be {listed(divisors(config.d_model))}, or set model.head_dim"
             )
+        if config.num_heads % config.num_kv_heads:
+            raise ConfigError(
+                f"model.num_heads={config.num_heads} is not divisible by model.kv_heads={config.num_kv_heads}; "
+                f"it can be {listed(divisors(config.num_heads))}"
+            )
+        if config.position is Position.rope and config.head_width % 2:
+            raise ConfigError(
+                f"model.position=rope needs an even head width, not {config.head_width}: set model.head_dim"
+            )
+        if not config.norm_gain and config.norm is not Norm.rms_norm:
+            raise ConfigError(f"model.norm_gain=false needs model.norm=rms_norm, not {config.norm.value}")
+        for key, value in (("softcap", config.softcap), ("rope_base", config.rope_base)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"model.{key}={value} must be above 0")
         if not 0 <= config.dropout < 1:
             raise ConfigError(f"model.dropout={config.dropout} must be at least 0 and below 1")
 
@@ -55,16 +73,24 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return config.num_layers
 
     def tensor_sizes(self, config: GPTConfig) -> dict[str, int]:
-        return {"model.num_heads": config.num_heads, "model.d_ff": config.ffn_size}
+        heads = (
+            {"model.num_heads": config.num_heads} if config.kv_heads is None else {"model.kv_heads": config.kv_heads}
+        )
+        return heads | {"model.d_ff": config.ffn_size}
 
     def table_rows(self, config: GPTConfig) -> int | None:
         return None if config.vocab_size is None else config.padded_vocab_size
 
     def product_sizes(self, config: GPTConfig) -> dict[str, int]:
-        return {"model.d_model": config.d_model, "model.d_ff": config.ffn_size}
+        attention = {
+            "queries and keys (model.head_dim)": config.qkv_size,
+            "queries (model.head_dim)": config.query_size,
+        }
+        standard = config.qkv_size == 3 * config.d_model
+        return {"model.d_model": config.d_model, "model.d_ff": config.ffn_size} | ({} if standard else attention)
 
     def norms_have_biases(self, config: GPTConfig) -> bool:
-        return config.bias
+        return config.bias and config.norm is Norm.layer_norm
 
     def max_length(self, config: GPTConfig) -> int:
         return config.sequence_length
@@ -90,11 +116,12 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return kept, max(scores_bytes(config, batch), head_bytes(config, batch) if last else 0)
 
     def attention(self, config: GPTConfig) -> tuple[int, int, bool]:
-        return config.num_heads, config.head_dim, config.dropout > 0
+        return config.num_heads, config.head_width, config.dropout > 0
 
     def words(self, config: GPTConfig) -> str:
+        shared = "" if config.kv_heads is None else f" ({config.kv_heads} of keys)"
         return (
-            f"{config.num_layers} layers, {config.num_heads} heads, d {config.d_model}, vocabulary {config.vocab_size} "
+            f"{config.num_layers} layers, {config.num_heads} heads{shared}, d {config.d_model}, vocabulary {config.vocab_size} "
             f"in {config.padded_vocab_size} rows"
         )
 
@@ -134,11 +161,13 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return {"head.weight": "token_embedding.weight"} if config.tied_embeddings else {}
 
     def initial(self, config: GPTConfig, name: str, shape: tuple[int, ...]) -> Normal | Constant:
-        """Return GPT-2's initial values: N(0, init_std), residual projections times 1/sqrt(2 layers), biases 0, norms
-        1."""
+        """Return GPT-2's initial values: N(0, init_std), residual projections times 1/sqrt(2 layers), or 0 with
+        `zero_init`, biases 0, norms 1."""
         if name.endswith("norm.weight"):
             return Constant(1.0)
         if name.endswith("bias"):
+            return Constant(0.0)
+        if config.zero_init and name.endswith(RESIDUAL_PROJECTIONS):
             return Constant(0.0)
         scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else 1.0
         return Normal(config.init_std * scale)
@@ -163,4 +192,8 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return generate(runner, prompt, max_tokens, sampling, stop=stop, cache=cache)
 
     def matrices(self, config: GPTConfig) -> Matrices:
-        return Matrices(edges=EDGES, fused={"attn.qkv.weight": (config.num_heads, 3)})
+        queries = config.num_heads // config.num_kv_heads
+        fused = {"attn.qkv.weight": (config.num_kv_heads, (queries, 1, 1))}
+        if config.mlp.gated:
+            fused["mlp.up.weight"] = (config.ffn_size, (1, 1))
+        return Matrices(edges=EDGES, fused=fused)
