@@ -49,7 +49,7 @@ def stepped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients
 def optimized(config: OptimizerConfig, start: Tensor, gradients: list[Tensor], name: str = "weight") -> Tensor:
     parameter = nn.Parameter(start.clone())
     return stepped(
-        build_optimizer(config, [(name, parameter)], edges=EDGES, stacked={"attn.qkv.weight": (1, 3)}),
+        build_optimizer(config, [(name, parameter)], edges=EDGES, stacked={"attn.qkv.weight": (1, (1, 1, 1))}),
         parameter,
         gradients,
     )
@@ -245,7 +245,7 @@ def test_muon_takes_q_k_and_v_apart():
     config = MuonConfig(lr=0.02)
     parameter = nn.Parameter(start.clone())
     optimizer = build_optimizer(
-        config, [("layers.0.attn.qkv.weight", parameter)], stacked={"attn.qkv.weight": (heads, 3)}
+        config, [("layers.0.attn.qkv.weight", parameter)], stacked={"attn.qkv.weight": (heads, (1, 1, 1))}
     )
     found = stepped(optimizer, parameter, gradients)
     for place in range(3):
@@ -254,11 +254,28 @@ def test_muon_takes_q_k_and_v_apart():
         torch.testing.assert_close(found[rows], alone, **EXACT)
 
 
-def test_a_stack_is_joined_as_it_was_split():
-    matrix = torch.arange(48.0).view(12, 4)
-    stack = Stack(groups=2, count=3)
-    assert stack.split(matrix).shape == (3, 4, 4)
-    assert torch.equal(stack.join(stack.split(matrix)), matrix)
+def test_a_stack_changes_each_matrix_in_place():
+    """2 groups of 2 rows of queries, 1 of keys, 1 of values, times 2 rows: matrices of equal shape change together."""
+    matrix, shapes = torch.arange(64.0).view(16, 4), []
+
+    def negative(matrices):
+        shapes.append(tuple(matrices.shape))
+        return -matrices
+
+    assert torch.equal(Stack(groups=2, sizes=(2, 1, 1)).change(matrix, negative), -matrix)
+    assert shapes == [(1, 8, 4), (2, 4, 4)]
+
+
+def test_muon_takes_grouped_queries_apart():
+    """2 heads of keys of width 3 with 2 queries each: rows q00 q01 k0 v0 q10 q11 k1 v1, three of each."""
+    start, gradients = start_of((24, 6)), gradients_of((24, 6))
+    config, parameter = MuonConfig(lr=0.02), nn.Parameter(start.clone())
+    optimizer = build_optimizer(config, [("attn.qkv.weight", parameter)], stacked={"attn.qkv.weight": (2, (2, 1, 1))})
+    found = stepped(optimizer, parameter, gradients)
+    for places in ((0, 1), (2,), (3,)):
+        rows = [12 * head + 3 * place + row for head in range(2) for place in places for row in range(3)]
+        alone = optimized(config, start[rows], [gradient[rows] for gradient in gradients])
+        torch.testing.assert_close(found[rows], alone, **EXACT)
 
 
 @pytest.mark.parametrize("config", [LambConfig(), LionConfig(), MuonConfig(), AdafactorConfig()], ids=str)

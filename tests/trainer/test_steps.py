@@ -279,7 +279,7 @@ DECIDES = {kind: kind in KINDS[:2] for kind in KINDS}
 @pytest.mark.parametrize("config", DECIDES)
 def test_which_optimizers_decide_on_the_device(config: type, fused: bool) -> None:
     named = [("a.weight", nn.Parameter(torch.ones(4, 4))), ("a.bias", nn.Parameter(torch.ones(4)))]
-    optimizer = build_optimizer(config(), named, fused, stacked={"attn.qkv.weight": (1, 3)})
+    optimizer = build_optimizer(config(), named, fused, stacked={"attn.qkv.weight": (1, (1, 1, 1))})
     assert decides_on_device(optimizer, CPU) is DECIDES[config]
     assert lag_of(optimizer, CPU) == 0
     assert lag_of(optimizer, CPU, 1) == int(DECIDES[config])

@@ -53,7 +53,7 @@ class ContextCut(Protocol):
 class CausalSelfAttention(nn.Module):
     """Causal self-attention: x [B, S, d] -> [B, S, d].
 
-    The fused QKV projection is grouped by heads of keys (rows: the queries, k and v of head 0, those of head 1, ...), so
+    The fused QKV projection is grouped by heads of keys (rows: the queries, k and v of head 0, those of head 1, ...) so
     that a tensor-parallel shard of whole heads is one contiguous block of rows. Each head of keys has one query, or G
     with grouped-query attention.
     """

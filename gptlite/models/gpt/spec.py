@@ -82,12 +82,9 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return None if config.vocab_size is None else config.padded_vocab_size
 
     def product_sizes(self, config: GPTConfig) -> dict[str, int]:
-        attention = {
-            "queries and keys (model.head_dim)": config.qkv_size,
-            "queries (model.head_dim)": config.query_size,
-        }
-        standard = config.qkv_size == 3 * config.d_model
-        return {"model.d_model": config.d_model, "model.d_ff": config.ffn_size} | ({} if standard else attention)
+        # The heads' width divides those of the fused projection and of its output.
+        heads = {"model.head_dim": config.head_width} if config.qkv_size != 3 * config.d_model else {}
+        return {"model.d_model": config.d_model, "model.d_ff": config.ffn_size} | heads
 
     def norms_have_biases(self, config: GPTConfig) -> bool:
         return config.bias and config.norm is Norm.layer_norm
