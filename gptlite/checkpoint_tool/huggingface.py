@@ -83,9 +83,7 @@ def export(
         raise ConfigError(f"target={target} is in a checkpoints folder; give a folder elsewhere")
     step = find_checkpoint(str(checkpoint), "checkpoint", log)
     model = from_yaml(read_config(step)).model
-    adapter = (spec := spec_of(model)).huggingface()
-    if adapter is None:
-        raise ConfigError(f"{step}: the {spec.name} model has no Hugging Face adapter; add `huggingface` to its spec")
+    adapter = _adapter_for(model, step)
     with _errors_of_the_disk(f"target={target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with store.staged(target) as folder:
@@ -99,6 +97,20 @@ def export(
             write_weights(folder, weights, max_shard_bytes, log)
     size = sum(weight.num_bytes for weight in weights)
     log(f"exported {step} to {target}: {size / 1e6:,.1f} MB of {dtype}, for {adapter.model_class}.from_pretrained")
+
+
+def _adapter_for(model: ModelConfig, step: Path) -> Adapter:
+    """Return the adapter that a model fits. Raises ConfigError, with the values that the nearest one cannot have."""
+    adapters = (spec := spec_of(model)).huggingface()
+    if not adapters:
+        raise ConfigError(f"{step}: the {spec.name} model has no Hugging Face adapter; add `huggingface` to its spec")
+    found = [(adapter.differences(model), adapter) for adapter in adapters]
+    reasons, nearest = min(found, key=lambda each: len(each[0]))
+    if reasons:
+        raise ConfigError(
+            f"{step}: no model of transformers is like this one; {nearest.title} has no {', '.join(reasons)}"
+        )
+    return nearest
 
 
 def _files(step: Path, adapter: Adapter, model: ModelConfig, dtype: str, log: Log) -> Mapping[str, str | bytes]:
@@ -171,8 +183,12 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
     _refuse_another_model(source, stored, weights, adapter)
     overrides, config = _composed(model, name, run_dir, plugins)
     beside = {f"{KEPT}/{each}": content for each, content in _other_files(source).items()}
-    found = {weight.ours: _ours(source, weight, stored[each]) for each, weight in weights.items()}
-    tensors = {f"model.{ours}": tensor for ours, tensor in found.items() if ours is not None}
+    tensors: dict[str, Tensor] = {}
+    for each, weight in weights.items():
+        ours = torch.zeros(weight.our_shape)
+        if weight.ours is not None:  # several of theirs may be rows of one of ours
+            ours = tensors.setdefault(f"model.{weight.ours}", ours)
+        _fill(ours, source, weight, stored[each])
     with _errors_of_the_disk(f"run_dir={run_dir}"):
         step = Checkpointer(CheckpointConfig(keep=0), run_dir).save(tensors, _META, to_yaml(config), None, log, beside)
     words = ", ".join(sorted(Path(name).name for name in beside))
@@ -201,7 +217,7 @@ def _other_files(source: Path) -> dict[str, bytes]:
 def _adapter_of(content: Mapping[str, Any]) -> Adapter:
     """Return the adapter for a config.json. Raises ConfigError for a model_type without one."""
     found = content.get("model_type")
-    adapters = [each for spec in SPECS if (each := spec.huggingface()) is not None]
+    adapters = [each for spec in SPECS for each in spec.huggingface()]
     for adapter in adapters:
         if adapter.model_type == found:
             return adapter
@@ -231,10 +247,9 @@ def _refuse_another_model(
             )
 
 
-def _ours(source: Path, weight: Weight, stored: Stored) -> Tensor:
-    """Return a tensor in our form, fp32, with zero rows for the vocabulary's padding. Raises ConfigError for values
-    that are not finite, and for non-zero values without a counterpart in this model."""
-    ours = torch.zeros(weight.our_shape)
+def _fill(ours: Tensor, source: Path, weight: Weight, stored: Stored) -> None:
+    """Copy a stored tensor into its place in ours. Raises ConfigError for values that are not finite, and for non-zero
+    values without a counterpart in this model."""
     view = weight.view(ours)
     theirs = stored.read()
     if problem := not_finite(theirs):
@@ -242,7 +257,6 @@ def _ours(source: Path, weight: Weight, stored: Stored) -> Tensor:
     if weight.ours is None and theirs.any():
         raise ConfigError(f"source={source}: {stored.name} is not zero, and the model here has no such parameter")
     view.copy_(theirs.reshape(view.shape))
-    return ours
 
 
 def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[str]) -> tuple[list[str], Config]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from yaml import YAMLError
 from gptlite.config.plugins import import_plugins
 from gptlite.config.schema import SCHEMAS, Config, schema_names
 from gptlite.errors import ConfigError
+from gptlite.models.registry import SPECS
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -38,6 +40,7 @@ def from_yaml(text: str) -> Config:
         # Overrides are set at the end, unresolved: they may contain interpolations, which merging would resolve.
         names, overrides = raw.pop("schemas"), raw["run"].pop("overrides")
         import_plugins(raw.get("plugins", []))  # the saved schemas may be theirs
+        raw["model"] = {_renamed(names["model"]).get(key, key): value for key, value in raw["model"].items()}
         base = OmegaConf.structured(Config)
         for group, name in names.items():
             base[group] = SCHEMAS[group][name]
@@ -46,8 +49,15 @@ def from_yaml(text: str) -> Config:
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"a saved config.yaml is damaged or from another version of gptlite: {reason}") from error
     assert isinstance(result, Config)
-    result.run.overrides = overrides
+    keys = {f"model.{old}=": f"model.{new}=" for old, new in _renamed(names["model"]).items()}
+    pattern = re.compile("|".join(map(re.escape, keys)) or "(?!)")
+    result.run.overrides = [pattern.sub(lambda found: keys[found[0]], each, count=1) for each in overrides]
     return result
+
+
+def _renamed(schema: str) -> Mapping[str, str]:
+    """Return `{former key: key}` of a model's schema."""
+    return next((spec.renamed for spec in SPECS if spec.schema is SCHEMAS["model"].get(schema)), {})
 
 
 def read_saved(path: Path) -> Config:

@@ -36,7 +36,8 @@ class Weight:
 
 
 class Adapter(Generic[C]):
-    """Conversion of a model to and from a class of transformers. Everything but `canonical` and `copies` is required.
+    """Conversion of a model to and from a class of transformers. Required are `weights`, `to_json` and
+    `from_json`.
 
     `model_type`: the key in config.json by which an import finds the model. `model_class`: the class with
     `from_pretrained`. `title`: the model's name in messages.
@@ -49,6 +50,10 @@ class Adapter(Generic[C]):
     def weights(self, config: C) -> Iterator[Weight]:
         """Yield every parameter of the transformers model, in the order of the file."""
         raise NotImplementedError(f"{type(self).__name__} has no weights")
+
+    def differences(self, config: C) -> list[str]:
+        """Return the configuration values, as `model.key=value`, that the transformers model cannot have."""
+        return []
 
     def to_json(self, config: C, torch_dtype: str, eod: int | None) -> dict[str, Any]:
         """Return the content of config.json. `eod` is the id of the end-of-document token."""

@@ -11,7 +11,7 @@ Shapes: B sequences of a micro-batch, S positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -86,7 +86,7 @@ class ModelSpec(Generic[C]):
     writes_text = False  # True if `generate` is implemented
     blocks_key = "blocks"  # the configuration key of the number of blocks
     positive: tuple[str, ...] = ()  # configuration keys that must be at least 1 if they are not null
-    renamed: Mapping[str, str] = {}  # noqa: RUF012; {former configuration key: key}, for saved configurations
+    renamed: Mapping[str, str] = {}  # {former configuration key: key}, for saved configurations
 
     # Methods that need only a configuration. No torch in these.
 
@@ -160,9 +160,9 @@ class ModelSpec(Generic[C]):
         """Return the banner's description, printed after the number of parameters."""
         return ""
 
-    def huggingface(self) -> Adapter[C] | None:
-        """Return the converter to and from Hugging Face's transformers; None: exports are refused."""
-        return None
+    def huggingface(self) -> Sequence[Adapter[C]]:
+        """Return the converters to and from classes of Hugging Face's transformers; none: exports are refused."""
+        return ()
 
     # Methods on modules.
 

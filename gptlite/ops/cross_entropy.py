@@ -35,8 +35,8 @@ class LossTerms:
     """Changes to the loss -log softmax(logits)[target].
 
     With a `softcap` c > 0 logits are first replaced by c tanh(logits / c) (Gemma 2, arXiv:2408.00118). Label smoothing
-    e spreads a fraction e of the target's weight over the whole vocabulary (arXiv:1512.00567). z_loss times the square of
-    log sum exp keeps the logits from drifting (arXiv:2204.02311).
+    e spreads a fraction e of the target's weight over the whole vocabulary (arXiv:1512.00567). z_loss times the square
+    of log sum exp keeps the logits from drifting (arXiv:2204.02311).
     """
 
     label_smoothing: float = 0.0

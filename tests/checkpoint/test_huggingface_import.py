@@ -145,7 +145,7 @@ def test_it_trains_on_from_their_loss(text, tmp_path):
 
 
 def test_the_command_that_goes_on_composes_to_the_imported_model(tmp_path):
-    changes = {"n_inner": 7, "activation_function": "gelu", "norm_epsilon": 1e-6, "embd_pdrop": 0.25}
+    changes = {"n_inner": 7, "activation_function": "gelu", "layer_norm_epsilon": 1e-6, "embd_pdrop": 0.25}
     folder = theirs(tmp_path / "it's a (model)", **changes)
     said: list[str] = []
     step = import_(folder, tmp_path / "a run", log=said.append)

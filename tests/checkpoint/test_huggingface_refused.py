@@ -33,7 +33,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 # What a folder may have wrong, and the words that must name it.
 CONFIGS = {
-    "model_type": ({"model_type": "llama"}, "model_type='llama': only model_type='gpt2'"),
+    "model_type": ({"model_type": "bert"}, "model_type='bert': only model_type='gpt2', 'llama', 'qwen3'"),
     "no model_type": ({"model_type": None}, "model_type=None"),
     "activation": ({"activation_function": "gelu_nwe"}, "activation_function='gelu_nwe' is not one of"),
     "inverse layer": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),

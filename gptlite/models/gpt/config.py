@@ -1,6 +1,6 @@
 """Configuration of a GPT. No torch here: composing a configuration must stay fast."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from gptlite.models.config import ModelConfig
@@ -43,26 +43,16 @@ class MLPKind(Enum):
 
 
 @dataclass
-class RopeScaling:
-    """Llama 3.1's frequencies for contexts longer than those of pretraining. A `factor` of 1 changes nothing.
-
-    Wavelengths longer than original_length / low_freq_factor are multiplied by `factor`, those shorter than
-    original_length / high_freq_factor are unchanged, and those between are interpolated.
-    """
-
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
-
-
-@dataclass
 class GPTConfig(ModelConfig):
     """A pre-norm GPT; the defaults are GPT-2's architecture.
 
     `vocab_size: null` takes the tokenizer's. The embedding is always padded to a multiple of `vocab_multiple`, whatever
     the layout, and the padding gets no probability. `peak_lr` is the published learning rate of this size:
     `optimizer.lr` takes it by interpolation.
+
+    `rope_scaling` stretches RoPE for contexts longer than those of pretraining, as Llama 3.1 does: wavelengths above
+    rope_original_length / rope_low_freq_factor are multiplied by it, those below rope_original_length /
+    rope_high_freq_factor are unchanged, and those between are interpolated.
     """
 
     name: str = "custom"
@@ -77,7 +67,10 @@ class GPTConfig(ModelConfig):
     sequence_length: int = 256  # the longest sequence: the number of learned positions
     position: Position = Position.learned
     rope_base: float = 10000.0
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    rope_scaling: float = 1.0  # 1: none
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_length: int = 8192
     norm: Norm = Norm.layer_norm
     norm_gain: bool = True  # false: an RMS norm without parameters
     norm_eps: float = 1e-5

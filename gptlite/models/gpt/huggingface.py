@@ -13,7 +13,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.models.gpt.config import GPTConfig, MLPKind
+from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
 from gptlite.models.huggingface import Adapter, Weight, unchanged
 
 if TYPE_CHECKING:
@@ -40,6 +40,20 @@ FIXED = {
 }
 
 
+# Values of this model that GPT-2 has.
+OF_GPT2 = {
+    **{"kv_heads": None, "head_dim": None, "position": Position.learned, "norm": Norm.layer_norm},
+    **{"qk_norm": False, "softcap": None},
+}
+
+
+def unlike(config: GPTConfig, values: Mapping[str, Any], mlp: set[MLPKind]) -> list[str]:
+    """Return `model.key=value` for each key whose value is not that in `values`, and the MLP if it is not in `mlp`."""
+    found = {key: getattr(config, key) for key, value in values.items() if getattr(config, key) != value}
+    found |= {} if config.mlp in mlp else {"mlp": config.mlp}
+    return [f"model.{key}={getattr(value, 'value', value)}" for key, value in found.items()]
+
+
 class GPT2(Adapter[GPTConfig]):
     """Hugging Face's GPT-2."""
 
@@ -49,9 +63,9 @@ class GPT2(Adapter[GPTConfig]):
 
     def weights(self, config: GPTConfig) -> Iterator[Weight]:
         """Yield every parameter, with biases, which GPT-2 always has. A tied head is not a separate parameter."""
-        width, inner, vocab_size, rows = config.d_model, config.ffn_size, config.vocab_size, config.padded_vocab_size
+        width, inner, vocab_size, padded = config.d_model, config.ffn_size, config.vocab_size, config.padded_vocab_size
         assert vocab_size is not None
-        table, unpadded = ((vocab_size, width), (rows, width)), partial(_rows, count=vocab_size)
+        table, unpadded = ((vocab_size, width), (padded, width)), partial(rows, count=vocab_size)
         qkv = partial(_qkv, num_heads=config.num_heads)
         positions = (config.sequence_length, width)
         yield Weight(f"{PREFIX}wte.weight", table[0], "token_embedding.weight", table[1], unpadded)
@@ -73,6 +87,9 @@ class GPT2(Adapter[GPTConfig]):
         yield Weight(f"{PREFIX}ln_f.bias", (width,), "final_norm.bias" if config.bias else None, (width,))
         if not config.tied_embeddings:
             yield Weight("lm_head.weight", table[0], "head.weight", table[1], unpadded)
+
+    def differences(self, config: GPTConfig) -> list[str]:
+        return unlike(config, OF_GPT2, mlp=set(ACTIVATIONS.values()))
 
     def canonical(self, name: str) -> str | None:
         return None if _BUFFERS.fullmatch(name) else name.removeprefix(PREFIX)
@@ -117,30 +134,31 @@ class GPT2(Adapter[GPTConfig]):
             hint = did_you_mean(str(activation), ACTIVATIONS)
             names = ", ".join(ACTIVATIONS)
             raise ConfigError(f"config.json: activation_function={activation!r} is not one of {names}{hint}")
-        width, heads = _whole(content, "n_embd"), _whole(content, "n_head")
+        width, heads = whole(content, "n_embd"), whole(content, "n_head")
         if width % heads:
             raise ConfigError(f"config.json: n_embd={width} is not divisible by n_head={heads}")
         tied = content.get("tie_word_embeddings", True)
         if not isinstance(tied, bool):
             raise ConfigError(f"config.json: tie_word_embeddings={tied!r} must be true or false")
-        dropouts = [_number(content, key, 0.1, below=1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+        dropouts = [number(content, key, 0.1, below=1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
         return GPTConfig(
             name=name,
-            num_layers=_whole(content, "n_layer"),
+            num_layers=whole(content, "n_layer"),
             num_heads=heads,
             d_model=width,
-            d_ff=None if content.get("n_inner") is None else _whole(content, "n_inner"),
-            vocab_size=_whole(content, "vocab_size"),
-            sequence_length=_whole(content, "n_positions"),
+            d_ff=None if content.get("n_inner") is None else whole(content, "n_inner"),
+            vocab_size=whole(content, "vocab_size"),
+            sequence_length=whole(content, "n_positions"),
             mlp=ACTIVATIONS[activation],
             dropout=max(dropouts),
             tied_embeddings=tied,
-            norm_eps=_number(content, "layer_norm_epsilon", 1e-5),
-            init_std=_number(content, "initializer_range", 0.02),
+            norm_eps=number(content, "layer_norm_epsilon", 1e-5),
+            init_std=number(content, "initializer_range", 0.02),
         )
 
 
-def _rows(ours: Tensor, count: int) -> Tensor:
+def rows(ours: Tensor, count: int) -> Tensor:
+    """Return the first `count` rows: those of the vocabulary, without padding."""
     return ours[:count]
 
 
@@ -154,14 +172,16 @@ def _qkv(ours: Tensor, num_heads: int) -> Tensor:
     return grouped.permute(3, 1, 0, 2) if ours.dim() == 2 else grouped.permute(1, 0, 2)
 
 
-def _whole(content: Mapping[str, Any], key: str) -> int:
+def whole(content: Mapping[str, Any], key: str) -> int:
+    """Return a positive whole number of config.json. Raises ConfigError, naming the key, for another value."""
     value = content.get(key)
     if type(value) is not int or value < 1:  # a bool is an int too
         raise ConfigError(f"config.json: {key}={value!r} must be a whole number of at least 1")
     return value
 
 
-def _number(content: Mapping[str, Any], key: str, default: float, below: float = float("inf")) -> float:
+def number(content: Mapping[str, Any], key: str, default: float, below: float = float("inf")) -> float:
+    """Return a number of config.json of at least 0. Raises ConfigError, naming the key, for another value."""
     value = content.get(key, default)
     if type(value) not in (int, float) or not isfinite(value) or not 0 <= value < below:
         raise ConfigError(f"config.json: {key}={value!r} must be a number of at least 0 and below {below:g}")

@@ -237,7 +237,7 @@ class GPT(nn.Module):
     def _rotary(self, x: Tensor, start: int, documents: Documents | None) -> Rotary:
         """Return the rotations of the positions that attention has on this rank, of activations x [B, S or a slice, d].
         Positions count from `start`, or from the start of each document."""
-        config, scaling = self.config, self.config.rope_scaling
+        config = self.config
         sliced = self.tensor_axis is not None and self.tensor_axis.sequence
         length = x.shape[1] * (self.tensor_axis.size if sliced and self.tensor_axis else 1)
         places = torch.arange(start, start + length, device=x.device)
@@ -248,10 +248,9 @@ class GPT(nn.Module):
         if documents is not None:
             places = places - documents.starts[:, places[0]]
         found = frequencies(config.head_width, config.rope_base, x.device)
-        if scaling.factor != 1:
-            found = scaled_frequencies(
-                found, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length
-            )
+        if config.rope_scaling != 1:
+            limits = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_length
+            found = scaled_frequencies(found, config.rope_scaling, *limits)
         cos, sin = rotary(places, found)
         return cos[:, :, None, None], sin[:, :, None, None]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,8 @@ from gptlite.parallelism.layout import divisors, listed
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from gptlite.models.gpt.huggingface import GPT2
     from gptlite.models.gpt.model import GPT
+    from gptlite.models.huggingface import Adapter
     from gptlite.models.micro_batch import MicroBatch
     from gptlite.models.sampling import Sampling
     from gptlite.ops.inputs import Inputs
@@ -44,7 +44,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
         *("num_layers", "num_heads", "kv_heads", "head_dim", "d_model", "d_ff"),
         *("vocab_size", "vocab_multiple", "sequence_length"),
     )
-    renamed = {"activation": "mlp", "layer_norm_eps": "norm_eps"}  # noqa: RUF012
+    renamed: Mapping[str, str] = {"activation": "mlp", "layer_norm_eps": "norm_eps"}
 
     def check(self, config: GPTConfig) -> None:
         if config.head_dim is None and config.d_model % config.num_heads:
@@ -63,8 +63,8 @@ class GPTSpec(ModelSpec[GPTConfig]):
             )
         if not config.norm_gain and config.norm is not Norm.rms_norm:
             raise ConfigError(f"model.norm_gain=false needs model.norm=rms_norm, not {config.norm.value}")
-        for key, value in (("softcap", config.softcap), ("rope_base", config.rope_base)):
-            if value is not None and not value > 0:
+        for key in ("softcap", "rope_base", "rope_scaling"):
+            if (value := getattr(config, key)) is not None and not value > 0:
                 raise ConfigError(f"model.{key}={value} must be above 0")
         if not 0 <= config.dropout < 1:
             raise ConfigError(f"model.dropout={config.dropout} must be at least 0 and below 1")
@@ -73,10 +73,8 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return config.num_layers
 
     def tensor_sizes(self, config: GPTConfig) -> dict[str, int]:
-        heads = (
-            {"model.num_heads": config.num_heads} if config.kv_heads is None else {"model.kv_heads": config.kv_heads}
-        )
-        return heads | {"model.d_ff": config.ffn_size}
+        heads = "model.num_heads" if config.kv_heads is None else "model.kv_heads"
+        return {heads: config.num_kv_heads, "model.d_ff": config.ffn_size}
 
     def table_rows(self, config: GPTConfig) -> int | None:
         return None if config.vocab_size is None else config.padded_vocab_size
@@ -118,14 +116,15 @@ class GPTSpec(ModelSpec[GPTConfig]):
     def words(self, config: GPTConfig) -> str:
         shared = "" if config.kv_heads is None else f" ({config.kv_heads} of keys)"
         return (
-            f"{config.num_layers} layers, {config.num_heads} heads{shared}, d {config.d_model}, vocabulary {config.vocab_size} "
-            f"in {config.padded_vocab_size} rows"
+            f"{config.num_layers} layers, {config.num_heads} heads{shared}, d {config.d_model}, "
+            f"vocabulary {config.vocab_size} in {config.padded_vocab_size} rows"
         )
 
-    def huggingface(self) -> GPT2:
+    def huggingface(self) -> Sequence[Adapter[GPTConfig]]:
         from gptlite.models.gpt.huggingface import GPT2
+        from gptlite.models.gpt.huggingface_llama import Llama, Qwen3
 
-        return GPT2()
+        return GPT2(), Llama(), Qwen3()
 
     def build(self, config: GPTConfig, ops: Ops, seed: int) -> GPT:
         from gptlite.models.gpt.model import GPT

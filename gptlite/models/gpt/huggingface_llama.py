@@ -1,0 +1,179 @@
+"""Conversion of a GPT to Hugging Face's Llama and Qwen3: parameter names, shapes, config.json.
+
+They store queries, keys and values as three matrices, and the two projections of a gated MLP as two; here each is one
+matrix whose rows are grouped by head and by hidden unit. Rotations pair rows i and i + width / 2 of a head in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gptlite.errors import ConfigError
+from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
+from gptlite.models.gpt.huggingface import number, rows, unlike, whole
+from gptlite.models.huggingface import Adapter, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Keys that change the meaning of the weights, with the only value of each that matches this model.
+FIXED = {
+    **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
+    **{"attention_dropout": 0.0, "pretraining_tp": 1, "quantization_config": None},
+}
+# Values of this model that a Llama has.
+OF_LLAMA = {
+    **{"position": Position.rope, "norm": Norm.rms_norm, "norm_gain": True, "bias": False, "dropout": 0.0},
+    "softcap": None,
+}
+SCALING = {
+    "rope_scaling": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_length": "original_max_position_embeddings",
+}
+
+
+class Llama(Adapter[GPTConfig]):
+    """Hugging Face's Llama: versions 1 to 3."""
+
+    model_type = "llama"
+    model_class = "LlamaForCausalLM"
+    title = "Llama"
+    qk_norm = False
+
+    def weights(self, config: GPTConfig) -> Iterator[Weight]:
+        assert config.vocab_size is not None
+        width, table = config.d_model, (config.vocab_size, config.d_model)
+        padded, unpadded = (config.padded_vocab_size, width), partial(rows, count=config.vocab_size)
+        yield Weight("model.embed_tokens.weight", table, "token_embedding.weight", padded, unpadded)
+        for layer in range(config.num_layers):
+            yield from self._layer(config, f"model.layers.{layer}.", f"layers.{layer}.")
+        yield Weight("model.norm.weight", (width,), "final_norm.weight", (width,))
+        if not config.tied_embeddings:
+            yield Weight("lm_head.weight", table, "head.weight", padded, unpadded)
+
+    def _layer(self, config: GPTConfig, theirs: str, ours: str) -> Iterator[Weight]:
+        width, head, inner = config.d_model, config.head_width, config.ffn_size
+        queries, keys = config.query_size, config.num_kv_heads * head
+        qkv, up = (config.qkv_size, width), (config.up_size, width)
+        for name, size, place in (("q", queries, slice(-2)), ("k", keys, -2), ("v", keys, -1)):
+            view = partial(_of_heads, kv_heads=config.num_kv_heads, width=head, place=place)
+            yield Weight(f"{theirs}self_attn.{name}_proj.weight", (size, width), f"{ours}attn.qkv.weight", qkv, view)
+        yield Weight(f"{theirs}self_attn.o_proj.weight", (width, queries), f"{ours}attn.proj.weight", (width, queries))
+        for name in ("q_norm", "k_norm") if config.qk_norm else ():
+            yield Weight(f"{theirs}self_attn.{name}.weight", (head,), f"{ours}attn.{name}.weight", (head,))
+        for place, name in enumerate(("gate", "up")):
+            view = partial(_of_pairs, place=place)
+            yield Weight(f"{theirs}mlp.{name}_proj.weight", (inner, width), f"{ours}mlp.up.weight", up, view)
+        yield Weight(f"{theirs}mlp.down_proj.weight", (width, inner), f"{ours}mlp.down.weight", (width, inner))
+        yield Weight(f"{theirs}input_layernorm.weight", (width,), f"{ours}attn_norm.weight", (width,))
+        yield Weight(f"{theirs}post_attention_layernorm.weight", (width,), f"{ours}mlp_norm.weight", (width,))
+
+    def differences(self, config: GPTConfig) -> list[str]:
+        return unlike(config, OF_LLAMA | {"qk_norm": self.qk_norm}, mlp={MLPKind.swiglu})
+
+    def canonical(self, name: str) -> str | None:
+        return None if name.endswith("rotary_emb.inv_freq") else name
+
+    def copies(self) -> Mapping[str, str]:
+        return {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def to_json(self, config: GPTConfig, torch_dtype: str, eod: int | None) -> dict[str, Any]:
+        scaling = None
+        if config.rope_scaling != 1:
+            scaling = {"rope_type": "llama3"} | {theirs: getattr(config, ours) for ours, theirs in SCALING.items()}
+        return {
+            "architectures": [self.model_class],
+            "model_type": self.model_type,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.sequence_length,
+            "hidden_size": config.d_model,
+            "intermediate_size": config.ffn_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_width,
+            "hidden_act": "silu",
+            "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_base,
+            "rope_scaling": scaling,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": config.init_std,
+            "tie_word_embeddings": config.tied_embeddings,
+            "bos_token_id": eod,
+            "eos_token_id": eod,
+            "torch_dtype": torch_dtype,
+        }
+
+    def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
+        """Return the model that a config.json describes. Raises ConfigError with the key for what this model lacks."""
+        for key, value in FIXED.items():
+            found = content.get(key, value)
+            if found != value and (found or value):  # null and false both mean none
+                raise ConfigError(f"config.json: {key}={found!r}: only {key}={value!r} can be imported")
+        heads, width = whole(content, "num_attention_heads"), whole(content, "hidden_size")
+        kv_heads = heads if content.get("num_key_value_heads") is None else whole(content, "num_key_value_heads")
+        head = width // heads if content.get("head_dim") is None else whole(content, "head_dim")
+        if heads % kv_heads:
+            raise ConfigError(
+                f"config.json: num_attention_heads={heads} is not divisible by num_key_value_heads={kv_heads}"
+            )
+        tied = content.get("tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise ConfigError(f"config.json: tie_word_embeddings={tied!r} must be true or false")
+        return GPTConfig(
+            name=name,
+            num_layers=whole(content, "num_hidden_layers"),
+            num_heads=heads,
+            kv_heads=None if kv_heads == heads else kv_heads,
+            head_dim=None if head * heads == width else head,
+            d_model=width,
+            d_ff=whole(content, "intermediate_size"),
+            vocab_size=whole(content, "vocab_size"),
+            sequence_length=whole(content, "max_position_embeddings"),
+            position=Position.rope,
+            norm=Norm.rms_norm,
+            norm_eps=number(content, "rms_norm_eps", 1e-6),
+            qk_norm=self.qk_norm,
+            mlp=MLPKind.swiglu,
+            bias=False,
+            tied_embeddings=tied,
+            init_std=number(content, "initializer_range", 0.02),
+            **_rope(content),
+        )
+
+
+class Qwen3(Llama):
+    """Hugging Face's Qwen3, a Llama with norms of queries and keys."""
+
+    model_type = "qwen3"
+    model_class = "Qwen3ForCausalLM"
+    title = "Qwen3"
+    qk_norm = True
+
+
+def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of RoPE: `rope_theta` and `rope_scaling`, or `rope_parameters` in files of transformers 5."""
+    found = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    base = number({"rope_theta": 10000.0} | dict(content) | dict(found), "rope_theta", 10000.0)
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "default":
+        return {"rope_base": base}
+    if kind != "llama3":
+        raise ConfigError(f"config.json: rope_type={kind!r}: only 'default' and 'llama3' can be imported")
+    scaling = {ours: number(found, theirs, 0) for ours, theirs in SCALING.items()}
+    return scaling | {"rope_base": base, "rope_original_length": int(scaling["rope_original_length"])}
+
+
+def _of_heads(ours: Tensor, kv_heads: int, width: int, place: int | slice) -> Tensor:
+    """Return the rows of queries, keys or values: those at `place` of each group [queries per key + 2, D, d]."""
+    return ours.unflatten(0, (kv_heads, -1, width))[:, place]
+
+
+def _of_pairs(ours: Tensor, place: int) -> Tensor:
+    """Return every second row, from `place` on."""
+    return ours[place::2]
