@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from distributed.cell import Cell
 from distributed.cover import chosen, crossed
 
@@ -144,7 +146,17 @@ COMPILED += [
 ]
 # Sequences cut, state elsewhere and 16 bits, all with one another and with every other axis.
 CROSSED = crossed()
-CELLS = [*CHOSEN, *MORE, *FP16, *COMPILED, *CONTEXT, *MORE_CONTEXT, *OFFLOADED, *CROSSED]
+# Architectures of today, each with every other axis.
+ROPE = ("model.position=rope", "model.norm=rms_norm", "model.bias=false")
+LLAMA = (*ROPE, "model.mlp=swiglu", "model.num_heads=16", "model.kv_heads=8", "model.head_dim=4")
+QWEN = (*ROPE, "model.mlp=geglu", "model.kv_heads=8", "model.head_dim=6", "model.qk_norm=true", "model.rope_scaling=4")
+RELU2 = (*ROPE, "model.norm_gain=false", "model.mlp=relu2", "model.qk_norm=true", "model.softcap=15")
+MODERN = [
+    replace(cell, shared=family)
+    for seed, family in enumerate((LLAMA, QWEN, RELU2), 5)
+    for cell in [*chosen(20, seed=seed), *chosen(5, seed=seed, context=True)]
+]
+CELLS = [*CHOSEN, *MORE, *FP16, *COMPILED, *CONTEXT, *MORE_CONTEXT, *OFFLOADED, *CROSSED, *MODERN]
 # Every axis value, and beyond them HSDP, bf16 and fp16; all of eight ranks, which are slow to start.
 QUICK = {
     cell.id
@@ -156,9 +168,10 @@ QUICK = {
         *CONTEXT[:2],
         *OFFLOADED[:1],
         *CROSSED[:2],
+        *MODERN[::25],
     ]
 }
 APEX = [next(cell for cell in FP16 if cell.precision == f"amp_o{level}" and cell.pipeline > 1) for level in (1, 2)]
 # With these, the pairs of all axis values, and some of what is no axis. The rest meets each pair again and again.
 SLOW = {cell.id for cell in [*CHOSEN[:33], *MORE[::12], *FP16[::8], *APEX, *CONTEXT[:7], *MORE_CONTEXT[::6]]} - QUICK
-SLOW |= {cell.id for cell in [*OFFLOADED[1:5], *CROSSED[2:7]]}
+SLOW |= {cell.id for cell in [*OFFLOADED[1:5], *CROSSED[2:7], *MODERN[4::10]]} - QUICK

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from gptlite.data.loader import document_starts, documents_in
-from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
 from gptlite.models.parallelize import parallelize, set_dtypes
@@ -78,9 +78,16 @@ def check_gradients(one: GPT, other: GPT) -> None:
         assert worst < 1e-5, (name, worst)
 
 
+MODERN = {
+    **{"position": Position.rope, "norm": Norm.rms_norm, "mlp": MLPKind.swiglu, "qk_norm": True, "bias": False},
+    **{"num_heads": 4, "kv_heads": 2, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("model", [{}, MODERN], ids=["gpt2", "modern"])
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.value)
-def test_together_is_apart(tiny, choice):
-    together, apart = tiny(choice, dropout=0.0), tiny(Attention.matmul, dropout=0.0)
+def test_together_is_apart(tiny, choice, model):
+    together, apart = tiny(choice, dropout=0.0, **model), tiny(Attention.matmul, dropout=0.0, **model)
     tokens, targets, documents = batch()
     hidden, losses = together.hidden(tokens, None, documents=documents), []
     total = together(tokens, targets, documents=documents)
@@ -118,11 +125,12 @@ def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size):
     return torch.cat(outs, 1).transpose(0, 1).contiguous()
 
 
+@pytest.mark.parametrize("model", [{}, MODERN], ids=["gpt2", "modern"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_spans_are_the_mask(tiny, monkeypatch, dropout):
+def test_spans_are_the_mask(tiny, monkeypatch, dropout, model):
     """As on a GPU. With dropout attention writes its scores out, and takes the mask."""
     monkeypatch.setattr(attention, "varlen_attn", varlen)
-    spans, masked = (tiny(Attention.sdpa, dropout=dropout) for _ in range(2))
+    spans, masked = (tiny(Attention.sdpa, dropout=dropout, **model) for _ in range(2))
     spans.varlen = True
     tokens, targets, documents = batch()
     assert isinstance(spans._documents_mask(documents, dropping=False), Spans)

@@ -4,21 +4,28 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.flops import num_parameters
+from gptlite.models.gpt.model import GPT
+from gptlite.models.gpt.spec import GPTSpec
 
 ROOT = Path(__file__).parents[2]
 UNITS = {"M": 1e6, "B": 1e9}
 
 GPT2_RELEASED = 124_439_808  # numel of the released weights
-TABLE = [
+ROWS = [
     [cell.strip(" `") for cell in line.split("|")[1:-1]]
     for line in (ROOT / "docs" / "models.md").read_text().splitlines()
     if line.startswith("| `")
 ]
+TABLE, IMPORTED = ([row for row in ROWS if len(row) == columns] for columns in (9, 5))
+OUR_OWN = {"gpt-lite", "gpt-lite-modern"}
 
 
 def preset(name: str) -> GPTConfig:
@@ -68,5 +75,20 @@ def test_gpt3_small_is_gpt2_with_twice_the_positions():
 
 
 def test_the_table_has_every_published_preset():
-    published = {path.stem for path in (ROOT / "conf" / "model").glob("*.yaml") if path.stem != "gpt-lite"}
-    assert published == {row[0] for row in TABLE}
+    published = {path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")} - OUR_OWN
+    assert published == {row[0] for row in (*TABLE, *IMPORTED)}
+
+
+@pytest.mark.parametrize("row", IMPORTED, ids=lambda row: row[0])
+def test_an_imported_preset_has_the_parameters_of_its_class(row):
+    name, _, kind, parameters, published = row
+    config = preset(name)
+    (adapter,) = (each for each in GPTSpec().huggingface() if not each.differences(config))
+    assert adapter.model_class == kind
+    with torch.device("meta"):
+        ours = GPT(config)
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**adapter.to_json(config, "float32", None)))
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
+    assert [f"{size:,}" for size in (*sizes, num_parameters(config))] == [parameters] * 3
+    assert sizes[0] == pytest.approx(float(published[:-1]) * UNITS[published[-1]], rel=0.02)
+    assert f"{parameters} parameters" in (ROOT / "conf" / "model" / f"{name}.yaml").read_text()

@@ -131,6 +131,7 @@ def test_compiled_whole(name: str) -> None:
 
 
 TERMS = [LossTerms(), LossTerms(label_smoothing=0.1), LossTerms(z_loss=1e-2), LossTerms(0.2, 1e-3)]
+TERMS += [LossTerms(softcap=2.0), LossTerms(0.2, 1e-3, softcap=5.0)]
 
 
 def loss_and_gradients(choice, terms, hidden, weight, targets, dtype, cuts=()):
