@@ -6,6 +6,7 @@ stay in fp32 (Apex's O1), a layer's `matmul_dtype` is the dtype of its product.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlite.ops.config import CrossEntropy
@@ -14,7 +15,6 @@ from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.fp8 import fp8_linear
 from gptlite.ops.layer_norm import layer_norm, residual_norm
 from gptlite.ops.linear import cast, linear
-from gptlite.ops.rms_norm import rms_norm
 from gptlite.ops.weight_copies import as_dtype
 
 
@@ -106,7 +106,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.Module):
-    """RMS norm over the last dimension, in x's dtype with fp32 statistics; `fp32` as in LayerNorm.
+    """RMS norm over the last dimension (arXiv:1910.07467), in x's dtype with fp32 statistics; `fp32` as in LayerNorm.
 
     `gain`: it has a weight. `of_heads`: it normalizes heads, of which a tensor-parallel rank has some, so that the
     weight's gradients are summed over the ranks.
@@ -116,13 +116,14 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, *, gain: bool, fused_dropout: bool = False, of_heads: bool = False):
         super().__init__()
-        self.eps, self.fused_dropout, self.of_heads = eps, fused_dropout, of_heads
+        self.width, self.eps, self.fused_dropout, self.of_heads = width, eps, fused_dropout, of_heads
         self.weight = nn.Parameter(torch.ones(width)) if gain else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fp32:
-            return rms_norm(x.float(), self.weight, self.eps).to(x.dtype)
-        return rms_norm(x, None if self.weight is None else as_dtype(self.weight, x.dtype), self.eps)
+            return F.rms_norm(x.float(), (self.width,), self.weight, self.eps).to(x.dtype)
+        weight = None if self.weight is None else as_dtype(self.weight, x.dtype)
+        return F.rms_norm(x, (self.width,), weight, self.eps)
 
     def after_residual(
         self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
