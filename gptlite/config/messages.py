@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptlite.config.schema import known_keys
 from gptlite.errors import ConfigError, did_you_mean
+from gptlite.models.registry import SPECS
 
 
 @contextmanager
@@ -50,6 +51,9 @@ def unknown_key(key: str) -> str:
     """Return the message for a key that the configuration does not have."""
     if key == "sweep":
         return "sweep is not a section of a run; add its preset with +sweep=parallelism"
+    section, _, name = key.partition(".")
+    if renamed := [spec.renamed[name] for spec in SPECS if section == "model" and name in spec.renamed]:
+        return f"{key} is now model.{renamed[0]}"
     keys = known_keys()
     leaves = [known for known in keys if known.split(".")[-1] == key.split(".")[-1]]
     if key in keys:
