@@ -16,7 +16,7 @@ import numpy as np
 
 from gptlite.optimizer.config import Shard
 from gptlite.parallelism.config import Offload
-from gptlite.parallelism.layout import num_stages, rule, splits_backward
+from gptlite.parallelism.layout import rule, splits_backward
 from gptlite.plan.cache import cached
 from gptlite.plan.parameters import Stage, copies, cut, shard_elements, stages
 from gptlite.plan.profile import Segment, halves_of, profile_of

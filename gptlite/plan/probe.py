@@ -1,8 +1,8 @@
 """Recording of a model's profile: one micro-batch, forward and backward, with fake tensors and simulated ranks.
 
 The model's own code runs, sharded over the tensor and the context axis as in a run. A model of equal blocks has two of
-them, of which the last stands for all others; else every block is recorded. ZeRO is left out, as FSDP2's gathers and reductions follow from sizes (`memory.py`); under FSDP2
-parameters have the dtype in which it gathers them. See `simulate.py` for the devices of tensors.
+them, of which the last stands for all others; else every block is recorded. ZeRO is left out, as FSDP2's gathers and
+reductions follow from sizes (`memory.py`); under FSDP2 parameters have the dtype in which it gathers them. See `simulate.py` for the devices of tensors.
 """
 
 from __future__ import annotations
