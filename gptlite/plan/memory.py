@@ -325,14 +325,15 @@ class _Stage:
         tape = [*(self.tape(profile.end_back) if stage.last else ()), whole]
         begun, before, given = 0, 0, stage.last
         for bucket in reversed(self.buckets):
-            level = (bucket.gathered + bucket.ahead) * self.frees * (not split)
+            gathered, ahead = (each * self.frees * (not split) for each in (bucket.gathered, bucket.ahead))
             size = bucket.reduced * (reduces and not split)
             for count in (1, bucket.times - 1):
-                each = [level, *self.blocks(reversed(bucket.kinds), True, self.added, given)]
+                each = [gathered + ahead, *self.blocks(reversed(bucket.kinds), True, self.added, given)]
+                each.append(-gathered)
                 if size:
                     begun = begun or len(tape) + len(each)
                     each += [-before, *self.reduction(size, bucket.gradients)]
-                tape += repeated([*each, -level], count)
+                tape += repeated([*each, -ahead], count)
                 before, given = size or before, True
         tape += [-whole, *(self.tape(profile.begin_back) if stage.first else ())]
         begun = begun or len(tape)
