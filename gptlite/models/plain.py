@@ -58,7 +58,7 @@ def input_shapes(spec: ModelSpec, config: Any, x: Tensor) -> list[tuple[int, ...
     """Return the shape of each block's input, for a micro-batch of the shape and dtype of x, without its values."""
     with torch.device("meta"):
         out, shapes = torch.empty(x.shape, dtype=x.dtype), []
-        for block in spec.build(config, Ops(), 0).children():
+        for block in spec.build(config, Ops(), 0).eval().children():  # batch norm refuses to train on one value
             shapes.append(tuple(out.shape))
             out = block(out)
     return shapes

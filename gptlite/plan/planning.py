@@ -238,7 +238,7 @@ def planned_attention(ops: OpsConfig, model: ModelConfig, device: str) -> Attent
 def with_planned_vocabulary(config: Config, log: Log = print) -> tuple[Config, str]:
     """Return the configuration with a vocabulary size, the data's if the model has none, and the reason if it is a
     guess, else an empty string."""
-    if spec_of(config.model).vocab_size(config.model) is not None:
+    if config.data.unit != "tokens" or vocabulary_of(config.model) is not None:
         return config, ""
     found = find_vocabulary(config.data, log)
     return with_vocabulary(config, found.size), found.assumed
@@ -264,7 +264,7 @@ def too_small(config: Config, cluster: ClusterConfig, found: Found) -> str:
         f"cluster.nodes={cluster.nodes or 1}: of {found.tried} layouts the smallest "
         f"({work.layout.describe(work.parallelism)}) takes {memory.total / GIB:.1f} GiB on a rank, "
         f"{(memory.total - rank_limit(config, cluster, work)) / GIB:.1f} more than available; try "
-        f"{f'cluster.nodes={nodes}' if nodes else 'a smaller model or data.sequence_length'}"
+        f"{f'cluster.nodes={nodes}' if nodes else 'a smaller model or data.sequence_length' if config.data.unit == 'tokens' else 'a smaller model'}"
     )
 
 

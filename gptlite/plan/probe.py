@@ -172,9 +172,12 @@ def _record_half(work: Workload, blocks: range, end: bool) -> tuple[Segment, Seg
         found, groups = stage_backward_input([out], gradient, [x], iter(weights))
         part.mark("W")
         part.unseen.update(part.numbers(found[0]))  # counted as a buffer of the pipeline, held to the end of the step
-        stage_backward_weight(iter(weights), groups)
-        for weight in weights:
-            part.accumulated(weight)
+        for some in [groups] if repeats(work.model) else [[group] for group in groups]:
+            before = [weight.grad for weight in weights]
+            stage_backward_weight(iter(weights), some)
+            for weight, earlier in zip(weights, before, strict=True):
+                if weight.grad is not earlier:
+                    part.accumulated(weight)
         part.mark("done")
     if not repeats(work.model):
         between = "I", "W"

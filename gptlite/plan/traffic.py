@@ -106,12 +106,20 @@ def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[
     if work.layout.fsdp_size == 1:
         return
     shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
-    for elements, number, block in stage.groups(work.parallelism.bucket_layers, shards):
+    groups, count = stage.groups(work.parallelism.bucket_layers, shards), work.micro_batches
+    for elements, number, block in groups:
         whole, size = shards * elements * work.gather_item, elements * work.reduce_item
         for phase, times in gathered(work, pp_rank, stage.number, block).items():
             yield Transfer("dp_shard", "all_gather", shards, whole, number * times, phase)
         yield Transfer("dp_shard", "reduce_scatter", shards, shards * size, number * reduced, "backward")
         yield Transfer("dp_replicate", "all_reduce", copies, size, number, "backward")
+    in_turn = work.layout.size("pp") == 1 or (stage.last and work.parallelism.schedule == "1f1b")
+    if in_turn and count > 1 and not stage.others and sum(number for _, number, _ in groups) > 1:
+        # With a backward pass after each forward pass, FSDP2 prefetches at the first bucket's backward pass what ran
+        # before it: the last bucket of the previous micro-batch. The next forward pass uses it.
+        again, whole = count - 1 if work.parallelism.zero == 3 else 1, shards * groups[-1][0] * work.gather_item
+        yield Transfer("dp_shard", "all_gather", shards, whole, again, "backward")
+        yield Transfer("dp_shard", "all_gather", shards, whole, 1 - again, "forward")
 
 
 def gathered(work: Workload, pp_rank: int, stage: int, block: bool) -> dict[str, int]:

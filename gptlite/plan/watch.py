@@ -198,10 +198,13 @@ def op_of(func: Any, args: Any, out: Any) -> Op | None:
 
 def moment_bytes(func: Any, args: Any, out: Any, on_cpu: bool) -> int:
     """Return the temporary bytes of a dispatched op beside its results: the workspaces of our kernels, and on a CPU
-    those of a convolution, whose operands and result oneDNN has in layouts of its own."""
+    those of a convolution, whose operands and result oneDNN has in layouts of its own; it sums 16-bit gradients of
+    filters in fp32."""
     if on_cpu and func._opname in FILTERS:
-        place = FILTERS[func._opname]
-        return max(sum(_bytes(args[:2])), _bytes([out] if place == 1 else args[place])[0])
+        backward = func._opname == "convolution_backward"
+        result = args[2] if backward else out
+        sums = 4 * result.numel() * (backward and result.itemsize == 2)
+        return max(sum(_bytes(args[:2])) + sums, result.nbytes)
     if func.namespace != "gptlite" or func._opname not in ROWS_OF:
         return 0
     *leading, width = args[ROWS_OF[func._opname]].shape
