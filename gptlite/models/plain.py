@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from gptlite.models.spec import ModelSpec
 
 
+# Global on purpose: a search of layouts asks for the same model thousands of times.
+_COUNTS: dict[tuple[type, str], int | None] = {}
+
+
 class Dropped(nn.Identity):
     """Placeholder of a block of an nn.Sequential that another pipeline stage holds."""
 
@@ -40,9 +44,12 @@ def _find_lists(module: nn.Module, found: list[nn.ModuleList]) -> None:
 
 def count_blocks(spec: ModelSpec, config: Any) -> int | None:
     """Return the number of blocks of a model that is an nn.Sequential; None for another module."""
-    with torch.device("meta"):
-        module = spec.build(config, Ops(), 0)
-    return len(module) if isinstance(module, nn.Sequential) else None
+    key = type(spec), repr(config)
+    if key not in _COUNTS:
+        with torch.device("meta"):
+            module = spec.build(config, Ops(), 0)
+        _COUNTS[key] = len(module) if isinstance(module, nn.Sequential) else None
+    return _COUNTS[key]
 
 
 def keep_blocks(part: nn.Module, blocks: range) -> None:

@@ -258,13 +258,13 @@ def too_small(config: Config, cluster: ClusterConfig, found: Found) -> str:
     """Return the error message for a model that no layout fits: the missing memory, and a fix."""
     assert found.smallest is not None
     memory, work = found.smallest
-    nodes = enough_nodes(config, cluster)
+    nodes, smaller = enough_nodes(config, cluster), f"a smaller model{' or data.sequence_length' * (not work.sample)}"
     return (
         f"{spec_of(config.model).label(config.model)} does not fit cluster={cluster.name} "
         f"cluster.nodes={cluster.nodes or 1}: of {found.tried} layouts the smallest "
         f"({work.layout.describe(work.parallelism)}) takes {memory.total / GIB:.1f} GiB on a rank, "
         f"{(memory.total - rank_limit(config, cluster, work)) / GIB:.1f} more than available; try "
-        f"{f'cluster.nodes={nodes}' if nodes else 'a smaller model or data.sequence_length' if config.data.unit == 'tokens' else 'a smaller model'}"
+        f"{f'cluster.nodes={nodes}' if nodes else smaller}"
     )
 
 

@@ -236,12 +236,13 @@ def _name(each: Candidate) -> str:
 
 
 def _batch_words(work: Workload) -> str:
-    size = f"{work.global_batch_size} samples" if work.sample else f"{work.global_batch_size} sequences of {work.sequence_length}"
-    return f"{size}, {work.dtype}"
+    unit = "samples" if work.sample else f"sequences of {work.sequence_length}"
+    return f"{work.global_batch_size} {unit}, {work.dtype}"
 
 
 def _unit(work: Workload) -> str:
-    return "samples" if work.sample else "tok"
+    """Return the unit of throughput, for a table."""
+    return work.unit.removesuffix("ens")
 
 
 def _cluster_words(cluster: ClusterConfig, memory: str = "") -> str:
@@ -262,7 +263,7 @@ def _offload_words(plan: Plan) -> str:
 
 
 def _training_words(plan: Plan, tokens: float) -> str:
-    words = f"{format_count(tokens)} tokens in {format_duration(86400 * days_to_train(tokens, plan.best.prediction))}"
+    words = f"{format_count(tokens)} {plan.best.work.unit} in {format_duration(86400 * days_to_train(tokens, plan.best.prediction))}"
     each = cost_per_billion_tokens(plan.best.prediction, plan.cluster, plan.best.work.layout.world_size)
     if each is None:
         return words

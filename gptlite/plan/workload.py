@@ -126,8 +126,13 @@ class Workload:
         return self.parallelism.offload is not Offload.none and self.device != "cpu"
 
     @property
+    def unit(self) -> str:
+        """Unit of throughput: tokens or samples."""
+        return "samples" if self.sample else "tokens"
+
+    @property
     def tokens(self) -> int:
-        """Tokens of a step, over all ranks."""
+        """Tokens or samples of a step, over all ranks."""
         return self.global_batch_size * self.sequence_length
 
 
