@@ -309,8 +309,9 @@ class _Stage:
     def forward(self, gathers: bool, added: bool) -> list[int]:
         """Return the tape of a forward pass. `gathers`: it gathers buckets, and holds the buffer of each until the next
         gather or the backward pass."""
-        stage, profile, before, given = self.stage, self.profile, 0, self.stage.first
-        tape = profile.begin.tape(added, self.holds) if stage.first else []
+        stage, profile, given = self.stage, self.profile, self.stage.first
+        before = self.others_gathered * gathers * (not self.gathered)  # with blocks, until the first of them
+        tape = [before, *(profile.begin.tape(added, self.holds) if stage.first else ())]
         for bucket in self.buckets:
             for count in (1, bucket.times - 1):
                 buffer, freed = (bucket.gathered or before) * gathers, bucket.gathered * self.frees

@@ -258,16 +258,18 @@ def _mark_blocks(part: _Part) -> list[int]:
     first.register_forward_pre_hook(
         lambda _, args: _at_gradients(args, lambda _: part.mark("begin back")), prepend=True
     )
-    for number, block in blocks.items():
-        block.register_forward_pre_hook(partial(_enter, part, f"{number}"), prepend=True)
+    for (number, block), before in zip(blocks.items(), [None, *blocks], strict=False):
+        block.register_forward_pre_hook(partial(_enter, part, f"{number}", before), prepend=True)
         block.register_forward_hook(partial(_leave, part, f"{number} back"))
     last.register_forward_hook(lambda *_: part.mark("end"))
     return list(blocks)
 
 
-def _enter(part: _Part, name: str, block: nn.Module, args: Any) -> None:
+def _enter(part: _Part, name: str, before: int | None, block: nn.Module, args: Any) -> None:
     part.mark(name)
     part.entered.update(part.numbers(args))
+    if before is not None:  # gradients are reduced here, and ops between the blocks run after it
+        _at_gradients(args, lambda _: part.mark(f"{before} back"))
 
 
 def _leave(part: _Part, name: str, block: nn.Module, args: Any, out: Any) -> None:
