@@ -29,7 +29,7 @@ from gptlite.parallelism.torch_private import flash_attention_only, stage_backwa
 from gptlite.parallelism.zero import local_tensor
 from gptlite.plan.parameters import BLOCKS, num_blocks, repeats, with_blocks
 from gptlite.plan.profile import ADDED, GRADIENT, PARTS, PLAIN, UPSTREAM, Event, Halves, Op, Profile, Segment
-from gptlite.plan.simulate import CPU, as_on, mesh_of, ops_of, policy_of
+from gptlite.plan.simulate import CPU, as_on, mesh_of, ops_of, policy_of, zero_batch
 from gptlite.plan.traffic import block_input
 from gptlite.plan.watch import Change, Watch
 from gptlite.plan.workload import Transfer, Workload
@@ -115,10 +115,9 @@ class _Part:
 
     def micro_batch(self) -> tuple[Any, Any]:
         """Return the input and the targets of a micro-batch, which are not counted."""
-        rows, sample = self.work.micro_batch_size, self.work.sample
-        if sample is None:
-            return self.zeros(rows, self.work.rank_length), self.zeros(rows, self.work.rank_length)
-        return tree_map(lambda leaf: self.zeros(rows, *leaf.shape[1:], dtype=leaf.dtype), (sample.x, sample.target))
+        batch = zero_batch(self.work)
+        self.watch.leave_out(*tree_leaves(batch))
+        return batch
 
     def forward(self, x: Any, targets: Any) -> Tensor:
         """Run the part on a micro-batch."""
