@@ -164,6 +164,11 @@ def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> S
 
     def refuses(parallelism: ParallelismConfig, micro_batch: int) -> str:
         data = replace(config.data, micro_batch_size=micro_batch)
+        if work.sample and parallelism.pipeline > 1 and not hasattr(work.sample.x, "shape"):
+            return (
+                f"parallelism.pipeline={parallelism.pipeline} needs samples whose input is one tensor, not "
+                f"{type(work.sample.x).__name__}; use parallelism.pipeline=1"
+            )
         try:
             check_layout(replace(config, parallelism=parallelism, data=data))
         except ConfigError as error:

@@ -2,7 +2,8 @@
 
 The model's own code runs, sharded over the tensor and the context axis as in a run. A model of equal blocks has two of
 them, of which the last stands for all others; else every block is recorded. ZeRO is left out, as FSDP2's gathers and
-reductions follow from sizes (`memory.py`); under FSDP2 parameters have the dtype in which it gathers them. See `simulate.py` for the devices of tensors.
+reductions follow from sizes (`memory.py`); under FSDP2 parameters have the dtype in which it gathers them. See
+`simulate.py` for the devices of tensors.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gptlite.errors import ConfigError
 from gptlite.models.batch_norm import SyncedBatchNorm
 from gptlite.models.model import Model
 from gptlite.models.spec import spec_of
@@ -187,7 +189,8 @@ def _record_half(work: Workload, blocks: range, end: bool) -> tuple[Segment, Seg
 
 @contextmanager
 def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
-    """Yield the model with that many blocks, sharded over the ranks of the tensor and the context axis."""
+    """Yield the model with that many blocks, sharded over the ranks of the tensor and the context axis. Raises
+    ConfigError if the model cannot run without values."""
     tensor, context, policy = work.layout.size("tp"), work.layout.context, policy_of(work)
     # Two data ranks stand for any number: what they sum inside the model is as large.
     data = 2 if work.layout.data_size > 1 and not spec_of(work.model).casts else 1
@@ -211,8 +214,17 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
             part = _Part(work, model, module, watch)
             for parameter in module.parameters():
                 parameter.register_post_accumulate_grad_hook(part.accumulated)
-            with watch, device:
-                yield part
+            try:
+                with watch, device:
+                    yield part
+            except Exception as error:  # a model may raise anything
+                if model.spec.casts:
+                    raise
+                raise ConfigError(
+                    f"the {model.spec.name} model cannot be planned: a pass without values raises "
+                    f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}; give the layout "
+                    "(parallelism=zero2, ...) instead of parallelism=auto"
+                ) from error
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 A profile has a segment for the beginning of the model, each kind of block and the end, forward and backward. It is
 recorded by running the model's own code with fake tensors (`probe.py`), at two micro-batch sizes. Other sizes are
-interpolated, as bytes and shapes grow linearly. If the two differ in more than sizes (a loss in more chunks), the requested size is
-recorded itself. No torch here.
+interpolated, as bytes and shapes grow linearly. If the two differ in more than sizes (a loss in more chunks), the
+requested size is recorded itself. No torch here.
 """
 
 from __future__ import annotations

@@ -263,7 +263,8 @@ def _offload_words(plan: Plan) -> str:
 
 
 def _training_words(plan: Plan, tokens: float) -> str:
-    words = f"{format_count(tokens)} {plan.best.work.unit} in {format_duration(86400 * days_to_train(tokens, plan.best.prediction))}"
+    duration = format_duration(86400 * days_to_train(tokens, plan.best.prediction))
+    words = f"{format_count(tokens)} {plan.best.work.unit} in {duration}"
     each = cost_per_billion_tokens(plan.best.prediction, plan.cluster, plan.best.work.layout.world_size)
     if each is None:
         return words

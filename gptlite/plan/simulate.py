@@ -290,9 +290,7 @@ def zero_batch(work: Workload) -> tuple[Any, Any]:
     rows, sample = work.micro_batch_size, work.sample
     if sample is None:
         return tuple(torch.zeros(rows, work.rank_length, dtype=torch.int64) for _ in range(2))  # type: ignore[return-value]
-    return tree_map(
-        lambda leaf: torch.zeros(rows, *leaf.shape[1:], dtype=leaf.dtype), (sample.x, sample.target)
-    )
+    return tree_map(lambda leaf: torch.zeros(rows, *leaf.shape[1:], dtype=leaf.dtype), (sample.x, sample.target))
 
 
 def ops_of(work: Workload) -> Ops:

@@ -192,7 +192,9 @@ def op_of(func: Any, args: Any, out: Any) -> Op | None:
             return Op(ATTENTION, moved, flops, kept=kept)
         columns, *inner = args[FILTERS[name]].shape
         sums = (out[0] is not None) + (out[1] is not None) if "backward" in name else 1
-        return Op(MATMUL, moved, flops, flops / (2.0 * sums * columns * prod(inner)), float(prod(inner)), float(columns))
+        return Op(
+            MATMUL, moved, flops, flops / (2.0 * sums * columns * prod(inner)), float(prod(inner)), float(columns)
+        )
     return Op(MOVE, moved) if moved else None
 
 

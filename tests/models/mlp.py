@@ -1,4 +1,4 @@
-"""Perceptrons that classify points, as modules of several forms, with nothing written for parallelism or the planner."""
+"""Perceptrons of several forms that classify points, with nothing written for parallelism or the planner."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Listed(nn.Module):
 
 
 class Whole(nn.Module):
-    """Two layers and no list, of the two halves of a point."""
+    """Two layers and no list."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
