@@ -45,6 +45,11 @@ class SampleSets:
         """Training samples: the unit that the banner counts in."""
         return len(self.train)
 
+    def example(self) -> tuple[Any, Tensor]:
+        """Return the input and the target of the first training sample, as a batch of one."""
+        key = f"data={self.name}"
+        return split(key, _collated(self.train, [_sample(key, self.train, 0)], key))
+
     def describe(self) -> str:
         """Return a one-line summary."""
         held_out = sum(len(each) for each in self.validation.values())
@@ -210,7 +215,7 @@ class SampleLoader(Loader):
 
     def example(self) -> tuple[Any, Tensor]:
         """Return the input and the target of the first training sample, as a batch of one."""
-        return split(self._key, _collated(self._sets.train, [_sample(self._key, self._sets.train, 0)], self._key))
+        return self._sets.example()
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples, see Loader."""

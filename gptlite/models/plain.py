@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from gptlite.models.spec import ModelSpec
 
 
+# Global on purpose: a search of layouts asks for the same model thousands of times.
+_COUNTS: dict[tuple[type, str], int | None] = {}
+
+
 class Dropped(nn.Identity):
     """Placeholder of a block of an nn.Sequential that another pipeline stage holds."""
 
@@ -40,9 +44,12 @@ def _find_lists(module: nn.Module, found: list[nn.ModuleList]) -> None:
 
 def count_blocks(spec: ModelSpec, config: Any) -> int | None:
     """Return the number of blocks of a model that is an nn.Sequential; None for another module."""
-    with torch.device("meta"):
-        module = spec.build(config, Ops(), 0)
-    return len(module) if isinstance(module, nn.Sequential) else None
+    key = type(spec), repr(config)
+    if key not in _COUNTS:
+        with torch.device("meta"):
+            module = spec.build(config, Ops(), 0)
+        _COUNTS[key] = len(module) if isinstance(module, nn.Sequential) else None
+    return _COUNTS[key]
 
 
 def keep_blocks(part: nn.Module, blocks: range) -> None:
@@ -58,7 +65,7 @@ def input_shapes(spec: ModelSpec, config: Any, x: Tensor) -> list[tuple[int, ...
     """Return the shape of each block's input, for a micro-batch of the shape and dtype of x, without its values."""
     with torch.device("meta"):
         out, shapes = torch.empty(x.shape, dtype=x.dtype), []
-        for block in spec.build(config, Ops(), 0).children():
+        for block in spec.build(config, Ops(), 0).eval().children():  # batch norm refuses to train on one value
             shapes.append(tuple(out.shape))
             out = block(out)
     return shapes

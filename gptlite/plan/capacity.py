@@ -50,7 +50,9 @@ def least_activations(work: Workload) -> float:
     config = work.parallelism
     if config.activation_checkpointing is not ActivationCheckpointing.none:
         return 0.0
-    return least_in_flight(config, work.micro_batches) * min(cut(work).kinds[0][0]) * plain_profile(work).block.left
+    blocks = plain_profile(work).blocks
+    least = min(sum(count * blocks[kind].left for kind, count in stage) for stage in cut(work).kinds[0][0])
+    return least_in_flight(config, work.micro_batches) * least
 
 
 def least_in_flight(config: ParallelismConfig, micro_batches: int) -> int:

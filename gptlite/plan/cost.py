@@ -7,21 +7,23 @@ bubble in closed form; communication is overlapped with the passes it can run be
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import mul
 from typing import NamedTuple
 
 from gptlite.models.spec import spec_of
+from gptlite.parallelism.axes import DATA_AXES
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import CONTEXT, splits_backward
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.hardware import Device, Links, device_of, ranks_on_node, waiting_for_cores
 from gptlite.plan.memory import most
-from gptlite.plan.parameters import Alike, Cut, cut, num_blocks, stages
+from gptlite.plan.parameters import Alike, Cut, cut, num_blocks, runs, stages
 from gptlite.plan.profile import Op, Segment, plain_profile
 from gptlite.plan.timeline import pipeline_seconds
-from gptlite.plan.traffic import message_bytes, moved, outside_layers, reductions
+from gptlite.plan.traffic import among, message_bytes, moved, outside_layers, reductions
 from gptlite.plan.workload import Prediction, RankBytes, Workload
 
-DATA = ("dp_replicate", "dp_shard")
+EXPOSED = (CONTEXT, *DATA_AXES)  # axes along which ops of a layer wait: for keys and values, or for statistics
 COPIES = 2  # FSDP2 reads and writes each gathered or reduced tensor once more, to copy it into or out of its buffer
 COPY_OPS = 12  # kernels that one FSDP2 collective launches
 
@@ -64,18 +66,13 @@ def cost_per_billion_tokens(prediction: Prediction, cluster: ClusterConfig, worl
 def flops_per_token(work: Workload) -> float:
     """Return the FLOPs of a token, forward and backward, without recomputation: by the model's formula, else by its
     profile."""
-    blocks = num_blocks(work.model)
     if (found := spec_of(work.model).flops(work.model, work.sequence_length)) is not None:
-        return blocks * found[0] + found[1]
+        return num_blocks(work.model) * found[0] + found[1]
+    blocks = dict(runs(work.model, range(num_blocks(work.model))))
     profile = plain_profile(work)
-    ends, block = (
-        sum(op.flops for segment in segments for op in segment.ops)
-        for segments in (
-            (profile.begin, profile.begin_back, profile.end, profile.end_back),
-            (profile.block, profile.block_back),
-        )
-    )
-    return (ends + blocks * block) * work.layout.size("tp") / work.rank_tokens
+    times = 1, *(blocks[kind] for kind in range(len(profile.blocks))), 1
+    each = [sum(op.flops for segment in pair for op in segment.ops) for pair in profile.pairs]
+    return sum(map(mul, times, each)) * work.layout.size("tp") / work.rank_tokens
 
 
 class Passes(NamedTuple):
@@ -90,7 +87,8 @@ class Passes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a model: seconds of its ops, and of its communication along the tensor and the context axis."""
+    """A part of a model: seconds of its ops, and of its communication along the tensor axis, and along the context and
+    data axes."""
 
     ops: Passes = Passes()
     tensor: Passes = Passes()
@@ -103,9 +101,11 @@ class Part(NamedTuple):
 
 class _Inside(NamedTuple):
     """Work of a rank inside its layers, per micro-batch. `tensor` is exposed communication along the tensor axis and is
-    not part of `passes`; `parameters` is the number that the rank holds."""
+    not part of `passes`; `parameters` is the number that the rank holds. `shares`: of each of its stages in the
+    work."""
 
     layers: int
+    shares: list[float]
     passes: Passes
     tensor: Passes
     parameters: int
@@ -128,7 +128,7 @@ class _Rank(NamedTuple):
     """One pipeline rank: seconds of a micro-batch in all its stages, of which `tensor` is exposed communication along
     the tensor axis. `data` is a step's exposed data-parallel communication, `update` the optimizer's time."""
 
-    layers: int
+    shares: list[float]
     passes: Passes
     tensor: float
     data: float
@@ -141,7 +141,7 @@ class Costs:
     def __init__(self, cluster: ClusterConfig) -> None:
         self.cluster = cluster
         self._devices: dict[object, Device] = {}
-        self._models: dict[object, tuple[Part, Part, Part]] = {}
+        self._models: dict[object, list[Part]] = {}
         self._insides: dict[object, _Inside] = {}
         self._outsides: dict[object, _Outside] = {}
 
@@ -188,11 +188,13 @@ class Costs:
         device = self._devices[hardware]
         degrees = layout.size("tp"), layout.context, layout.size("pp") == 1, config.sequence
         model = *degrees, config.activation_checkpointing, work.micro_batch_size, work.sharded
+        if plain_profile(work).sums_data:
+            model = *model, layout
         if model not in self._models:
             self._models[model] = model_seconds(work, device, links)
         split, found = splits_backward(config), {}
         for kind, rank in pipeline.first.items():
-            inside = *model, work.micro_batches, split, sum(kind[0]), *kind[1:]
+            inside = *model, work.micro_batches, split, *kind
             if inside not in self._insides:
                 self._insides[inside] = self._inside(work, device, rank, self._models[model])
             # The schedule matters only with ZeRO 3, which gathers parameters for each pass.
@@ -203,12 +205,16 @@ class Costs:
             found[kind] = self._rank(work, device, rank, self._insides[inside], self._outsides[outside])
         return found
 
-    def _inside(self, work: Workload, device: Device, rank: int, model: tuple[Part, Part, Part]) -> _Inside:
-        (begin, block, end), held = model, stages(work, rank)
-        layers = sum(stage.layers for stage in held)
-        whole = Part().plus(block, layers)
+    def _inside(self, work: Workload, device: Device, rank: int, model: list[Part]) -> _Inside:
+        (begin, *blocks, end), held = model, stages(work, rank)
+        layers, whole, seconds = sum(stage.layers for stage in held), Part(), list[float]()
         for stage in held:
-            whole = whole.plus(begin, stage.first).plus(end, stage.last)
+            mine = Part()
+            for kind, count in stage.runs:
+                mine = mine.plus(blocks[kind], count)
+            whole = whole.plus(mine).plus(begin, stage.first).plus(end, stage.last)
+            seconds.append(sum(mine.ops))
+        shares = [each / sum(seconds) for each in seconds] if layers else [1.0]
         parameters = sum(stage.sharded(1) for stage in held)
         # Gradient accumulation reads and writes the sum and reads the gradient; the first micro-batch only writes.
         summed = (2 * work.reduce_item + work.gather_item) * (work.micro_batches - 1) / work.micro_batches
@@ -219,7 +225,7 @@ class Costs:
         sent = whole.tensor
         share = 0.0 if splits_backward(work.parallelism) else 2 / 3 if work.parallelism.sequence else 1.0
         hidden = self.cluster.overlap * min(sent.backward * share, passes.forward / 2) if share else 0.0
-        return _Inside(layers, passes, sent.plus(whole.context).plus(Passes(0.0, -hidden)), parameters)
+        return _Inside(layers, shares, passes, sent.plus(whole.context).plus(Passes(0.0, -hidden)), parameters)
 
     def _rank(self, work: Workload, device: Device, rank: int, inside: _Inside, outside: _Outside) -> _Rank:
         passes, more, zero = inside.passes, reductions(work) - 1, work.parallelism.zero
@@ -238,7 +244,7 @@ class Costs:
         update = device.move(work.optimizer.update_bytes * shard, 12 * (inside.layers + 1))
         offload, update = self._offloaded(work, device, rank, passes, update)
         exposed = inside.tensor.forward + inside.tensor.backward
-        return _Rank(inside.layers, passes.plus(inside.tensor), exposed, shown + data + offload, update)
+        return _Rank(inside.shares, passes.plus(inside.tensor), exposed, shown + data + offload, update)
 
     def _offloaded(
         self, work: Workload, device: Device, rank: int, passes: Passes, update: float
@@ -267,7 +273,7 @@ class Costs:
 def _outside(work: Workload, links: Links, rank: int) -> _Outside:
     sent = outside_layers(work, rank)
     step = sum(links.seconds(each) for each in sent if each.phase == "step")
-    data = [each for each in sent if each.axis in DATA]
+    data = [each for each in sent if each.axis in DATA_AXES]
     forward, backward = ([each for each in data if each.phase == phase] for phase in ("forward", "backward"))
     again = [each for each in backward if each.kind == "reduce_scatter"]
     seconds = [sum(map(links.seconds, some)) for some in (forward, backward, again)]
@@ -276,27 +282,26 @@ def _outside(work: Workload, links: Links, rank: int) -> _Outside:
     return _Outside(step, seconds[0], seconds[1], copied[0], counts[0], (seconds[2], copied[1], counts[1]))
 
 
-def model_seconds(work: Workload, device: Device, links: Links) -> tuple[Part, Part, Part]:
-    """Return the seconds of a micro-batch on a rank that holds the whole model: of its beginning, one block and its
-    end.
+def model_seconds(work: Workload, device: Device, links: Links) -> list[Part]:
+    """Return the seconds of a micro-batch on a rank that holds the whole model: of its beginning, each kind of block
+    and its end.
 
     In a recomputed block, full recomputation repeats all ops, selective recomputation those whose results were not
     kept; both repeat the forward pass's communication.
     """
     profile, mode = plain_profile(work), work.parallelism.activation_checkpointing
-    segments = (profile.begin, profile.begin_back), (profile.block, profile.block_back), (profile.end, profile.end_back)
-    begin, block, end = (_part(*both, device, links) for both in segments)
-    if mode.recomputes:
-        selective = mode is ActivationCheckpointing.selective
-        again = _seconds((op for op in profile.block.ops if not (selective and op.kept)), device)
+    begin, *blocks, end = (_part(*both, device, links) for both in profile.pairs)
+    for kind, forward in enumerate(profile.blocks if mode.recomputes else ()):
+        selective, block = mode is ActivationCheckpointing.selective, blocks[kind]
+        again = _seconds((op for op in forward.ops if not (selective and op.kept)), device)
         repeated = Part(Passes(0.0, again), *(Passes(0.0, each.forward) for each in (block.tensor, block.context)))
-        block = block.plus(repeated)
-    return begin, block, end
+        blocks[kind] = block.plus(repeated)
+    return [begin, *blocks, end]
 
 
 def _part(forward: Segment, backward: Segment, device: Device, links: Links) -> Part:
     both = forward, backward
-    tensor, context = (Passes(*(_sent(each, axis, links) for each in both)) for axis in ("tp", CONTEXT))
+    tensor, context = (Passes(*(_sent(each, axes, links) for each in both)) for axes in (("tp",), EXPOSED))
     return Part(Passes(*(_seconds(each.ops, device) for each in both)), tensor, context)
 
 
@@ -304,24 +309,24 @@ def _seconds(ops: Iterable[Op], device: Device) -> float:
     return sum(map(device.seconds, ops))
 
 
-def _sent(segment: Segment, axis: str, links: Links) -> float:
-    return sum(links.seconds(each) for each in segment.sent if each.axis == axis)
+def _sent(segment: Segment, axes: tuple[str, ...], links: Links) -> float:
+    sent = (each for each in segment.sent if each.axis in axes)
+    return sum(links.seconds(each) for some in sent for each in among(links.layout, some))
 
 
 def _stages(ranks: dict[Alike, _Rank], pipeline: Cut) -> tuple[list[float], list[float]]:
-    """Return the seconds of a micro-batch's forward and backward pass in each stage: the rank's seconds shared by
-    layers."""
+    """Return the seconds of a micro-batch's forward and backward pass in each stage: the rank's seconds shared by the
+    work of blocks."""
     forward, backward = [0.0] * len(pipeline.layers), [0.0] * len(pipeline.layers)
     for kind, held in zip(pipeline.kinds, pipeline.stages, strict=True):
         cost = ranks[kind]
-        for stage in held:
-            share = len(pipeline.layers[stage]) / cost.layers
+        for stage, share in zip(held, cost.shares, strict=True):
             forward[stage], backward[stage] = cost.passes.forward * share, cost.passes.backward * share
     return forward, backward
 
 
 def _message(work: Workload, cluster: ClusterConfig) -> float:
-    """Return the seconds of sending one activation to the next pipeline rank."""
+    """Return the seconds of sending the largest activation to the next pipeline rank."""
     links = Links(cluster, work.layout)
-    payload = message_bytes(work)
+    payload = max(message_bytes(work, stage) for stage in range(len(cut(work).layers)))
     return links.once("send", payload, links.group("pp")) if payload else 0.0

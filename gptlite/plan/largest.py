@@ -15,7 +15,7 @@ from gptlite.plan.capacity import rank_memory, too_large
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import this_machine
 from gptlite.plan.memory import most
-from gptlite.plan.parameters import num_blocks, with_blocks
+from gptlite.plan.parameters import num_blocks, repeats, with_blocks
 from gptlite.plan.planning import cluster_worlds, given_keys, limited, thrifty_space, with_planned_vocabulary
 from gptlite.plan.search import layouts
 from gptlite.plan.workload import RankBytes, Workload
@@ -48,9 +48,14 @@ def largest_models(config: Config, log: Log = print) -> tuple[ClusterConfig, lis
 
     Values that `config.run.overrides` gives of `parallelism` and data.micro_batch_size are kept. The rest is chosen to
     need the least memory: full recomputation, micro-batches of one sequence. Raises ConfigError if no layout fits one
-    layer.
+    layer, or if the model's blocks differ.
     """
     config = with_planned_vocabulary(config, log)[0]
+    if not repeats(config.model):
+        raise ConfigError(
+            f"largest=true varies the number of equal blocks, and the blocks of the {spec_of(config.model).name} model "
+            "differ; leave it out"
+        )
     # The preset's depth is unknown yet: start with enough layers for a pipeline of any length.
     config = replace(config, model=with_blocks(config.model, MOST_LAYERS))
     cluster = this_machine(config.cluster, log, given=given_keys(config, "cluster"))

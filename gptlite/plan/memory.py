@@ -8,6 +8,7 @@ of bytes in order, allocated if positive, freed if negative.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from gptlite.optimizer.config import Shard
 from gptlite.parallelism.config import Offload
-from gptlite.parallelism.layout import num_stages, rule, splits_backward
+from gptlite.parallelism.layout import rule, splits_backward
 from gptlite.plan.cache import cached
 from gptlite.plan.parameters import Stage, copies, cut, shard_elements, stages
 from gptlite.plan.profile import Segment, halves_of, profile_of
@@ -23,7 +24,6 @@ from gptlite.plan.traffic import buffers_bytes, message_bytes
 from gptlite.plan.walk import Turn, turns
 from gptlite.plan.workload import MASTER, RankBytes, Workload
 
-INDEX = 8  # bytes of a token id, int64
 Passes = dict[tuple[str, bool, bool], tuple[int, int]]
 
 
@@ -58,13 +58,13 @@ def estimate(work: Workload, pp_rank: int, tp_rank: int = 0) -> RankBytes:
 def _walked(work: Workload, held: list[Stage], pp_rank: int, tp_rank: int) -> tuple[int, int, int]:
     """Return parameters and gradients at the instant when their sum peaks, at the start of a backward pass or at the
     update, and the peak of all else. All are accumulated over the rank's passes in order."""
-    message, numbers = message_bytes(work), {stage.number for stage in held}
+    numbers = {stage.number for stage in held}
     passes, states = [passes_of(work, stage, tp_rank) for stage in held], [ModelState(work, stage) for stage in held]
     different, order = turns(work.parallelism, pp_rank, work.micro_batches)
     rows = []
     for turn in different:
         peak, change = passes[turn.place][turn.kind, turn.first, turn.last]
-        change += message * _messages(work, turn.kind, held[turn.place].number, numbers)
+        change += _messages(work, turn.kind, held[turn.place].number, numbers)
         rows.append((peak, change, *states[turn.place].changes(turn), turn.kind != "F"))
     peaks, changes, gathered, freed, summed, backward = np.array(rows)[order].T
     before, partial, reduced = (np.cumsum(each) - each for each in (changes, gathered - freed, summed))
@@ -76,7 +76,7 @@ def _walked(work: Workload, held: list[Stage], pp_rank: int, tp_rank: int) -> tu
     # The sums of tied parameters' gradients, where two ranks have a copy.
     tied = [2 * copy.shard(work.layout.size("dp_shard")) * MASTER for copy in copies(held)]
     top = max(0, int((before + peaks).max()), *tied)
-    return parameters, gradients, top + _buffers(work, held, message)
+    return parameters, gradients, top + _buffers(work, held)
 
 
 class ModelState:
@@ -113,43 +113,44 @@ def _optimizer(work: Workload, held: list[Stage]) -> int:
         parameters = [parameter for stage in held for parameter in stage.parameters()]
         return buffers_bytes(work, parameters) + MASTER * len(parameters) * work.optimizer.counts
     shards = work.layout.size("dp_shard")
-    kinds = [(stage.others, False, 1) for stage in held] + [(stage.block, True, stage.layers) for stage in held]
+    kinds = [(stage.others, False, 1) for stage in held]
+    kinds += [(stage.kinds[kind], True, count) for stage in held for kind, count in stage.runs]
     return work.optimizer.state_bytes(
         [Shard(each.shard(shards), each.width, inside, count) for group, inside, count in kinds for each in group]
     )
 
 
 def _messages(work: Workload, kind: str, number: int, mine: set[int]) -> int:
-    """Return how many activations more than recorded remain after a pass, or fewer, because its output is sent on.
+    """Return how many bytes more than recorded remain after a pass, or fewer, because its output is sent on.
 
     Schedules with several stages per rank wait for their sends at the end of a step. A stage that follows one of the
     same rank uses that stage's output as the receive buffer that `_buffers` counts.
     """
     if work.layout.size("pp") == 1:
         return 0
-    onwards, backwards = number + 1 < num_stages(work.parallelism), number > 0
+    before, after = message_bytes(work, number), message_bytes(work, number + 1)
     if number + 1 in mine:
-        return {"F": -1, "B": 1, "W": 1}.get(kind, 0)
+        return {"F": -after, "B": after, "W": after}.get(kind, 0)
     if work.parallelism.schedule in ("gpipe", "1f1b") or kind in "FI":
         return 0
     # A split backward pass keeps its input's gradient in any case.
-    return onwards + (backwards and kind == "B" and number - 1 not in mine)
+    return after + before * (kind == "B" and number - 1 not in mine)
 
 
-def _buffers(work: Workload, held: list[Stage], message: int) -> int:
-    """Return the bytes of a pipeline's receive buffers, a tensor per micro-batch, and of the step's tokens and
+def _buffers(work: Workload, held: list[Stage]) -> int:
+    """Return the bytes of a pipeline's receive buffers, a tensor per micro-batch, and of the step's inputs and
     targets."""
     ranks, count = work.layout.size("pp"), work.micro_batches
     if ranks == 1:
         return 0
     numbers, split = {stage.number for stage in held}, splits_backward(work.parallelism)
-    kept = count * (sum(not stage.first for stage in held) + sum(not stage.last for stage in held))
+    ends = [message_bytes(work, each) for number in numbers for each in (number, number + 1)]
+    kept = count * sum(ends)
     if split:  # keeps its inputs' gradients to the end of the step, also for a stage that follows another rank's
-        kept += count * sum(not stage.first and stage.number - 1 not in numbers for stage in held)
+        kept += count * sum(message_bytes(work, number) for number in numbers if number - 1 not in numbers)
     if work.parallelism.schedule == "1f1b" and count > ranks - held[0].number:
-        # In its steady phase an output and a gradient, though they have been sent.
-        kept += (not held[0].first) + (not held[0].last)
-    return kept * message + count * work.rank_tokens * INDEX * (1 + (0 in numbers))
+        kept += sum(ends)  # in its steady phase an output and a gradient, though they have been sent
+    return kept + count * (work.target_bytes + work.input_bytes * (0 in numbers))
 
 
 class Taken(NamedTuple):
@@ -179,9 +180,10 @@ def _key(work: Workload, stage: Stage, tp_rank: int) -> tuple[object, ...]:
     """Return the fields that `passes_of` depends on."""
     config, layout = work.parallelism, work.layout
     degrees = layout.size("tp"), layout.context, layout.size("dp_shard"), layout.size("pp") == 1, work.sharded
+    degrees = *degrees, layout.data_size > 1
     how = config.zero, config.sequence, config.activation_checkpointing, splits_backward(config), config.bucket_layers
     numbers = work.micro_batch_size, work.micro_batches == 1, config.offload is Offload.none, work.half_sums
-    return work.same, stage.layers, stage.first, stage.last, tp_rank, *degrees, *how, *numbers
+    return work.same, stage.runs, stage.first, stage.last, tp_rank, *degrees, *how, *numbers
 
 
 @cached(_key)
@@ -192,8 +194,7 @@ def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
     first, later, kept = memory.forward_passes()
     found = {("F", True, False): (first, kept), ("F", False, False): (later, kept)}
     each, final = (work.sharded and (last or memory.often) for last in (False, True))
-    # The buffer of a reduction is held until the stage's next one begins.
-    carried = (memory.bucket if split or not memory.others else memory.others) * each
+    carried = memory.carried * each
     for is_last, reduces in ((False, each), (True, final)):
         if split and not stage.first:
             inputs, weights = memory.halves(reduces, kept)
@@ -209,34 +210,59 @@ def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
     return found
 
 
+class _Bucket(NamedTuple):
+    """Blocks that FSDP2 gathers and reduces together, and the number of equal buckets in a row. In bytes: the bucket
+    gathered, its gradients unsharded (`reduced`) and as a pass makes them, and `ahead`: what is prefetched during its
+    backward pass. 0 if FSDP2 does not handle them."""
+
+    kinds: tuple[int, ...]
+    times: int
+    gathered: int
+    reduced: int
+    gradients: int
+    ahead: int
+
+
 class _Stage:
     """A stage with its profile, the buffers that FSDP2 holds for it, and the handling of the gradients that a pass
     makes.
 
-    In bytes: `gathered` is a bucket of blocks, `bucket` its gradients, `others` those of the other parameters,
-    unsharded; 0 if FSDP2 does not handle them. `frees`: gathered buckets are freed after each pass. `often`: each pass
-    reduces its gradients. `added`: gradients are allocated beside earlier ones, while the first ones are model state
-    from the start. `holds`: FSDP2 holds a block's gradients, `gradients` bytes, until it reduces them; otherwise each
-    is added to the accumulated one and freed.
+    In bytes: `others` are the gradients of the parameters outside blocks, unsharded; 0 if FSDP2 does not handle them.
+    `buckets` are those of FSDP2 in forward order. `frees`: gathered buckets are freed after each pass. `often`: each
+    pass reduces its gradients. `added`: gradients are allocated beside earlier ones, while the first ones are model
+    state from the start. `holds`: FSDP2 holds a block's gradients until it reduces them; otherwise each is added to the
+    accumulated one and freed.
     """
 
     def __init__(self, work: Workload, stage: Stage, tp_rank: int) -> None:
-        config, shards, sharded = work.parallelism, work.layout.size("dp_shard"), work.sharded
-        self.work, self.stage, self.shards, self.profile = work, stage, shards, profile_of(work, tp_rank)
-        self.blocks, self.buckets = min(config.bucket_layers, stage.layers), -(-stage.layers // config.bucket_layers)
-        self.last_blocks = stage.layers - (self.buckets - 1) * self.blocks
-        comes_and_goes = sharded and (shards > 1 or config.offload is not Offload.none)
-        block, others = (shards * shard_elements(each, shards) * sharded for each in (stage.block, stage.others))
-        self.block_gathered = block * work.gather_item * comes_and_goes
-        self.block_reduced, self.others = block * work.reduce_item, others * work.reduce_item
-        self.gathered, self.bucket = self.blocks * self.block_gathered, self.blocks * self.block_reduced
-        self.others_gathered = others * work.gather_item
+        config, self.shards, sharded = work.parallelism, work.layout.size("dp_shard"), work.sharded
+        self.work, self.stage, self.profile = work, stage, profile_of(work, tp_rank)
+        comes_and_goes = sharded and (self.shards > 1 or config.offload is not Offload.none)
+        others = self.shards * shard_elements(stage.others, self.shards) * sharded
+        self.others, self.others_gathered = others * work.reduce_item, others * work.gather_item
         self.frees = config.zero == 3 and comes_and_goes
         held = work.gather_item if sharded else work.stored  # bytes of a parameter as a layer uses it
         self.often, self.added = config.zero >= 2 or work.micro_batches == 1, sharded or work.micro_batches > 1
         # FSDP2 accumulates in fp32 the gradients that are computed in 16 bits.
         self.holds = sharded and (self.often or held < work.reduce_item)
-        self.gradients = sum(parameter.elements for parameter in stage.block) * held * self.holds
+        self.buckets = list[_Bucket]()
+        for kinds, times in stage.buckets(config.bucket_layers):
+            whole = self.shards * stage.bucket(kinds, self.shards) * sharded
+            elements = sum(parameter.elements for kind in kinds for parameter in stage.kinds[kind])
+            sizes = whole * work.gather_item * comes_and_goes, whole * work.reduce_item, elements * held * self.holds
+            before = next((each.gathered for each in reversed(self.buckets) if each.gathered), sizes[0])
+            self.buckets.append(_Bucket(kinds, times, *sizes, ahead=sizes[0] if times > 1 else before))
+        self.gathered = sum(each.gathered * each.times for each in self.buckets)
+        self.gradients = sum(each.gradients * each.times for each in self.buckets)
+
+    @property
+    def carried(self) -> int:
+        """Bytes of a pass's last reduction, whose buffer is held until the stage's next one begins."""
+        split = splits_backward(self.work.parallelism)
+        sizes = [each.reduced for each in self.buckets if each.reduced]
+        if not sizes or (self.others and not split):
+            return self.others
+        return sizes[-1 if split else 0]
 
     def tape(self, segment: Segment, given: bool = True) -> list[int]:
         """Return a segment's bytes, with the gradients as in every pass but the first."""
@@ -253,66 +279,83 @@ class _Stage:
             received += size // self.shards
         return [size, -grads, received, -received] if size else []
 
+    def blocks(self, kinds: Iterable[int], backward: bool, added: bool, given: bool) -> list[int]:
+        """Return the tape of a bucket's pass. `given`: see Segment.tape, of its first block."""
+        segments, tape = self.profile.blocks_back if backward else self.profile.blocks, list[int]()
+        for kind in kinds:
+            tape += segments[kind].tape(added, self.holds, given)
+            given = True
+        return tape
+
     def at_once(self) -> list[int]:
         """Return the tape of all reductions in sequence, as done when no hook of the backward pass starts them."""
         tape, before = self.reduction(self.others, 0), self.others
-        for _ in range(self.buckets):
-            tape += [-before, *self.reduction(self.bucket, self.gradients * self.stage.layers // self.buckets)]
-            before = self.bucket
+        for bucket in self.buckets:
+            for _ in range(bucket.times if bucket.reduced else 0):
+                tape += [-before, *self.reduction(bucket.reduced, bucket.gradients)]
+                before = bucket.reduced
         return tape
 
     def forward_passes(self) -> tuple[int, int, int]:
         """Return the peak of a step's first forward pass, the peak of any other, and the bytes that they leave."""
-        later = self.forward(self.gathered * self.frees, self.added)
+        later = self.forward(self.frees, self.added)
         first = later
         if self.gathered and not self.frees:
             # Parameters that stay gathered are gathered in the first pass. Its gradients are the first ones, and so
             # count as model state.
-            first = self.forward(self.gathered, self.holds)
+            first = self.forward(True, self.holds)
         return highest(first), highest(later), sum(later)
 
-    def forward(self, buffer: int, added: bool) -> list[int]:
-        """Return the tape of a forward pass. `buffer`: bytes of the last gathered bucket, held until the next gather or
-        the backward pass."""
-        stage, profile, freed = self.stage, self.profile, self.gathered * self.frees
-        tape = profile.begin.tape(added, self.holds) if stage.first else []
-        tape += [buffer + freed, *profile.block.tape(added, self.holds, given=stage.first)]
-        tape += [*repeated(profile.block.tape(added, self.holds), stage.layers - 1), -freed]
-        return [*tape, *(profile.end.tape(added, self.holds) if stage.last else ()), -buffer]
+    def forward(self, gathers: bool, added: bool) -> list[int]:
+        """Return the tape of a forward pass. `gathers`: it gathers buckets, and holds the buffer of each until the next
+        gather or the backward pass."""
+        stage, profile, given = self.stage, self.profile, self.stage.first
+        before = self.others_gathered * gathers * (not self.gathered)  # with blocks, until the first of them
+        tape = [before, *(profile.begin.tape(added, self.holds) if stage.first else ())]
+        for bucket in self.buckets:
+            for count in (1, bucket.times - 1):
+                buffer, freed = (bucket.gathered or before) * gathers, bucket.gathered * self.frees
+                each = [buffer - before, freed, *self.blocks(bucket.kinds, False, added, given), -freed]
+                tape, before, given = tape + repeated(each, count), buffer, True
+        return [*tape, *(profile.end.tape(added, self.holds) if stage.last else ()), -before]
 
     def backward(self, reduces: bool, kept: int) -> Taken:
         """Return the memory of a whole backward pass, after a forward pass that has left `kept` bytes."""
         stage, profile, split = self.stage, self.profile, splits_backward(self.work.parallelism)
-        # The last blocks and the prefetched bucket; a split pass has the whole stage gathered.
-        gathered = self.gathered * self.buckets if split else self.gathered + self.last_blocks * self.block_gathered
-        gathered, reducing = gathered * self.frees, reduces and not split
-        tape, each = self.tape(profile.end_back) if stage.last else [], self.tape(profile.block_back)
-        tape += [gathered, *self.tape(profile.block_back, stage.last), *each * (self.last_blocks - 1)]
-        begun, size = len(tape), self.last_blocks * self.block_reduced * reducing
-        tape += self.reduction(size, self.gradients * self.last_blocks)
-        for times in (1, self.buckets - 2) if self.buckets > 1 else ():
-            reduction = self.reduction(self.bucket * reducing, self.gradients * self.blocks)
-            tape += repeated([*each * self.blocks, -size, *reduction], times)
-            size = self.bucket * reducing
-        tape += [-gathered, *(self.tape(profile.begin_back) if stage.first else ())]
-        if reducing:
-            tape += [-size, *self.reduction(self.others, 0)] if self.others else []
-        elif reduces:
-            begun, tape = len(tape), tape + self.at_once()
+        whole = self.gathered * self.frees * split  # a split pass has the whole stage gathered
+        tape = [*(self.tape(profile.end_back) if stage.last else ()), whole]
+        begun, before, given = 0, 0, stage.last
+        for bucket in reversed(self.buckets):
+            gathered, ahead = (each * self.frees * (not split) for each in (bucket.gathered, bucket.ahead))
+            size = bucket.reduced * (reduces and not split)
+            for count in (1, bucket.times - 1):
+                each = [gathered + ahead, *self.blocks(reversed(bucket.kinds), True, self.added, given)]
+                each.append(-gathered)
+                if size:
+                    begun = begun or len(tape) + len(each)
+                    each += [-before, *self.reduction(size, bucket.gradients)]
+                tape += repeated([*each, -ahead], count)
+                before, given = size or before, True
+        tape += [-whole, *(self.tape(profile.begin_back) if stage.first else ())]
+        begun = begun or len(tape)
+        if reduces and split:
+            tape += self.at_once()
+        elif reduces and self.others:
+            tape += [-before, *self.reduction(self.others, 0)]
         return _taken(tape, -kept, begun if reduces else None)
 
     def halves(self, reduces: bool, kept: int) -> tuple[Taken, Taken]:
         """Return the memory of both halves of a pass: the input's gradient, and the weights' gradients computed from
         what the first half left. Gradients are reduced at the end of the second half."""
-        layers, end, found = self.stage.layers, self.stage.last, halves_of(self.work)
-        gathered = self.gathered * self.buckets * self.frees
+        end, found = self.stage.last, halves_of(self.work, self.stage.blocks)
+        gathered, copied = self.gathered * self.frees, self.buckets[-1].gathered * self.frees
         tape = [gathered, *(self.tape(found.inputs_end) if end else ())]
-        tape += [*repeated(self.tape(found.inputs), layers), -gathered]
+        tape += [*repeated(self.tape(found.inputs), self.stage.units), -gathered]
         inputs = _taken(tape, sum(tape))
         # The bucket gathered last is copied out of its buffer.
-        whole, copied = gathered + self.others_gathered * self.frees, self.gathered * self.frees
+        whole = gathered + self.others_gathered * self.frees
         peak = highest(self.tape(found.weights_end if end else found.weights))
-        tape = [whole, copied, -copied, peak, -peak, self.gradients * layers - kept - inputs.left, -whole]
+        tape = [whole, copied, -copied, peak, -peak, self.gradients - kept - inputs.left, -whole]
         begun = len(tape) if reduces else None
         return inputs, _taken(tape + (self.at_once() if reduces else []), -kept - inputs.left, begun)
 

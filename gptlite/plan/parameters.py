@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptlite.models.config import ModelConfig
-from gptlite.models.spec import spec_of
+from gptlite.models.spec import ModelSpec, spec_of
 from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank
 from gptlite.plan.cache import Same, cached
 from gptlite.plan.walk import pipeline_key
@@ -22,8 +23,9 @@ from gptlite.plan.workload import Workload
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-BLOCKS = 2  # depth of the model that is built for shapes: the last block stands for all others
-Alike = tuple[tuple[int, ...], bool, bool]  # layers of a rank's stages, and if the model's beginning or end is in them
+BLOCKS = 2  # depth at which a model of equal blocks is built for shapes: the last block stands for all others
+Runs = tuple[tuple[int, int], ...]  # blocks of a stage in order: the kind of some consecutive ones, and their number
+Alike = tuple[tuple[Runs, ...], bool, bool]  # blocks of a rank's stages, and if the model's beginning or end is in them
 
 
 class Parameter(NamedTuple):
@@ -51,44 +53,74 @@ class Parameter(NamedTuple):
 class Inventory:
     """Parameters of a model on one tensor-parallel rank.
 
-    `block` has those of one block. `others` has those outside the blocks, keyed by (first, last): whether the pipeline
-    stage is the first, and whether it is the last. `blocks` is the number of blocks of the model that was built.
+    `kinds` has those of a block of each kind: one if all blocks are equal (see `repeats`), else as many as blocks.
+    `others` has those outside the blocks, keyed by (first, last): whether the pipeline stage is the first, and whether
+    it is the last.
     """
 
-    blocks: int
-    block: tuple[Parameter, ...]
+    kinds: tuple[tuple[Parameter, ...], ...]
     others: dict[tuple[bool, bool], tuple[Parameter, ...]]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the model: its layers, each with the same parameters, and its parameters outside the layers.
+    """One part of the model: its blocks, and its parameters outside them.
 
-    `others` are gathered and reduced together, `block` in buckets of layers. A part that is both first and last holds a
-    tied parameter once.
+    `kinds` has the parameters of each kind of block. `others` are gathered and reduced together, blocks in buckets. A
+    part that is both first and last holds a tied parameter once.
     """
 
     number: int
-    layers: int
-    block: tuple[Parameter, ...]
+    runs: Runs
+    kinds: tuple[tuple[Parameter, ...], ...]
     others: tuple[Parameter, ...]
     first: bool
     last: bool
 
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return sum(count for _, count in self.runs)
+
+    @property
+    def blocks(self) -> range | None:
+        """Numbers of the blocks if they differ; None if all blocks of the model are equal."""
+        return range(self.runs[0][0], self.runs[-1][0] + 1) if len(self.kinds) > 1 else None
+
+    @property
+    def units(self) -> int:
+        """Number of parts whose split backward passes are recorded separately: blocks that differ are one."""
+        return self.layers if self.blocks is None else 1
+
+    def buckets(self, size: int) -> list[tuple[tuple[int, ...], int]]:
+        """Return FSDP2's buckets of `size` blocks in forward order, the last with what remains: the kinds of blocks in
+        a bucket, and the number of such buckets in a row."""
+        if len(self.runs) == 1:  # of any length
+            ((kind, count),) = self.runs
+            found = [((kind,) * size, count // size), ((kind,) * (count % size), int(count % size > 0))]
+            return [each for each in found if each[1]]
+        kinds = [kind for kind, count in self.runs for _ in range(count)]
+        chunks = [tuple(kinds[start : start + size]) for start in range(0, len(kinds), size)]
+        return [(chunk, len(list(equal))) for chunk, equal in groupby(chunks)]
+
+    def bucket(self, kinds: Iterable[int], shards: int) -> int:
+        """Return the elements of the longest shard of a bucket."""
+        return sum(shard_elements(self.kinds[kind], shards) for kind in kinds)
+
     def groups(self, bucket_layers: int, shards: int) -> list[tuple[int, int, bool]]:
         """Return FSDP2's groups: elements of a group's shard, number of such groups, and True if they are of blocks. In
-        order: the other parameters, full buckets, the last bucket."""
-        (whole, rest), block = divmod(self.layers, bucket_layers), shard_elements(self.block, shards)
-        found = [(shard_elements(self.others, shards), 1, False), (bucket_layers * block, whole, True)]
-        return [each for each in [*found, (rest * block, 1, True)] if each[0] and each[1]]
+        order: the other parameters, the buckets."""
+        buckets = [(self.bucket(kinds, shards), number, True) for kinds, number in self.buckets(bucket_layers)]
+        return [each for each in [(shard_elements(self.others, shards), 1, False), *buckets] if each[0]]
 
     def parameters(self) -> list[Parameter]:
         """Return all parameters of the stage."""
-        return [*self.others, *self.block * self.layers]
+        return [*self.others, *(each for kind, count in self.runs for each in self.kinds[kind] * count)]
 
     def sharded(self, shards: int) -> int:
         """Return the elements of the longest shard of all parameters."""
-        return shard_elements(self.others, shards) + self.layers * shard_elements(self.block, shards)
+        blocks = sum(count * shard_elements(self.kinds[kind], shards) for kind, count in self.runs)
+        return shard_elements(self.others, shards) + blocks
 
 
 def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
@@ -99,7 +131,7 @@ def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
     for number in stages_of_rank(config, pp_rank):
         first, last = number == 0, number == total - 1
         others = held.others.get((first, last), ())
-        found.append(Stage(number, len(layers[number]), held.block, others, first, last))
+        found.append(Stage(number, runs(work.model, layers[number]), held.kinds, others, first, last))
     return found
 
 
@@ -131,7 +163,7 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
             shape[dim] = max(0, min(longest, shape[dim] - tp_rank * longest))
         return Parameter(shape[0], prod(shape[1:]), dim is not None, name in tied)
 
-    def listed(part: nn.Module, blocks: Iterable[nn.Module], inside: bool) -> tuple[Parameter, ...]:
+    def listed(part: nn.Module, blocks: Iterable[nn.Module], inside: bool = True) -> tuple[Parameter, ...]:
         """Return the parameters of a part that are in the given blocks, or those that are not."""
         held = {id(each) for block in blocks for each in block.parameters()}
         return tuple(local(name, each) for name, each in part.named_parameters() if (id(each) in held) == inside)
@@ -143,34 +175,44 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
             part = deepcopy(whole)  # `keep` removes modules in place
             spec.keep(part, config, range(place, place + 1))
             others[ends] = listed(part, few.blocks(part).values(), inside=False)
-    return Inventory(len(blocks), listed(whole, blocks[-1:], inside=True), others)
+    kinds = [listed(whole, [block]) for block in (blocks[-1:] if repeats(model) else blocks)]
+    return Inventory(tuple(kinds), others)
+
+
+def repeats(model: Any) -> bool:
+    """Return True if a model's blocks are equal, and a key of its configuration is their number."""
+    spec = spec_of(model)
+    if type(spec).num_blocks is ModelSpec.num_blocks or (number := spec.num_blocks(model)) is None:
+        return False
+    return getattr(model, spec.blocks_key, None) == number
+
+
+def runs(model: Any, blocks: range) -> Runs:
+    """Return consecutive blocks of a model by kind: equal blocks are of kind 0, others of a kind each."""
+    return ((0, len(blocks)),) if repeats(model) else tuple((number, 1) for number in blocks)
 
 
 def with_blocks(model: Any, blocks: int) -> Any:
-    """Return a model's configuration with that many blocks; unchanged if it has no key for them."""
-    spec = spec_of(model)
-    return model if spec.num_blocks(model) is None else replace(model, **{spec.blocks_key: blocks})
+    """Return a model's configuration with that many blocks; unchanged if its blocks differ."""
+    return replace(model, **{spec_of(model).blocks_key: blocks}) if repeats(model) else model
 
 
 @cached(Same)
 def num_parameters(model: ModelConfig) -> int:
     """Return the number of parameters of the whole model."""
-    whole = inventory(model, 1)
-    return sum(each.elements for each in whole.others[True, True]) + num_blocks(model) * sum(
-        each.elements for each in whole.block
-    )
+    held = inventory(model, 1)
+    return Stage(0, runs(model, range(num_blocks(model))), held.kinds, held.others[True, True], True, True).sharded(1)
 
 
 def num_blocks(model: ModelConfig) -> int:
     """Return the number of blocks of a model."""
-    return spec_of(model).num_blocks(model) or inventory(model, 1).blocks
+    return spec_of(model).num_blocks(model) if repeats(model) else len(inventory(model, 1).kinds)
 
 
 @dataclass(frozen=True)
 class Cut:
     """Partition of a model over a pipeline: the layers of each stage, the stages of each rank, the kind of each rank,
-    and the first rank of each kind. Ranks of a kind have equally many layers and the same ends, so they do the same
-    work."""
+    and the first rank of each kind. Ranks of a kind have equal blocks and the same ends, so they do the same work."""
 
     layers: tuple[range, ...]
     stages: tuple[tuple[int, ...], ...]
@@ -185,7 +227,8 @@ def cut(work: Workload) -> Cut:
     costs = spec.flops(work.model, spec.max_length(work.model) or 1) or (1, 0)  # as Model.stage_blocks has it
     layers = tuple(split_layers(num_blocks(work.model), num_stages(config), *costs))
     held = tuple(tuple(stages_of_rank(config, rank)) for rank in range(config.pipeline))
-    kinds = tuple((tuple(len(layers[stage]) for stage in mine), 0 in mine, len(layers) - 1 in mine) for mine in held)
+    blocks = [runs(work.model, each) for each in layers]
+    kinds = tuple((tuple(blocks[stage] for stage in mine), 0 in mine, len(layers) - 1 in mine) for mine in held)
     return Cut(layers, held, kinds, {kind: kinds.index(kind) for kind in kinds})
 
 

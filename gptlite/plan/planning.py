@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from gptlite.config import Config, override_value, with_vocabulary
 from gptlite.config.checks import check_layout
@@ -18,12 +19,13 @@ from gptlite.models.spec import spec_of
 from gptlite.ops.config import Attention, Implementation, OpsConfig
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.layout import Layout, divisors, largest_micro_batch
+from gptlite.plan.cache import Same, cached
 from gptlite.plan.capacity import GIB, rank_memory
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.hardware import ranks_on_node
 from gptlite.plan.local import this_machine
 from gptlite.plan.search import WANTED, Candidate, Found, Space, search
-from gptlite.plan.workload import Workload
+from gptlite.plan.workload import Sample, Workload
 from gptlite.precision import SCALED, Precision, Reduce
 from gptlite.progress import Log
 
@@ -142,11 +144,6 @@ def thrifty_space(config: Config, cluster: ClusterConfig, **least: object) -> Sp
 
 def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> Space:
     """Return the search space of a configuration: every key but the `fixed` ones."""
-    if config.data.unit != "tokens":
-        raise ConfigError(
-            "plans are made for models that read tokens, and this data has samples: give the layout "
-            "(parallelism=zero2, parallelism.pipeline=2, ...) instead of parallelism=auto"
-        )
     config = with_planned_vocabulary(config)[0]
     work = Workload(
         model=config.model,
@@ -162,10 +159,16 @@ def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> S
         master_weights=config.precision.master_weights,
         amp=config.precision.dtype.value.partition("amp_")[2],
         half_sums=config.precision.reduce is Reduce.compute,
+        sample=None if config.data.unit == "tokens" else planned_sample(config.data),
     )
 
     def refuses(parallelism: ParallelismConfig, micro_batch: int) -> str:
         data = replace(config.data, micro_batch_size=micro_batch)
+        if work.sample and parallelism.pipeline > 1 and not hasattr(work.sample.x, "shape"):
+            return (
+                f"parallelism.pipeline={parallelism.pipeline} needs samples whose input is one tensor, not "
+                f"{type(work.sample.x).__name__}; use parallelism.pipeline=1"
+            )
         try:
             check_layout(replace(config, parallelism=parallelism, data=data))
         except ConfigError as error:
@@ -183,6 +186,18 @@ def workload_of(config: Config, layout: Layout, cluster: ClusterConfig) -> Workl
         sizes = batch_schedule(config.data.global_batch_size, config.data.batch_ramp).sizes()
         micro = largest_micro_batch(config.parallelism, sizes, layout.data_size)
     return replace(space.work, layout=layout, micro_batch_size=micro or 1)
+
+
+@cached(Same)
+def planned_sample(data: Any) -> Sample:
+    """Return the first sample of a dataset, without its values. Raises ConfigError if the dataset cannot be opened."""
+    from torch.utils._pytree import tree_leaves, tree_map
+
+    from gptlite.data.samples import open_samples
+
+    x, target = tree_map(lambda leaf: leaf.to("meta"), open_samples(data).example())
+    sizes = (sum(leaf.nbytes for leaf in tree_leaves(each)) for each in (x, target))
+    return Sample(x, target, *sizes, words=f"{x} {target}")
 
 
 def fixed_keys(config: Config) -> frozenset[str]:
@@ -228,7 +243,7 @@ def planned_attention(ops: OpsConfig, model: ModelConfig, device: str) -> Attent
 def with_planned_vocabulary(config: Config, log: Log = print) -> tuple[Config, str]:
     """Return the configuration with a vocabulary size, the data's if the model has none, and the reason if it is a
     guess, else an empty string."""
-    if spec_of(config.model).vocab_size(config.model) is not None:
+    if config.data.unit != "tokens" or vocabulary_of(config.model) is not None:
         return config, ""
     found = find_vocabulary(config.data, log)
     return with_vocabulary(config, found.size), found.assumed
@@ -248,13 +263,13 @@ def too_small(config: Config, cluster: ClusterConfig, found: Found) -> str:
     """Return the error message for a model that no layout fits: the missing memory, and a fix."""
     assert found.smallest is not None
     memory, work = found.smallest
-    nodes = enough_nodes(config, cluster)
+    nodes, smaller = enough_nodes(config, cluster), f"a smaller model{' or data.sequence_length' * (not work.sample)}"
     return (
         f"{spec_of(config.model).label(config.model)} does not fit cluster={cluster.name} "
         f"cluster.nodes={cluster.nodes or 1}: of {found.tried} layouts the smallest "
         f"({work.layout.describe(work.parallelism)}) takes {memory.total / GIB:.1f} GiB on a rank, "
         f"{(memory.total - rank_limit(config, cluster, work)) / GIB:.1f} more than available; try "
-        f"{f'cluster.nodes={nodes}' if nodes else 'a smaller model or data.sequence_length'}"
+        f"{f'cluster.nodes={nodes}' if nodes else smaller}"
     )
 
 

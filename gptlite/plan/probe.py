@@ -1,16 +1,18 @@
 """Recording of a model's profile: one micro-batch, forward and backward, with fake tensors and simulated ranks.
 
-The model's own code runs, sharded over the tensor and the context axis as in a run, with two blocks, of which the last
-stands for all others. ZeRO is left out, as FSDP2's gathers and reductions follow from sizes (`memory.py`); under FSDP2
-parameters have the dtype in which it gathers them. See `simulate.py` for the devices of tensors.
+The model's own code runs, sharded over the tensor and the context axis as in a run. A model of equal blocks has two of
+them, of which the last stands for all others; else every block is recorded. ZeRO is left out, as FSDP2's gathers and
+reductions follow from sizes (`memory.py`); under FSDP2 parameters have the dtype in which it gathers them. See
+`simulate.py` for the devices of tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,15 +20,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gptlite.errors import ConfigError
+from gptlite.models.batch_norm import SyncedBatchNorm
 from gptlite.models.model import Model
+from gptlite.models.spec import spec_of
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.parallelism.torch_private import flash_attention_only, stage_backward_input, stage_backward_weight
 from gptlite.parallelism.zero import local_tensor
-from gptlite.plan.parameters import BLOCKS, with_blocks
+from gptlite.plan.parameters import BLOCKS, num_blocks, repeats, with_blocks
 from gptlite.plan.profile import ADDED, GRADIENT, PARTS, PLAIN, UPSTREAM, Event, Halves, Op, Profile, Segment
-from gptlite.plan.simulate import CPU, as_on, mesh_of, ops_of, policy_of
+from gptlite.plan.simulate import CPU, as_on, mesh_of, ops_of, policy_of, zero_batch
+from gptlite.plan.traffic import block_input
 from gptlite.plan.watch import Change, Watch
 from gptlite.plan.workload import Transfer, Workload
 from gptlite.precision import Policy
@@ -52,6 +58,12 @@ class _Part:
     def mark(self, name: str) -> None:
         """Begin a segment, unless one of that name has begun."""
         self.marks.setdefault(name, len(self.watch.log))
+
+    def order(self, names: Iterable[str]) -> None:
+        """Bring marks into the order of `names`: one that was not reached, or only later, moves to the next one."""
+        place = len(self.watch.log)
+        for name in reversed(list(names)):
+            place = self.marks[name] = min(place, self.marks.get(name, place))
 
     def numbers(self, values: Any) -> set[int]:
         """Return the storages of the tensors among `values`."""
@@ -98,16 +110,20 @@ class _Part:
         self.watch.leave_out(tensor)
         return tensor
 
-    def activations(self) -> Tensor:
-        """Return the input of a part, or the gradient of its output, which counts as a pipeline's buffer."""
-        slices = self.work.layout.size("tp") if self.work.parallelism.sequence else 1
-        shape = self.model.activations(self.work.micro_batch_size, self.work.rank_length // slices)
-        return self.zeros(*shape, dtype=self.model.dtype)
+    def activations(self, block: int) -> Tensor:
+        """Return the input of a part that begins with a block, or the gradient of the output of one that ends before
+        it, which counts as a pipeline's buffer."""
+        return self.zeros(*block_input(self.work, block), dtype=self.model.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the part on a micro-batch, whose targets are not counted either."""
-        rows = self.work.micro_batch_size
-        inputs = Inputs(self.zeros(rows, self.work.rank_length), self.zeros(rows), None, 1.0)
+    def micro_batch(self) -> tuple[Any, Any]:
+        """Return the input and the targets of a micro-batch, which are not counted."""
+        batch = zero_batch(self.work)
+        self.watch.leave_out(*tree_leaves(batch))
+        return batch
+
+    def forward(self, x: Any, targets: Any) -> Tensor:
+        """Run the part on a micro-batch."""
+        inputs = Inputs(targets, self.zeros(self.work.micro_batch_size), None, 1.0)
         self.watch.phase = "forward"
         self.mark("begin")
         out = self.model.forward(self.module, x, inputs)
@@ -118,61 +134,75 @@ class _Part:
 def record(work: Workload, tp_rank: int = 0) -> Profile:
     """Return the profile of a workload's model at its own micro-batch size."""
     with _recorded(work, tp_rank, BLOCKS) as part:
-        numbers = _mark_blocks(part)
-        loss = part.forward(part.zeros(work.micro_batch_size, work.rank_length))
+        numbers = [f"{number}" for number in _mark_blocks(part)]
+        loss = part.forward(*part.micro_batch())
         loss.register_hook(lambda _: part.mark("end back"))
         loss.backward()
         part.mark("done")
-    last, before = f"{numbers[-1]}", f"{numbers[-2]} back" if len(numbers) > 1 else "begin back"
-    return Profile(
-        begin=part.segment("begin", f"{numbers[0]}"),
-        block=part.segment(last, "end", entered=True),
-        end=part.segment("end", "end back"),
-        begin_back=part.segment("begin back", "done"),
-        block_back=part.segment(f"{last} back", before),
-        end_back=part.segment("end back", f"{last} back"),
-    )
+    there = ["begin", *numbers, "end", "end back"]
+    back = ["end back", *(f"{number} back" for number in reversed(numbers)), "begin back", "done"]
+    part.order([*there, *back])
+    begin, *blocks, end = (part.segment(*each, entered=each[0] in numbers) for each in pairwise(there))
+    end_back, *blocks_back, begin_back = (part.segment(*each) for each in pairwise(back))
+    kept = slice(-1, None) if repeats(work.model) else slice(None)
+    return Profile(begin, tuple(blocks[kept]), end, begin_back, tuple(blocks_back[::-1][kept]), end_back)
 
 
-def record_halves(work: Workload) -> Halves:
-    """Return the profiles of split backward passes: of a part with only blocks, and of one with the model's end."""
-    inputs, weights = _record_half(work, end=False)
-    inputs_end, weights_end = _record_half(work, end=True)
+def record_halves(work: Workload, blocks: range | None) -> Halves:
+    """Return the profiles of split backward passes: of a part with only blocks, and of one with the model's end. If
+    blocks differ, return those of the part with `blocks`."""
+    if blocks is not None:
+        inputs, weights = _record_half(work, blocks, end=blocks.stop == num_blocks(work.model))
+        return Halves(inputs, Segment(), weights, weights, parts=1)
+    inputs, weights = _record_half(work, range(1, 1 + PARTS), end=False)
+    inputs_end, weights_end = _record_half(work, range(2, 2 + PARTS), end=True)
     return Halves(inputs, inputs_end, weights, weights_end)
 
 
-def _record_half(work: Workload, end: bool) -> tuple[Segment, Segment]:
-    """Return the half for the input's gradient, of a block or of the `end`, and the other half, of the whole part."""
+def _record_half(work: Workload, blocks: range, end: bool) -> tuple[Segment, Segment]:
+    """Return the half for the input's gradient, of a block or of the `end`, and the other half, of the whole part. If
+    blocks differ, both are of the whole part."""
     with _recorded(work, 0, PARTS + 2) as part:
-        first = 2 if end else 1
-        part.model.spec.keep(part.module, part.model.config, range(first, first + PARTS))
-        *_, before, last = (f"{number} back" for number in _mark_blocks(part))
-        x = part.activations().requires_grad_()
-        gradient = None if end else [part.activations()]
-        out = part.forward(x)
+        part.model.spec.keep(part.module, part.model.config, blocks)
+        names = [f"{number} back" for number in _mark_blocks(part)]
+        x = part.activations(blocks.start).requires_grad_()
+        gradient = None if end else [part.activations(blocks.stop)]
+        out = part.forward(x, part.micro_batch()[1])
         part.mark("I")
         weights = list(part.module.parameters())
         found, groups = stage_backward_input([out], gradient, [x], iter(weights))
         part.mark("W")
         part.unseen.update(part.numbers(found[0]))  # counted as a buffer of the pipeline, held to the end of the step
-        stage_backward_weight(iter(weights), groups)
-        for weight in weights:
-            part.accumulated(weight)
+        for some in [groups] if repeats(work.model) else [[group] for group in groups]:
+            before = [weight.grad for weight in weights]
+            stage_backward_weight(iter(weights), some)
+            for weight, earlier in zip(weights, before, strict=True):
+                if weight.grad is not earlier:
+                    part.accumulated(weight)
         part.mark("done")
-    inputs = part.segment("I", last) if end else part.segment(last, before)
-    return inputs, part.segment("W", "done")
+    if not repeats(work.model):
+        between = "I", "W"
+    else:
+        between = ("I", names[-1]) if end else (names[-1], names[-2])
+    return part.segment(*between), part.segment("W", "done")
 
 
 @contextmanager
 def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
-    """Yield the model with that many blocks, sharded over the ranks of the tensor and the context axis."""
+    """Yield the model with that many blocks, sharded over the ranks of the tensor and the context axis. Raises
+    ConfigError if the model cannot run without values."""
     tensor, context, policy = work.layout.size("tp"), work.layout.context, policy_of(work)
-    layout = Layout((1, 1, context, tensor), (context,))
+    # Two data ranks stand for any number: what they sum inside the model is as large.
+    data = 2 if work.layout.data_size > 1 and not spec_of(work.model).casts else 1
+    layout = Layout((1, 1, data * context, tensor), (context,))
     with mesh_of(layout, tp_rank) as mesh:
         model = Model.of(with_blocks(work.model, blocks), policy)
         # Without data ranks, so that FSDP2 does not wrap the model.
         part_mesh = replace(mesh, layout=replace(layout, sizes=(1, 1, 1, tensor)), device=torch.device(work.device))
         (module,) = build_parts(model, _alone(work.parallelism), part_mesh, policy, ops_of(work))
+        for each in module.modules():
+            if isinstance(each, SyncedBatchNorm):
+                each.mesh = mesh
         _own_parameters(model, module, policy if work.sharded else None)
         if work.layout.size("pp") == 1:  # in a pipeline both ends have a copy instead
             model.tie(module)
@@ -184,8 +214,17 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
             part = _Part(work, model, module, watch)
             for parameter in module.parameters():
                 parameter.register_post_accumulate_grad_hook(part.accumulated)
-            with watch, device:
-                yield part
+            try:
+                with watch, device:
+                    yield part
+            except Exception as error:  # a model may raise anything
+                if model.spec.casts:
+                    raise
+                raise ConfigError(
+                    f"the {model.spec.name} model cannot be planned: a pass without values raises "
+                    f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}; give the layout "
+                    "(parallelism=zero2, ...) instead of parallelism=auto"
+                ) from error
 
 
 @contextmanager
@@ -221,6 +260,8 @@ def _own_parameters(model: Model, module: nn.Module, gathers: Policy | None) -> 
 def _mark_blocks(part: _Part) -> list[int]:
     """Register hooks that begin a segment at each block, forward and backward. Returns the blocks' numbers."""
     blocks = part.model.blocks(part.module)
+    if not blocks:
+        return []
     first, last = (list(blocks.values())[place] for place in (0, -1))
     if part.work.layout.size("pp") > 1:  # a pipeline's part receives its input, and a receive buffer is contiguous
         contiguous = partial(tree_map, lambda value: value.contiguous() if isinstance(value, Tensor) else value)
@@ -228,16 +269,18 @@ def _mark_blocks(part: _Part) -> list[int]:
     first.register_forward_pre_hook(
         lambda _, args: _at_gradients(args, lambda _: part.mark("begin back")), prepend=True
     )
-    for number, block in blocks.items():
-        block.register_forward_pre_hook(partial(_enter, part, f"{number}"), prepend=True)
+    for (number, block), before in zip(blocks.items(), [None, *blocks], strict=False):
+        block.register_forward_pre_hook(partial(_enter, part, f"{number}", before), prepend=True)
         block.register_forward_hook(partial(_leave, part, f"{number} back"))
     last.register_forward_hook(lambda *_: part.mark("end"))
     return list(blocks)
 
 
-def _enter(part: _Part, name: str, block: nn.Module, args: Any) -> None:
+def _enter(part: _Part, name: str, before: int | None, block: nn.Module, args: Any) -> None:
     part.mark(name)
     part.entered.update(part.numbers(args))
+    if before is not None:  # gradients are reduced here, and ops between the blocks run after it
+        _at_gradients(args, lambda _: part.mark(f"{before} back"))
 
 
 def _leave(part: _Part, name: str, block: nn.Module, args: Any, out: Any) -> None:

@@ -1,9 +1,9 @@
 """Profile of a model's parts in a micro-batch: memory allocated and freed, ops, communication.
 
-A profile has a segment for the beginning of the model, one block and the end, forward and backward. It is recorded by
-running the model's own code with fake tensors (`probe.py`), at two micro-batch sizes. Other sizes are interpolated, as
-bytes and shapes grow linearly. If the two differ in more than sizes (a loss in more chunks), the requested size is
-recorded itself. No torch here.
+A profile has a segment for the beginning of the model, each kind of block and the end, forward and backward. It is
+recorded by running the model's own code with fake tensors (`probe.py`), at two micro-batch sizes. Other sizes are
+interpolated, as bytes and shapes grow linearly. If the two differ in more than sizes (a loss in more chunks), the
+requested size is recorded itself. No torch here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from gptlite.parallelism.axes import DATA_AXES
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.plan.cache import cached
@@ -79,12 +80,13 @@ class Segment:
 class Halves:
     """Profiles of split backward passes. `inputs`: the half for the input's gradient of a block, and `inputs_end` of
     the model's end. `weights`: the other half of a part of PARTS blocks, and `weights_end` of a part that also has the
-    model's end."""
+    model's end. If blocks differ, a stage counts as one block: `parts` is 1, and the model's end belongs to it."""
 
     inputs: Segment
     inputs_end: Segment
     weights: Segment
     weights_end: Segment
+    parts: int = PARTS
 
     def sent(self, blocks: int, end: bool) -> Counter[Transfer]:
         """Return the collectives of the backward pass of a part with that many blocks, per micro-batch."""
@@ -93,21 +95,32 @@ class Halves:
         for sent in self.inputs.sent:
             found[sent] += blocks
         for sent, count in weights.items():
-            found[sent] += count * blocks // PARTS
+            found[sent] += count * blocks // self.parts
         return found
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Segments of a model, with one block standing for all; `begin_back`, `block_back` and `end_back` are of the
-    backward pass."""
+    """Segments of a model, of its blocks one per kind; `begin_back`, `blocks_back` and `end_back` are of the backward
+    pass."""
 
     begin: Segment
-    block: Segment
+    blocks: tuple[Segment, ...]
     end: Segment
     begin_back: Segment
-    block_back: Segment
+    blocks_back: tuple[Segment, ...]
     end_back: Segment
+
+    @cached_property
+    def pairs(self) -> list[tuple[Segment, Segment]]:
+        """Forward and backward segments: of the beginning, of each kind of block, of the end."""
+        forward, backward = (self.begin, *self.blocks, self.end), (self.begin_back, *self.blocks_back, self.end_back)
+        return list(zip(forward, backward, strict=True))
+
+    @cached_property
+    def sums_data(self) -> bool:
+        """True if data ranks communicate inside the model, for the statistics of a batch norm."""
+        return any(sent.axis in DATA_AXES for pair in self.pairs for each in pair for sent in each.sent)
 
 
 def between(small: Any, large: Any, sequences: int) -> Any:
@@ -137,7 +150,7 @@ def _key(work: Workload, tp_rank: int = 0) -> tuple[object, ...]:
     """Return the fields that a profile depends on."""
     config, layout = work.parallelism, work.layout
     degrees = layout.size("tp"), layout.context, layout.size("pp") == 1, work.sharded
-    how = config.sequence, config.activation_checkpointing, splits_backward(config)
+    how = config.sequence, config.activation_checkpointing, splits_backward(config), layout.data_size > 1
     return work.same, work.micro_batch_size, *degrees, *how, tp_rank
 
 
@@ -149,17 +162,18 @@ def profile_of(work: Workload, tp_rank: int = 0) -> Profile:
     return _scaled(work, lambda smaller: profile_of(smaller, tp_rank)) or record(work, tp_rank)
 
 
-@cached(_key)
-def halves_of(work: Workload) -> Halves:
-    """Return the profiles of a pipeline's parts with split backward passes."""
+@cached(lambda work, blocks=None: (_key(work), blocks))
+def halves_of(work: Workload, blocks: range | None = None) -> Halves:
+    """Return the profiles of a pipeline's parts with split backward passes; if blocks differ, of the stage with
+    `blocks`."""
     from gptlite.plan.probe import record_halves
 
-    return _scaled(work, halves_of) or record_halves(work)
+    return _scaled(work, lambda smaller: halves_of(smaller, blocks)) or record_halves(work, blocks)
 
 
 def _scaled(work: Workload, of: Callable[[Workload], Any]) -> Any:
     """Interpolate from two smaller micro-batches for a large one; None if it has to be recorded."""
-    if work.micro_batch_size <= SIZES[-1] or work.rank_length < SHORTEST:
+    if work.micro_batch_size <= SIZES[-1] or (work.sample is None and work.rank_length < SHORTEST):
         return None
     small, large = (of(replace(work, micro_batch_size=size)) for size in SIZES)
     return between(small, large, work.micro_batch_size)

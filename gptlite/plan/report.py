@@ -29,8 +29,8 @@ from gptlite.plan.traffic import file_bytes
 from gptlite.plan.workload import Workload
 
 EQUAL = "="  # marks a layout within the planner's error of the fastest
-HEADINGS = ("#", "", "s/step", "tok/s", "MFU", "comm", "bubble", "GiB/rank", "micro", "recompute")
-RIGHT = "# s/step tok/s MFU comm bubble GiB/rank micro"
+HEADINGS = ("#", "", "s/step", "{}/s", "MFU", "comm", "bubble", "GiB/rank", "micro", "recompute")
+RIGHT = "# s/step tok/s samples/s MFU comm bubble GiB/rank micro"
 INDENT = "    "  # of the layout's description below its figures
 
 
@@ -39,8 +39,8 @@ def report(plan: Plan, top: int, tokens: float | None = None) -> str:
     found, work = plan.found, plan.best.work
     guessed = f" (assumed: {plan.assumed})" * bool(plan.assumed)
     lines = [
-        ("model", f"{_label(work)}: {format_count(num_parameters(work.model))} parameters, "
-                  f"vocabulary of {vocabulary_of(work.model)}{guessed}"),
+        ("model", f"{_label(work)}: {format_count(num_parameters(work.model))} parameters"
+                  f"{f', vocabulary of {vocabulary_of(work.model)}{guessed}' * (work.sample is None)}"),
         ("cluster", _cluster_words(plan.cluster)),
         ("batch", _batch_words(work)),
         ("looked at", f"{found.tried:,} layouts; of the fastest {len(found.ranked):,} fit"),
@@ -173,7 +173,7 @@ def _bars(layout: Candidate, limit: float) -> Bars:
     """Return the chart's row of a layout."""
     each = layout.prediction
     lengths = {part: getattr(each, f"{part}_seconds") for part in TIME}
-    label = f"{each.tokens_per_second:,.0f} tok/s{'' if each.mfu is None else f', MFU {each.mfu:.0%}'}"
+    label = f"{each.tokens_per_second:,.0f} {_unit(layout.work)}/s{'' if each.mfu is None else f', MFU {each.mfu:.0%}'}"
     return Bars(_name(layout), lengths, label, each.memory, limit)
 
 
@@ -181,7 +181,8 @@ def _table(plan: Plan, top: int) -> Iterator[str]:
     """Yield two or more lines per layout: its figures, then its description."""
     ranked, equal = distinct(plan.found, top), equal_seconds(plan.found)
     rows = [_row(number, each, each.prediction.step_seconds <= equal) for number, each in enumerate(ranked, 1)]
-    header, *figures = table(HEADINGS, rows, right=RIGHT, indent="")
+    headings = tuple(each.format(_unit(plan.best.work)) for each in HEADINGS)
+    header, *figures = table(headings, rows, right=RIGHT, indent="")
     yield header
     for line, each in zip(figures, ranked, strict=True):
         words = each.work.layout.describe(each.work.parallelism)
@@ -235,7 +236,13 @@ def _name(each: Candidate) -> str:
 
 
 def _batch_words(work: Workload) -> str:
-    return f"{work.global_batch_size} sequences of {work.sequence_length}, {work.dtype}"
+    unit = "samples" if work.sample else f"sequences of {work.sequence_length}"
+    return f"{work.global_batch_size} {unit}, {work.dtype}"
+
+
+def _unit(work: Workload) -> str:
+    """Return the unit of throughput, for a table."""
+    return work.unit.removesuffix("ens")
 
 
 def _cluster_words(cluster: ClusterConfig, memory: str = "") -> str:
@@ -256,7 +263,8 @@ def _offload_words(plan: Plan) -> str:
 
 
 def _training_words(plan: Plan, tokens: float) -> str:
-    words = f"{format_count(tokens)} tokens in {format_duration(86400 * days_to_train(tokens, plan.best.prediction))}"
+    duration = format_duration(86400 * days_to_train(tokens, plan.best.prediction))
+    words = f"{format_count(tokens)} {plan.best.work.unit} in {duration}"
     each = cost_per_billion_tokens(plan.best.prediction, plan.cluster, plan.best.work.layout.world_size)
     if each is None:
         return words

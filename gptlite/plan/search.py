@@ -27,7 +27,8 @@ from gptlite.plan.workload import Prediction, RankBytes, Workload
 from gptlite.progress import Log, Progress
 
 REPORT_SECONDS = 5.0  # a search that takes longer says what follows it
-MICRO_BATCHES = (1, 2, 4, 8, 16)
+MICRO_BATCHES = tuple(2**power for power in range(5))  # sequences
+MICRO_SAMPLES = tuple(2**power for power in range(11))  # a sample may be far smaller than a sequence
 WANTED = 30  # default number of kinds of layouts that fit
 ASKED = 300  # layouts whose memory is computed exactly when none fits, to report the smallest
 SHORTEST_CHUNK = 1024  # positions of a context chunk: below it another axis divides the work with less traffic
@@ -278,7 +279,8 @@ def workloads(
             yield space.work, str(error)
             continue
         each = space.work.global_batch_size // layout.data_size
-        sizes = [size for size in MICRO_BATCHES if each and each % size == 0]
+        tried = MICRO_SAMPLES if space.work.sample else MICRO_BATCHES
+        sizes = [size for size in tried if each and each % size == 0]
         if "micro_batch_size" in space.fixed:
             sizes = [space.work.micro_batch_size]
         for micro in sizes or [1]:  # without a valid size, the check of the configuration gives the reason

@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
+from gptlite.data.samples import SampleBatch
 from gptlite.kernels.library import Loaded, load
 from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, materialize
@@ -260,6 +262,7 @@ def _build(work: Workload, mesh: Mesh, model: Model, parts: list[nn.Module], loa
         micro_batches=loader.num_micro_batches,
         micro_batch_size=work.micro_batch_size,
         sequence_length=work.sequence_length,
+        example=None if work.sample is None else work.sample.x[0],
     )
     step = Step(mesh, passes, work.optimizer.lr, work.optimizer.clip_norm, Stopping(mesh, StopSignal()))
     return step, TrainState(model, runner, optimizer, Schedule(ConstantConfig(), 1), loader, {})
@@ -268,19 +271,26 @@ def _build(work: Workload, mesh: Mesh, model: Model, parts: list[nn.Module], loa
 def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:
     """Return a stand-in for the loader, with only what a step uses. On a CPU a thread makes the batches, so they do not
     count."""
-    shape = (work.micro_batch_size, work.rank_length)
-    tensors = [torch.zeros(size, dtype=torch.int64) for size in (shape, shape, shape[:1])]
-    watch.leave_out(*tensors)
+    tensors = (*zero_batch(work), torch.zeros(work.micro_batch_size, dtype=torch.int64))
+    watch.leave_out(*tree_leaves(tensors))
 
     def batch(consumed_samples: int, micro_index: int) -> Batch:
-        tokens, targets, sample_ids = (each if work.device == "cpu" else each.clone() for each in tensors)
-        return Batch(tokens, targets, sample_ids)
+        given = tensors if work.device == "cpu" else tree_map(torch.clone, tensors)
+        return SampleBatch(*given) if work.sample else Batch(*given)
 
     loader = SimpleNamespace(
         batch=batch, schedule=BatchSchedule(work.global_batch_size), stream=SimpleNamespace(seed=0)
     )
     loader.num_micro_batches, loader.micro_batches = micro_batches, lambda consumed_samples: micro_batches
     return cast(Loader, loader)
+
+
+def zero_batch(work: Workload) -> tuple[Any, Any]:
+    """Return the input and the targets of a micro-batch, of zeros."""
+    rows, sample = work.micro_batch_size, work.sample
+    if sample is None:
+        return tuple(torch.zeros(rows, work.rank_length, dtype=torch.int64) for _ in range(2))  # type: ignore[return-value]
+    return tree_map(lambda leaf: torch.zeros(rows, *leaf.shape[1:], dtype=leaf.dtype), (sample.x, sample.target))
 
 
 def ops_of(work: Workload) -> Ops:

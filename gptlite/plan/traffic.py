@@ -14,9 +14,11 @@ from itertools import chain
 from math import prod
 
 from gptlite.models.spec import spec_of
+from gptlite.parallelism.axes import DATA_AXES
 from gptlite.parallelism.config import Offload
-from gptlite.parallelism.layout import num_stages, splits_backward, stages_of_rank
-from gptlite.plan.parameters import Parameter, Stage, copies, stages
+from gptlite.parallelism.layout import Layout, num_stages, splits_backward, stages_of_rank
+from gptlite.plan.cache import cached
+from gptlite.plan.parameters import Parameter, Stage, copies, cut, stages
 from gptlite.plan.profile import halves_of, profile_of
 from gptlite.plan.walk import gathers
 from gptlite.plan.workload import MASTER, Transfer, Workload
@@ -76,18 +78,26 @@ def _outside(work: Workload, held: list[Stage], pp_rank: int, times: int) -> Ite
 
 def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
     """Yield the transfers of a stage's passes along the tensor and the context axis, for each micro-batch."""
-    if work.layout.size("tp") * work.layout.context == 1:
+    if work.layout.size("tp", "dp_replicate", "dp_shard") == 1:  # the context axis is folded over these
         return
     profile, found = profile_of(work, tp_rank), Counter[Transfer]()
     split = splits_backward(work.parallelism) and not stage.first
     if split:
-        found = halves_of(work).sent(stage.layers, stage.last)
-    parts = (profile.begin, profile.begin_back, stage.first), (profile.block, profile.block_back, stage.layers)
-    for forward, backward, times in (*parts, (profile.end, profile.end_back, stage.last)):
+        found = halves_of(work, stage.blocks).sent(stage.units, stage.last)
+    numbers = stage.first, *(dict(stage.runs).get(kind, 0) for kind in range(len(profile.blocks))), stage.last
+    for (forward, backward), times in zip(profile.pairs, numbers, strict=True):
         for sent in (*forward.sent, *(() if split else backward.sent)):
             found[sent] += times
     for sent, count in found.items():
-        yield sent._replace(payload=round(sent.payload), count=count * work.micro_batches)
+        for each in among(work.layout, sent):
+            yield each._replace(payload=round(sent.payload), count=count * work.micro_batches)
+
+
+def among(layout: Layout, sent: Transfer) -> list[Transfer]:
+    """Return a profile's collective in a layout: one among data ranks is made along each data axis."""
+    if sent.axis not in DATA_AXES:
+        return [sent]
+    return [sent._replace(axis=axis, ranks=layout.size(axis)) for axis in DATA_AXES if layout.size(axis) > 1]
 
 
 def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[Transfer]:
@@ -96,12 +106,20 @@ def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[
     if work.layout.fsdp_size == 1:
         return
     shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
-    for elements, number, block in stage.groups(work.parallelism.bucket_layers, shards):
+    groups, count = stage.groups(work.parallelism.bucket_layers, shards), work.micro_batches
+    for elements, number, block in groups:
         whole, size = shards * elements * work.gather_item, elements * work.reduce_item
         for phase, times in gathered(work, pp_rank, stage.number, block).items():
             yield Transfer("dp_shard", "all_gather", shards, whole, number * times, phase)
         yield Transfer("dp_shard", "reduce_scatter", shards, shards * size, number * reduced, "backward")
         yield Transfer("dp_replicate", "all_reduce", copies, size, number, "backward")
+    in_turn = work.layout.size("pp") == 1 or (stage.last and work.parallelism.schedule == "1f1b")
+    if in_turn and count > 1 and not stage.others and sum(number for _, number, _ in groups) > 1:
+        # With a backward pass after each forward pass, FSDP2 prefetches at the first bucket's backward pass what ran
+        # before it: the last bucket of the previous micro-batch. The next forward pass uses it.
+        again, whole = count - 1 if work.parallelism.zero == 3 else 1, shards * groups[-1][0] * work.gather_item
+        yield Transfer("dp_shard", "all_gather", shards, whole, again, "backward")
+        yield Transfer("dp_shard", "all_gather", shards, whole, 1 - again, "forward")
 
 
 def gathered(work: Workload, pp_rank: int, stage: int, block: bool) -> dict[str, int]:
@@ -120,21 +138,41 @@ def gathered(work: Workload, pp_rank: int, stage: int, block: bool) -> dict[str,
 def _pipeline(work: Workload, stage: Stage, pp_rank: int) -> Iterator[Transfer]:
     """Yield a stage's messages: the activation of each micro-batch to the next stage, and its gradient back."""
     config, mine = work.parallelism, stages_of_rank(work.parallelism, pp_rank)
-    payload, count = message_bytes(work), work.micro_batches
     for neighbour, (forward, backward) in ((stage.number + 1, ("send", "recv")), (stage.number - 1, ("recv", "send"))):
         if 0 <= neighbour < num_stages(config) and neighbour not in mine:
+            payload, count = message_bytes(work, max(stage.number, neighbour)), work.micro_batches
             yield Transfer("pp", forward, 2, payload, count, "forward")
             yield Transfer("pp", backward, 2, payload, count, "backward")
 
 
-def message_bytes(work: Workload) -> int:
-    """Return the bytes that one part of a pipeline sends to the next per micro-batch."""
-    if work.layout.size("pp") == 1:
+def message_bytes(work: Workload, stage: int) -> int:
+    """Return the bytes per micro-batch that a stage of a pipeline receives from the one before it; 0 for the first
+    stage, and for the number after the last one."""
+    layers = cut(work).layers
+    if not 0 < stage < len(layers):
         return 0
-    between = work.layout.size("tp") if work.parallelism.sequence else 1
-    shape = spec_of(work.model).activations(work.model, work.micro_batch_size, work.rank_length // between)
-    assert shape is not None
-    return prod(shape) * work.stream_item
+    return prod(block_input(work, layers[stage].start)) * work.stream_item
+
+
+def block_input(work: Workload, block: int) -> tuple[int, ...]:
+    """Return the shape of a micro-batch's activations before a block, or after the last one."""
+    slices = work.layout.size("tp") if work.parallelism.sequence else 1
+    size, length = work.micro_batch_size, work.rank_length // slices
+    return spec_of(work.model).activations(work.model, size, length) or _inputs(work)[block]
+
+
+@cached(lambda work: (work.same, work.micro_batch_size))
+def _inputs(work: Workload) -> list[tuple[int, ...]]:
+    """Return the shape of each block's input, of a model whose blocks differ."""
+    import torch
+
+    from gptlite.models.plain import input_shapes
+
+    shape, dtype = (work.rank_length,), torch.int64
+    if work.sample:
+        shape, dtype = work.sample.x.shape[1:], work.sample.x.dtype
+    x = torch.empty((work.micro_batch_size, *shape), dtype=dtype, device="meta")
+    return input_shapes(spec_of(work.model), work.model, x)
 
 
 @dataclass(frozen=True)

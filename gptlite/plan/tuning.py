@@ -56,7 +56,11 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
     best = max(trials, key=lambda trial: trial.tokens_per_second)
     ran = best.tokens_per_second > 0
     candidate = best.candidate if ran else plan.best
-    result = f"{format_count(best.tokens_per_second)} tokens/s over {steps} steps" if ran else "predicted, never run"
+    result = (
+        f"{format_count(best.tokens_per_second)} {plan.best.work.unit}/s over {steps} steps"
+        if ran
+        else "predicted, never run"
+    )
     micro = f"data.micro_batch_size={candidate.work.micro_batch_size}"
     keys = [each for each in train_overrides(given, candidate.work) if each.startswith("parallelism.")]
     lines = [
@@ -120,7 +124,9 @@ def _in_order(plan: Plan, k: int) -> list[Candidate]:
 
 def _line(number: int, trial: Trial) -> str:
     predicted = format_count(trial.candidate.prediction.tokens_per_second)
-    result = trial.reason or f"{format_count(trial.tokens_per_second)} tokens/s (predicted {predicted})"
+    result = (
+        trial.reason or f"{format_count(trial.tokens_per_second)} {trial.candidate.work.unit}/s (predicted {predicted})"
+    )
     return f"{number}: {trial.candidate.words}: {result}, {trial.seconds:.0f} s"
 
 

@@ -1,11 +1,11 @@
 """Recording of one rank's allocations, communication and ops at torch's dispatcher, with the cost of each op.
 
 Memory is counted by storages: when a storage is first seen, resized, or no longer referenced. Temporary memory inside
-an op is not seen, except for the workspaces of our kernels and gloo's copies.
+an op is not seen, except for the workspaces of our kernels and the copies of gloo and of oneDNN's convolutions.
 
 An op's cost follows from the shapes of its arguments. A multiplication with an addition counts as two FLOPs. Causal
-attention computes half of its scores. An op that is neither a product nor attention costs its bytes; FLOPs of
-convolutions come from torch.utils.flop_counter.
+attention computes half of its scores. A convolution is the product of its filters and of the patches under them. Other
+ops cost their bytes, and the FLOPs that torch.utils.flop_counter has for them.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ SCORES = {  # index of the queries; the keys follow them, or are packed with the
     "attention_packed": 0,
     "attention_packed_backward": 3,
 }
+FILTERS = {"convolution": 1, "convolution_backward": 2}  # index of the weight
 ROWS = 256  # limit of partial sums for each of three columns, see gptlite_rows_workspace in kernels/cpu/workspace.cpp
 # Our ops that sum over rows: index of the argument with the rows.
 ROWS_OF = {"layer_norm_backward": 1, "residual_norm_backward": 2, "bias_gelu_backward": 1}
@@ -107,10 +108,11 @@ class Watch(TorchDispatchMode):
             return func(*args)  # a query: computes and allocates nothing
         if func is torch.ops.aten._local_scalar_dense.default:
             return ANSWER
-        moment = self._transferred(func._opname, args) if func.namespace == "c10d" else moment_bytes(func, args)
+        moment = self._transferred(func._opname, args) if func.namespace == "c10d" else 0
         if func is torch.ops.aten.add.Tensor and is_last_sum(args[0]):
             func = torch.ops.aten.add_.Tensor  # autograd adds in place if tensors have data
         out = func(*args, **(kwargs or {}))
+        moment = moment or moment_bytes(func, args, out, bool(self._copied))
         if (op := op_of(func, args, out)) is not None:
             self.log.append(op)
         for each in tree_leaves(out):
@@ -185,12 +187,26 @@ def op_of(func: Any, args: Any, out: Any) -> Op | None:
     if name in SCORES:
         return Op(ATTENTION, moved, float(_attention(name, args)), kept=kept)
     if (formula := flop_registry.get(func.overloadpacket)) is not None:
-        return Op(ATTENTION, moved, float(formula(*args, out_val=out)), kept=kept)
+        flops = float(formula(*args, out_val=out))
+        if name not in FILTERS:
+            return Op(ATTENTION, moved, flops, kept=kept)
+        columns, *inner = args[FILTERS[name]].shape
+        sums = (out[0] is not None) + (out[1] is not None) if "backward" in name else 1
+        return Op(
+            MATMUL, moved, flops, flops / (2.0 * sums * columns * prod(inner)), float(prod(inner)), float(columns)
+        )
     return Op(MOVE, moved) if moved else None
 
 
-def moment_bytes(func: Any, args: Any) -> int:
-    """Return the temporary bytes of a dispatched op beside its results: the workspaces of our kernels."""
+def moment_bytes(func: Any, args: Any, out: Any, on_cpu: bool) -> int:
+    """Return the temporary bytes of a dispatched op beside its results: the workspaces of our kernels, and on a CPU
+    those of a convolution, whose operands and result oneDNN has in layouts of its own; it sums 16-bit gradients of
+    filters in fp32."""
+    if on_cpu and func._opname in FILTERS:
+        backward = func._opname == "convolution_backward"
+        result = args[2] if backward else out
+        sums = 4 * result.numel() * (backward and result.itemsize == 2)
+        return max(sum(_bytes(args[:2])) + sums, result.nbytes)
     if func.namespace != "gptlite" or func._opname not in ROWS_OF:
         return 0
     *leading, width = args[ROWS_OF[func._opname]].shape

@@ -3,9 +3,9 @@ time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gptlite.models.config import ModelConfig
 from gptlite.models.spec import spec_of
@@ -16,15 +16,29 @@ from gptlite.parallelism.layout import Layout, accumulation
 from gptlite.plan.cache import Same
 
 MASTER = 4  # bytes of an fp32 number
+INDEX = 8  # bytes of a token id, int64
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Input and target of one sample, as batches of one on the meta device, their bytes, and `words` that tell
+    samples of other shapes apart."""
+
+    x: Any = field(compare=False)
+    target: Any = field(compare=False)
+    x_bytes: int
+    target_bytes: int
+    words: str
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of a run. The model's vocabulary size is known; batch sizes are in sequences.
+    """One step of a run. The model's vocabulary size is known; batch sizes are in sequences, or in samples of one
+    position.
 
     dtype: fp32, bf16 or fp16, of compute. attention: the path that a run's `ops` would select. device: cuda or cpu.
     master_weights: parameters are fp32 between steps, not bf16. amp: Apex's level o1 or o2, or empty. half_sums:
-    gradients are summed over data ranks in the compute dtype, not in fp32.
+    gradients are summed over data ranks in the compute dtype, not in fp32. sample: None for a model that reads tokens.
     """
 
     model: ModelConfig
@@ -40,12 +54,13 @@ class Workload:
     master_weights: bool = True
     amp: str = ""
     half_sums: bool = False
+    sample: Sample | None = None
 
     @cached_property
     def same(self) -> tuple[object, ...]:
         """Fields that the layouts of a search share, as part of a cache key."""
         numbers = self.dtype, self.attention, self.device, self.master_weights, self.amp
-        return Same(self.model), self.sequence_length, *numbers
+        return Same(self.model), self.sequence_length, self.sample, *numbers
 
     @property
     def stored(self) -> int:
@@ -90,6 +105,16 @@ class Workload:
         """Tokens per micro-batch on one rank; context-parallel ranks divide the sequences."""
         return self.micro_batch_size * self.rank_length
 
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of a micro-batch's input on one rank."""
+        return self.micro_batch_size * self.sample.x_bytes if self.sample else self.rank_tokens * INDEX
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of a micro-batch's targets on one rank."""
+        return self.micro_batch_size * self.sample.target_bytes if self.sample else self.rank_tokens * INDEX
+
     @cached_property
     def sharded(self) -> bool:
         """True if FSDP2 holds the parameters: with several data ranks, or to offload."""
@@ -101,8 +126,13 @@ class Workload:
         return self.parallelism.offload is not Offload.none and self.device != "cpu"
 
     @property
+    def unit(self) -> str:
+        """Unit of throughput: tokens or samples."""
+        return "samples" if self.sample else "tokens"
+
+    @property
     def tokens(self) -> int:
-        """Tokens of a step, over all ranks."""
+        """Tokens or samples of a step, over all ranks."""
         return self.global_batch_size * self.sequence_length
 
 

@@ -141,7 +141,7 @@ def test_a_block_is_the_sum_of_its_ops():
         model_seconds(work(1, activation_checkpointing=ActivationCheckpointing[mode]), device(), real)[1].ops
         for mode in ("none", "selective", "full")
     )
-    ops = plain_profile(work(1)).block.ops
+    ops = plain_profile(work(1)).blocks[0].ops
     assert none.forward == pytest.approx(sum(map(device().seconds, ops)))
     assert full.backward - none.backward == pytest.approx(none.forward)
     moves = [op for op in ops if op.kind == MOVE]
@@ -347,7 +347,7 @@ def test_offload_by_hand(offload):
     found = predict(given, slow_host())
     none = predict(plain, slow_host())
     shard = sum(each.shard(8) for stage in stages(given, 0) for each in stage.parameters())
-    block = sum(each.shard(8) for each in stages(given, 0)[0].block)
+    block = sum(each.shard(8) for each in stages(given, 0)[0].kinds[0])
     copied = 4 * (shard + GPT.num_layers * block + shard)
     assert found.communication_seconds - none.communication_seconds == pytest.approx(copied / 1e9, rel=1e-3)
     each = 40 * shard / 1e9 if offload == "cpu" else 16 * shard / 1e8

@@ -50,18 +50,20 @@ def test_products_of_a_block_are_the_models():
     work = gpt_work()
     width, tokens = work.model.d_model, work.rank_tokens
     its = profile_of(work)
-    shapes = [(op.rows, op.inner, op.columns) for op in its.block.ops if op.kind == MATMUL]
+    shapes = [(op.rows, op.inner, op.columns) for op in its.blocks[0].ops if op.kind == MATMUL]
     assert shapes == [
         (tokens, width, 3 * width), (tokens, width, width), (tokens, width, 4 * width), (tokens, 4 * width, width)
     ]  # fmt: skip
-    there, back = (sum(op.flops for op in each.ops if op.kind == MATMUL) for each in (its.block, its.block_back))
+    there, back = (
+        sum(op.flops for op in each.ops if op.kind == MATMUL) for each in (its.blocks[0], its.blocks_back[0])
+    )
     assert (there, back) == (24 * width**2 * tokens, 48 * width**2 * tokens)
 
 
 def test_gradients_are_state_or_come_and_go_or_stay():
     work = gpt_work()
-    back = profile_of(work).block_back
-    elements = sum(parameter.elements for parameter in inventory(work.model, 1).block)
+    back = profile_of(work).blocks_back[0]
+    elements = sum(parameter.elements for parameter in inventory(work.model, 1).kinds[0])
     made = sum(event.size for event in back.events if event.role == GRADIENT)
     assert made == FP32 * elements
     assert made == -sum(event.size for event in back.events if event.role == ADDED)
@@ -73,8 +75,8 @@ def test_a_block_leaves_nothing_behind():
     """What its forward pass keeps and gives on, its backward pass gives back, but for its input's gradient."""
     work = gpt_work()
     its, activation = profile_of(work), FP32 * work.rank_tokens * work.model.d_model
-    assert its.block.left > 4 * activation
-    assert its.block.left + its.block_back.left == 0
+    assert its.blocks[0].left > 4 * activation
+    assert its.blocks[0].left + its.blocks_back[0].left == 0
     assert its.begin.left == activation
 
 
@@ -163,7 +165,7 @@ def test_halves_of_a_backward_pass_keep_what_the_other_needs():
     work = gpt_work("pp=2 schedule=zero_bubble micro=2", 2)
     its, whole = halves_of(work), profile_of(work)
     weights = sum(event.size for event in its.weights.events if event.role == GRADIENT)
-    assert weights == 2 * FP32 * sum(parameter.elements for parameter in inventory(work.model, 1).block)
+    assert weights == 2 * FP32 * sum(parameter.elements for parameter in inventory(work.model, 1).kinds[0])
     assert not any(event.role == GRADIENT for event in its.inputs.events)
     assert its.inputs.left > 0  # gradients for the other half, and nothing given back
-    assert 2 * (its.inputs.left + whole.block.left) + its.weights.left == pytest.approx(0, abs=whole.block.left)
+    assert 2 * (its.inputs.left + whole.blocks[0].left) + its.weights.left == pytest.approx(0, abs=whole.blocks[0].left)

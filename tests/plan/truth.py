@@ -32,7 +32,7 @@ from gptlite.parallelism.memory_watch import MemoryWatch, where_backward_begins
 from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, _Stage
 from gptlite.parity.record import build
-from gptlite.plan.planning import planned_dtype
+from gptlite.plan.planning import planned_dtype, planned_sample
 from gptlite.plan.workload import RankBytes, Transfer, Workload
 from gptlite.precision import Reduce
 from gptlite.trainer.state import TrainState
@@ -71,6 +71,7 @@ def workload(config: Config, world: int) -> Workload:
         master_weights=config.precision.master_weights,
         amp=config.precision.dtype.value.partition("amp_")[2],
         half_sums=config.precision.reduce is Reduce.compute,
+        sample=planned_sample(config.data) if config.data.unit == "samples" else None,
     )
 
 

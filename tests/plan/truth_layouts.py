@@ -6,20 +6,29 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gptlite.config import Config, load
-from plan.truth import BASE
+from plan.truth import BASE, Counted, counted
 
 MODEL = """
 data.vocab_size=500 data.global_batch_size=8 data.micro_batch_size=4
 model.num_layers=4 model.num_heads=4 model.d_model=64 model.sequence_length=64
 """.split()
+SAMPLES = """
+precision=fp32 schedule=constant schedule.warmup_steps=0 run.dir=unused run.name=truth trainer.max_steps=1000
+data.micro_batch_size=4
+""".split()
+RESNET = ["model=resnet18", "model.width=16", "data=fake_images", "data.samples=96", "data.global_batch_size=16"]
+PERCEPTRON = ["model=perceptron", "data=points", "data.global_batch_size=128", *SAMPLES, "data.micro_batch_size=32"]
+MODELS = {"gpt": [*BASE, *MODEL], "resnet": [*RESNET, *SAMPLES], "perceptron": PERCEPTRON}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What train.py would be told, on so many ranks. Keys of `words` are short for parallelism's, data's, model's."""
+    """What train.py would be told, on so many ranks. Keys of `words` are short for parallelism's, data's, model's.
+    `model` is a key of MODELS."""
 
     world: int
     words: str
+    model: str = "gpt"
 
     @property
     def name(self) -> str:
@@ -28,12 +37,20 @@ class Layout:
 
     def config(self) -> Config:
         """Of its run."""
-        return _load(tuple(_key(word) for word in self.words.split()))
+        return _load(self.model, tuple(_key(word) for word in self.words.split()))
 
 
 @lru_cache
-def _load(overrides: tuple[str, ...]) -> Config:
-    return load([*BASE, *MODEL, *overrides])
+def _load(model: str, overrides: tuple[str, ...]) -> Config:
+    if model != "gpt":  # plugins, which a rank does not know either
+        import models.mlp
+        import models.resnet  # noqa: F401
+    return load([*MODELS[model], *overrides])
+
+
+def count(layout: Layout) -> Counted:
+    """What a rank of the layout takes in a step."""
+    return counted(layout.config())
 
 
 SHORT = {
@@ -56,6 +73,8 @@ SHORT = {
     "tied": "model.tied_embeddings",
     "dropout": "model.dropout",
     "bias": "model.bias",
+    "norm": "model.norm",
+    "form": "model.form",
     "dtype": "precision",
     "reduce": "precision.reduce",
     "offload": "parallelism.offload",

@@ -74,7 +74,7 @@ def run(layouts: Iterable[Layout], timeout: float = 200) -> Iterator[Row]:
         with Ranks(world, collective_timeout=timeout) as ranks:
             for layout in layouts:
                 if layout.world == world:
-                    yield from compare(layout, ranks.run("plan.truth:counted", layout.config(), timeout=timeout))
+                    yield from compare(layout, ranks.run("plan.truth_layouts:count", layout, timeout=timeout))
 
 
 def worst_rows(layouts: Iterable[Layout]) -> Iterator[Row]:
