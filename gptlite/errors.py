@@ -1,5 +1,6 @@
 """User errors. The message of each is one line that names the key, its value and the fix."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,17 @@ def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]
         yield
     except ImportError:
         raise ConfigError(f"{user} needs a missing package; pip install {package}{instead}") from None
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and message in one line, with the last line outside the installed packages that
+    raised it, such as `ValueError: no such width (my_model.py:26)`."""
+    from textwrap import shorten  # imported only for an error
+    from traceback import extract_tb
+
+    frames = [frame for frame in extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {shorten(str(error), 300, placeholder='...')}{place}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
