@@ -50,5 +50,5 @@ def test_the_loss_falls(alone):
 
 @pytest.mark.parametrize("name", ["hf", "t5"])
 def test_a_pipeline_is_refused_where_blocks_are_not_in_a_sequence(name):
-    with pytest.raises(ConfigError, match=r"parallelism\.pipeline=2: the \w+ model does not declare its number of blocks"):
+    with pytest.raises(ConfigError, match=r"pipeline=2: the \w+ model does not declare its number of blocks"):
         config_of(name, *PIPELINE)
