@@ -22,13 +22,15 @@ def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's type and message in one line, with the last line outside the installed packages that
-    raised it, such as `ValueError: no such width (my_model.py:26)`."""
+    """Return an exception's type and message in one line, with the last line of the user's own code that raised it,
+    such as `ValueError: no such width (my_model.py:26)`."""
     from textwrap import shorten  # imported only for an error
     from traceback import extract_tb
 
-    frames = [frame for frame in extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    ours, installed = os.path.dirname(__file__), f"{os.sep}site-packages{os.sep}"
+    frames = [(frame.filename, frame.lineno) for frame in extract_tb(error.__traceback__)]
+    own = [f" ({os.path.basename(file)}:{line})" for file, line in frames if ours not in file and installed not in file]
+    place = own[-1] if own else ""
     return f"{type(error).__name__}: {shorten(str(error), 300, placeholder='...')}{place}"
 
 

@@ -60,7 +60,8 @@ def parallelize(
     The order is pipeline, tensor, context, recomputation, compilation, ZeRO, as each wraps the result of the one
     before.
     """
-    whole.to(policy.parameter_dtype)
+    for parameter in whole.parameters():  # buffers, such as running statistics, keep their dtype
+        parameter.data = parameter.data.to(policy.parameter_dtype)
     parts = _cut_blocks(model, whole, mesh, config)
     split_backward = splits_backward(config)
     # A split backward pass would run an overlapping layer's communication in both halves; compiled code is reordered by
