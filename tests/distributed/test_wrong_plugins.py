@@ -38,7 +38,7 @@ WRONG = [
 def test_wrong_plugins_end_in_one_line(start: Start, tmp_path: Path, words: str, code: int, said: str) -> None:
     shutil.copy(HERE / "wrong_plugin.py", tmp_path)
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    ended, _, errors = start(TRAIN, *RUN.split(), *words.split()).end()
+    ended, _, errors = start(TRAIN, *RUN.split(), *words.split()).end(timeout=400)
     assert (ended, errors.count("\n")) == (code, 1)
     assert said in errors
 
@@ -46,6 +46,6 @@ def test_wrong_plugins_end_in_one_line(start: Start, tmp_path: Path, words: str,
 @pytest.mark.slow
 def test_a_worker_that_dies_ends_the_run(start: Start, tmp_path: Path) -> None:
     shutil.copy(HERE / "wrong_plugin.py", tmp_path)
-    ended, _, errors = start(TRAIN, *RUN.split(), "data.fault=exits", "data.workers=2").end()
+    ended, _, errors = start(TRAIN, *RUN.split(), "data.fault=exits", "data.workers=2").end(timeout=400)
     assert ended == 1
     assert "failed: RuntimeError: DataLoader worker" in errors.splitlines()[0]
