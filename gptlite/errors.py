@@ -1,5 +1,6 @@
 """User errors. The message of each is one line that names the key, its value and the fix."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,19 @@ def needed_package(package: str, user: str, instead: str = "") -> Iterator[None]
         yield
     except ImportError:
         raise ConfigError(f"{user} needs a missing package; pip install {package}{instead}") from None
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and message in one line, with the last line of the user's own code that raised it,
+    such as `ValueError: no such width (my_model.py:26)`."""
+    from textwrap import shorten  # imported only for an error
+    from traceback import extract_tb
+
+    ours, installed = os.path.dirname(__file__), f"{os.sep}site-packages{os.sep}"
+    frames = [(frame.filename, frame.lineno) for frame in extract_tb(error.__traceback__)]
+    own = [f" ({os.path.basename(file)}:{line})" for file, line in frames if ours not in file and installed not in file]
+    place = own[-1] if own else ""
+    return f"{type(error).__name__}: {shorten(str(error), 300, placeholder='...')}{place}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

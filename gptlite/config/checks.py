@@ -270,6 +270,9 @@ def _pipeline(config: Config) -> None:
         if layout.pipeline > 1:
             raise ConfigError(_no_axis(config, "pipeline", "does not declare its number of blocks"))
         return
+    if layout.pipeline > 1 and type(spec).tied is ModelSpec.tied and (tied := spec.tied(config.model)):
+        copy, owner = next(iter(tied.items()))
+        raise ConfigError(_no_axis(config, "pipeline", f"ties {copy} to {owner}, which stages cannot share"))
     its, ranks, virtual = rule(layout), layout.pipeline, layout.virtual_stages
     if its.fixed and virtual not in (None, its.virtual):
         raise ConfigError(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -57,18 +56,18 @@ class SyncedBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize in fp32; the result has the input's dtype."""
         x = input.float()
-        if not self.training and self.running_mean is not None:
-            out = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-            return out.to(input.dtype)
-        dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1, *[1] * (x.dim() - 2)]
-        count = x.numel() // x.shape[1] * self.mesh.data_size
-        mean = self._summed(x.sum(dims)) / count
-        centered = x - mean.view(shape)
-        # In two passes, since E[x^2] - E[x]^2 cancels for a large mean.
-        variance = self._summed((centered * centered).sum(dims)) / count
-        if self.tracks and self.training:
-            self._track(mean.detach(), variance.detach() * (count / max(count - 1, 1)))
+        if self.training or self.running_mean is None or self.running_var is None:
+            dims = [dim for dim in range(x.dim()) if dim != 1]
+            count = x.numel() // x.shape[1] * self.mesh.data_size
+            mean = self._summed(x.sum(dims)) / count
+            centered = x - mean.view(shape)
+            # In two passes, since E[x^2] - E[x]^2 cancels for a large mean.
+            variance = self._summed((centered * centered).sum(dims)) / count
+            if self.tracks and self.training:
+                self._track(mean.detach(), variance.detach() * (count / max(count - 1, 1)))
+        else:
+            centered, variance = x - self.running_mean.view(shape), self.running_var
         scale = torch.rsqrt(variance + self.eps)
         scale = scale if self.weight is None else scale * self.weight
         out = centered * scale.view(shape)

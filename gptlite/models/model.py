@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gptlite.errors import ConfigError
-from gptlite.models.plain import input_shapes
+from gptlite.errors import ConfigError, one_line
+from gptlite.models.plain import build_whole, input_shapes
 from gptlite.models.spec import ModelSpec, spec_of
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
@@ -38,10 +39,14 @@ class Model:
         casts = spec.casts or policy.compute_dtype == torch.float32
         return cls(spec, config, policy.stream_dtype, None if casts else policy.compute_dtype)
 
+    @cached_property
+    def tied(self) -> Mapping[str, str]:
+        """`{copy: owner}` of tied parameters, see ModelSpec.tied."""
+        return self.spec.tied(self.config)
+
     def build(self, ops: Ops, seed: int) -> nn.Module:
         """Build the whole model on the meta device."""
-        with torch.device("meta"):  # no memory yet: each rank allocates only its parts
-            return self.spec.build(self.config, ops, seed)
+        return build_whole(self.spec, self.config, ops, seed)  # no memory yet: each rank allocates only its parts
 
     def forward(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
         """Return the sum of a part's losses, or its activations: see ModelSpec.forward."""
@@ -69,10 +74,9 @@ class Model:
                 raise ConfigError(str(error)) from error
             return
         except Exception as error:  # a model may raise anything
-            reason = (str(error).splitlines() or [""])[0]
-            if "meta" in reason:
+            if "meta" in str(error):
                 return
-            raise ConfigError(f"{key}: {type(error).__name__}: {reason}") from error
+            raise ConfigError(f"{key}: {one_line(error)}") from error
         if not isinstance(loss, Tensor) or loss.dim():
             found = _shapes(loss) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(f"{key}: the loss is {found}; return one number, the sum over the samples")
@@ -114,9 +118,8 @@ class Model:
 
     def named_weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters with their names in the whole model: a tied copy has the name of the parameter it copies."""
-        tied = self.spec.tied(self.config)
         for name, parameter in part.named_parameters():
-            yield tied.get(name, name), parameter
+            yield self.tied.get(name, name), parameter
 
     def named_buffers(self, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers that a checkpoint stores."""
@@ -127,7 +130,7 @@ class Model:
 
     def tie(self, part: nn.Module) -> None:
         """Tie parameters again in a part that holds both: a move to another device separates them."""
-        for copy, owner in self.spec.tied(self.config).items():
+        for copy, owner in self.tied.items():
             if (found := _parameter(part, owner)) is not None and _parameter(part, copy) is not None:
                 path, _, name = copy.rpartition(".")
                 setattr(part.get_submodule(path), name, found)
@@ -135,7 +138,7 @@ class Model:
     def tied_copies(self, parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None]]:
         """Yield for each tied pair the parameter and its copy in another part, None for one that these parts do not
         hold."""
-        for copy, owner in self.spec.tied(self.config).items():
+        for copy, owner in self.tied.items():
             owners = [_parameter(part, owner) for part in parts]
             # A part that holds both has one parameter for them.
             copies = [

@@ -61,7 +61,8 @@ def parallelize(
     The order is pipeline, tensor, context, recomputation, compilation, ZeRO, as each wraps the result of the one
     before.
     """
-    whole.to(policy.parameter_dtype)
+    for parameter in whole.parameters():  # buffers, such as running statistics, keep their dtype
+        parameter.data = parameter.data.to(policy.parameter_dtype)
     parts = _cut_blocks(model, whole, mesh, config)
     split_backward = splits_backward(config)
     # A split backward pass would run an overlapping layer's communication in both halves; compiled code is reordered by
@@ -88,7 +89,7 @@ def parallelize(
         set_dtypes(model, part, policy, recomputes=mode.recomputes)
         # Under autocast products cast their operands, so parameters are gathered in their own dtype.
         gathered = policy.gather_dtype if model.autocast is None else policy.parameter_dtype
-        shard(part, blocks, mesh, config, gathered, policy.reduce_dtype)
+        shard(part, _gathered_alone(model, part, blocks), mesh, config, gathered, policy.reduce_dtype)
         if not policy.master_weights:
             keep_fp32_gradients(part)
     return parts
@@ -193,6 +194,13 @@ def _cut_blocks(model: Model, whole: nn.Module, mesh: Mesh, config: ParallelismC
         model.spec.keep(part, model.config, blocks[stage])
         parts.append(part)
     return parts
+
+
+def _gathered_alone(model: Model, part: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks without a tied parameter. FSDP2 would separate one from its copy in another block, so ZeRO
+    gathers the other blocks with the rest of the part."""
+    tied = {id(each) for name, each in part.named_parameters(remove_duplicate=False) if name in model.tied}
+    return [block for block in blocks if tied.isdisjoint(map(id, block.parameters()))]
 
 
 def layers_to_cut(model: Model, part: nn.Module) -> list[tuple[str, Cut]]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptlite.errors import ConfigError, one_line
 from gptlite.ops.cross_entropy import IGNORE
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
@@ -42,14 +43,31 @@ def _find_lists(module: nn.Module, found: list[nn.ModuleList]) -> None:
             _find_lists(child, found)
 
 
+def build_whole(spec: ModelSpec, config: Any, ops: Ops, seed: int) -> nn.Module:
+    """Build a whole model on the meta device, which takes no memory. Raises ConfigError if the spec's `build` fails."""
+    try:
+        with torch.device("meta"):
+            return spec.build(config, ops, seed)
+    except ConfigError:
+        raise
+    except Exception as error:  # a plugin's method may raise anything
+        raise ConfigError(f"the {spec.name} model cannot be built: {one_line(error)}") from error
+
+
 def count_blocks(spec: ModelSpec, config: Any) -> int | None:
     """Return the number of blocks of a model that is an nn.Sequential; None for another module."""
     key = type(spec), repr(config)
     if key not in _COUNTS:
-        with torch.device("meta"):
-            module = spec.build(config, Ops(), 0)
+        module = build_whole(spec, spec.with_vocabulary(config, 1), Ops(), 0)
         _COUNTS[key] = len(module) if isinstance(module, nn.Sequential) else None
     return _COUNTS[key]
+
+
+def shared_parameters(spec: ModelSpec, config: Any) -> dict[str, str]:
+    """Return `{other name: first name}` of the parameters that several modules of a model share."""
+    named = build_whole(spec, spec.with_vocabulary(config, 1), Ops(), 0).named_parameters(remove_duplicate=False)
+    first: dict[nn.Parameter, str] = {}
+    return {name: first[each] for name, each in named if first.setdefault(each, name) != name}
 
 
 def keep_blocks(part: nn.Module, blocks: range) -> None:
@@ -65,7 +83,7 @@ def input_shapes(spec: ModelSpec, config: Any, x: Tensor) -> list[tuple[int, ...
     """Return the shape of each block's input, for a micro-batch of the shape and dtype of x, without its values."""
     with torch.device("meta"):
         out, shapes = torch.empty(x.shape, dtype=x.dtype), []
-        for block in spec.build(config, Ops(), 0).eval().children():  # batch norm refuses to train on one value
+        for block in build_whole(spec, config, Ops(), 0).eval().children():  # batch norm refuses to train on one value
             shapes.append(tuple(out.shape))
             out = block(out)
     return shapes

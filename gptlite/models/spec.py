@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -127,12 +127,15 @@ class ModelSpec(Generic[C]):
         return False
 
     def vocab_size(self, config: C) -> int | None:
-        """Return the number of token ids of the model; None: as many as the tokenizer."""
-        return None
+        """Return the number of token ids of the model, by default its key vocab_size; None: as many as the
+        tokenizer."""
+        return getattr(config, "vocab_size", None)
 
     def with_vocabulary(self, config: C, vocab_size: int) -> C:
-        """Return the configuration with the tokenizer's number of token ids, unless it already has a number."""
-        return config
+        """Return the configuration with the tokenizer's number of token ids, unless it already has a number. By default
+        that of a key vocab_size."""
+        unset = getattr(config, "vocab_size", 0) is None
+        return replace(config, vocab_size=vocab_size) if unset else config  # type: ignore[call-arg]
 
     def flops(self, config: C, length: int) -> tuple[int, int] | None:
         """Return the FLOPs of a token, forward and backward, in one block and in everything after the blocks. None:
@@ -223,9 +226,11 @@ class ModelSpec(Generic[C]):
         return {}
 
     def tied(self, config: C) -> Mapping[str, str]:
-        """Return `{copy: owner}` of tied parameters, by name: the owner comes before the blocks, the copy after
-        them."""
-        return {}
+        """Return `{copy: owner}` of the names of tied parameters. In a pipeline the first stage holds the owner and the
+        last one the copy. By default the parameters that several modules share; a pipeline is refused for these."""
+        from gptlite.models.plain import shared_parameters
+
+        return shared_parameters(self, config)
 
     def initial(self, config: C, name: str, shape: tuple[int, ...]) -> Normal | Constant:
         """Return the initial values of a parameter. The defaults depend on the shape: matrices and filters N(0, 1 /

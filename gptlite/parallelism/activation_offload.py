@@ -68,13 +68,13 @@ class ActivationOffload:
         """Offload a block's saved tensors, by replacing its forward method. `first` marks the part's first block."""
         forward = block.forward
 
-        def offloaded(*args: object) -> object:
+        def offloaded(*args: object, **kwargs: object) -> object:
             saved = self._last = Saved(None if first else self._last)
             # Parameters are not activations, and ZeRO frees gathered ones itself.
             # Read at each call, since ZeRO gathers parameters into new memory.
             kept = {local_tensor(p).untyped_storage().data_ptr() for p in block.parameters()}
             with saved_tensors_hooks(lambda tensor: self._pack(saved, kept, tensor), self._unpacker(saved)):
-                return forward(*args)
+                return forward(*args, **kwargs)
 
         block.forward = offloaded
 

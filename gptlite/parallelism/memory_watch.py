@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from gptlite.parallelism.memory import StateBytes, shards_of, state_of, storage_sizes
 from gptlite.parallelism.memory_phases import AFTER, Phases
@@ -107,16 +110,17 @@ class MemoryWatch:
         return StepBytes(state, max(beside, 0), self.phases.peaks(self._allocations, self._base))
 
 
-def where_backward_begins(out: Tensor, call: Callable[[], None]) -> None:
-    """Call `call` once, when the backward pass from a part's output begins. In a split pass, the weight-gradient half
-    does not call it again."""
+def where_backward_begins(out: Any, call: Callable[[], None]) -> None:
+    """Call `call` once, when the backward pass from a part's output begins: a tensor, or an object that holds several.
+    In a split pass, the weight-gradient half does not call it again."""
 
     def begins(gradient: Tensor) -> None:
         hook.remove()
         call()
 
-    if out.requires_grad:
-        hook = out.register_hook(begins)
+    leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if leaves:
+        hook = register_multi_grad_hook(leaves, begins, mode="any")
 
 
 class _LastBackward:
@@ -125,7 +129,7 @@ class _LastBackward:
     def __init__(self, watch: MemoryWatch) -> None:
         self.watch, self.left = watch, watch.micro_batches
 
-    def __call__(self, part: nn.Module, inputs: object, out: Tensor) -> None:
+    def __call__(self, part: nn.Module, inputs: object, out: object) -> None:
         where_backward_begins(out, self._begins)
 
     def _begins(self) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from gptlite.errors import ConfigError
 from gptlite.ops.documents import Documents, joined
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.config import ParallelismConfig
@@ -123,7 +124,10 @@ class Pipeline:
         """Build the schedule for that many micro-batches. Its stages are new too, as they hold buffers for each
         micro-batch."""
         config, mesh, total = self.config, self.mesh, num_stages(self.config)
-        self._plain = [_Plain(self.forward, part) for part in self.parts]
+        self._plain = [
+            _Plain(self.forward, part, number, self._inputs[number + 1].shape)
+            for number, part in zip(self._numbers, self.parts, strict=True)
+        ]
         stages = [
             _Stage(
                 plain,
@@ -164,7 +168,13 @@ class Pipeline:
         inputs = (torch.cat(list(batches.tokens)),) if self.has_first else ()
         losses: list[Tensor] = []
         # `target` goes to the loss function, `targets` to every part.
-        self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False, targets=targets, **given)
+        failure = None
+        try:
+            self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False, targets=targets, **given)
+        except RuntimeError as error:  # torch's own, with all arguments of the stage, for any exception in one
+            failure = error.__cause__ or error
+        if failure is not None:
+            raise failure
         total = torch.zeros((), device=valid.device)
         for loss in losses:
             total += loss.detach()
@@ -181,9 +191,9 @@ class _Plain(nn.Module):
     that ZeRO 2 and 3 cost as much memory as ZeRO 1), and gather a whole part where ZeRO 3 gathers block by block.
     """
 
-    def __init__(self, forward: Forward, part: nn.Module) -> None:
+    def __init__(self, forward: Forward, part: nn.Module, number: int, shape: torch.Size) -> None:
         super().__init__()
-        self.run, self.part = forward, part
+        self.run, self.part, self.number, self.shape = forward, part, number, shape
         self.upstream: float | None = None
         self.longest = 0
 
@@ -195,10 +205,16 @@ class _Plain(nn.Module):
         starts: Tensor | None = None,
         ends: Tensor | None = None,
     ) -> Tensor:
-        """Run the part. The document tensors are separate arguments because the schedule splits tensors along dim 0."""
+        """Run the part. The document tensors are separate arguments because the schedule splits tensors along dim 0.
+        Raises ConfigError if the result has not the shape that the next stage receives."""
         documents = None if starts is None else Documents(starts, ends, self.longest)
-        # torch's point-to-point operations refuse non-contiguous views.
-        return self.run(self.part, x, Inputs(targets, sample_ids, documents, self.upstream)).contiguous()
+        out = self.run(self.part, x, Inputs(targets, sample_ids, documents, self.upstream))
+        if out.shape != self.shape:
+            raise ConfigError(
+                f"pipeline stage {self.number} returns a tensor {list(out.shape)}, and the model declares "
+                f"{list(self.shape)}; correct `activations` of its spec"
+            )
+        return out.contiguous()  # torch's point-to-point operations refuse non-contiguous views
 
 
 class _Stage(PipelineStage):

@@ -144,7 +144,7 @@ class TrainState:
 
     def tied_names(self) -> list[str]:
         """Return the names of parameters that both the first and the last pipeline stage hold."""
-        return sorted(set(self.model.spec.tied(self.model.config).values()))
+        return sorted(set(self.model.tied.values()))
 
     def num_bytes(self) -> int:
         """Return the size in bytes of this rank's part of a checkpoint's tensors."""

@@ -3,15 +3,20 @@
 import platform
 import signal
 from collections import Counter
+from pathlib import Path
+from shutil import copytree
 
 import pytest
-from checkpoint.destruction.campaign import LIVE, Campaign
+from checkpoint.destruction.campaign import LIVE, Campaign, differing
 from checkpoint.destruction.forks import shared_server
 from checkpoint.destruction.lives import TINY, read_journal, wait_for
 from checkpoint.destruction.points import STAGES
+from models.resnet import RUN
+from run_files import read_metrics
 
 from gptlite.checkpoint.store import step_folders, step_of
 
+RESNET = [*RUN, "plugins=[examples.resnet]", "trainer.max_steps=100000", "trainer.eval_interval=0"]
 MODES = {"sync": "checkpoint.async_save=false", "async": "checkpoint.async_save=true"}
 STAGED = [("async", ("data", "manifest", "after rename")), pytest.param("sync", STAGES, marks=pytest.mark.slow)]
 
@@ -54,6 +59,37 @@ def test_two_ranks_killed_10_times(tmp_path, mode, seed):
         campaign.kill_by_time()
     assert sum(campaign.hits.values()) == 10
     assert campaign.differing() == []
+
+
+BASES = {"gpt": TINY, "batch norm": [*RESNET, "model.norm=batch"], "group norm": [*RESNET, "model.norm=group"]}
+ELSEWHERE = {"alone": 1, "pipeline": 2}  # number of ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("base", BASES)
+def test_two_ranks_killed_go_on_in_any_layout(tmp_path, base, zero):
+    """To the bit in the same layout; elsewhere within the bounds of parity."""
+    micro = 2 if base == "gpt" else 8  # over all data ranks, as the statistics of batch norm depend on it
+    overrides = ["parallelism.data=2", f"parallelism.zero={zero}", f"data.micro_batch_size={micro // 2}"]
+    campaign = Campaign(shared_server(), tmp_path, overrides, seed=zero, interval=2, world=2, base=BASES[base])
+    campaign.probe()
+    for stage, rank in (("step", 1), ("data", 1), ("manifest", 0)):
+        campaign.kill_at(stage, rank)
+    copies = {name: copytree(campaign.run, tmp_path / name) for name in ELSEWHERE}
+    last = campaign.finish()
+    whole = campaign.uninterrupted(step_of(last) or 0)
+    assert differing(last, whole) == []
+    for name, campaign.world in ELSEWHERE.items():
+        layout = f"parallelism.pipeline={campaign.world}", "parallelism.data=1", f"data.micro_batch_size={micro}"
+        campaign.complete(f"run.dir={copies[name]}", f"trainer.max_steps={step_of(last)}", *layout)
+        assert curve(copies[name]) == pytest.approx(curve(tmp_path / "whole"), rel=2e-4)
+
+
+def curve(run: Path) -> list[float]:
+    """The loss and the gradient norm of each step, as it was last computed."""
+    rows = {row["step"]: row for row in read_metrics(run) if "loss" in row}
+    return [rows[step][key] for step in sorted(rows) for key in ("loss", "grad_norm")]
 
 
 def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(tmp_path):

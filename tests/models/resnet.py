@@ -9,8 +9,8 @@ from gptlite.config import load
 # The root is on the path for these imports alone: its packages have the names of folders in tests/.
 ROOT = str(Path(__file__).parents[2])
 sys.path.insert(0, ROOT)
-for name in ("examples.resnet", "examples.resnet_layers"):
-    import_module(name)
+for name in ("resnet", "resnet_layers", "mlp", "hf_causal_lm", "hf_t5"):
+    import_module(f"examples.{name}")
 sys.path.remove(ROOT)
 
 RUN = """

@@ -198,7 +198,7 @@ def test_a_pipelines_schedule_hands_each_micro_batch_its_documents():
         return x
 
     wanted = [documents_in(np.array([[1, 9, 2, 9, 9, 9]]), 9), documents_in(np.array([[1, 1, 1, 1, 1, 1]]), 9)]
-    whole, plain = joined(wanted), _Plain(forward, nn.Identity())
+    whole, plain = joined(wanted), _Plain(forward, nn.Identity(), 0, wanted[0].starts.shape)
     plain.longest = whole.longest
     given = {"targets": whole.starts, "sample_ids": whole.starts[:, 0], "starts": whole.starts, "ends": whole.ends}
     for args, kwargs in zip(*split_args_kwargs_into_chunks((whole.starts,), given, chunks=2), strict=True):

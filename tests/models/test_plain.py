@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from distributed.ranks import Ranks
+from models.example_runs import config_of as example_config
+from models.example_runs import train as train_example
 from models.resnet import config_of, train
-from run_files import read_metrics
+from models.test_resnet import curve
+from run_files import checkpoint, read_metrics
 from torch import nn
 
 from examples.resnet import CifarConfig, ResNetConfig, ResNetSpec, open_cifar
@@ -20,14 +24,21 @@ from gptlite.data.registry import register_data
 from gptlite.data.samples import SampleLoader, open_samples
 from gptlite.errors import ConfigError
 from gptlite.models.batch_norm import SyncedBatchNorm, sync_batch_norms
+from gptlite.models.config import ModelConfig
 from gptlite.models.model import Model
 from gptlite.models.plain import blocks_of, call, has_end, keep_blocks
+from gptlite.models.registry import register_model
 from gptlite.models.spec import ModelSpec
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.run.build import build_run
+
+
+@dataclass
+class TiedConfig(ModelConfig):
+    width: int = 16
 
 
 def test_resnet18_has_the_published_number_of_parameters():
@@ -47,6 +58,44 @@ def test_blocks_are_children_of_a_sequential_or_the_elements_of_module_lists():
     assert not has_end(whole)
     tree = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(1, 1)] * 2), "b": nn.ModuleList([nn.ModuleList([nn.ReLU()])])})
     assert len(blocks_of(tree)) == 3
+
+
+class TiedSpec(ModelSpec):
+    """An autoencoder whose blocks share a weight."""
+
+    name, schema, reads = "tied", TiedConfig, "samples"
+
+    def build(self, config, ops, seed):
+        whole = nn.Sequential(nn.Flatten(), nn.Linear(784, 16, bias=False), nn.Linear(16, 16), Transposed())
+        whole[3].weight = whole[1].weight
+        return whole
+
+
+class Transposed(nn.Module):
+    """Product with the transpose of a weight that another module owns."""
+
+    weight: nn.Parameter
+
+    def forward(self, x):
+        return (x @ self.weight)[:, :10]
+
+
+register_model(TiedSpec())
+TIED = ("model=tied", "optimizer.lr=1e-3")
+
+
+def test_weights_that_blocks_share_stay_one(tmp_path):
+    """On any number of ranks; ZeRO gathers such blocks with the rest of the model."""
+    assert Model(TiedSpec(), TiedConfig()).tied == {"3.weight": "1.weight"}
+    assert train_example("mlp", str(tmp_path / "one"), *TIED, "data.micro_batch_size=8") == 0
+    with Ranks(2) as two:
+        words = (*TIED, "parallelism=zero3", "parallelism.data=2", "data.micro_batch_size=4")
+        assert two.run("models.test_plain:train_example", "mlp", str(tmp_path / "two"), *words) == [0, 0]
+    assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=2e-5)
+    tensors, _ = checkpoint(tmp_path / "two", 4)
+    assert {key for key in tensors if key.startswith("model.")} == {"model.1.weight", "model.2.weight", "model.2.bias"}
+    with pytest.raises(ConfigError, match=r"the tied model ties 3\.weight to 1\.weight, which stages cannot share"):
+        example_config("mlp", *TIED, "parallelism.pipeline=2")
 
 
 def test_a_module_is_called_with_a_tensor_a_tuple_or_a_dict():

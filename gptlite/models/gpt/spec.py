@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gptlite.errors import ConfigError
@@ -92,12 +91,6 @@ class GPTSpec(ModelSpec[GPTConfig]):
 
     def takes_context(self, config: GPTConfig) -> bool:
         return True
-
-    def vocab_size(self, config: GPTConfig) -> int | None:
-        return config.vocab_size
-
-    def with_vocabulary(self, config: GPTConfig, vocab_size: int) -> GPTConfig:
-        return replace(config, vocab_size=vocab_size) if config.vocab_size is None else config
 
     def flops(self, config: GPTConfig, length: int) -> tuple[int, int]:
         return layer_flops(config, length), head_flops(config)

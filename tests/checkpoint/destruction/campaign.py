@@ -34,11 +34,19 @@ class Campaign:
     """The run in `folder`, on `world` ranks. `lost` counts the steps that each kill has cost."""
 
     def __init__(
-        self, server: ForkServer, folder: Path, overrides: Sequence[str], *, seed: int, interval: int, world: int = 1
+        self,
+        server: ForkServer,
+        folder: Path,
+        overrides: Sequence[str],
+        *,
+        seed: int,
+        interval: int,
+        world: int = 1,
+        base: Sequence[str] = TINY,
     ) -> None:
         self.server, self.folder, self.world, self.interval = server, folder, world, interval
         self.run, self.random = folder / "run", random.Random(seed)
-        self.overrides = [*TINY, *overrides, f"checkpoint.interval={interval}"]
+        self.overrides = [*base, *overrides, f"checkpoint.interval={interval}"]
         self.hits: Counter[str] = Counter()
         self.lost: list[int] = []
         self.lives = 0
@@ -53,10 +61,10 @@ class Campaign:
 
     def probe(self) -> None:
         """A whole life of four saves: how long it takes, and how many points a save has in each stage."""
-        self._complete(f"trainer.max_steps={4 * self.interval}")
+        self.complete(f"trainer.max_steps={4 * self.interval}")
         lines = self._journal()
         counts = dict(rest.rsplit(" ", 1) for word, rest, _ in lines if word == "count")
-        self.per_save = {stage: max(1, int(counts.get(stage, 0)) // 4) for stage in STAGES}
+        self.per_save = {stage: max(1, int(counts.get(stage, 0)) // 4) for stage in (*STAGES, "step")}
         begun = [when for word, _, when in lines if word == "begin"]
         self.seconds = begun[-1] - lines[0][2]
         self.check()
@@ -113,7 +121,7 @@ class Campaign:
         """A last life that nothing kills; its last checkpoint."""
         held = step_folders(self.run / "checkpoints")
         steps = (step_of(held[0]) or 0 if held else 0) + 2 * self.interval
-        self._complete(f"trainer.max_steps={steps}")
+        self.complete(f"trainer.max_steps={steps}")
         self.check()
         left = [path.name for path in (self.run / "checkpoints").iterdir() if LEFTOVER.match(path.name)]
         assert left == []
@@ -128,7 +136,7 @@ class Campaign:
 
     def uninterrupted(self, steps: int) -> Path:
         """The checkpoint of a run of the same length that nothing has disturbed."""
-        self._complete(f"run.dir={self.folder / 'whole'}", f"trainer.max_steps={steps}", "checkpoint.interval=0")
+        self.complete(f"run.dir={self.folder / 'whole'}", f"trainer.max_steps={steps}", "checkpoint.interval=0")
         return step_folders(self.folder / "whole" / "checkpoints")[0]
 
     def _begin(self, more: Sequence[str], rank: int = 0, stage: str = "", index: int = 0) -> list[Forked]:
@@ -146,7 +154,7 @@ class Campaign:
             self.folder / f"output-{self.lives}",
         )
 
-    def _complete(self, *more: str) -> None:
+    def complete(self, *more: str) -> None:
         """A life that ends by itself."""
         assert [each.wait() for each in self._begin(more)] == [0] * self.world, self._text()
 

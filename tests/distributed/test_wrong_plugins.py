@@ -1,0 +1,51 @@
+"""Plugins that are wrong, on two ranks: one line on standard error, and no process is left."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from distributed.launch_command import HERE, TRAIN, Start
+
+RUN = "plugins=[wrong_plugin] model=wrong data=rows data.global_batch_size=8 data.micro_batch_size=2 precision=fp32"
+RUN += " run.dir=run run.name=x trainer.max_steps=4 parallelism.data=2"
+PIPELINE = "parallelism.data=1 parallelism.pipeline=2"
+GIVEN = "error: the wrong model, given float32 [1, 8] and targets int64 [1]: "
+LOGITS = "TypeError: WrongSpec.loss: cross entropy needs logits [..., classes] and int64 targets [...], not output "
+WRONG = [
+    ("plugins=[broken]", 2, "error: plugins=[broken]: ZeroDivisionError while it was imported: division by zero"),
+    ("model.fault=build", 2, "error: the wrong model cannot be built: KeyError: 'no such layer' (wrong_plugin.py:"),
+    ("model.fault=width", 2, f"{GIVEN}RuntimeError: a and b must have same reduction dim"),
+    ("model.fault=image", 2, f"{GIVEN}{LOGITS}(1, 2, 4)"),
+    ("model.fault=pair", 2, f"{GIVEN}{LOGITS}tuple"),
+    (
+        f"model.fault=shape {PIPELINE}",
+        2,
+        "error: pipeline stage 0 returns a tensor [2, 8], and the model declares [2, 9]; correct `activations`",
+    ),
+    ("data.fault=empty", 2, "error: data=rows: the training dataset has length 0; it needs at least one sample"),
+    ("data.fault=text", 2, "error: data=rows: a sample holds str 'a row'; return tensors or numbers"),
+    ("data.fault=raises data.workers=2", 2, "raises OSError: the disk is gone"),
+    ("data.fault=rank1", 2, "raises OSError: the disk is gone"),
+    ("data.fault=rank1 data.workers=2", 2, "raises OSError: the disk is gone"),
+    ("data.fault=collate", 2, "error: data=rows: samples cannot be collated (IndexError: two are too many)"),
+    ("data.fault=nan", 1, "error: step 1: loss nan, gradient norm nan."),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "code", "said"), WRONG)
+def test_wrong_plugins_end_in_one_line(start: Start, tmp_path: Path, words: str, code: int, said: str) -> None:
+    shutil.copy(HERE / "wrong_plugin.py", tmp_path)
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    ended, _, errors = start(TRAIN, *RUN.split(), *words.split()).end(timeout=400)
+    assert (ended, errors.count("\n")) == (code, 1)
+    assert said in errors
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_ends_the_run(start: Start, tmp_path: Path) -> None:
+    shutil.copy(HERE / "wrong_plugin.py", tmp_path)
+    ended, _, errors = start(TRAIN, *RUN.split(), "data.fault=exits", "data.workers=2").end(timeout=400)
+    assert ended == 1
+    assert "failed: RuntimeError: DataLoader worker" in errors.splitlines()[0]
