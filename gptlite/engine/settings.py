@@ -40,7 +40,10 @@ def compose(model: object, optimizer: str, config: Iterable[str]) -> Config:
         base.append(f"model.num_blocks={len(model)}")
     if not any(_key(each) in ("schedule", "deepspeed") for each in given):
         base += ["schedule=constant", "schedule.warmup_steps=0"]
-    return load([*base, *(each for each in given if _key(each) != "plugins")])
+    settings = load([*base, *(each for each in given if _key(each) != "plugins")])
+    if settings.parallelism.auto:
+        raise ConfigError("parallelism=auto: the planner needs a model that reads tokens; give another preset, as zero2")
+    return settings
 
 
 def _key(override: Any) -> str:
