@@ -22,6 +22,7 @@ from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint.store import step_folders
 from gptlite.config import Config, from_yaml, to_yaml
 from gptlite.config.checks import check_device, check_world
+from gptlite.data.samples import SampleBatch
 from gptlite.engine.batches import HandedOver, agreed_samples, in_step, micro_batches
 from gptlite.engine.module import ModuleSpec
 from gptlite.engine.settings import compose
@@ -61,7 +62,7 @@ def initialize(
     the meta device. The module itself is not changed: `Engine.module` is the one that is trained.
 
     Args:
-        model: module whose output is that of `loss`. Children of an nn.Sequential, or the elements of nn.ModuleLists,
+        model: module whose output `loss` takes. Children of an nn.Sequential, or the elements of nn.ModuleLists,
             are the units of ZeRO, recomputation and pipeline stages.
         optimizer: name of a preset.
         config: overrides as on the command line, of `parallelism`, `precision`, `optimizer`, `schedule`, `ops`,
@@ -124,8 +125,9 @@ class Engine:
         self._mesh, self._state, self._checkpointer, self._held = mesh, state, checkpointer, held
         self._log = print if mesh.is_main else lambda _: None
         self._own: set[Path] = set()  # checkpoints that this engine has saved or loaded
-        self._stopping = Stopping(mesh, StopSignal())  # which nothing requests
-        self._passes: tuple[object, OnePart | Pipeline] | None = None
+        self._stopping = Stopping(mesh, StopSignal())  # handles no signals, and so never stops
+        self._passes: OnePart | Pipeline | None = None
+        self._shape: torch.Size | None = None  # of the micro-batches that a pipeline was built for
 
     @property
     def module(self) -> nn.Module:
@@ -246,30 +248,27 @@ class Engine:
         if kind is None or self._mesh.world_size == 1:  # else other ranks may be gone, and closing would wait for them
             self.close()
 
-    def _passes_for(self, batches: list[Any]) -> OnePart | Pipeline:
-        """Return the object that runs micro-batches of these shapes, which in a pipeline are fixed."""
-        state, layout = self._state, self.config.parallelism
-        example, key = None, None
+    def _passes_for(self, batches: list[SampleBatch]) -> OnePart | Pipeline:
+        """Return the object that runs these micro-batches, which in a pipeline need one shape. Raises ConfigError."""
+        layout, shape = self.config.parallelism, None
+        example = single_input(batches[0].tokens, layout.pipeline)
         if layout.pipeline > 1:
             check_micro_batches(layout, len(batches))
-            shapes = {getattr(batch.tokens, "shape", None) for batch in batches}
-            if len(shapes) > 1:
-                raise ConfigError(
-                    f"parallelism.pipeline={layout.pipeline}: micro-batches have different shapes; pad them"
-                )
-            example = single_input(batches[0].tokens, layout.pipeline)
-            key = (batches[0].tokens.shape, batches[0].tokens.dtype)
-        if self._passes is None or self._passes[0] != key:
-            self._passes = key, build_passes(
-                state.model,
-                state.runner,
+            shape, *others = {each.tokens.shape for each in batches}
+            if others:
+                raise ConfigError(f"batch: a pipeline needs equal micro-batches, not {[*shape]} and {[*others[0]]}")
+        if self._passes is None or self._shape != shape:
+            self._shape = shape
+            self._passes = build_passes(
+                self._state.model,
+                self._state.runner,
                 layout,
                 micro_batches=len(batches),
                 micro_batch_size=len(batches[0].targets),
                 sequence_length=1,
                 example=example,
-            )  # fmt: skip
-        return self._passes[1]
+            )
+        return self._passes
 
     def _refuse_others(self) -> None:
         """Raise ConfigError if the newest checkpoint in the folder is not from this training."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from gptlite.config import Config, hydra_value, load
+from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.plugins import named_in
 from gptlite.errors import ConfigError
 
@@ -20,35 +21,33 @@ trainer.max_steps trainer.compile checkpoint.async_save checkpoint.keep checkpoi
 LOOP = ("checkpoint", "cluster", "data", "experiment", "logger", "model", "trainer")  # sections with other keys
 
 
-def compose(model: object, optimizer: str, config: Iterable[str]) -> Config:
+def compose(model: Any, optimizer: str, config: Iterable[str]) -> Config:
     """Return the complete configuration. Raises ConfigError for a model that is no module, and for invalid keys."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={model!r:.60} is {type(model).__name__}; give an nn.Module")
     if not isinstance(optimizer, str):
         raise ConfigError(f"optimizer={optimizer!r:.60} is {type(optimizer).__name__}; give a preset's name, as adamw")
-    if isinstance(config, str):
-        raise ConfigError(f"config={config!r}: the overrides are a list; give config=[{config!r}]")
     given = list(config)
+    if isinstance(config, str) or not all(isinstance(each, str) for each in given):
+        raise ConfigError(f"config={config!r:.60} is not a list of strings; give, say, config=['parallelism=zero2']")
     for key in (_key(each) for each in given):
         if key.split(".")[0] in LOOP and key not in TAKEN:
             raise ConfigError(
                 f"config: {key} has no effect in a loop of one's own; initialize takes {', '.join(TAKEN)}"
             )
-    base = [f"plugins=[{','.join([PLUGIN, *named_in(_strings(given))])}]", "model=module", "data=batches"]
+    plugins = [PLUGIN, *named_in(given)]
+    base = ["model=module", "data=batches", "schedule=constant", f"plugins=[{','.join(plugins)}]"]
     base += [f"model.name={hydra_value(type(model).__name__)}", f"optimizer={hydra_value(optimizer)}"]
     if isinstance(model, nn.Sequential):
         base.append(f"model.num_blocks={len(model)}")
-    if not any(_key(each) in ("schedule", "deepspeed") for each in given):
-        base += ["schedule=constant", "schedule.warmup_steps=0"]
-    settings = load([*base, *(each for each in given if _key(each) != "plugins")])
+    given = with_deepspeed([each for each in given if _key(each) != "plugins"])
+    if not any(_key(each) == "schedule" for each in given):
+        base.append("schedule.warmup_steps=0")
+    settings = load([*base, *given])
     if settings.parallelism.auto:
-        raise ConfigError("parallelism=auto: the planner needs a model that reads tokens; give another preset, as zero2")
+        raise ConfigError("parallelism=auto: the planner needs a model that reads tokens; give a preset, as zero2")
     return settings
 
 
-def _key(override: Any) -> str:
-    return override.partition("=")[0].lstrip("+~") if isinstance(override, str) else ""
-
-
-def _strings(given: list[Any]) -> list[str]:
-    return [each for each in given if isinstance(each, str)]  # `load` refuses others
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")

@@ -1,5 +1,6 @@
 """`gptlite.initialize`: a loop of one's own equals torch's, on every layout, and resumes what another layout saved."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -97,7 +98,9 @@ def test_one_process_goes_on_with_what_two_ranks_have_saved(two, alone, tmp_path
     assert resumed["extra"] == {"last": 3}
     assert len(resumed["curve"]) == 2 * (LAST - 3)
     near(resumed, whole)
-    (other, _) = two.run("engine.loops:train_with", {"load": str(tmp_path)}, "net", LAST, "parallelism=zero1", *schedule)
+    (other, _) = two.run(
+        "engine.loops:train_with", {"load": str(tmp_path)}, "net", LAST, "parallelism=zero1", *schedule
+    )
     near(other, whole)
 
 
@@ -128,12 +131,16 @@ def test_a_loss_of_ones_own_is_a_mean_over_all_targets():
     expected = nn.Linear(CLASSES, 3)
     expected.load_state_dict(module.state_dict())
     x, y = torch.randn(7, CLASSES), torch.randn(7, 3)
-    with initialize(module, config=[*FP32, "data.micro_batch_size=3"], loss=F.mse_loss) as engine:
+    with initialize(module.eval(), config=[*FP32, "data.micro_batch_size=3"], loss=F.mse_loss) as engine:
+        assert engine.module.training
         assert engine.step((x, y)).loss == pytest.approx(F.mse_loss(expected(x), y).item(), rel=1e-6)
         assert engine.evaluate([(x, y)]).loss == pytest.approx(F.mse_loss(engine(x), y).item(), rel=1e-6)
-        assert not engine.module.weight.equal(module.weight)
+        assert not engine.module.get_parameter("weight").equal(module.weight)
         assert module.weight.equal(expected.weight)  # the given module keeps its values
-    with initialize(module, loss=lambda out, target: out - target) as engine, pytest.raises(TypeError, match="one number"):
+    with (
+        initialize(module, loss=lambda out, target: out - target) as engine,
+        pytest.raises(TypeError, match="one number"),
+    ):
         engine.step((x, y))
 
 
@@ -145,13 +152,23 @@ def test_the_learning_rate_follows_the_schedule():
         assert engine.step_number == 2
 
 
+def test_a_deepspeed_json_sets_optimizer_schedule_and_micro_batches(tmp_path):
+    path = tmp_path / "ds_config.json"
+    optimizer = {"type": "Lion", "params": {"lr": 0.002}}
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "train_batch_size": 8, "optimizer": optimizer}))
+    with initialize(stages(), config=[f"deepspeed={path}"]) as engine:
+        assert engine.step(global_batch(0)).lr == 0.002
+        assert type(engine.config.optimizer).__name__ == "LionConfig"
+        assert engine.config.data.micro_batch_size == 4
+
+
 def test_a_loss_that_is_not_finite_changes_nothing():
     module = stages()
     with initialize(module, config=FP32) as engine:
         x, y = global_batch(0)
         with pytest.raises(RuntimeError, match="step 1: loss nan"):
             engine.step((x * torch.nan, y))
-        assert engine.module[0].weight.equal(module[0].weight)
+        assert engine.module.get_parameter("0.weight").equal(module.get_parameter("0.weight"))
         assert engine.step_number == 0
 
 
@@ -171,7 +188,8 @@ def test_nothing_is_left_of_an_engine(tmp_path):
         ({"model": "gpt-lite"}, "model='gpt-lite' is str; give an nn.Module"),
         ({"optimizer": "adamv"}, "optimizer=adamv does not exist"),
         ({"optimizer": torch.optim.AdamW}, "give a preset's name"),
-        ({"config": "parallelism=zero2"}, "the overrides are a list"),
+        ({"config": "parallelism=zero2"}, "config='parallelism=zero2' is not a list of strings"),
+        ({"config": [3]}, "config=[3] is not a list of strings"),
         ({"config": ["parallelism.zer=2"]}, "parallelism.zer is not a key; did you mean parallelism.zero?"),
         ({"config": ["model=gpt-lite"]}, "model has no effect in a loop of one's own"),
         ({"config": ["trainer.eval_interval=3"]}, "trainer.eval_interval has no effect"),
@@ -210,7 +228,7 @@ def test_a_wrong_batch_is_one_line(batch, words):
 
 def test_a_wrong_folder_is_one_line(tmp_path):
     with initialize(stages(), config=FP32) as engine:
-        with pytest.raises(ConfigError, match="folder=.*nowhere does not exist"):
+        with pytest.raises(ConfigError, match=r"folder=.*nowhere does not exist"):
             engine.load(tmp_path / "nowhere")
         engine.step(global_batch(0))
         engine.save(tmp_path)
@@ -234,7 +252,7 @@ def test_ranks_that_differ_are_one_line(two):
 
 def test_the_example_of_the_documentation(tmp_path, monkeypatch):
     text = (ROOT / "docs" / "python.md").read_text()
-    code = re.search(r"## A loop of your own.*?```python\n(.*?)```", text, re.DOTALL)[1]
+    code = text.partition("## A loop of your own")[2].partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "example", "exec"), {})
     assert checkpoints(tmp_path / "outputs" / "mine")
