@@ -80,18 +80,21 @@ def agreed_samples(batches: Sequence[SampleBatch], mesh: Mesh) -> int:
     return total * mesh.data_size // mesh.world_size
 
 
-def in_step(batches: Iterable[SampleBatch], mesh: Mesh) -> Iterator[SampleBatch]:
+def in_step(batches: Iterable[SampleBatch], mesh: Mesh) -> Iterator[Batch]:
     """Yield this rank's batches on its device, then its last one, not counted, until all ranks are through.
 
     Raises ConfigError on a rank that has none while others have. Collective.
     """
-    last, iterator = None, iter(batches)
+    last: Batch | None = None
+    iterator = iter(batches)
     while True:
         batch = next(iterator, None)
-        more = all_reduce(torch.tensor(int(batch is not None), device=mesh.device), mesh)
-        if not more.item():
+        if not all_reduce(torch.tensor(int(batch is not None), device=mesh.device), mesh).item():
             return
-        if batch is None and last is None:
+        if batch is not None:
+            last = batch.to(mesh.device)
+        elif last is not None:
+            last = replace(last, counted=False)
+        else:
             raise ConfigError(f"batches: rank {mesh.rank} has none, and other ranks have; give each at least one")
-        last = batch.to(mesh.device) if batch is not None else replace(last, counted=False)  # type: ignore[assignment,type-var]
-        yield last  # type: ignore[misc]
+        yield last

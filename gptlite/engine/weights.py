@@ -71,9 +71,10 @@ def fill_from(module: nn.Module, model: Model, parts: Sequence[nn.Module], mesh:
         for name, tensor in [*model.named_weights(part), *part.named_buffers(remove_duplicate=False)]:
             held.setdefault(name, []).append(tensor)
     for name, tensor in _values(module):
-        value = tensor.detach().to(mesh.device).contiguous() if mesh.is_main else torch.empty_like(
-            tensor, device=mesh.device, memory_format=torch.contiguous_format
-        )  # fmt: skip
+        if mesh.is_main:
+            value = tensor.detach().to(mesh.device).contiguous()
+        else:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=mesh.device)
         if mesh.world_size > 1 and value.numel():
             dist.broadcast(value.view(-1).view(torch.uint8), 0)  # as bytes: gloo does not take every dtype
         for target in held.get(name, ()):

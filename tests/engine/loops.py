@@ -14,6 +14,7 @@ import gptlite
 
 FP32 = ("precision=fp32", "optimizer.lr=1e-2")
 SAMPLES, WIDTH, CLASSES = 8, 12, 5
+HELD_OUT = range(100, 103)
 
 
 class Block(nn.Module):
@@ -35,12 +36,13 @@ class Net(nn.Module):
         self.last.weight = nn.Parameter(torch.randn(CLASSES, WIDTH))
         self.first.weight = nn.Parameter(torch.randn(WIDTH, CLASSES), requires_grad=False)
         self.again = nn.ParameterList([self.last.weight])
+        self.register_buffer("scale", torch.rand(CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return self.last(x) + x @ self.again[0].T
+        return (self.last(x) + x @ self.again[0].T) * self.scale
 
 
 def stages() -> nn.Sequential:
@@ -64,10 +66,13 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
 def train(builder: str, last: int, *overrides: str, load: str = "", save: str = "") -> dict[str, Any]:
     """Train to step `last` from rank 0's values, and return losses, norms and an evaluation.
 
-    Each rank's module has other values, and with several data ranks a share of each batch.
+    Other ranks' modules have other values, or as `stages` none. With several data ranks each has a share of a batch.
     """
-    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
-    with gptlite.initialize(BUILDERS[builder](), config=[*FP32, *overrides]) as engine:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(rank)
+    with torch.device("meta" if rank and builder == "stages" else "cpu"):
+        module = BUILDERS[builder]()
+    with gptlite.initialize(module, config=[*FP32, *overrides]) as engine:
         share = slice(engine.data_rank, None, engine.data_size)
         extra = engine.load(load).extra if load else {}
         results = []
@@ -76,11 +81,12 @@ def train(builder: str, last: int, *overrides: str, load: str = "", save: str = 
             results.append(engine.step((x[share], y[share])))
         if save:
             engine.save(save, extra={"last": last})
-        found = engine.evaluate((x[share], y[share]) for x, y in map(global_batch, range(100, 103)))
+        found = engine.evaluate((x[share], y[share]) for x, y in map(global_batch, HELD_OUT))
         curve = [value for each in results for value in (each.loss, each.grad_norm)]
         return {
             "curve": curve,
             "evaluation": [found.loss, found.means["accuracy"]],
+            "scales": [each.loss_scale for each in results],
             "samples": [each.samples for each in results],
             "extra": extra,
             "step": engine.step_number,

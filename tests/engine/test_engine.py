@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed.ranks import Ranks
-from engine.loops import FP32, Net, checkpoints, global_batch, stages, train
+from engine.loops import FP32, HELD_OUT, Net, checkpoints, global_batch, stages, train
 from torch import nn
 
 import gptlite
@@ -45,11 +45,11 @@ def near(found: dict, expected: dict, tolerance: float = 2e-5) -> None:
         assert found[key] == pytest.approx(expected[key][-len(found[key]) :], rel=tolerance)
 
 
-def hand_written(module: nn.Module, steps: int, weight_decay: float = 0.1) -> list[float]:
-    """Losses and gradient norms of a plain loop with torch's AdamW."""
+def hand_written(module: nn.Module, steps: int) -> tuple[list[float], float]:
+    """Losses and gradient norms of a plain loop with torch's AdamW, and the accuracy on the held-out batches."""
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
@@ -62,28 +62,31 @@ def hand_written(module: nn.Module, steps: int, weight_decay: float = 0.1) -> li
         optimizer.step()
         optimizer.zero_grad()
         found += [loss.item(), norm.item()]
-    return found
+    x, y = (torch.cat(each) for each in zip(*map(global_batch, HELD_OUT), strict=True))
+    correct = module.eval()(x).argmax(-1) == y
+    return found, correct.sum().item() / (y != -100).sum().item()
 
 
 @pytest.mark.parametrize(("name", "module"), [("net", Net), ("stages", stages)])
 def test_one_process_equals_a_plain_loop(alone, name, module):
     torch.manual_seed(0)
-    expected = hand_written(module(), LAST)
-    assert alone[name]["curve"] == pytest.approx(expected, rel=1e-6)
+    curve, accuracy = hand_written(module(), LAST)
+    assert alone[name]["curve"] == pytest.approx(curve, rel=1e-6)
+    assert alone[name]["evaluation"][1] == pytest.approx(accuracy)
     assert len(set(alone[name]["curve"])) > LAST  # it trains
     assert alone[name]["samples"] == [8] * LAST
 
 
 @pytest.mark.parametrize("name", DATA)
 def test_two_data_ranks_equal_one_process(two, alone, name):
-    for found in two.run("engine.loops:train", "net", LAST, *DATA[name]):
+    for found in two.run("engine.loops:train", "net", LAST, *DATA[name], timeout=300):
         near(found, alone["net"])
         assert found["samples"] == [8] * LAST
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_pipeline_equals_one_process(two, alone, name):
-    for found in two.run("engine.loops:train", "stages", LAST, *STAGES[name]):
+    for found in two.run("engine.loops:train", "stages", LAST, *STAGES[name], timeout=300):
         near(found, alone["stages"])
         assert found["samples"] == [8] * LAST
 
@@ -92,7 +95,7 @@ def test_one_process_goes_on_with_what_two_ranks_have_saved(two, alone, tmp_path
     saved = {"save": str(tmp_path)}
     schedule = ("schedule=cosine", "trainer.max_steps=10")
     whole = train("net", LAST, *schedule)
-    two.run("engine.loops:train_with", saved, "net", 3, "parallelism=zero3", *schedule)
+    two.run("engine.loops:train_with", saved, "net", 3, "parallelism=zero3", *schedule, timeout=300)
     assert checkpoints(tmp_path) == ["step-00000003"]
     resumed = train("net", LAST, *schedule, load=str(tmp_path))
     assert resumed["extra"] == {"last": 3}
@@ -104,13 +107,14 @@ def test_one_process_goes_on_with_what_two_ranks_have_saved(two, alone, tmp_path
     near(other, whole)
 
 
-def test_half_precision_resumes_its_loss_scale(tmp_path):
-    half = ("precision=bf16", "precision=fp16")
-    for precision in half:
-        folder = tmp_path / precision
-        whole = train("stages", LAST, precision)
-        train("stages", 3, precision, save=str(folder))
-        assert train("stages", LAST, precision, load=str(folder))["curve"] == whole["curve"][6:]
+@pytest.mark.parametrize("precision", [("precision=bf16",), ("precision=fp16", "precision.loss_scale_window=2")])
+def test_half_precision_resumes_with_its_loss_scale(tmp_path, precision):
+    whole = train("stages", LAST, *precision)
+    train("stages", 3, *precision, save=str(tmp_path))
+    resumed = train("stages", LAST, *precision, load=str(tmp_path))
+    assert resumed["curve"] == whole["curve"][6:]
+    assert resumed["scales"] == whole["scales"][3:]
+    assert len(set(whole["scales"])) == (1 if whole["scales"][0] is None else 3)
 
 
 def test_accumulation_equals_one_batch(alone):
@@ -243,11 +247,13 @@ def test_a_wrong_folder_is_one_line(tmp_path):
 
 
 def test_ranks_that_differ_are_one_line(two):
-    assert two.run("engine.loops:uneven", "evaluation") == ["23", "23"]
-    for rank, error in enumerate(two.run("engine.loops:uneven", "micro-batches")):
+    assert two.run("engine.loops:uneven", "evaluation", timeout=300) == ["23", "23"]
+    for rank, error in enumerate(two.run("engine.loops:uneven", "micro-batches", timeout=300)):
         assert error.startswith(f"batch: {rank + 1} micro-batches on rank {rank}")
-    assert all("rank 1's module has other parameters" in error for error in two.run("engine.loops:other_module"))
-    assert all("one parameter as 0.weight and 1.weight" in error for error in two.run("engine.loops:tied"))
+    assert all(
+        "rank 1's module has other parameters" in error for error in two.run("engine.loops:other_module", timeout=300)
+    )
+    assert all("one parameter as 0.weight and 1.weight" in error for error in two.run("engine.loops:tied", timeout=300))
 
 
 def test_the_example_of_the_documentation(tmp_path, monkeypatch):
@@ -257,7 +263,7 @@ def test_the_example_of_the_documentation(tmp_path, monkeypatch):
     exec(compile(code, "example", "exec"), {})
     assert checkpoints(tmp_path / "outputs" / "mine")
     with Ranks(2, join=False) as ranks:
-        found = ranks.run("engine.loops:joins", code, str(tmp_path))
+        found = ranks.run("engine.loops:joins", code, str(tmp_path), timeout=300)
     assert found[0] == found[1]
     assert found[0][1:] == (False, True)
 
