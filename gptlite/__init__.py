@@ -1,6 +1,6 @@
 """gptlite: a Hydra-configured, Megatron-style GPT pretraining framework. Start reading at `pretrain.py`.
 
-`load`, `pretrain` and `launch` are the Python API, which docs/python.md describes.
+`load`, `pretrain`, `launch` and `initialize` are the Python API, which docs/python.md describes.
 """
 
 import sys
@@ -13,20 +13,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gptlite.config import Config, load
+    from gptlite.engine.engine import Engine, initialize
     from gptlite.errors import ConfigError
     from gptlite.launch.api import RunFailed, launch
     from gptlite.pretrain import pretrain
     from gptlite.run.result import Result
 
-__all__ = ["Config", "ConfigError", "Result", "RunFailed", "launch", "load", "pretrain"]
+__all__ = ["Config", "ConfigError", "Engine", "Result", "RunFailed", "initialize", "launch", "load", "pretrain"]
 __version__ = "0.1.0"
 
 # The module of each public name, imported at its first use: `gptlite --help` needs neither torch nor Hydra.
 _PUBLIC = {
     "Config": "gptlite.config",
     "ConfigError": "gptlite.errors",
+    "Engine": "gptlite.engine.engine",
     "Result": "gptlite.run.result",
     "RunFailed": "gptlite.launch.api",
+    "initialize": "gptlite.engine.engine",
     "launch": "gptlite.launch.api",
     "load": "gptlite.config",
     "pretrain": "gptlite.pretrain",

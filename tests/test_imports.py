@@ -82,6 +82,9 @@ ROOMS = {
         "checkpoint config data models ops parallelism plan pretrain run trainer",
         packages="torch",
     ),
+    "engine": Room(
+        "checkpoint config data launch models ops parallelism precision run trainer", packages="numpy torch"
+    ),
     "pretrain": Room("config parallelism run trainer"),
     "run": Room("checkpoint config data metrics models ops optimizer parallelism precision trainer", packages="torch"),
     "checkpoint_tool": Room("config checkpoint data metrics models", packages="torch omegaconf"),
@@ -106,7 +109,7 @@ WIDER = {
 # From a configuration to a plan, and back: these know the whole configuration, the rest of plan/ its own section.
 PLANNING = {PACKAGE / "plan" / f"{name}.py" for name in "advice largest planning report tuning".split()}
 WIDER |= dict.fromkeys(PLANNING, "config")
-CONFIG_USERS = set("checkpoint_tool commands config data_tool launch parity pretrain run sweep".split())
+CONFIG_USERS = set("checkpoint_tool commands config data_tool engine launch parity pretrain run sweep".split())
 
 
 def test_every_room_has_a_row():

@@ -314,7 +314,9 @@ def _batch(config: Config) -> None:
 
 def _batch_problem(config: Config, data_size: int) -> str:
     """Return the reason why the batch cannot be split over `data_size` data-parallel ranks, with the equation; empty if
-    it can."""
+    it can, or if its size is not known yet."""
+    if config.data.handed_over:
+        return ""
     batch, micro, layout = config.data.global_batch_size, config.data.micro_batch_size, config.parallelism
 
     def fits(batch: int, micro: int) -> bool:

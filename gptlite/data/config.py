@@ -33,6 +33,11 @@ class DataConfig:
         return "tokens"
 
     @property
+    def handed_over(self) -> bool:
+        """True if the batches, of any size, come from the program that trains (gptlite.initialize)."""
+        return False
+
+    @property
     def documents(self) -> bool:
         """True if documents that share a sequence are isolated from each other."""
         return self.packing is Packing.documents

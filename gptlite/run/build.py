@@ -1,13 +1,15 @@
 """Construction of a run from its configuration, the same for training, parity and evaluation."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gptlite.config import Config, with_vocabulary
 from gptlite.config.warm_start import refuse_larger_vocabulary
 from gptlite.data.build import build_loader, open_data
+from gptlite.data.loader import Loader
 from gptlite.data.prepared import PreparedData
 from gptlite.data.samples import SampleLoader, SampleSets
 from gptlite.errors import ConfigError
@@ -55,36 +57,24 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
         refuse_larger_vocabulary(config, data.tokenizer.vocab_size)
         config = with_vocabulary(config, data.tokenizer.vocab_size)
 
-    layout, compiles = config.parallelism, config.trainer.compile
     model = Model.of(config.model, policy)
-    parts = build_parts(model, layout, mesh, policy, ops, config.seed, compile=compiles)
-    materialize(model, parts, storage_device(mesh, layout))
-    for part in parts:
-        init_weights(model, part, config.seed)
-        model.fill_buffers(part, ops, config.seed)
-    optimizer = build_updates(config.optimizer, model, parts, layout, mesh, policy, ops, config.seed)
-    if ops.weight_copies and writes_copies(optimizer) and not compiles:
-        copy_weights(parts, mesh, policy)
-    loader = build_loader(config.data, data, mesh, config.seed, layout)
+    loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)
     example = None
     if isinstance(loader, SampleLoader):
         x, target = loader.example()
         model.check_pass(x, target)
-        example = _single(x, layout.pipeline)
-    state = TrainState(
-        model,
-        StageRunner(parts, mesh, layout),
-        optimizer,
-        Schedule(config.schedule, config.trainer.max_steps),
-        loader,
-        data.identity,
-        scaler=build_scaler(config.precision, policy),
-        spikes=build_spike_watch(config.trainer.spike),
-    )
+        example = single_input(x, config.parallelism.pipeline)
+
+    def fill(parts: Sequence[nn.Module]) -> None:
+        for part in parts:
+            init_weights(model, part, config.seed)
+            model.fill_buffers(part, ops, config.seed)
+
+    state = build_state(config, mesh, policy, ops, model, fill, loader, data.identity)
     passes = build_passes(
         model,
         state.runner,
-        layout,
+        config.parallelism,
         micro_batches=loader.num_micro_batches,
         micro_batch_size=loader.micro_batch_size,
         sequence_length=config.data.sequence_length,
@@ -93,7 +83,40 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
     return Run(config, mesh, policy, ops, data, state, passes)
 
 
-def _single(x: Any, stages: int) -> Tensor | None:
+def build_state(
+    config: Config,
+    mesh: Mesh,
+    policy: Policy,
+    ops: Ops,
+    model: Model,
+    fill: Callable[[Sequence[nn.Module]], None],
+    loader: Loader,
+    identity: dict[str, Any],
+) -> TrainState:
+    """Build the model's parts on this rank, whose weights and buffers `fill` sets, and the optimizer of a new run.
+
+    `identity` is that of the data, which a resume compares. Collective.
+    """
+    layout, compiles = config.parallelism, config.trainer.compile
+    parts = build_parts(model, layout, mesh, policy, ops, config.seed, compile=compiles)
+    materialize(model, parts, storage_device(mesh, layout))
+    fill(parts)
+    optimizer = build_updates(config.optimizer, model, parts, layout, mesh, policy, ops, config.seed)
+    if ops.weight_copies and writes_copies(optimizer) and not compiles:
+        copy_weights(parts, mesh, policy)
+    return TrainState(
+        model,
+        StageRunner(parts, mesh, layout),
+        optimizer,
+        Schedule(config.schedule, config.trainer.max_steps),
+        loader,
+        identity,
+        scaler=build_scaler(config.precision, policy),
+        spikes=build_spike_watch(config.trainer.spike),
+    )
+
+
+def single_input(x: Any, stages: int) -> Tensor | None:
     """Return the input of a sample, without a batch dim. Raises ConfigError in a pipeline if it is not one tensor."""
     if isinstance(x, Tensor):
         return x[0]

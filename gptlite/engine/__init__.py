@@ -1,0 +1,1 @@
+"""Engine for programs that keep their own training loop: `gptlite.initialize`."""
