@@ -40,9 +40,8 @@ class SampleSets:
     identity: Identity
     tokenizer: None = None
 
-    @property
-    def num_train_tokens(self) -> int:
-        """Training samples: the unit that the banner counts in."""
+    def num_samples(self, sequence_length: int) -> int:
+        """Number of training samples in an epoch. A sample counts as one position."""
         return len(self.train)
 
     def describe(self) -> str:

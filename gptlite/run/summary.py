@@ -191,7 +191,7 @@ def _close(
         lines += reporter.memory.offloaded()
     if reporter.speeds:
         lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / CURVES))))
-    more = f" trainer.max_steps={2 * config.trainer.max_steps}" if outcome.ending is Ending.done else ""
+    more = f" {config.trainer.doubled}" if outcome.ending is Ending.done else ""
     if outcome.ending is Ending.stop_step:
         more = " trainer.stop_step=null"
     run.log(banner(lines, title="results"))

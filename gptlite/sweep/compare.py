@@ -31,7 +31,7 @@ LOSSES = {
 # Cells that differ in these read other tokens: bits per byte of text are comparable, nats per token are not.
 TOKENS = {"data", "data.tokenizer", "data.vocab_size", "data.path", "data.corpus", "data.blend"}
 # A resumed run may change these and is the same run; cells that differ in them end with other numbers.
-ENDS_ELSEWHERE = ("model", "trainer.max_steps", "trainer.max_time", "trainer.stop_step")
+ENDS_ELSEWHERE = ("model", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time", "trainer.stop_step")
 ENDS_ELSEWHERE += ("checkpoint.resume", "checkpoint.load")
 # These change only the rounding of a resumed run.
 ROUNDS = ("ops", "trainer.compile")

@@ -21,7 +21,10 @@ COMM = "comm_seconds_"  # and the axis, in a row
 
 
 class Reporter:
-    """Conversion of results to rows and lines. Only the main rank has sinks and output; the others only measure."""
+    """Conversion of results to rows and lines. Only the main rank has sinks and output; the others only measure.
+
+    `epoch` is the number of samples in an epoch, for data whose rows have the epoch.
+    """
 
     def __init__(
         self,
@@ -31,9 +34,10 @@ class Reporter:
         max_steps: int,
         log: Callable[[str], None],
         unit: str = "tokens",
+        epoch: int | None = None,
     ) -> None:
         self.sinks, self.throughput, self.device = sinks, throughput, device
-        self.max_steps, self.log, self.unit = max_steps, log, unit
+        self.max_steps, self.log, self.unit, self.epoch = max_steps, log, unit, epoch
         self.speeds: list[float] = []
         self.memory = MemoryReport()
         self.usage = Usage(device)
@@ -55,6 +59,8 @@ class Reporter:
         if result.loss_scale is not None and state.scaler is not None:
             row |= {"loss_scale": result.loss_scale, "skipped_steps": state.scaler.skipped}
         row["tokens"] = result.tokens
+        if self.epoch is not None:
+            row["epoch"] = round(result.stop / self.epoch, 4)
         row |= self.throughput.read() | memory_bytes(self.device) | self.usage.read() | self.memory.row
         row |= communication(row["step_seconds"])  # collective, like `gather` below: ranks without sinks call it too
         self.memory.gather(row["memory_peak_bytes"], self.usage.memory, self.usage.utilization, state.runner.mesh)
