@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gptlite.metrics.console import eval_line, step_line
+from gptlite.metrics.console import TRAIN_METRIC, VAL_METRIC, eval_line, step_line
 from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.sinks import Sink
@@ -56,6 +56,7 @@ class Reporter:
         The state may already be one step ahead of `result`.
         """
         row: dict[str, Any] = {"step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+        row |= {TRAIN_METRIC + name: mean for name, mean in result.metrics.items()}
         if result.loss_scale is not None and state.scaler is not None:
             row |= {"loss_scale": result.loss_scale, "skipped_steps": state.scaler.skipped}
         row["tokens"] = result.tokens
@@ -100,7 +101,7 @@ class Reporter:
         }
         row |= {f"val_loss/{name}": part.loss for name, part in result.parts.items()}
         row |= {f"val_bits_per_byte/{name}": part.bits_per_byte for name, part in result.parts.items()}
-        row |= {f"val_{name}": mean for name, mean in result.means.items()}
+        row |= {VAL_METRIC + name: mean for name, mean in result.means.items()}
         self._write(row)
         self.log(eval_line(row, self.max_steps, self.unit))
 
