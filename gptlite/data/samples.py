@@ -47,7 +47,9 @@ class SampleSets:
     def describe(self) -> str:
         """Return a one-line summary."""
         held_out = sum(len(each) for each in self.validation.values())
-        return f"{self.name}: {len(self.train):,} training and {held_out:,} held-out samples"
+        classes = getattr(self.train, "classes", ())
+        words = f", {len(classes)} classes" if classes else ""
+        return f"{self.name}: {len(self.train):,} training and {held_out:,} held-out samples{words}"
 
 
 class SampleBatch(Batch):
@@ -75,7 +77,8 @@ def open_samples(config: DatasetConfig) -> SampleSets:
     except ConfigError:
         raise
     except Exception as error:  # a plugin's function may raise anything
-        raise ConfigError(f"{key}: {type(error).__name__} while it was opened: {error}") from error
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"{key}: {type(error).__name__} while it was opened: {reason}") from error
     sets = dict(validation) if isinstance(validation, Mapping) else {source.name: validation}
     for name, each in {"training": train, **sets}.items():
         if not hasattr(each, "__getitem__") or not hasattr(each, "__len__"):
@@ -117,6 +120,8 @@ def split(key: str, batch: Any) -> tuple[Any, Tensor]:
 def _sample(key: str, dataset: Any, index: int) -> Any:
     try:
         return dataset[index]
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
     except Exception as error:  # a plugin's dataset may raise anything
         raise ConfigError(f"{key}: sample {index} raises {type(error).__name__}: {error}") from error
 
