@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, default_collate
 
+from gptlite.data.batch_loader import Batch, BatchLoader, Share, spread
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.config import DatasetConfig
-from gptlite.data.loader import Batch, Loader, Share, spread
 from gptlite.data.prepared import Identity
 from gptlite.data.registry import source_of
 from gptlite.data.stream import SampleStream
@@ -177,7 +177,7 @@ def raised(batch: tuple[Any, Tensor] | ConfigError) -> tuple[Any, Tensor]:
     return batch
 
 
-class SampleLoader(Loader):
+class SampleLoader(BatchLoader):
     """Loader of a map-style dataset. With `workers`, that many processes read samples ahead of the steps.
 
     Without workers samples are read between the steps in this process, whose generators keep their state.
@@ -197,15 +197,7 @@ class SampleLoader(Loader):
         # Only the length of these tokens is used; a chunk of one token stands for a sample.
         tokens = np.broadcast_to(np.uint8(0), len(sets.train) + 1)
         stream = SampleStream.begin(seed, 1, {sets.name: (str(sets.identity["train"]), tokens, 1.0)})
-        super().__init__(
-            stream,
-            {},
-            schedule=schedule,
-            micro_batch_size=micro_batch_size,
-            token_bytes=np.empty(0),
-            device=device,
-            share=share,
-        )
+        super().__init__(stream, schedule=schedule, micro_batch_size=micro_batch_size, device=device, share=share)
         self._sets, self._workers = sets, workers
         self._key = f"data={sets.name}"
         self._train = _Seeded(self._key, sets.train, seed)
@@ -217,7 +209,7 @@ class SampleLoader(Loader):
         return split(self._key, _collated(self._sets.train, [_sample(self._key, self._sets.train, 0)], self._key))
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
-        """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples, see Loader."""
+        """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples, see BatchLoader."""
         key = self.schedule, self.stream, consumed_samples
         if self._ready is None or self._ready[0] != key:
             self._ready = key, self._read_samples(consumed_samples)
@@ -256,8 +248,7 @@ class SampleLoader(Loader):
 
     def _places(self, consumed: int) -> list[list[tuple[int, int]]]:
         """Return (n, index in the dataset) of the samples of each micro-batch of a step on this rank."""
-        numbers = self.schedule.samples(consumed)
-        numbers = numbers.reshape(-1, self._share.size, self.micro_batch_size)[:, self._share.rank]
+        numbers = self._numbers(consumed)
         _, _, indices = self.stream.locate(numbers)
         return [list(zip(*each, strict=True)) for each in zip(numbers.tolist(), indices.tolist(), strict=True)]
 
@@ -274,25 +265,18 @@ class SampleLoader(Loader):
         dataset = self._sets.validation[name or self.validation_sets[0]]
         numbers = spread(len(dataset), limit).tolist()
         seeded, size = _Seeded(self._key, dataset, self.stream.seed), self.micro_batch_size
-        for start in range(0, len(numbers), size * self._share.size):
+        for start in range(0, len(numbers), self._samples_at_once):
             mine = numbers[start + self._share.rank * size :][:size]
             chosen = mine or numbers[:1]
             x, targets = seeded.read([(index, index) for index in chosen])
             yield SampleBatch(x, targets, torch.tensor(chosen), counted=bool(mine)).to(self._device)
 
-    def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:
-        """Number of batches of `validation_batches(limit, name)`."""
-        count = len(spread(len(self._sets.validation[name or self.validation_sets[0]]), limit))
-        return -(-count // (self.micro_batch_size * self._share.size))
-
-    def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
-        """0: samples are not text."""
-        return 0
+    def _num_validation_samples(self, name: str) -> int:
+        return len(self._sets.validation[name])
 
     def close(self) -> None:
-        """Stop the workers. `batch` fails afterwards; validation still works."""
+        """Stop the workers."""
         self._reading = None
-        super().close()
 
 
 class _own_generators:

@@ -121,6 +121,7 @@ def _result(
         "status": status,
         "step": state.step,
         "tokens": state.tokens,
+        "unit": config.data.unit,  # of `tokens` and `tokens_per_second`
         "best_val_loss": state.meta()["best_val_loss"],
         "val_loss": evaluation.loss if evaluation else None,
         "val_bits_per_byte": evaluation.bits_per_byte if evaluation else None,

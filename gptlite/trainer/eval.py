@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gptlite.data.loader import Batch, Loader
+from gptlite.data.batch_loader import Batch, BatchLoader
 from gptlite.models.metrics import metric_values
 from gptlite.models.model import Model
 from gptlite.ops.inputs import Inputs
@@ -57,7 +57,7 @@ class Evaluation:
 def evaluate_sets(
     model: Model,
     runner: StageRunner,
-    loader: Loader,
+    loader: BatchLoader,
     limit: int | None,
     interrupted: Callable[[], bool] = lambda: False,
     log: Callable[[str], None] = lambda _: None,
