@@ -37,7 +37,8 @@ def pretrain(
     watch = Watch(mesh, config.parallelism.timeout_seconds)
     folder = RunFolder(config, mesh)
     run = build_run(config, mesh, folder.log)
-    config, state = run.config, run.state
+    folder.config = config = run.config  # now with the vocabulary size and the number of steps
+    state = run.state
     folder.restore(state)
     if folder.complete(state):
         state.loader.close()

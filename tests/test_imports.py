@@ -51,7 +51,9 @@ ROOMS = {
     "precision": Room(lazy="torch"),  # the schema imports it for its dataclass
     "metrics": Room(packages="torch", lazy="matplotlib numpy tensorboard wandb"),
     "data": Room(
-        "ops parallelism", packages="torch numpy", lazy="datasets hydra sentencepiece tiktoken tiktoken_ext tokenizers"
+        "ops parallelism",
+        packages="torch numpy",
+        lazy="PIL datasets hydra sentencepiece tiktoken tiktoken_ext tokenizers",
     ),
     "preprocess": Room("data", packages="numpy", lazy="pyarrow zstandard"),
     "models": Room("ops", packages="torch", lazy="hydra"),

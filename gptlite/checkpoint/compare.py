@@ -143,7 +143,7 @@ def _effect(key: str, before: dict[str, Any], after: dict[str, Any], load: str) 
         effect = Effect.safe  # folders may move: their contents are compared
     if key.startswith(_FOLDERS) and one_sided and _share_data(before, after):
         effect = Effect.changes_numbers  # a folder joins or leaves the blend
-    if key == "trainer.max_steps" and (_follows_length(before) or _follows_length(after)):
+    if key in ("trainer.max_steps", "trainer.max_epochs") and (_follows_length(before) or _follows_length(after)):
         effect = Effect.changes_numbers
     if effect is Effect.refused and load == "weights" and not _tied_to_weights(key, before):
         effect = Effect.changes_numbers
@@ -164,7 +164,7 @@ def _share_data(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 
 def _follows_length(config: dict[str, Any]) -> bool:
-    """Return True if the schedule's length is trainer.max_steps: one of the schedule's fields is null."""
+    """Return True if the schedule's length is that of the run: one of the schedule's fields is null."""
     return any(key.startswith("schedule.") and value is None for key, value in config.items())
 
 

@@ -46,8 +46,7 @@ def run(raw: DictConfig) -> float | None:
 def train(raw: DictConfig) -> int:
     """Check and launch a composed configuration. Return the exit code."""
     started = time.monotonic()
-    config = typed(raw)
-    config.run.overrides = list(HydraConfig.get().overrides.task)
+    config = typed(raw, HydraConfig.get().overrides.task)
     from gptlite.launch.launcher import launch  # imports torch, so only after the configuration is checked
 
     return launch(config, started)

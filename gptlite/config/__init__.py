@@ -1,6 +1,7 @@
 """Configuration: schema, composition, checks and serialisation."""
 
 from gptlite.config.compose import help_text, load, require_config, typed, with_vocabulary
+from gptlite.config.length import with_epochs
 from gptlite.config.saved import (
     from_yaml,
     hydra_value,
@@ -30,5 +31,6 @@ __all__ = [
     "to_dict",
     "to_yaml",
     "typed",
+    "with_epochs",
     "with_vocabulary",
 ]

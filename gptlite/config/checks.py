@@ -9,6 +9,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from gptlite.config.length import check_length
 from gptlite.data.batches import batch_schedule
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
@@ -17,7 +18,7 @@ from gptlite.models.spec import ModelSpec, spec_of
 from gptlite.ops import apex
 from gptlite.ops.config import LayerNorm
 from gptlite.optimizer.checks import check_device as check_optimizer_device
-from gptlite.optimizer.checks import check_optimizer, check_placement
+from gptlite.optimizer.checks import check_placement
 from gptlite.optimizer.registry import elementwise_optimizers, optimizer_name
 from gptlite.parallelism.axes import every_axis
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
@@ -53,6 +54,7 @@ BOUNDS: list[tuple[str, str, float, float, str]] = [
     ("parallelism.", "prefetch", 0, math.inf, "must not be negative; 0 gathers nothing ahead"),
     ("parallelism.", "timeout_seconds", SOME, 1_000_000, "must be above 0 and at most 1,000,000"),  # eleven days
     ("trainer.", "max_steps stop_step log_interval eval_samples spike.patience", 1, math.inf, AT_LEAST_1),
+    ("trainer.", "max_epochs", SOME, 1_000_000, "must be above 0 and at most 1,000,000"),
     ("trainer.", "spike.window", 8, math.inf, "must be at least 8"),
     ("trainer.", "spike.threshold spike.rise spike.margin spike.max_rewinds", 0, math.inf, "must be at least 0"),
     ("trainer.", "eval_interval sample_tokens max_restarts replica_check_interval", 0, math.inf, OFF_AT_0),
@@ -74,7 +76,7 @@ def check(config: Config) -> None:
     check_layout(config)
     _trainer(config)
     _spike(config)
-    check_optimizer(config.optimizer, config.schedule, config.trainer.max_steps)
+    check_length(config)
     _ops(config)
     _one_of("checkpoint.load", config.checkpoint.load, ("all", "weights"))
     check_logger(config.logger)
@@ -368,11 +370,6 @@ def _nearest(value: int, step: int, fits: Callable[[int], bool]) -> list[int]:
 
 def _trainer(config: Config) -> None:
     trainer = config.trainer
-    steps = trainer.profile_steps
-    if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
-        raise ConfigError(f"trainer.profile_steps={steps} must be [first, last] with 1 <= first <= last, or []")
-    if steps and steps[0] > trainer.max_steps:
-        raise ConfigError(f"trainer.profile_steps={steps} begins after trainer.max_steps={trainer.max_steps}")
     if trainer.host_memory_limit is not None and sys.platform != "linux":
         raise ConfigError(
             f"trainer.host_memory_limit={trainer.host_memory_limit:g}: this limit needs Linux; leave it out"

@@ -41,9 +41,7 @@ def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
     register()
     overrides = with_model(overrides)
     with refusals(), _initialized(config_dir):
-        config = typed(compose("config", overrides=overrides))
-    config.run.overrides = overrides
-    return config
+        return typed(compose("config", overrides=overrides), overrides)
 
 
 @contextmanager
@@ -90,8 +88,8 @@ def help_text(overrides: list[str]) -> str:
     return localized(HELP).format(presets="\n".join(presets), config=OmegaConf.to_yaml(config))
 
 
-def typed(config: DictConfig) -> Config:
-    """Convert a composed configuration to its typed form and check it. Raises ConfigError."""
+def typed(config: DictConfig, overrides: Iterable[str] = ()) -> Config:
+    """Convert the configuration composed from `overrides` to its typed form and check it. Raises ConfigError."""
 
     with refusals():
         missing = sorted(OmegaConf.missing_keys(config))  # sorted: the message must not depend on the order of a set
@@ -102,6 +100,7 @@ def typed(config: DictConfig) -> Config:
     for group in SCHEMAS.keys() - schema_names(result).keys():
         raise ConfigError(f"{group} has no preset; {choices(group)}")
     _refuse_added_keys(config, result)
+    result.run.overrides = list(overrides)
     check(result)
     return result
 

@@ -18,6 +18,8 @@ from gptlite.config.schema import SCHEMAS, Config, schema_names
 from gptlite.errors import ConfigError
 from gptlite.models.registry import SPECS
 
+LENGTHS = ("trainer.max_steps", "trainer.max_epochs")  # one replaces the other
+
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Convert to plain nested dicts, with enums by name, for YAML, manifests and trackers."""
@@ -80,6 +82,9 @@ def saved_overrides(arguments: list[str]) -> list[str]:
     run = read_saved(saved).run
     candidates = [*run.overrides, f"run.name={hydra_value(run.name)}"]
     kept = {c.partition("=")[0].lstrip("+~"): c for c in candidates}
+    for new, old in (LENGTHS, LENGTHS[::-1]):
+        if given.get(new, "null") != "null":
+            kept.pop(old, None)
     # A preset given anew also drops the group's saved keys, as the new preset may not have them.
     kept = {key: c for key, c in kept.items() if key not in given and key.partition(".")[0] not in given}
     if any((saved.parent / "checkpoints").glob("step-*")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -61,6 +61,10 @@ class BatchSchedule:
             alike = min(batches, -(-(self.trained(end) - self.trained(position)) // size))
             position, batches = self._advance(position, alike * size), batches - alike
         return self._advance(position, batches * self.global_batch_size)
+
+    def batches(self, samples: int) -> int:
+        """Return the smallest number of batches, from the beginning, that read at least that many samples."""
+        return bisect_left(range(samples), samples, key=lambda count: self.trained(self.after(0, count)))
 
     def trained(self, position: int) -> int:
         """Number of samples in the batches before `position`. Skipped samples do not count."""

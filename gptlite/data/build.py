@@ -114,7 +114,7 @@ def build_loader(
     mesh: Mesh,
     seed: int,
     parallelism: ParallelismConfig | None = None,
-) -> Loader:
+) -> Loader | SampleLoader:
     """Return this rank's loader. `micro_batch_size: null` is the largest that the schedule of `parallelism` can run.
 
     Raises ConfigError if a global batch size is not divisible by the micro-batch size times the data-parallel ranks.

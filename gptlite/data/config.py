@@ -100,6 +100,42 @@ class DatasetConfig(DataConfig):
 
 
 @dataclass
+class ImagesConfig(DatasetConfig):
+    """Settings of images, see data/images.py. The short side is resized, then `size` x `size` pixels are cut out:
+    the center, or with `augment` a random place of training images, half of which are flipped.
+
+    `validation_fraction` of the data is held out by hash if it has no validation part.
+    """
+
+    global_batch_size: int = 128
+    path: str = "???"
+    size: int = 224
+    resize: int | None = None  # pixels of the short side; null: 8/7 of `size`
+    augment: bool = True
+    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])  # of red, green and blue, from 0 to 1
+    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    validation_fraction: float = 0.1
+
+
+@dataclass
+class ImageFolderConfig(ImagesConfig):
+    """Images in one folder per class, under path/train and path/val (or valid, validation, test), or under `path`."""
+
+
+@dataclass
+class HuggingFaceConfig(ImagesConfig):
+    """Dataset of Hugging Face's `datasets` on disk, or local parquet, json, jsonl or csv files.
+
+    `input` is a column, or a list of columns that are passed to the model by name; null: all other columns. `label`:
+    null finds labels, label, targets or target. The settings of images apply to columns of images.
+    """
+
+    global_batch_size: int = 32
+    input: Any = None  # str or list[str]
+    label: str | None = None
+
+
+@dataclass
 class SyntheticConfig(DataConfig):
     """Random tokens drawn with the run's seed, for benchmarks. Nothing is downloaded, and there is nothing to learn."""
 

@@ -1,14 +1,13 @@
-"""The batch loader: micro-batches as a pure function of the number of consumed samples."""
+"""The loader of token data: micro-batches as a pure function of the number of consumed samples."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from gptlite.data.batch_loader import WHOLE, Batch, BatchLoader, Share, spread
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.eras import Era
 from gptlite.data.indexed import outside
 from gptlite.data.stream import SampleStream, num_chunks, read_chunk
 from gptlite.errors import ConfigError
@@ -19,55 +18,9 @@ IGNORE = -100  # ignored targets, the default of torch's cross entropy
 _Key = tuple[BatchSchedule, SampleStream, int]  # the int is the number of samples before the step
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch of one rank: B sequences of S tokens, where S is the number of positions that the rank holds."""
-
-    tokens: torch.Tensor  # int64[B, S]
-    targets: torch.Tensor  # int64[B, S], IGNORE if nothing is predicted
-    sample_ids: torch.Tensor  # int64[B], number of the sample in the run, or of the chunk in validation
-    documents: Documents | None = None  # for all positions of the sequences
-    counted: bool = True  # False for a batch that only keeps this rank in step with the others
-
-    @property
-    def length(self) -> int:
-        """Number of positions of a sequence on this rank."""
-        return self.tokens.shape[1]
-
-    def pin_memory(self) -> "Batch":
-        """Return a copy in page-locked memory, so that its transfer to a GPU can overlap computation."""
-        return self._each(torch.Tensor.pin_memory)
-
-    def to(self, device: torch.device) -> "Batch":
-        """Return the batch on `device`. The copy is asynchronous from pinned memory."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        documents = None if self.documents is None else self.documents.each(change)
-        return Batch(change(self.tokens), change(self.targets), change(self.sample_ids), documents)
-
-
-@dataclass(frozen=True)
-class Share:
-    """Part of a global batch read by data-parallel rank `rank` of `size`: `positions` of each sample, None for all."""
-
-    rank: int = 0
-    size: int = 1
-    positions: np.ndarray | None = None
-
-
-WHOLE = Share()
-
-
-class Loader:
-    """Loader that divides the run's sample stream into global batches, micro-batches and ranks.
-
-    `schedule` gives the samples of a global batch. For micro-batch size B and R data-parallel ranks, each micro-batch
-    takes the next B * R of them, split in order over the ranks, so the global batch does not depend on R. A batch
-    depends on `consumed_samples` and not on earlier calls, so a resumed run reads the same ones. With `document_end`,
-    the id that ends a document, batches carry the document boundaries, and nothing is predicted from that id.
-    `validation` is {data set: held-out tokens, int[N]}. A new `schedule` takes effect with the next batch.
-    """
+class Loader(BatchLoader):
+    """Loader of sequences of tokens. With `document_end`, the id that ends a document, batches carry the document
+    boundaries, and nothing is predicted from that id. `validation` is {data set: held-out tokens, int[N]}."""
 
     def __init__(
         self,
@@ -81,35 +34,17 @@ class Loader:
         share: Share = WHOLE,
         document_end: int | None = None,
     ):
-        self.stream = self._begun = stream
+        super().__init__(stream, schedule=schedule, micro_batch_size=micro_batch_size, device=device, share=share)
         self._validation = validation
         self._length = stream.eras[-1].sequence_length
-        self.micro_batch_size = micro_batch_size
         self._token_bytes = token_bytes
-        self._device = device
-        self._share = share
         self._document_end = document_end
-        self.schedule = schedule
         # One thread: reads are in the order of the steps.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         # Micro-batches of the current step and of the next one, each with the key that determines them.
         self._now: tuple[_Key, list[Batch]] | None = None
         self._ahead: tuple[_Key, Future[list[Batch]]] | None = None
         self._bytes_counted: dict[tuple[str, int], int] = {}
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of a global batch at its full size, after any ramp."""
-        return self.schedule.global_batch_size
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches per global batch on this rank at full size."""
-        return self.global_batch_size // (self.micro_batch_size * self._share.size)
-
-    def micro_batches(self, consumed_samples: int) -> int:
-        """Return the number of micro-batches on this rank in the global batch after `consumed_samples` samples."""
-        return self.schedule.size(consumed_samples) // (self.micro_batch_size * self._share.size)
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples.
@@ -131,10 +66,6 @@ class Loader:
             self._ahead = (*key[:2], following), self._thread.submit(self._read, following)
         return self._now[1][micro_index].to(self._device)
 
-    def resume(self, history: Sequence[Era], consumed_samples: int) -> None:
-        """Continue the eras of a checkpoint after `consumed_samples` samples. `history` is empty for a new run."""
-        self.stream = self._begun.resumed(history, consumed_samples)
-
     def close(self) -> None:
         """Stop the background thread. `batch` fails afterwards; validation still works."""
         self._thread.shutdown(cancel_futures=True)
@@ -143,6 +74,9 @@ class Loader:
     def validation_sets(self) -> list[str]:
         """Names of the data sets that have held-out text."""
         return list(self._validation)
+
+    def _num_validation_samples(self, name: str) -> int:
+        return num_chunks(self._validation[name], self._length)
 
     def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
         """Yield this rank's batches of all held-out chunks of data set `name`, or of `limit` evenly spaced ones.
@@ -153,16 +87,9 @@ class Loader:
         """
         held_out = self._validation[name or self.validation_sets[0]]
         chunks = spread(num_chunks(held_out, self._length), limit)
-        step = self.micro_batch_size * self._share.size
-        for start in range(0, len(chunks), step):
+        for start in range(0, len(chunks), self._samples_at_once):
             begin = start + self._share.rank * self.micro_batch_size
             yield self._collate_chunks(held_out, chunks[begin : begin + self.micro_batch_size]).to(self._device)
-
-    def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:
-        """Return the number of batches of `validation_batches(limit, name)`."""
-        held_out = self._validation[name or self.validation_sets[0]]
-        chunks = spread(num_chunks(held_out, self._length), limit)
-        return -(-len(chunks) // (self.micro_batch_size * self._share.size))
 
     def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
         """Return the UTF-8 bytes of all targets in `validation_batches(limit, name)`, over all ranks.
@@ -183,8 +110,7 @@ class Loader:
         return int(self._token_bytes[counted].sum())
 
     def _read(self, consumed_samples: int) -> list[Batch]:
-        numbers = self.schedule.samples(consumed_samples)
-        numbers = numbers.reshape(-1, self._share.size, self.micro_batch_size)[:, self._share.rank]
+        numbers = self._numbers(consumed_samples)
         rows = self.stream.read(numbers.reshape(-1))
         self._require_known(rows, lambda row: f"sample {numbers.reshape(-1)[row]} of the run")
         shape = (*numbers.shape, rows.shape[1] - 1)
@@ -229,12 +155,6 @@ class Loader:
         if (positions := self._share.positions) is not None:
             tokens, targets = tokens[:, positions], targets[:, positions]
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(ids), documents)
-
-
-def spread(total: int, limit: int | None) -> np.ndarray:
-    """Return `limit` of `total` chunk numbers, evenly spaced, or all without a limit: int64."""
-    count = total if limit is None else min(limit, total)
-    return np.arange(count) * total // max(count, 1)
 
 
 def document_starts(tokens: np.ndarray, end: int) -> np.ndarray:

@@ -45,6 +45,10 @@ class PreparedData:
         """Number of training tokens, EOD tokens included."""
         return sum(len(each.train) for each in self.sets)
 
+    def num_samples(self, sequence_length: int) -> int:
+        """Number of training sequences in an epoch, summed over the sets of a blend."""
+        return sum((len(each.train) - 1) // sequence_length for each in self.sets)
+
     @property
     def num_validation_tokens(self) -> int:
         """Number of held-out tokens, EOD tokens included."""

@@ -6,7 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gptlite.data.config import CorpusConfig, DatasetConfig, SyntheticConfig, TextConfig, TokensConfig
+from gptlite.data.config import (
+    CorpusConfig,
+    DatasetConfig,
+    HuggingFaceConfig,
+    ImageFolderConfig,
+    SyntheticConfig,
+    TextConfig,
+    TokensConfig,
+)
 from gptlite.errors import ConfigError
 
 
@@ -59,3 +67,19 @@ def source_of(config: DatasetConfig) -> DataSource:
         if source.schema is type(config):
             return source
     raise ConfigError(f"{type(config).__name__} is the configuration of no registered dataset; call register_data")
+
+
+def _image_folder(config: ImageFolderConfig) -> tuple[Any, Any]:
+    from gptlite.data.image_folder import open_image_folder
+
+    return open_image_folder(config)
+
+
+def _huggingface(config: HuggingFaceConfig) -> tuple[Any, Any]:
+    from gptlite.data.huggingface_rows import open_huggingface
+
+    return open_huggingface(config)
+
+
+register_data("image_folder", ImageFolderConfig, _image_folder)
+register_data("huggingface", HuggingFaceConfig, _huggingface)

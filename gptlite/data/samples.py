@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, default_collate
 
+from gptlite.data.batch_loader import Batch, BatchLoader, Share, spread
 from gptlite.data.batches import BatchSchedule
 from gptlite.data.config import DatasetConfig
-from gptlite.data.loader import Batch, Loader, Share, spread
 from gptlite.data.prepared import Identity
 from gptlite.data.registry import source_of
 from gptlite.data.stream import SampleStream
@@ -40,9 +40,8 @@ class SampleSets:
     identity: Identity
     tokenizer: None = None
 
-    @property
-    def num_train_tokens(self) -> int:
-        """Training samples: the unit that the banner counts in."""
+    def num_samples(self, sequence_length: int) -> int:
+        """Number of training samples in an epoch. A sample counts as one position."""
         return len(self.train)
 
     def example(self) -> tuple[Any, Tensor]:
@@ -53,7 +52,9 @@ class SampleSets:
     def describe(self) -> str:
         """Return a one-line summary."""
         held_out = sum(len(each) for each in self.validation.values())
-        return f"{self.name}: {len(self.train):,} training and {held_out:,} held-out samples"
+        classes = getattr(self.train, "classes", ())
+        words = f", {len(classes)} classes" if classes else ""
+        return f"{self.name}: {len(self.train):,} training and {held_out:,} held-out samples{words}"
 
 
 class SampleBatch(Batch):
@@ -81,7 +82,8 @@ def open_samples(config: DatasetConfig) -> SampleSets:
     except ConfigError:
         raise
     except Exception as error:  # a plugin's function may raise anything
-        raise ConfigError(f"{key}: {type(error).__name__} while it was opened: {error}") from error
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"{key}: {type(error).__name__} while it was opened: {reason}") from error
     sets = dict(validation) if isinstance(validation, Mapping) else {source.name: validation}
     for name, each in {"training": train, **sets}.items():
         if not hasattr(each, "__getitem__") or not hasattr(each, "__len__"):
@@ -123,6 +125,8 @@ def split(key: str, batch: Any) -> tuple[Any, Tensor]:
 def _sample(key: str, dataset: Any, index: int) -> Any:
     try:
         return dataset[index]
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
     except Exception as error:  # a plugin's dataset may raise anything
         raise ConfigError(f"{key}: sample {index} raises {type(error).__name__}: {error}") from error
 
@@ -178,7 +182,7 @@ def raised(batch: tuple[Any, Tensor] | ConfigError) -> tuple[Any, Tensor]:
     return batch
 
 
-class SampleLoader(Loader):
+class SampleLoader(BatchLoader):
     """Loader of a map-style dataset. With `workers`, that many processes read samples ahead of the steps.
 
     Without workers samples are read between the steps in this process, whose generators keep their state.
@@ -198,15 +202,7 @@ class SampleLoader(Loader):
         # Only the length of these tokens is used; a chunk of one token stands for a sample.
         tokens = np.broadcast_to(np.uint8(0), len(sets.train) + 1)
         stream = SampleStream.begin(seed, 1, {sets.name: (str(sets.identity["train"]), tokens, 1.0)})
-        super().__init__(
-            stream,
-            {},
-            schedule=schedule,
-            micro_batch_size=micro_batch_size,
-            token_bytes=np.empty(0),
-            device=device,
-            share=share,
-        )
+        super().__init__(stream, schedule=schedule, micro_batch_size=micro_batch_size, device=device, share=share)
         self._sets, self._workers = sets, workers
         self._key = f"data={sets.name}"
         self._train = _Seeded(self._key, sets.train, seed)
@@ -218,7 +214,7 @@ class SampleLoader(Loader):
         return self._sets.example()
 
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
-        """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples, see Loader."""
+        """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples, see BatchLoader."""
         key = self.schedule, self.stream, consumed_samples
         if self._ready is None or self._ready[0] != key:
             self._ready = key, self._read_samples(consumed_samples)
@@ -257,8 +253,7 @@ class SampleLoader(Loader):
 
     def _places(self, consumed: int) -> list[list[tuple[int, int]]]:
         """Return (n, index in the dataset) of the samples of each micro-batch of a step on this rank."""
-        numbers = self.schedule.samples(consumed)
-        numbers = numbers.reshape(-1, self._share.size, self.micro_batch_size)[:, self._share.rank]
+        numbers = self._numbers(consumed)
         _, _, indices = self.stream.locate(numbers)
         return [list(zip(*each, strict=True)) for each in zip(numbers.tolist(), indices.tolist(), strict=True)]
 
@@ -275,25 +270,18 @@ class SampleLoader(Loader):
         dataset = self._sets.validation[name or self.validation_sets[0]]
         numbers = spread(len(dataset), limit).tolist()
         seeded, size = _Seeded(self._key, dataset, self.stream.seed), self.micro_batch_size
-        for start in range(0, len(numbers), size * self._share.size):
+        for start in range(0, len(numbers), self._samples_at_once):
             mine = numbers[start + self._share.rank * size :][:size]
             chosen = mine or numbers[:1]
             x, targets = seeded.read([(index, index) for index in chosen])
             yield SampleBatch(x, targets, torch.tensor(chosen), counted=bool(mine)).to(self._device)
 
-    def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:
-        """Number of batches of `validation_batches(limit, name)`."""
-        count = len(spread(len(self._sets.validation[name or self.validation_sets[0]]), limit))
-        return -(-count // (self.micro_batch_size * self._share.size))
-
-    def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
-        """0: samples are not text."""
-        return 0
+    def _num_validation_samples(self, name: str) -> int:
+        return len(self._sets.validation[name])
 
     def close(self) -> None:
-        """Stop the workers. `batch` fails afterwards; validation still works."""
+        """Stop the workers."""
         self._reading = None
-        super().close()
 
 
 class _own_generators:

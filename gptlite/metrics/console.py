@@ -11,6 +11,7 @@ from typing import Any
 
 WIDTH = 80  # columns of a terminal
 PART = "val_loss/"  # and the name of a data set, of a blend
+TRAIN_METRIC, VAL_METRIC = "train_", "val_"  # and the name of a model's own metric
 
 
 def format_count(number: float) -> str:
@@ -43,21 +44,22 @@ def step_line(row: Mapping[str, Any], max_steps: int, eta_seconds: float | None 
         step  120/1000 | loss  3.4512 | lr 3.00e-03 | grad norm   0.81
         |  12.3k tok/s | MFU   n/a | mem  0.91 GiB | ETA 2m31s
 
-    `row` has the keys of a metrics.jsonl row; one that is absent or None shows as n/a. `loss_scale` adds a column.
-    `unit`: tokens or samples.
+    `row` has the keys of a metrics.jsonl row; one that is absent or None shows as n/a. `epoch` and `loss_scale` add a
+    column each, as do a model's own metrics. `unit`: tokens or samples.
     """
     columns = [
         _position("step", row, max_steps),
+        *([f"epoch {row['epoch']:.2f}"] if row.get("epoch") is not None else []),
         f"loss {_text(row.get('loss'), '{:.4f}'.format, 7)}",
+        *_own(row, TRAIN_METRIC),
         f"lr {_text(row.get('lr'), '{:.2e}'.format, 8)}",
         f"grad norm {_text(row.get('grad_norm'), _norm, 6)}",
+        *([f"loss scale {row['loss_scale']:<8g}"] if row.get("loss_scale") is not None else []),
         f"{_text(row.get('tokens_per_second'), format_count, 6)} {'tok' if unit == 'tokens' else unit}/s",
         f"MFU {_text(row.get('mfu'), '{:.1%}'.format, 5)}",
         f"mem {_text(row.get('memory_allocated_bytes'), lambda size: f'{size / 2**30:.2f} GiB', 9)}",
         f"ETA {_text(eta_seconds, format_duration, 0)}",
     ]
-    if row.get("loss_scale") is not None:
-        columns.insert(4, f"loss scale {row['loss_scale']:<8g}")
     return " | ".join(columns)
 
 
@@ -74,9 +76,7 @@ def eval_line(row: Mapping[str, Any], max_steps: int, unit: str = "tokens") -> s
     columns += [
         f"{key.removeprefix(PART)} {_text(row[key], '{:.4f}'.format, 7)}" for key in row if key.startswith(PART)
     ]
-    own = [key for key in row if key.startswith("val_") and not key.startswith(("val_loss", "val_bits_per_byte"))]
-    columns += [f"{key.removeprefix('val_')} {_text(row[key], '{:.4f}'.format, 6)}" for key in own]
-    return " | ".join(columns)
+    return " | ".join([*columns, *_own(row, VAL_METRIC)])
 
 
 def banner(lines: list[tuple[str, str]], title: str = "gptlite") -> str:
@@ -107,6 +107,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "",
         cells = zip(line, widths, aligned_right, strict=True)
         text = "  ".join(cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in cells)
         yield (indent + text).rstrip()
+
+
+def _own(row: Mapping[str, Any], prefix: str) -> list[str]:
+    """Return the columns of a model's own metrics, e.g. `accuracy 0.9312`."""
+    keys = [key for key in row if key.startswith(prefix) and not key.startswith(("val_loss", "val_bits_per_byte"))]
+    return [f"{key.removeprefix(prefix)} {_text(row[key], '{:.4f}'.format, 6)}" for key in keys]
 
 
 def _position(name: str, row: Mapping[str, Any], max_steps: int) -> str:

@@ -1,4 +1,5 @@
-"""Plot of a run: loss, learning rate, gradient norm and throughput over the steps of a metrics.jsonl."""
+"""Plot of a run: loss, learning rate, gradient norm, throughput and a model's own metrics over the steps of a
+metrics.jsonl."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptlite.errors import ConfigError
 from gptlite.files import replacing
-from gptlite.metrics.console import format_count, format_duration
+from gptlite.metrics.console import TRAIN_METRIC, VAL_METRIC, format_count, format_duration
 from gptlite.metrics.jsonl import read_rows
 
 if TYPE_CHECKING:
@@ -61,26 +62,30 @@ def plot_curves(jsonl: Path, out: Path, title: str | None = None) -> Path:
 
     # Figure instead of pyplot, which keeps global state and selects a display backend.
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 6.6), dpi=150, facecolor="white")
+        own, unit = own_metrics(rows), "sample" if any("epoch" in row for row in rows) else "token"
+        count = 3 + len(own)
+        figure = Figure(figsize=(11, 2.2 * count), dpi=150, facecolor="white")
         FigureCanvasAgg(figure)
-        grid = figure.add_gridspec(3, 2, width_ratios=(2.3, 1), left=LEFT, right=0.98, top=0.845, bottom=0.075)
+        grid = figure.add_gridspec(count, 2, width_ratios=(2.3, 1), left=LEFT, right=0.98, top=0.845, bottom=0.075)
         grid.update(wspace=0.27, hspace=0.42)
         loss = figure.add_subplot(grid[:, 0])
         loss.set_xlim(0, 1.015 * max(train[0] + validation[0]))
-        _draw_loss(loss, train, validation)
+        _draw_loss(loss, train, validation, unit)
         for step in sorted({row["spike_step"] for row in rows if "spike_step" in row}):
             loss.axvline(step, color=FAINT, linewidth=0.8, linestyle=":")
             loss.annotate("spike", (step, 1), xycoords=("data", "axes fraction"), color=FAINT, fontsize=7, ha="center")
-        small = [figure.add_subplot(grid[row, 1], sharex=loss) for row in range(3)]
+        small = [figure.add_subplot(grid[row, 1], sharex=loss) for row in range(count)]
         _draw_rate(small[0], _series(rows, "lr"))
         _draw_noisy(small[1], "gradient norm", _series(rows, "grad_norm"))
-        _draw_noisy(small[2], "tokens per second", _series(rows, "tokens_per_second"))
-        for axes in (loss, small[2]):
+        _draw_noisy(small[2], f"{unit}s per second", _series(rows, "tokens_per_second"))
+        for axes, name in zip(small[3:], own, strict=True):
+            _draw_noisy(axes, name, _series(rows, TRAIN_METRIC + name), _series(rows, VAL_METRIC + name))
+        for axes in (loss, small[-1]):
             axes.set_xlabel("step")
-        for axes in small[:2]:
+        for axes in small[:-1]:
             axes.tick_params(labelbottom=False)
         figure.text(LEFT, 0.945, title or jsonl.resolve().parent.name, fontsize=15, weight="bold")
-        figure.text(LEFT, 0.91, _summary(rows), color=FAINT)
+        figure.text(LEFT, 0.91, _summary(rows, unit), color=FAINT)
         with replacing(out) as file:  # an interrupted plot leaves the previous one
             figure.savefig(file, format="png")
     return out
@@ -100,12 +105,19 @@ def smooth(values: list[float], width: float) -> list[float]:
     return (weighted / weight).tolist()
 
 
+def own_metrics(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the names of a model's own metrics that training rows have."""
+    return list(
+        dict.fromkeys(key.removeprefix(TRAIN_METRIC) for row in rows for key in row if key.startswith(TRAIN_METRIC))
+    )
+
+
 def _series(rows: list[dict[str, Any]], key: str) -> Series:
     points = sorted((row["step"], row[key]) for row in rows if row.get(key) is not None)
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _draw_loss(axes: "Axes", train: Series, validation: Series) -> None:
+def _draw_loss(axes: "Axes", train: Series, validation: Series, unit: str) -> None:
     steps, values = train
     smoothed = smooth(values, len(values) / 120)
     axes.plot(steps, values, color=TRAIN, alpha=0.22, linewidth=0.9)
@@ -114,7 +126,7 @@ def _draw_loss(axes: "Axes", train: Series, validation: Series) -> None:
     if validation[0]:
         axes.plot(*validation, color=VALIDATION, linewidth=1.1, marker="o", markersize=4.5, markeredgecolor="white")
         ends.append((validation[0][-1], validation[1][-1], f"val\n{validation[1][-1]:.3f}", VALIDATION))
-    _title(axes, "loss", "nats per token")
+    _title(axes, "loss", f"nats per {unit}")
     _format(axes)
     # The loss falls from ln(vocabulary) within a few steps; showing all of that would flatten the rest.
     shown = smoothed[len(smoothed) // 50 :] + validation[1]
@@ -152,7 +164,7 @@ def _draw_rate(axes: "Axes", series: Series) -> None:
     _ticks(axes.yaxis, _rate_tick, nbins=3, min_n_ticks=2)
 
 
-def _draw_noisy(axes: "Axes", name: str, series: Series) -> None:
+def _draw_noisy(axes: "Axes", name: str, series: Series, validation: Series = ([], [])) -> None:
     steps, values = series
     _title(axes, name)
     _format(axes)
@@ -160,6 +172,9 @@ def _draw_noisy(axes: "Axes", name: str, series: Series) -> None:
         return
     axes.plot(steps, values, color=TRAIN, alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth(values, len(values) / 80), color=TRAIN, linewidth=1.5, marker=_marker(values))
+    if validation[0]:
+        axes.plot(*validation, color=VALIDATION, linewidth=1.1, marker="o", markersize=3)
+        values = values + validation[1]
     # The axis starts at zero, to show noise to scale. The highest percent of values may be cut off.
     highest = sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
     axes.set_ylim(0, 1.15 * highest or 1)
@@ -197,11 +212,11 @@ def _marker(values: list[float]) -> str:
     return "o" if len(values) == 1 else ""  # a line through one point shows nothing
 
 
-def _summary(rows: list[dict[str, Any]]) -> str:
+def _summary(rows: list[dict[str, Any]], unit: str) -> str:
     last = max(row["step"] for row in rows)
     parts = [f"{last:,} steps" if last != 1 else "1 step"]
     if tokens := _series(rows, "tokens")[1]:
-        parts.append(f"{format_count(tokens[-1])} tokens")
+        parts.append(f"{format_count(tokens[-1])} {unit}s")
     if seconds := _series(rows, "step_seconds")[1]:
         parts.append(f"{format_duration(last * sum(seconds) / len(seconds))} of training")
     if evaluations := [row for row in rows if row.get("val_loss") is not None]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gptlite.errors import ConfigError, one_line
+from gptlite.models.metrics import check_metrics
 from gptlite.models.plain import build_whole, input_shapes
 from gptlite.models.spec import ModelSpec, spec_of
 from gptlite.ops.inputs import Inputs
@@ -58,17 +59,19 @@ class Model:
         return out.to(self.dtype) if out.dim() else out  # activations, which the next part of a pipeline receives
 
     def check_pass(self, x: Any, targets: Tensor) -> None:
-        """Raise ConfigError if a forward pass on inputs of these shapes fails, or its loss is not one number.
+        """Raise ConfigError if a forward pass on inputs of these shapes fails, its loss is not one number, or the loss
+        does not record the metrics that the spec declares.
 
         Nothing is computed: tensors are on the meta device. A pass that needs values cannot be checked there.
         """
         if self.spec.casts:
             return
+        found: dict[str, Any] = {}
         key = f"the {self.spec.name} model, given {_shapes(x)} and targets {_shapes(targets)}"
         try:
             with torch.device("meta"):
                 x, targets = tree_map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), (x, targets))
-                loss = self.spec.forward(self.build(Ops(), 0).eval(), x, Inputs(targets, metrics={}))
+                loss = self.spec.forward(self.build(Ops(), 0).eval(), x, Inputs(targets, metrics=found))
         except NotImplementedError as error:
             if type(self.spec).__name__ in str(error):  # a method of the spec that is missing
                 raise ConfigError(str(error)) from error
@@ -78,8 +81,9 @@ class Model:
                 return
             raise ConfigError(f"{key}: {one_line(error)}") from error
         if not isinstance(loss, Tensor) or loss.dim():
-            found = _shapes(loss) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(f"{key}: the loss is {found}; return one number, the sum over the samples")
+            words = _shapes(loss) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(f"{key}: the loss is {words}; return one number, the sum over the samples")
+        check_metrics(self.spec, found)
 
     def activations(self, batch: int, length: int) -> tuple[int, ...]:
         """Return the shape of the activations between any two blocks. Raises ValueError if it depends on the blocks."""

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gptlite.models.batch_norm import sync_batch_norms, tracking_once
 from gptlite.models.layers import Head, LayerNorm, Linear, RMSNorm
+from gptlite.models.metrics import Recording
 from gptlite.models.model import Model
 from gptlite.models.spec import Cut
 from gptlite.models.vocab_parallel import VocabParallelHead
@@ -157,13 +158,14 @@ def build_passes(
 
     `example`: the shape and dtype of one sample's input, if it is not a sequence of tokens.
     """
+    forward = Recording(model.spec, model.forward) if model.spec.metrics else model.forward
     if runner.mesh.size("pp") == 1:
-        return OnePart(model.forward, runner.parts[0], config.zero)
+        return OnePart(forward, runner.parts[0], config.zero)
     length = sequence_length // runner.mesh.size(CONTEXT)
     shape, dtype = ((length,), torch.int64) if example is None else (example.shape, example.dtype)
     tokens = torch.empty((micro_batch_size, *shape), dtype=dtype, device="meta")
     shapes = model.boundaries(tokens, runner.slice_length(length), runner.num_stages)
-    return Pipeline(model.forward, runner.parts, runner.mesh, config, micro_batches, tokens, shapes, model.dtype)
+    return Pipeline(forward, runner.parts, runner.mesh, config, micro_batches, tokens, shapes, model.dtype)
 
 
 @torch.no_grad()

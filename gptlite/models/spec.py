@@ -82,7 +82,7 @@ class ModelSpec(Generic[C]):
     casts = False
     reads: str = "tokens"  # or "samples": of a dataset that is not text
     keyed_dropout = False  # True if dropout masks are keyed by sample, not drawn from torch's generator
-    metrics: tuple[str, ...] = ()  # names of the sums that `loss` records for evaluations, such as "accuracy"
+    metrics: tuple[str, ...] = ()  # names of the sums that `loss` records, such as "accuracy"
     writes_text = False  # True if `generate` is implemented
     blocks_key = "blocks"  # the configuration key of the number of blocks
     positive: tuple[str, ...] = ()  # configuration keys that must be at least 1 if they are not null
@@ -196,8 +196,9 @@ class ModelSpec(Generic[C]):
         """Return the fp32 sum of the losses of the module's output, by default the cross entropy of logits
         [B, ..., classes].
 
-        In an evaluation `inputs.metrics` is a dict, in which this stores the sums that the spec's `metrics` name. The
-        default stores the number of correct predictions as "accuracy".
+        If the spec declares `metrics`, `inputs.metrics` is a dict, in which this stores the sum of each over the
+        micro-batch, a number or a 0-dim tensor. They are divided by `count`, like the loss. The default stores the
+        number of correct predictions as "accuracy".
         """
         from gptlite.models.plain import cross_entropy
 

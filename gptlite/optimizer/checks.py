@@ -21,8 +21,9 @@ from gptlite.optimizer.schedule import resolve_warmup_steps
 INSTEAD = {"optimizer=apex_adam": "optimizer=adamw", "optimizer=apex_lamb": "optimizer=lamb"}
 
 
-def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_steps: int) -> None:
-    """Raise ConfigError, with the key and the fix, for settings that are invalid or do not fit `max_steps`."""
+def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_steps: int | None) -> None:
+    """Raise ConfigError, with the key and the fix, for settings that are invalid or do not fit `max_steps`, which is
+    None if it is not known yet."""
     optimizer.check()
     key = _apex_key(optimizer)
     if key and (reason := apex.why_not(apex.OPTIMIZERS)):
@@ -30,7 +31,8 @@ def check_optimizer(optimizer: OptimizerConfig, schedule: ScheduleConfig, max_st
     if isinstance(optimizer, AdamW8bitConfig) and (reason := torchao.why_not()):
         raise ConfigError(f"optimizer=adamw_8bit: {reason}, or use optimizer=adamw")
     _check_shape(schedule)
-    _check_length(schedule, max_steps)
+    if max_steps is not None:
+        _check_length(schedule, max_steps)
 
 
 def check_device(optimizer: OptimizerConfig, device: str) -> None:

@@ -90,7 +90,7 @@ def tune(plan: Plan, preset: Path, k: int, steps: int, limit: float) -> int:
 
 def measured(candidate: Candidate, given: Sequence[str], folder: Path, steps: int, limit: float) -> Trial:
     """Train one candidate in its own process, for at most `limit` seconds."""
-    last = [f"trainer.max_steps={steps}", f"run.dir={hydra_value(str(folder))}"]
+    last = [f"trainer.max_steps={steps}", "trainer.max_epochs=null", f"run.dir={hydra_value(str(folder))}"]
     arguments = [*BARE, *BARE_SAVING, *train_overrides(given, candidate.work), *last]
     started = time.monotonic()
     # The run must not outlive this process: the kernel kills it when its parent ends.

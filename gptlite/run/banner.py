@@ -43,6 +43,7 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
     peak = device_peak_flops(mesh.device, policy.compute_dtype)
     per_token, uncounted = _flops(state.model, length, peak)
     per_step, steps = batch.global_batch_size * length, config.trainer.max_steps
+    epoch = run.data.num_samples(length)
     schedule = state.loader.schedule
     sizes, elements, layers = map(list, zip(*gather_objects(mesh, _share(state)), strict=True))
     total = schedule.trained(schedule.after(0, steps)) * length
@@ -63,7 +64,7 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
                   f"{batch.global_batch_size} = micro-batch {state.loader.micro_batch_size} x "
                   f"{accumulation} accumulation x {mesh.data_size} data-parallel{_ramp(config)}"),
         ("length", f"{steps} steps = {format_count(total)} {batch.unit}, {total / count:.3g} per parameter, "
-                   f"{total / max(1, run.data.num_train_tokens):.3g} epochs, {arithmetic}"),
+                   f"{total / length / epoch:.3g} epochs, {arithmetic}"),
         *uncounted,
         ("run folder", str(folder.path)),
     ]  # fmt: skip
@@ -89,7 +90,15 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
         peak_flops=peak,
         num_devices=mesh.world_size,
     )
-    return Reporter(sinks, throughput, mesh.device, config.trainer.last_step, folder.log, batch.unit)
+    return Reporter(
+        sinks,
+        throughput,
+        mesh.device,
+        config.trainer.last_step,
+        folder.log,
+        batch.unit,
+        epoch if batch.unit == "samples" else None,
+    )
 
 
 def _flops(model: Model, length: int, peak: float | None) -> tuple[int | None, list[tuple[str, str]]]:

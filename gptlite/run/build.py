@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gptlite.config import Config, with_vocabulary
+from gptlite.config import Config, with_epochs, with_vocabulary
 from gptlite.config.warm_start import refuse_larger_vocabulary
 from gptlite.data.build import build_loader, open_data
 from gptlite.data.loader import Loader
@@ -34,7 +34,7 @@ from gptlite.trainer.state import TrainState
 
 @dataclass(frozen=True)
 class Run:
-    """Objects needed to take steps. `config` has the vocabulary size filled in."""
+    """Objects needed to take steps. `config` has the vocabulary size and the number of steps filled in."""
 
     config: Config
     mesh: Mesh
@@ -56,6 +56,7 @@ def build_run(config: Config, mesh: Mesh, log: Log) -> Run:
     if data.tokenizer is not None:
         refuse_larger_vocabulary(config, data.tokenizer.vocab_size)
         config = with_vocabulary(config, data.tokenizer.vocab_size)
+    config = with_epochs(config, data.num_samples(config.data.sequence_length))
 
     model = Model.of(config.model, policy)
     loader = build_loader(config.data, data, mesh, config.seed, config.parallelism)

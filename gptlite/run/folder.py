@@ -28,7 +28,7 @@ from gptlite.files import existing, try_lock, unwritable, write_whole
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_all, from_main
-from gptlite.progress import Console
+from gptlite.progress import Console, counted
 from gptlite.run.result import RESULT
 from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState, model_tensors
@@ -94,7 +94,7 @@ class RunFolder:
             return False
         if state.step < steps or state.evaluated_step != state.step:
             return False
-        self.log(f"already complete: step {state.step} of {steps}; to train further give trainer.max_steps={2 * steps}")
+        self.log(f"already complete: step {state.step} of {steps}; to train further give {self.config.trainer.doubled}")
         return True
 
     @contextmanager
@@ -242,12 +242,15 @@ class RunFolder:
             raise ConfigError(too_few_ids(str(self.resume_from), was, size))
         if was not in (None, size):
             raise ConfigError(f"checkpoint {self.resume_from}: model.vocab_size={size} (was {was}); give {was}")
-        step, steps = manifest.meta["step"], self.config.trainer.last_step
+        trainer = self.config.trainer
+        step, steps = manifest.meta["step"], trainer.last_step
         if load == "all" and step > steps:
-            key = "max_steps" if steps == self.config.trainer.max_steps else "stop_step"
+            words, least = f"{'max_steps' if steps == trainer.max_steps else 'stop_step'}={steps}", f"{step} or more"
+            if trainer.max_epochs is not None and steps == trainer.max_steps:
+                words, least = f"max_epochs={trainer.max_epochs:g} ({counted(steps, 'step')})", "more"
             raise ConfigError(
-                f"trainer.{key}={steps} is below step {step} of {self.resume_from}; "
-                f"give {step} or more, or start over in another run.dir"
+                f"trainer.{words} is below step {step} of {self.resume_from}; "
+                f"give {least}, or start over in another run.dir"
             )
         return manifest.meta, environment_changes(manifest, self.layout)
 
@@ -326,6 +329,8 @@ class RunFolder:
         spec, known = spec_of(new.model), spec_of(old.model).vocab_size(old.model)
         if known is not None:  # the tokenizer's, where it is left open; that it is the same is seen once there is one
             new = replace(new, model=spec.with_vocabulary(new.model, known))
+        if new.trainer.max_epochs is not None:  # the steps follow from it once the data is open
+            new = replace(new, trainer=replace(new.trainer, max_steps=old.trainer.max_steps))
         differences = compare_configs(to_dict(old), to_dict(new), self.config.checkpoint.load)
         if refusal := differences.refusal(self.config.checkpoint.load):
             raise ConfigError(f"{where}: {refusal}")

@@ -121,6 +121,7 @@ def _result(
         "status": status,
         "step": state.step,
         "tokens": state.tokens,
+        "unit": config.data.unit,  # of `tokens` and `tokens_per_second`
         "best_val_loss": state.meta()["best_val_loss"],
         "val_loss": evaluation.loss if evaluation else None,
         "val_bits_per_byte": evaluation.bits_per_byte if evaluation else None,
@@ -191,7 +192,7 @@ def _close(
         lines += reporter.memory.offloaded()
     if reporter.speeds:
         lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / CURVES))))
-    more = f" trainer.max_steps={2 * config.trainer.max_steps}" if outcome.ending is Ending.done else ""
+    more = f" {config.trainer.doubled}" if outcome.ending is Ending.done else ""
     if outcome.ending is Ending.stop_step:
         more = " trainer.stop_step=null"
     run.log(banner(lines, title="results"))

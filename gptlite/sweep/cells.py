@@ -111,7 +111,7 @@ def _checked(raw: DictConfig, cell: Record, world: bool) -> Record:
     """Return the cell, pruned if it cannot run."""
     try:
         prepare(raw, cell)
-        config = typed(raw)
+        config = typed(raw, cell.overrides)
         if world:
             from gptlite.launch.launcher import planned
 

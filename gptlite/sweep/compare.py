@@ -21,7 +21,7 @@ ALIKE = 0.05  # speeds closer than this are equal: a measurement on a busy machi
 FEWEST = 4  # cells needed for a meaningful rank correlation
 MOST_PASSES = 20_000  # of a timeline; more take long to compute and cannot be told apart in a picture
 SPEED = "tokens_per_second"
-MEASURED = (SPEED, "mfu", "step_seconds", "loss", "val_loss", "val_bits_per_byte", "pipeline")  # as in result.json
+MEASURED = (SPEED, "unit", "mfu", "step_seconds", "loss", "val_loss", "val_bits_per_byte", "pipeline")  # of result.json
 # Criteria for the best cell if cells train different models: the first of these that a cell has.
 LOSSES = {
     "val_bits_per_byte": "validation bits per byte",
@@ -31,7 +31,7 @@ LOSSES = {
 # Cells that differ in these read other tokens: bits per byte of text are comparable, nats per token are not.
 TOKENS = {"data", "data.tokenizer", "data.vocab_size", "data.path", "data.corpus", "data.blend"}
 # A resumed run may change these and is the same run; cells that differ in them end with other numbers.
-ENDS_ELSEWHERE = ("model", "trainer.max_steps", "trainer.max_time", "trainer.stop_step")
+ENDS_ELSEWHERE = ("model", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time", "trainer.stop_step")
 ENDS_ELSEWHERE += ("checkpoint.resume", "checkpoint.load")
 # These change only the rounding of a resumed run.
 ROUNDS = ("ops", "trainer.compile")
@@ -56,6 +56,11 @@ class Comparison:
         return f"{len(self.rows)} cell{'s' * (len(self.rows) > 1)}: {each}"
 
     @property
+    def unit(self) -> str:
+        """Unit of throughput: tokens, or samples if all cells with a result read samples."""
+        return "samples" if {row.get("unit") for row in self.rows} - {None} == {"samples"} else "tokens"
+
+    @property
     def title(self) -> str:
         """Name of `measure` in words."""
         return LOSSES.get(self.measure, "speed")
@@ -72,7 +77,7 @@ class Comparison:
         if (best := self.best) is None:
             return ""
         value, speed = best[self.measure], self.measure == SPEED
-        words = f"{best['name']}: " + (f"{format_count(value)} tokens/s" if speed else f"{self.title} {value:.4f}")
+        words = f"{best['name']}: " + (f"{format_count(value)} {self.unit}/s" if speed else f"{self.title} {value:.4f}")
         base = self.baseline
         if base is None or base is best or not base[self.measure]:
             return words

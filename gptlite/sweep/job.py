@@ -76,7 +76,7 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     started = time.monotonic()
     prepare(raw, cell)
     try:
-        config, world = planned(typed(raw), None)
+        config, world = planned(typed(raw, cell.overrides), None)
     except ConfigError as error:
         return with_status(replace(cell, run_dir=""), PRUNED, str(error))
     layout = check_world(config, world)

@@ -87,7 +87,7 @@ def run_folder(row: Row, folder: Path) -> Path:
 
 
 def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
-    """Draw bars of tokens per second and of memory, the fastest first; cells without figures show their reason."""
+    """Draw bars of throughput and of memory, the fastest first; cells without figures show their reason."""
     rows = sorted(found.rows, key=lambda row: -(row[SPEED] or -1))[:MOST_BARS]
     if all(row[SPEED] is None for row in rows):
         return ""
@@ -104,7 +104,7 @@ def _throughput(figure: Figure, found: Comparison, folder: Path) -> str:
     planned = speeds * steps / np.where(planned_steps > 0, planned_steps, math.nan)
     for axes, ends in ((speed, planned), (memory, _values(rows, "predicted_memory_bytes"))):
         axes.plot(ends, places, "D", color=INK, markersize=4.5, markerfacecolor="white", label="predicted")
-    _finish(speed, "tokens per second", names, np.fmax(speeds, planned), map(_speed_words, rows), format_count)
+    _finish(speed, f"{found.unit} per second", names, np.fmax(speeds, planned), map(_speed_words, rows), format_count)
     words = ["" if math.isnan(peak) else format_bytes(peak) for peak in peaks]
     _finish(memory, "memory of the fullest rank", names, peaks, words, format_bytes)
     for axes in (speed, memory):

@@ -15,7 +15,7 @@ from gptlite.files import write_whole
 from gptlite.sweep.compare import Comparison, Row, compare
 from gptlite.sweep.folder import FAILED, OK, OUT_OF_MEMORY, Record, SweepFolder
 from gptlite.sweep.pictures import Picture, draw_all, run_folder
-from gptlite.sweep.table import COLUMNS, command, csv_text, table
+from gptlite.sweep.table import command, csv_text, shown, table
 
 COLORS = {OK: "ok", FAILED: "bad", OUT_OF_MEMORY: "bad"}
 
@@ -61,7 +61,7 @@ def page(folder: Path, found: Comparison, pictures: Sequence[Picture], final: bo
 
     # A page that is opened from disk must not run what a name or an error message contains.
     pages = Environment(loader=PackageLoader("gptlite.sweep", ""), autoescape=True, trim_blocks=True)
-    columns = [each for each in COLUMNS if each.title]
+    columns = shown(found)
     return pages.get_template("report.html").render(
         name=folder.resolve().name,
         found=found,

@@ -104,6 +104,12 @@ TERMINAL = ("name", "status", SPEED, "step_seconds", "memory_peak_bytes", "val_l
             "mfu", "predicted_step_seconds", "utilization", "wall_seconds")  # fmt: skip
 
 
+def shown(found: Comparison) -> tuple[Column, ...]:
+    """Return the columns that have a title, with throughput in the cells' unit."""
+    rate = Column(SPEED, "samples/s", "Samples per second at the run's median speed.", format_count)
+    return tuple(rate if each.key == SPEED and found.unit == "samples" else each for each in COLUMNS if each.title)
+
+
 def csv_text(found: Comparison) -> str:
     """Return sweep.csv: a line per cell with every figure, in seconds, bytes and fractions; empty if unknown."""
     out = io.StringIO()
@@ -121,7 +127,7 @@ def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
     The final table also has the reasons of cells without figures (except pruned ones, which were printed before the
     first ran), and the best cell.
     """
-    by_key = {each.key: each for each in COLUMNS}
+    by_key = {each.key: each for each in shown(found)}
     columns = [by_key[key] for key in TERMINAL if any(row[key] is not None for row in found.rows)]
     while max(map(len, lines := _lines(found, columns))) > WIDTH:
         columns.pop()

@@ -24,6 +24,7 @@ class TrainerConfig:
     """Steps are optimizer steps. `max_time` is in minutes; the run saves and ends before it is over."""
 
     max_steps: int = 1000  # of the run and of its schedule
+    max_epochs: float | None = None  # sets max_steps to as many passes over the training data; null: max_steps as given
     stop_step: int | None = None  # ends the run after this step of the same schedule; null: max_steps
     max_time: float | None = None  # minutes
     eval_interval: int = 250  # 0: only at the end
@@ -37,6 +38,13 @@ class TrainerConfig:
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     sample_prompt: str = "\n"  # text continued at the end of the run; "" for none
     sample_tokens: int = 200
+
+    @property
+    def doubled(self) -> str:
+        """The override that doubles the length of the run."""
+        if self.max_epochs is not None:
+            return f"trainer.max_epochs={2 * self.max_epochs:g}"
+        return f"trainer.max_steps={2 * self.max_steps}"
 
     @property
     def last_step(self) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from gptlite.data.loader import Batch, Loader
+from gptlite.data.batch_loader import Batch, BatchLoader
+from gptlite.models.metrics import metric_values
 from gptlite.models.model import Model
 from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.collectives import all_reduce
@@ -56,7 +57,7 @@ class Evaluation:
 def evaluate_sets(
     model: Model,
     runner: StageRunner,
-    loader: Loader,
+    loader: BatchLoader,
     limit: int | None,
     interrupted: Callable[[], bool] = lambda: False,
     log: Callable[[str], None] = lambda _: None,
@@ -105,12 +106,12 @@ def evaluate(
             if runner.num_stages > 1 and (batch.tokens.shape != seen):
                 seen = batch.tokens.shape
                 shapes = model.boundaries(batch.tokens, runner.slice_length(batch.length), runner.num_stages)
-            found: dict[str, torch.Tensor] = {}
+            found: dict[str, Any] = {}
             inputs = Inputs(batch.targets, documents=batch.documents, metrics=found)
             loss = runner.run(batch.tokens, partial(_forward, model, inputs), shapes, model.dtype)
             if loss is not None and counts and batch.counted:
-                values = [loss, model.spec.count(batch.targets), *(found[name] for name in names)]
-                sums += torch.stack([value.double() for value in values])
+                values = torch.stack([loss.double(), model.spec.count(batch.targets).double()])
+                sums += torch.cat([values, metric_values(model.spec, found, values.device)]) if names else values
             if progress is not None:
                 progress.add(1)
     nats, tokens, *metrics = all_reduce(sums, mesh).tolist()

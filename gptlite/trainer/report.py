@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gptlite.metrics.console import eval_line, step_line
+from gptlite.metrics.console import TRAIN_METRIC, VAL_METRIC, eval_line, step_line
 from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.sinks import Sink
@@ -21,7 +21,10 @@ COMM = "comm_seconds_"  # and the axis, in a row
 
 
 class Reporter:
-    """Conversion of results to rows and lines. Only the main rank has sinks and output; the others only measure."""
+    """Conversion of results to rows and lines. Only the main rank has sinks and output; the others only measure.
+
+    `epoch` is the number of samples in an epoch, for data whose rows have the epoch.
+    """
 
     def __init__(
         self,
@@ -31,9 +34,10 @@ class Reporter:
         max_steps: int,
         log: Callable[[str], None],
         unit: str = "tokens",
+        epoch: int | None = None,
     ) -> None:
         self.sinks, self.throughput, self.device = sinks, throughput, device
-        self.max_steps, self.log, self.unit = max_steps, log, unit
+        self.max_steps, self.log, self.unit, self.epoch = max_steps, log, unit, epoch
         self.speeds: list[float] = []
         self.memory = MemoryReport()
         self.usage = Usage(device)
@@ -52,9 +56,12 @@ class Reporter:
         The state may already be one step ahead of `result`.
         """
         row: dict[str, Any] = {"step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+        row |= {TRAIN_METRIC + name: mean for name, mean in result.metrics.items()}
         if result.loss_scale is not None and state.scaler is not None:
             row |= {"loss_scale": result.loss_scale, "skipped_steps": state.scaler.skipped}
         row["tokens"] = result.tokens
+        if self.epoch is not None:
+            row["epoch"] = round(result.stop / self.epoch, 4)
         row |= self.throughput.read() | memory_bytes(self.device) | self.usage.read() | self.memory.row
         row |= communication(row["step_seconds"])  # collective, like `gather` below: ranks without sinks call it too
         self.memory.gather(row["memory_peak_bytes"], self.usage.memory, self.usage.utilization, state.runner.mesh)
@@ -94,7 +101,7 @@ class Reporter:
         }
         row |= {f"val_loss/{name}": part.loss for name, part in result.parts.items()}
         row |= {f"val_bits_per_byte/{name}": part.bits_per_byte for name, part in result.parts.items()}
-        row |= {f"val_{name}": mean for name, mean in result.means.items()}
+        row |= {VAL_METRIC + name: mean for name, mean in result.means.items()}
         self._write(row)
         self.log(eval_line(row, self.max_steps, self.unit))
 

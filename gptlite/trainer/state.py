@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gptlite.data.batch_loader import BatchLoader
 from gptlite.data.eras import Era
-from gptlite.data.loader import Loader
 from gptlite.models.model import Model
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state, take_optimizer_state
@@ -70,7 +70,7 @@ class TrainState:
     runner: StageRunner
     optimizer: Optimizer
     schedule: Schedule
-    loader: Loader
+    loader: BatchLoader
     data_identity: dict[str, Any]  # compared at resume, to detect other data
     step: int = 0  # optimizer steps done
     consumed_samples: int = 0

@@ -3,12 +3,13 @@
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from gptlite.models.metrics import Recording
 from gptlite.models.parallelize import finish_gradients
 from gptlite.optimizer.clip import local_grad_norm
 from gptlite.optimizer.fused import FusedStep, clip_and_step
@@ -43,7 +44,7 @@ class StepResult:
 
     Loss and norm are unscaled; `loss_scale` is set with loss scaling, and a step that overflowed was `skipped`. `step`
     is its number, from 1; its global batch has `samples` samples, from position `begin` up to `stop`; `tokens` is the
-    run's total, including this step.
+    run's total, including this step. `metrics` are the means of the model's own metrics over the batch's targets.
     """
 
     loss: float
@@ -56,6 +57,7 @@ class StepResult:
     stop: int = 0
     samples: int = 0
     tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,11 @@ class Step:
         finish_gradients(state.model, state.parts, self.mesh)
         if inspect is not None:
             inspect(state)
-        norm, sums = self._settle(state, total)
+        forward = self.passes.forward
+        own = forward.take(total.device) if isinstance(forward, Recording) else None
+        norm, sums = self._settle(state, total, own)
+        if own is not None:  # the same on all ranks, so not summed
+            sums = torch.cat([sums, valid.to(sums)[None]])
         lr, size = self.peak_lr * state.schedule.factor(before.step), loader.schedule.size(before.consumed)
         after = Progress(
             before.step + 1,
@@ -167,7 +173,12 @@ class Step:
 
     def _result(self, state: TrainState, about: "_About", values: list[float]) -> StepResult:
         """Return the result from the sums over all ranks. Raises Diverged."""
-        scaler, (loss, norm, *words) = state.scaler, values
+        names, scaler, metrics = state.model.spec.metrics, state.scaler, {}
+        if names:
+            *values, valid = values
+            values, sums = values[: -len(names)], values[-len(names) :]
+            metrics = {name: total / valid if valid else math.nan for name, total in zip(names, sums, strict=True)}
+        loss, norm, *words = values
         if words:
             self.stopping.heard(words)
             norm = math.sqrt(norm) if norm >= 0 else math.nan  # over several ranks its square was summed
@@ -184,15 +195,17 @@ class Step:
             stop=about.after.consumed,
             samples=about.samples,
             tokens=about.after.tokens,
+            metrics=metrics,
         )
 
-    def _settle(self, state: TrainState, total: Tensor) -> tuple[Tensor, Tensor]:
+    def _settle(self, state: TrainState, total: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute on the device the gradient norm, and the sums for the host: loss and norm, or over several ranks the
-        loss, the square of the norm and the stop flags."""
+        loss, the square of the norm and the stop flags; then `own`, the sums of the model's own metrics."""
         fused = isinstance(state.optimizer, FusedStep)
         if self.mesh.world_size == 1:
             norm = local_grad_norm((p for part in state.parts for p in part.parameters()), fused)
-            return norm, torch.stack([total, norm.to(total.device)])
+            sums = torch.stack([total, norm.to(total.device)])
+            return norm, sums if own is None else torch.cat([sums.double(), own])
         mesh = self.mesh
         computes = mesh.is_first("uncut")
         # Count each gradient element on only one of the ranks that hold it.
@@ -201,7 +214,10 @@ class Step:
         square = local_grad_norm((p for p in counted if computes or is_cut(p)), fused).double() ** 2
         loss = total.double() if computes else torch.zeros_like(total, dtype=torch.float64)
         words = to_device(self.stopping.words(), loss.device)  # in the same all-reduce, so that stopping costs no other
-        sums = all_reduce(torch.cat([torch.stack([loss, square.to(loss.device)]), words]), mesh)
+        parts = [torch.stack([loss, square.to(loss.device)]), words]
+        if own is not None:
+            parts.append(own if computes else torch.zeros_like(own))
+        sums = all_reduce(torch.cat(parts), mesh)
         return sums[1].sqrt().float(), sums
 
 

@@ -16,13 +16,14 @@ sys.path.remove(ROOT)
 RUN = """
 model=resnet18 model.blocks=1 model.width=8 data=fake_images data.samples=96 data.global_batch_size=16
 optimizer.lr=1e-3 schedule=constant schedule.warmup_steps=0 precision=fp32 run.name=resnet
-trainer.log_interval=1 trainer.max_steps=4 trainer.eval_interval=2 trainer.eval_samples=10 checkpoint.interval=2
+trainer.log_interval=1 trainer.eval_interval=2 trainer.eval_samples=10 checkpoint.interval=2
 """.split()
 
 
 def config_of(*overrides: str):
-    """Return the configuration of a run."""
-    return load([*RUN, *overrides])
+    """Return the configuration of a run, by default of four steps."""
+    length = [] if any(each.startswith("trainer.max_epochs=") for each in overrides) else ["trainer.max_steps=4"]
+    return load([*RUN, *length, *overrides])
 
 
 def train(folder: str, *overrides: str) -> int:

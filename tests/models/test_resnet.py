@@ -35,14 +35,21 @@ def curve(folder) -> list[float]:
     return [row[key] for row in rows for key in ("loss", "grad_norm", "val_loss", "val_accuracy") if key in row]
 
 
+def correct(folder) -> list[int]:
+    """Correct answers in each step's batch of 16."""
+    counts = [16 * row["train_accuracy"] for row in read_metrics(folder) if "loss" in row]
+    assert all(count == int(count) for count in counts)
+    return [int(count) for count in counts]
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Curves of one process, by norm."""
+    """Curves and correct answers of one process, by norm."""
     found = {}
     for norm in (GROUP, BATCH):
         folder = tmp_path_factory.mktemp("alone")
         assert train(str(folder), norm, EIGHT[1]) == 0
-        found[norm] = curve(folder)
+        found[norm] = curve(folder), correct(folder)
     return found
 
 
@@ -57,7 +64,8 @@ def two():
 def test_every_layout_has_the_curve_of_one_process(alone, two, tmp_path, name, norm):
     data, *layout = TWO[name]
     assert two.run("models.resnet:train", str(tmp_path), norm, EIGHT[data], *layout, timeout=120) == [0, 0]
-    assert curve(tmp_path) == pytest.approx(alone[norm], rel=2e-4)
+    assert curve(tmp_path) == pytest.approx(alone[norm][0], rel=2e-4)
+    assert correct(tmp_path) == alone[norm][1]
 
 
 @pytest.mark.parametrize("name", ["zero3 recomputed", "1f1b"])
@@ -67,4 +75,5 @@ def test_one_process_goes_on_with_what_two_ranks_have_saved(alone, two, tmp_path
     assert two.run("models.resnet:train", str(tmp_path), *stopped, timeout=120) == [0, 0]
     again = (BATCH, EIGHT[1], "parallelism=single", "trainer.stop_step=null")
     assert train(str(tmp_path), *again) == 0
-    assert curve(tmp_path) == pytest.approx(alone[BATCH], rel=2e-4)
+    assert curve(tmp_path) == pytest.approx(alone[BATCH][0], rel=2e-4)
+    assert correct(tmp_path) == alone[BATCH][1]

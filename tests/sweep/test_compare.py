@@ -165,3 +165,15 @@ def test_layouts_are_judged_by_speed_and_noise_is_called_so() -> None:
     assert best_of(record(0, "a"), record(1, "b")) == "a"  # of equal ones
     assert best_of(*sweep(), record(6, "fast", status=FAILED, result={"tokens_per_second": 9e9})) == "ddp"
     assert best_of(sweep()[3]) is None
+
+
+def test_the_unit_of_speed_is_that_of_the_data() -> None:
+    each = [record(n, name, result={"tokens_per_second": 10.0 + n, "unit": "samples"}) for n, name in enumerate("ab")]
+    found = compare(each)
+    assert "11 samples/s" in found.best_words
+    assert "samples/s" in table(found, final=True)
+    assert "tok/s" not in table(found, final=True)
+    each[0].result.pop("unit")  # an older run
+    assert compare(each).unit == "samples"
+    each[0].result["unit"] = "tokens"
+    assert compare(each).unit == "tokens"

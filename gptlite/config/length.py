@@ -1,0 +1,49 @@
+"""Length of a run: `trainer.max_steps`, as given or derived from `trainer.max_epochs`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from gptlite.data.batches import batch_schedule
+from gptlite.errors import ConfigError
+from gptlite.optimizer.checks import check_optimizer
+
+if TYPE_CHECKING:
+    from gptlite.config.schema import Config
+
+
+def check_length(config: Config) -> None:
+    """Raise ConfigError if the length is given twice, or if the optimizer, the schedule or the profiled steps are
+    invalid or do not fit it. With `trainer.max_epochs` they are compared with the steps in `with_epochs`."""
+    trainer = config.trainer
+    steps, epochs, profiled = trainer.max_steps, trainer.max_epochs, trainer.profile_steps
+    if epochs is not None and any(each.lstrip("+").startswith("trainer.max_steps=") for each in config.run.overrides):
+        raise ConfigError(
+            f"trainer.max_steps={steps} and trainer.max_epochs={epochs:g} both set the length of the run; leave one out"
+        )
+    if profiled and (len(profiled) != 2 or not 1 <= profiled[0] <= profiled[1]):
+        raise ConfigError(f"trainer.profile_steps={profiled} must be [first, last] with 1 <= first <= last, or []")
+    _check_steps(config, steps if epochs is None else None)
+
+
+def _check_steps(config: Config, steps: int | None) -> None:
+    check_optimizer(config.optimizer, config.schedule, steps)
+    if steps is not None and (profiled := config.trainer.profile_steps) and profiled[0] > steps:
+        raise ConfigError(f"trainer.profile_steps={profiled} begins after trainer.max_steps={steps}")
+
+
+def with_epochs(config: Config, samples: int) -> Config:
+    """Return the configuration with `trainer.max_steps` set from `trainer.max_epochs`, for epochs of that many samples.
+
+    The last batch is completed with samples of the next epoch. Raises ConfigError if the schedule or the profiled steps
+    do not fit the number of steps.
+    """
+    epochs, data = config.trainer.max_epochs, config.data
+    if epochs is None:
+        return config
+    total = math.ceil(round(epochs * samples, 6))  # 0.1 epochs of 30 samples are 3, not 3.0000000000000004
+    steps = batch_schedule(data.global_batch_size, data.batch_ramp).batches(total)
+    _check_steps(config, steps)
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, max_steps=steps))

@@ -1,0 +1,143 @@
+"""Micro-batches and the interface of a loader, the same for tokens and for samples of a dataset."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gptlite.data.batches import BatchSchedule
+from gptlite.data.eras import Era
+from gptlite.data.stream import SampleStream
+from gptlite.ops.documents import Documents
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank: B sequences of S tokens, where S is the number of positions that the rank holds."""
+
+    tokens: torch.Tensor  # int64[B, S]
+    targets: torch.Tensor  # int64[B, S], IGNORE if nothing is predicted
+    sample_ids: torch.Tensor  # int64[B], number of the sample in the run, or of the chunk in validation
+    documents: Documents | None = None  # for all positions of the sequences
+    counted: bool = True  # False for a batch that only keeps this rank in step with the others
+
+    @property
+    def length(self) -> int:
+        """Number of positions of a sequence on this rank."""
+        return self.tokens.shape[1]
+
+    def pin_memory(self) -> "Batch":
+        """Return a copy in page-locked memory, so that its transfer to a GPU can overlap computation."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on `device`. The copy is asynchronous from pinned memory."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        documents = None if self.documents is None else self.documents.each(change)
+        return Batch(change(self.tokens), change(self.targets), change(self.sample_ids), documents)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part of a global batch read by data-parallel rank `rank` of `size`: `positions` of each sample, None for all."""
+
+    rank: int = 0
+    size: int = 1
+    positions: np.ndarray | None = None
+
+
+WHOLE = Share()
+
+
+class BatchLoader(ABC):
+    """Loader that divides the run's sample stream into global batches, micro-batches and ranks.
+
+    `schedule` gives the samples of a global batch. For micro-batch size B and R data-parallel ranks, each micro-batch
+    takes the next B * R of them, split in order over the ranks, so the global batch does not depend on R. A batch
+    depends on `consumed_samples` and not on earlier calls, so a resumed run reads the same ones. A new `schedule` takes
+    effect with the next batch.
+    """
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        *,
+        schedule: BatchSchedule,
+        micro_batch_size: int,
+        device: torch.device,
+        share: Share = WHOLE,
+    ) -> None:
+        self.stream = self._begun = stream
+        self.schedule, self.micro_batch_size = schedule, micro_batch_size
+        self._device, self._share = device, share
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a global batch at its full size, after any ramp."""
+        return self.schedule.global_batch_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per global batch on this rank at full size."""
+        return self.global_batch_size // self._samples_at_once
+
+    def micro_batches(self, consumed_samples: int) -> int:
+        """Return the number of micro-batches on this rank in the global batch after `consumed_samples` samples."""
+        return self.schedule.size(consumed_samples) // self._samples_at_once
+
+    @property
+    def _samples_at_once(self) -> int:
+        """Samples of one micro-batch over all data-parallel ranks."""
+        return self.micro_batch_size * self._share.size
+
+    def _numbers(self, consumed_samples: int) -> np.ndarray:
+        """Return the numbers of this rank's samples in a global batch: int64[micro-batches, micro-batch size]."""
+        numbers = self.schedule.samples(consumed_samples)
+        return numbers.reshape(-1, self._share.size, self.micro_batch_size)[:, self._share.rank]
+
+    def resume(self, history: Sequence[Era], consumed_samples: int) -> None:
+        """Continue the eras of a checkpoint after `consumed_samples` samples. `history` is empty for a new run."""
+        self.stream = self._begun.resumed(history, consumed_samples)
+
+    @abstractmethod
+    def batch(self, consumed_samples: int, micro_index: int) -> Batch:
+        """Return micro-batch `micro_index` of the global batch after `consumed_samples` samples. The result does not
+        depend on earlier calls."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop what reads ahead. `batch` fails afterwards; validation still works."""
+
+    @property
+    @abstractmethod
+    def validation_sets(self) -> list[str]:
+        """Names of the data sets that have held-out samples."""
+
+    @abstractmethod
+    def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
+        """Yield this rank's batches of all held-out samples of data set `name`, by default the first, or of `limit`
+        evenly spaced ones. Every rank gets the same number of batches, and each sample counts once."""
+
+    @abstractmethod
+    def _num_validation_samples(self, name: str) -> int:
+        """Return the number of held-out samples of a data set."""
+
+    def num_validation_batches(self, limit: int | None = None, name: str | None = None) -> int:
+        """Return the number of batches of `validation_batches(limit, name)`."""
+        total = self._num_validation_samples(name or self.validation_sets[0])
+        return -(-len(spread(total, limit)) // self._samples_at_once)
+
+    def validation_bytes(self, limit: int | None = None, name: str | None = None) -> int:
+        """Return the UTF-8 bytes of all targets in `validation_batches(limit, name)`, over all ranks; 0 if they are not
+        text."""
+        return 0
+
+
+def spread(total: int, limit: int | None) -> np.ndarray:
+    """Return `limit` of `total` chunk numbers, evenly spaced, or all without a limit: int64."""
+    count = total if limit is None else min(limit, total)
+    return np.arange(count) * total // max(count, 1)

@@ -1,0 +1,84 @@
+"""Images in one folder per class, for `data=image_folder`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from gptlite.data.config import ImageFolderConfig
+from gptlite.data.images import ToTensor, divided, require
+from gptlite.errors import ConfigError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+VALIDATION = ("val", "valid", "validation", "test")
+
+
+class ImageFolder:
+    """Images fp32 [3, size, size] and class numbers. `files` are paths below `root`, which begin with the class."""
+
+    def __init__(self, root: Path, files: Sequence[str], classes: Sequence[str], convert: ToTensor) -> None:
+        self.root, self.files, self.classes, self.convert = root, files, classes, convert
+        self._numbers = {name: number for number, name in enumerate(classes)}
+        self.fingerprint = hashlib.sha256("\n".join([*classes, "", *files]).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image
+
+        file = self.root / self.files[index]
+        try:
+            with Image.open(file) as image:
+                pixels = self.convert(image)
+        except Exception as error:  # Pillow's readers of formats raise many kinds
+            raise ConfigError(f"{file} cannot be read as an image ({error}); replace or delete it") from error
+        return pixels, self._numbers[self.files[index].partition("/")[0]]
+
+
+def open_image_folder(config: ImageFolderConfig) -> tuple[ImageFolder, ImageFolder]:
+    """Return the training and the validation images. Raises ConfigError if there are none, or for an unknown class."""
+    require("PIL", "images", "pillow")
+    path = Path(config.path).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"data.path={config.path} {'is not a folder' if path.exists() else 'does not exist'}")
+    train = path / "train"
+    other = next((path / name for name in VALIDATION if (path / name).is_dir()), None)
+    if other is not None and not train.is_dir():
+        raise ConfigError(f"data.path={config.path} has {other.name}/ but no train/; rename the training folder to it")
+    root = train if train.is_dir() else path
+    classes, files = find_images(root)
+    convert, plain = ToTensor.of(config, augment=True), ToTensor.of(config, augment=False)
+    if other is None:
+        mine, held = ([files[index] for index in part] for part in divided(files, config))
+        return ImageFolder(root, mine, classes, convert), ImageFolder(root, held, classes, plain)
+    theirs, held = find_images(other)
+    if new := [name for name in theirs if name not in classes]:
+        raise ConfigError(f"{other / new[0]}: the training data has no class {new[0]}; remove it, or add it there")
+    return ImageFolder(root, files, classes, convert), ImageFolder(other, held, classes, plain)
+
+
+def find_images(root: Path) -> tuple[list[str], list[str]]:
+    """Return the classes, which are the folders in `root`, and the paths of all images below `root`, sorted.
+
+    Raises ConfigError if there is no class, or a class without images.
+    """
+    classes = sorted(each.name for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
+    if not classes:
+        raise ConfigError(f"{root} has no folder per class, such as {root / 'cat'}/1.jpg")
+    files: list[str] = []
+    for name in classes:
+        found = [
+            Path(folder, file).relative_to(root).as_posix()
+            for folder, _, names in os.walk(root / name, followlinks=True)
+            for file in names
+            if file.lower().endswith(SUFFIXES) and not file.startswith(".")
+        ]
+        if not found:
+            raise ConfigError(f"{root / name} has no images ({', '.join(SUFFIXES)}); remove the folder, or add some")
+        files += sorted(found)
+    return classes, files

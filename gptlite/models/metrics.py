@@ -1,0 +1,61 @@
+"""A model's own metrics, such as the accuracy: sums that its loss records, in training and in evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gptlite.errors import ConfigError
+from gptlite.models.spec import ModelSpec
+from gptlite.ops.inputs import Inputs
+
+
+def check_metrics(spec: ModelSpec, found: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless `found`, recorded by one call of the loss, has one number for each of the spec's
+    `metrics`."""
+    key = f"the {spec.name} model"
+    if missing := [name for name in spec.metrics if name not in found]:
+        raise ConfigError(f"{key}: its loss does not record {missing[0]} in inputs.metrics, which `metrics` declares")
+    if more := [name for name in found if name not in spec.metrics]:
+        raise ConfigError(f"{key}: its loss records {more[0]}; add that to `metrics`")
+    for name, value in found.items():
+        if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.dim()):
+            words = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"{key}: the metric {name} is {words}; record one number, the sum over the samples")
+
+
+def metric_values(spec: ModelSpec, found: Mapping[str, Any], device: torch.device) -> Tensor:
+    """Return the recorded sums in the order of the spec's `metrics`, fp64. Raises ConfigError, see check_metrics."""
+    check_metrics(spec, found)
+    return torch.stack([torch.as_tensor(found[name], device=device).detach().double() for name in spec.metrics])
+
+
+class Recording:
+    """Forward pass that adds up the metrics of a step's micro-batches on this rank, on the device.
+
+    In a pipeline only the part with the loss records any. A recomputed block cannot add to the sums again, as they are
+    read when the forward pass returns.
+    """
+
+    def __init__(self, spec: ModelSpec, forward: Callable[[nn.Module, Any, Inputs], Tensor]) -> None:
+        self._spec, self._forward = spec, forward
+        self._sums: Tensor | None = None
+
+    def __call__(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
+        """Return the result of the forward pass."""
+        found: dict[str, Any] = {}
+        out = self._forward(part, x, replace(inputs, metrics=found))
+        if not out.dim():  # a loss, not activations
+            values = metric_values(self._spec, found, out.device)
+            self._sums = values if self._sums is None else self._sums + values
+        return out
+
+    def take(self, device: torch.device) -> Tensor:
+        """Return the sums since the last call, fp64, and set them to zero."""
+        none = torch.zeros(len(self._spec.metrics), dtype=torch.float64, device=device)
+        sums, self._sums = self._sums, None
+        return none if sums is None else sums
