@@ -68,8 +68,8 @@ def command() -> int:
             run_on_hosts(file, words)
         flags, overrides = sort_arguments(words)
         overrides = with_deepspeed(overrides, print_once)
+        import_plugins(named_in(overrides))
         if {"-h", "--help"} & set(flags):
-            import_plugins(named_in(overrides))
             print(help_text(overrides))
             return 0
         presets = any(re.match(r"\+?sweep=", each) for each in overrides) and not SHOWING & set(flags)
@@ -82,7 +82,6 @@ def command() -> int:
         if given := next((each for each in overrides if each.startswith("hydra.sweep.")), None):
             raise ConfigError(f"{given} is only for sweeps; add -m, or give run.dir=... for one run")
         overrides = [*saved_overrides(overrides), *overrides]
-        import_plugins(named_in(overrides))
         sys.argv[1:] = [*flags, *with_model(overrides, print_once)]
         return completions() if COMPLETION & set(flags) else jobs()
 
@@ -94,7 +93,6 @@ def sweep(flags: list[str], overrides: list[str]) -> int:
     refuse_sweep()
     sys.argv[1:] = ["--multirun", *(each for each in flags if each not in ("-m", "--multirun"))]
     overrides = sweep_overrides(overrides)
-    import_plugins(named_in(overrides))
     sys.argv += with_model(overrides, print_once)
     return jobs()
 
