@@ -22,6 +22,7 @@ from gptlite.config.messages import refusals
 from gptlite.config.plugins import import_plugins, named_in
 from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
+from gptlite.invocation import localized
 from gptlite.launch.hostfile import run as run_on_hosts
 from gptlite.launch.hostfile import take_flag
 from gptlite.launch.starter import is_main, let_main_speak, refuse_sweep
@@ -129,6 +130,15 @@ def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
         if f"{group}=null" in overrides:
             raise ConfigError(f"{group}=null: a run needs one; {choices(group)}")
     return [each for each in arguments if each not in overrides], overrides
+
+
+def run_command(run: Callable[[list[str]], int], usage: str | None) -> NoReturn:
+    """Run a command with the arguments of the command line, and exit. `--help` prints `usage`, its docstring."""
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        print(localized(usage or "").strip())
+        sys.exit(0)
+    sys.exit(guarded(lambda: run(arguments)))
 
 
 def guarded(action: Callable[[], int | None]) -> int:
