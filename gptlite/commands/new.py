@@ -28,6 +28,7 @@ from gptlite.files import unwritable
 from gptlite.invocation import command
 
 TEMPLATE = "template"  # the name in the files of gptlite/template that the package's name replaces
+STEPS = "trainer.max_steps=300"
 MODULES = ("__init__.py", "model.py", "data.py")
 NAME = re.compile(r"[A-Za-z](\w*[A-Za-z0-9])?", re.ASCII)  # of Python packages, distributions and presets
 VALUES = ("null", "true", "false", "inf", "nan")  # on the command line these are no names
@@ -51,7 +52,7 @@ def run(arguments: list[str]) -> int:
         target.write_text(text, encoding="utf-8")
         print(f"written: {os.path.relpath(target)}")
     with contextlib.chdir(folder):
-        train = f"{command('train')} {shlex.join([as_override([name]), f'model={name}', f'data={name}'])}"
+        train = f"{command('train')} {shlex.join([as_override([name]), f'model={name}', f'data={name}', STEPS])}"
     print(f"cd {shlex.quote(path)} && {train}")
     return 0
 
@@ -64,7 +65,7 @@ def refuse(folder: Path, given: str) -> None:
     if not NAME.fullmatch(name) or keyword.iskeyword(name) or name in VALUES:
         fitting = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_0123456789")
         hint = f", such as {fitting}" if NAME.fullmatch(fitting) and fitting != name else ""
-        raise ConfigError(f"{given}: {name} cannot be the name of a package; give letters, digits and _{hint}")
+        raise ConfigError(f"{given}: a package cannot be named {name}; give letters, digits and _{hint}")
     beside = str(Path(gptlite.__file__).resolve().parents[1])  # on the path of the scripts in a checkout
     if name in sys.stdlib_module_names or PathFinder.find_spec(name, [*sys.path, beside]):
         raise ConfigError(f"{given}: a module named {name} is installed or part of Python; give another name")

@@ -24,24 +24,25 @@ class SpiralsConfig(DatasetConfig):
 
 
 class Spirals:
-    """Map-style dataset of (point [2], number of its spiral); each sample is a function of its index."""
+    """Map-style dataset of (point [2], number of its spiral), drawn with a seed."""
 
-    def __init__(self, config: SpiralsConfig, first: int, count: int) -> None:
-        self.config, self.first, self.count = config, first, count
+    def __init__(self, config: SpiralsConfig, seed: int, count: int) -> None:
+        import torch  # only here, as printing a configuration should not import torch
+
+        draw = torch.Generator().manual_seed(seed)
+        radius = torch.rand(count, 1, generator=draw)
+        self.labels = torch.arange(count) % CLASSES
+        angle = 2 * math.pi * (radius + self.labels[:, None] / CLASSES)
+        points = radius * torch.cat([angle.cos(), angle.sin()], dim=1)
+        self.points = points + config.noise * torch.randn(count, 2, generator=draw)
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        import torch
-
-        draw = torch.Generator().manual_seed(self.first + index)
-        label, radius = index % CLASSES, float(torch.rand((), generator=draw))
-        angle = 2 * math.pi * (radius + label / CLASSES)
-        point = radius * torch.tensor([math.cos(angle), math.sin(angle)])
-        return point + self.config.noise * torch.randn(2, generator=draw), label
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.points[index], self.labels[index]
 
 
 def open_spirals(config: SpiralsConfig) -> tuple[Spirals, Spirals]:
-    """Return the training and the validation samples, which have no point in common."""
-    return Spirals(config, 0, config.samples), Spirals(config, config.samples, 512)
+    """Return the training and the validation samples."""
+    return Spirals(config, 0, config.samples), Spirals(config, 1, 512)
