@@ -12,6 +12,7 @@ import gptlite
 COMMANDS = {
     "train": ("gptlite.commands.train", "train a model, or resume a run: [GROUP=PRESET] [KEY=VALUE]"),
     "sweep": ("gptlite.commands.train", "train -m: one run per combination of values, and a report"),
+    "new": ("gptlite.commands.new", "write a package with a model and a dataset of your own: FOLDER"),
     "plan": ("gptlite.commands.plan", "estimate the fastest layouts of a model on a cluster"),
     "tune": ("gptlite.commands.tune", "find the fastest layout by measurement, as a preset"),
     "parity": ("gptlite.commands.parity", "check that a layout trains like a single process"),

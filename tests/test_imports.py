@@ -92,6 +92,7 @@ ROOMS = {
     "checkpoint_tool": Room("config checkpoint data metrics models", packages="torch omegaconf"),
     "data_tool": Room("config data metrics", packages="numpy", lazy="matplotlib"),
     "parity": Room("config launch parallelism precision run trainer", packages="torch"),
+    "template": Room("data models ops", lazy="torch"),  # the files of `gptlite new`
     # Folders of their own, installed as gptlite.<name>.
     "kernels": Room(packages="torch"),
     "recipes": Room("config data", packages="numpy", lazy="sentencepiece"),

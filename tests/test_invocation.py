@@ -130,6 +130,15 @@ def test_every_command_of_the_help_has_a_help_with_its_own_name(where: str, inst
             assert again.returncode == 0, (start, again.stderr)
 
 
+def test_a_new_package_beside_an_installed_wheel(installed: Path, tmp_path: Path):
+    made = run(installed, tmp_path, sys.executable, "-m", "gptlite", "new", "mine")
+    assert made.returncode == 0, made.stderr
+    train = shlex.split(made.stdout.splitlines()[-1].removeprefix("cd mine && "))
+    shown = run(installed, tmp_path / "mine", *train, "--cfg", "job")
+    assert shown.returncode == 0, shown.stderr
+    assert "name: mine" in shown.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

@@ -52,8 +52,9 @@ def test_the_modules_of_a_command_line() -> None:
 def test_they_train_and_go_on_on_two_ranks(folder: Path) -> None:
     done = command(folder, *OWN, "run.dir=run", "trainer.max_steps=3")
     assert done.returncode == 0, done.stderr
-    # The folder remembers the plugins.
-    done = command(folder, "run.dir=run", "trainer.max_steps=6", "parallelism=zero3", "parallelism.data=2")
+    assert "run.dir=run 'plugins=[my_model,signum]' trainer.max_steps=6" in done.stdout  # the command that resumes
+    again = ("run.dir=run", "plugins=[my_model,signum]", "trainer.max_steps=6")
+    done = command(folder, *again, "parallelism=zero3", "parallelism.data=2")
     assert done.returncode == 0, done.stderr + done.stdout
     assert "resuming from" in done.stdout
     rows = read_metrics(folder / "run")
@@ -123,8 +124,11 @@ def test_a_saved_configuration_imports_what_it_needs() -> None:
     config = load(["plugins=[models.toy]", *SYNTHETIC, *RUN, "run.dir=unused"])
     assert from_yaml(to_yaml(config)) == config
     assert "plugins:\n- models.toy" in to_yaml(config)
+    foreign = to_yaml(config).replace("models.toy", "nowhere")
+    with pytest.raises(ConfigError, match=r"run uses plugins=\[nowhere\]; add plugins=\[nowhere\] to the"):
+        from_yaml(foreign, "run")
     with pytest.raises(ConfigError, match="no module named nowhere"):
-        from_yaml(to_yaml(config).replace("models.toy", "nowhere"))
+        from_yaml(foreign, imports=True)
     with pytest.raises(ConfigError, match=r"no module named models\.nothing"):
         import_plugins(["models.nothing"])
 

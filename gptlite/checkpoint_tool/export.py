@@ -2,13 +2,14 @@
 
 TARGET becomes a folder that transformers loads with from_pretrained (for a GPT, GPT2LMHeadModel): safetensors,
 config.json and, if it can be converted, the tokenizer. RUN_OR_STEP is verified completely; for a run, the newest intact
-checkpoint is exported.
+checkpoint is exported. plugins=[MODULE,...] imports the modules that register its model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gptlite.checkpoint_tool.places import existing
+from gptlite.config.plugins import import_plugins
 from gptlite.progress import log
 
 
@@ -18,12 +19,14 @@ class Options:
 
     dtype: str = "fp32"
     max_shard_bytes: int = 5_000_000_000
+    plugins: list[str] = field(default_factory=list)
 
 
 def run(paths: list[str], options: Options) -> int:
     """Export a checkpoint and print the target."""
     from gptlite.checkpoint_tool.huggingface import export
 
+    import_plugins(options.plugins)
     source, target = paths
     export(
         existing(source),

@@ -23,7 +23,7 @@ from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, 
 from gptlite.checkpoint.load import load_tensors, not_finite, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
 from gptlite.config import Config, from_yaml, hydra_value, load, override_value, to_yaml
-from gptlite.config.plugins import import_plugins
+from gptlite.config.plugins import as_override, import_plugins
 from gptlite.data.config import DataConfig, TextConfig
 from gptlite.data.export_tokenizer import tokenizer_files
 from gptlite.data.sentence_piece import SentencePieceTokenizer
@@ -82,7 +82,7 @@ def export(
     if store.step_folders(target.parent):  # a run would remove the unfinished folder there
         raise ConfigError(f"target={target} is in a checkpoints folder; give a folder elsewhere")
     step = find_checkpoint(str(checkpoint), "checkpoint", log)
-    model = from_yaml(read_config(step)).model
+    model = from_yaml(read_config(step), checkpoint).model
     adapter = _adapter_for(model, step)
     with _errors_of_the_disk(f"target={target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -261,7 +261,7 @@ def _fill(ours: Tensor, source: Path, weight: Weight, stored: Stored) -> None:
 
 def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[str]) -> tuple[list[str], Config]:
     """Return the command-line overrides that select this model, and the checkpoint's configuration."""
-    default, overrides = load().model, [f"plugins=[{','.join(plugins)}]"] if plugins else []
+    default, overrides = load().model, [as_override(plugins)] if plugins else []
     if type(default) is not type(model):
         overrides.append(f"model={spec_of(model).name}_schema")
         default = type(model)()

@@ -102,7 +102,10 @@ def checkpoint_config(folder: Path) -> dict[str, Any]:
 
 
 def config_of(text: str, where: str) -> dict[str, Any]:
-    """Return a configuration as nested dicts, with defaults filled in unless this version cannot read it."""
+    """Return a configuration as nested dicts. Plugins are not imported for it.
+
+    Defaults are filled in, unless this version cannot read it or it needs plugins.
+    """
     try:
         return to_dict(from_yaml(text))
     except ConfigError:

@@ -1,7 +1,7 @@
 """Evaluate a trained model on held-out text: nats per token, perplexity, bits per byte.
 
 gptlite eval checkpoint=outputs/RUN [data=FILE_FOLDER_OR_PRESET] [samples=N] [micro_batch_size=16] \\
-    [precision=auto]
+    [precision=auto] [plugins=[MODULE,...]]
 
 Without data, the run's own validation set is used. data is a text file or a folder of *.txt files, all of which is read
 with the run's tokenizer; or a prepared folder or data preset of train (data=mine is ./data/mine) that has the run's
@@ -12,7 +12,7 @@ JSON, for scripts.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -35,6 +35,7 @@ class Arguments:
     samples: int | None = None
     micro_batch_size: int = 16
     precision: str = "auto"
+    plugins: list[str] = field(default_factory=list)
 
 
 def main() -> NoReturn:
@@ -50,7 +51,7 @@ def evaluate(arguments: Arguments) -> None:
     from gptlite.run.restore import restore
     from gptlite.trainer.eval import evaluate_sets
 
-    model, runner, tokenizer, config = restore(arguments.checkpoint, arguments.precision)
+    model, runner, tokenizer, config = restore(arguments.checkpoint, arguments.precision, arguments.plugins)
     size = arguments.micro_batch_size
     # The run's batch sizes are for its layout, and here one process reads.
     section = replace(config.data, global_batch_size=size, micro_batch_size=size, batch_ramp=None)

@@ -1,13 +1,14 @@
 """Continue a text with a trained model, streaming.
 
 gptlite generate checkpoint=outputs/RUN prompt="ROMEO:" \\
-    [max_tokens=300] [temperature=0.8] [top_k=0] [top_p=0.95] [seed=0] [num_samples=1] [cache=true] [precision=fp32]
+    [max_tokens=300] [temperature=0.8] [top_k=0] [top_p=0.95] [seed=0] [num_samples=1] [cache=true] [precision=fp32] \\
+    [plugins=[MODULE,...]]
 
 checkpoint is a run folder (its newest checkpoint is used) or a step folder in one. temperature=0 always selects the
 most likely token; top_k=0 and top_p=1 turn these filters off. The same seed gives the same text.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from gptlite.config.command_line import run_tool
@@ -28,6 +29,7 @@ class Arguments:
     num_samples: int = 1
     cache: bool = True
     precision: str = "fp32"
+    plugins: list[str] = field(default_factory=list)
 
 
 def main() -> NoReturn:
@@ -47,7 +49,7 @@ def write_samples(arguments: Arguments) -> None:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    model, runner, tokenizer, _ = restore(arguments.checkpoint, arguments.precision)
+    model, runner, tokenizer, _ = restore(arguments.checkpoint, arguments.precision, arguments.plugins)
     if not model.spec.writes_text:
         raise ConfigError(f"checkpoint={arguments.checkpoint}: a {model.spec.name} model does not generate text")
     prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eod]  # the model needs at least one token

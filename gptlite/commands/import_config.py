@@ -9,20 +9,19 @@ the same, and further arguments of it win. Exit codes: 0 translated, 2 keys are 
 
 import shlex
 import shutil
-import sys
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from typing import NoReturn
 
-from gptlite.commands.train import guarded
+from gptlite.commands.train import run_command
 from gptlite.config.command_line import Subcommand, parse_arguments, separate
 from gptlite.config.deepspeed.expand import overrides_of
 from gptlite.config.deepspeed.file import read
 from gptlite.config.deepspeed.rows import Row, Verdict
 from gptlite.config.deepspeed.translate import translate
 from gptlite.errors import ConfigError
-from gptlite.invocation import command, localized
+from gptlite.invocation import command
 
 NARROW, WIDE = 60, 120
 KEYS = 32  # width of the column of keys
@@ -37,14 +36,11 @@ class Arguments:
 
 def main() -> NoReturn:
     """Run the command line and exit."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    run_command(run, __doc__)
 
 
 def run(arguments: list[str]) -> int:
     """Print the translation; returns the exit code. Raises ConfigError for a file that cannot be read."""
-    if {"-h", "--help"} & set(arguments):
-        print(localized(__doc__ or "").strip())
-        return 0
     (path,), options = separate("import-config", Subcommand("", ("FILE",)), arguments, ["ranks"])
     ranks = parse_arguments(Arguments, options).ranks
     if ranks is not None and ranks < 1:

@@ -10,7 +10,6 @@ By default, random tokens (data=synthetic) and fp32 are used. In bf16, fp16, amp
 from one process by up to twice that process's difference from fp32. Exit codes: 0 the same, 1 different, 2 refused.
 """
 
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,12 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from gptlite.commands.train import guarded
+from gptlite.commands.train import run_command
 from gptlite.config import Config, load
 from gptlite.config.checks import check_world
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.errors import ConfigError
-from gptlite.invocation import localized
 from gptlite.launch.starter import starter
 from gptlite.parallelism.layout import wanted_world
 from gptlite.precision import Precision, PrecisionConfig
@@ -36,15 +34,12 @@ CHEAP = ("data=synthetic", "data.vocab_size=500", "data.num_tokens=100000")  # a
 
 def main() -> NoReturn:
     """Run the command line and exit."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    run_command(run, __doc__)
 
 
 def run(arguments: list[str]) -> int:
     """Compare, and return the exit code. Raises ConfigError for an invalid configuration, and for a layout of one
     rank."""
-    if {"-h", "--help"} & set(arguments):
-        print(localized(__doc__ or "").strip())
-        return 0
     steps, config = composed(arguments)
     if outer := starter():
         raise ConfigError(f"this tool starts the ranks itself; run it once, without {outer.name}")

@@ -12,18 +12,16 @@ tensors, for its exact memory.
 Exit codes: 0 planned, 2 refused; if nothing fits, the error gives the missing memory.
 """
 
-import sys
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gptlite.commands.train import guarded
+from gptlite.commands.train import run_command
 from gptlite.config import Config, load
 from gptlite.config.command_line import parse_arguments
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.errors import ConfigError
-from gptlite.invocation import localized
 
 
 @dataclass
@@ -40,14 +38,11 @@ class Arguments:
 
 def main() -> NoReturn:
     """Run the command line and exit."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    run_command(run, __doc__)
 
 
 def run(arguments: list[str]) -> int:
     """Plan or calibrate, and return the exit code. Raises ConfigError."""
-    if {"-h", "--help"} & set(arguments):
-        print(localized(__doc__ or "").strip())
-        return 0
     command = arguments.pop(0) if arguments and "=" not in arguments[0] else "plan"
     if command not in ("plan", "calibrate"):
         raise ConfigError(f"{command} is neither calibrate nor KEY=VALUE")

@@ -22,6 +22,7 @@ from gptlite.config.messages import refusals
 from gptlite.config.plugins import import_plugins, named_in
 from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
+from gptlite.invocation import localized
 from gptlite.launch.hostfile import run as run_on_hosts
 from gptlite.launch.hostfile import take_flag
 from gptlite.launch.starter import is_main, let_main_speak, refuse_sweep
@@ -67,8 +68,8 @@ def command() -> int:
             run_on_hosts(file, words)
         flags, overrides = sort_arguments(words)
         overrides = with_deepspeed(overrides, print_once)
+        import_plugins(named_in(overrides))
         if {"-h", "--help"} & set(flags):
-            import_plugins(named_in(overrides))
             print(help_text(overrides))
             return 0
         presets = any(re.match(r"\+?sweep=", each) for each in overrides) and not SHOWING & set(flags)
@@ -81,7 +82,6 @@ def command() -> int:
         if given := next((each for each in overrides if each.startswith("hydra.sweep.")), None):
             raise ConfigError(f"{given} is only for sweeps; add -m, or give run.dir=... for one run")
         overrides = [*saved_overrides(overrides), *overrides]
-        import_plugins(named_in(overrides))
         sys.argv[1:] = [*flags, *with_model(overrides, print_once)]
         return completions() if COMPLETION & set(flags) else jobs()
 
@@ -93,7 +93,6 @@ def sweep(flags: list[str], overrides: list[str]) -> int:
     refuse_sweep()
     sys.argv[1:] = ["--multirun", *(each for each in flags if each not in ("-m", "--multirun"))]
     overrides = sweep_overrides(overrides)
-    import_plugins(named_in(overrides))
     sys.argv += with_model(overrides, print_once)
     return jobs()
 
@@ -130,6 +129,15 @@ def sort_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
         if f"{group}=null" in overrides:
             raise ConfigError(f"{group}=null: a run needs one; {choices(group)}")
     return [each for each in arguments if each not in overrides], overrides
+
+
+def run_command(run: Callable[[list[str]], int], usage: str | None) -> NoReturn:
+    """Run a command with the arguments of the command line, and exit. `--help` prints `usage`, its docstring."""
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        print(localized(usage or "").strip())
+        sys.exit(0)
+    sys.exit(guarded(lambda: run(arguments)))
 
 
 def guarded(action: Callable[[], int | None]) -> int:

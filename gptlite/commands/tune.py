@@ -8,15 +8,13 @@ OUT/parallelism/NAME.json. If none of the k layouts runs, the plan's next ones a
 the least memory. Exit codes: 0 a preset was measured; 1 nothing ran, and the preset is only an estimate; 2 refused.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from gptlite.commands.plan import planned_config, separated
-from gptlite.commands.train import guarded
+from gptlite.commands.train import run_command
 from gptlite.errors import ConfigError
-from gptlite.invocation import localized
 
 
 @dataclass
@@ -33,14 +31,11 @@ class Arguments:
 
 def main() -> NoReturn:
     """Run the command line and exit."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    run_command(run, __doc__)
 
 
 def run(arguments: list[str]) -> int:
     """Plan, measure and write the preset. Return the exit code. Raises ConfigError before anything runs."""
-    if {"-h", "--help"} & set(arguments):
-        print(localized(__doc__ or "").strip())
-        return 0
     settings, given = separated(Arguments, arguments, "k", "steps", "minutes")
     if not settings.name.replace("-", "").replace("_", "").isalnum():
         raise ConfigError(f"name={settings.name}: a preset's name may have letters, digits, - and _")

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from gptlite.config.checks import check
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.messages import refusals, unknown_key
-from gptlite.config.plugins import import_plugins, named_in
+from gptlite.config.plugins import import_plugins, named_in, refuse_unnamed
 from gptlite.config.saved import saved_overrides
 from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of, register, schema_names
 from gptlite.config.warm_start import with_model
@@ -36,8 +36,8 @@ def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
     if flags := [each for each in overrides if not isinstance(each, str) or each.startswith("-")]:
         raise ConfigError(f"load takes KEY=VALUE and GROUP=PRESET as strings, and got {flags[0]!r}")
     overrides = with_deepspeed(overrides)
-    overrides = [*saved_overrides(overrides), *overrides]
     import_plugins(named_in(overrides))  # first, as plugins add schemas
+    overrides = [*saved_overrides(overrides), *overrides]
     register()
     overrides = with_model(overrides)
     with refusals(), _initialized(config_dir):
@@ -99,6 +99,7 @@ def typed(config: DictConfig, overrides: Iterable[str] = ()) -> Config:
     assert isinstance(result, Config)
     for group in SCHEMAS.keys() - schema_names(result).keys():
         raise ConfigError(f"{group} has no preset; {choices(group)}")
+    refuse_unnamed(result.plugins, "a preset")  # ranks import them: the command line must have named them
     _refuse_added_keys(config, result)
     result.run.overrides = list(overrides)
     check(result)

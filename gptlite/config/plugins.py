@@ -1,4 +1,8 @@
-"""User modules that register models: `plugins=[my_models]`, imported before a configuration is composed."""
+"""User modules that register models, datasets and optimizers, imported before a configuration is composed.
+
+A module is imported if the command line names it (`plugins=[my_models]`), or if an installed package declares it as
+entry point. A configuration that is read from a file imports nothing: `refuse_unnamed` ends the command instead.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,19 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 
 from gptlite.errors import ConfigError
 
+GROUP = "gptlite.plugins"  # of entry points
 GIVEN = re.compile(r"\+{0,2}plugins=\[?([^\]]*)\]?$")
+KEY = re.compile(r"(\+{0,2}|~)[A-Za-z_][\w./-]*")
+
+
+class PluginsNotNamed(ConfigError):
+    """Raised when a saved configuration needs plugins that the command line has not named."""
 
 
 def named_in(overrides: Iterable[str]) -> list[str]:
@@ -20,7 +32,11 @@ def named_in(overrides: Iterable[str]) -> list[str]:
 
 
 def import_plugins(names: Iterable[str]) -> None:
-    """Import modules from the Python path or the working directory. Raises ConfigError if an import fails."""
+    """Import the entry points of installed packages, and modules from the Python path or the working directory.
+
+    Raises ConfigError if an import fails.
+    """
+    import_installed()
     for name in names:
         here = os.getcwd()
         if here not in sys.path:  # a console script's path has its own folder instead of the working directory
@@ -37,4 +53,57 @@ def import_plugins(names: Iterable[str]) -> None:
                 ) from error
             raise ConfigError(f"plugins=[{name}]: {error}") from error
         except Exception as error:
-            raise ConfigError(f"plugins=[{name}]: {type(error).__name__} while it was imported: {error}") from error
+            raise ConfigError(f"plugins=[{name}]: {_in_words(error)}") from error
+
+
+@cache
+def import_installed() -> None:
+    """Import the modules that installed packages declare as entry points of the group gptlite.plugins, once.
+
+    Raises ConfigError, with the name of the package, if one cannot be imported.
+    """
+    for point in entry_points(group=GROUP):
+        try:
+            point.load()
+        except Exception as error:
+            package = point.dist.name if point.dist else "an installed package"
+            raise ConfigError(
+                f"{package}: its plugin {point.name} = {point.value}: {_in_words(error)}; repair or uninstall {package}"
+            ) from error
+
+
+def refuse_unnamed(names: list[str], where: object) -> None:
+    """Raise PluginsNotNamed unless this process has imported all of these modules, which `where` uses."""
+    if any(name not in sys.modules for name in names):
+        given, pronoun = as_override(names), "them" if len(names) > 1 else "it"
+        raise PluginsNotNamed(f"{where} uses {given}; add {given} to the command to import {pronoun}")
+
+
+def as_override(names: Iterable[str]) -> str:
+    """Return the override that names plugins, such as `plugins=[a,b]`."""
+    return f"plugins=[{','.join(names)}]"
+
+
+def refuse_foreign(overrides: Iterable[object], where: object) -> None:
+    """Raise ConfigError if overrides that `where` has stored may run code, or name plugins that are not imported."""
+    texts = [str(each) for each in overrides]
+    for each in texts:
+        if may_run_code(each):
+            raise ConfigError(f"{where}: the stored override {each!r:.80} may run code; remove it there")
+    refuse_unnamed(named_in(texts), where)
+
+
+def may_run_code(override: str) -> bool:
+    """Return True unless an override sets a key of a run or chooses a preset of conf/ by its name.
+
+    Hydra's own section names classes to import. A path in place of a preset's name reads a file that may set it.
+    """
+    key, _, value = override.partition("=")
+    section = re.split(r"[./]", key.lstrip("+~"))[0]
+    preset = "." not in key
+    foreign = section == "hydra" and override != "hydra.mode=RUN"
+    return foreign or not KEY.fullmatch(key) or (preset and re.search(r"\.\.|\$", value) is not None)
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__} while it was imported: {' '.join(str(error).split())}"

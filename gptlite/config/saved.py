@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gptlite.config.plugins import import_plugins
+from gptlite.config.plugins import PluginsNotNamed, import_plugins, refuse_foreign, refuse_unnamed
 from gptlite.config.schema import SCHEMAS, Config, schema_names
 from gptlite.errors import ConfigError
 from gptlite.models.registry import SPECS
@@ -34,17 +34,28 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)), sort_keys=False)
 
 
-def from_yaml(text: str) -> Config:
-    """Parse the result of `to_yaml`. Raises ConfigError if it is damaged or from another version."""
+def from_yaml(text: str, where: object = "this configuration", *, imports: bool = False) -> Config:
+    """Parse the result of `to_yaml`. Raises ConfigError if it is damaged or from another version.
+
+    Its plugins must have been imported; otherwise PluginsNotNamed is raised, with `where` as their place. With
+    `imports`, they are imported here: for a text of this process's launcher, which the command line has permitted it.
+    """
     try:
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         assert isinstance(raw, dict)
         # Overrides are set at the end, unresolved: they may contain interpolations, which merging would resolve.
         names, overrides = raw.pop("schemas"), raw["run"].pop("overrides")
-        import_plugins(raw.get("plugins", []))  # the saved schemas may be theirs
+        plugins = raw.get("plugins", [])
+        assert isinstance(plugins, list)
+        assert all(isinstance(each, str) for each in plugins)
+        import_plugins(plugins if imports else [])  # the saved schemas may be those of plugins
+        refuse_unnamed(plugins, where)
         raw["model"] = {_renamed(names["model"]).get(key, key): value for key, value in raw["model"].items()}
         base = OmegaConf.structured(Config)
         for group, name in names.items():
+            if name not in SCHEMAS[group]:
+                found = f"{group}={name.removesuffix('_schema')}"
+                raise ConfigError(f"{where} has {found}, which no plugin or installed package registers; install it")
             base[group] = SCHEMAS[group][name]
         result = OmegaConf.to_object(OmegaConf.merge(base, raw))
     except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AssertionError) as error:
@@ -65,7 +76,9 @@ def _renamed(schema: str) -> Mapping[str, str]:
 def read_saved(path: Path) -> Config:
     """Read a run's config.yaml. Raises ConfigError, naming the file, if it cannot be read."""
     try:
-        return from_yaml(path.read_text(encoding="utf-8"))
+        return from_yaml(path.read_text(encoding="utf-8"), path.parent)
+    except PluginsNotNamed:
+        raise
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}; move it away, or give another run.dir") from error
 
@@ -73,13 +86,15 @@ def read_saved(path: Path) -> Config:
 def saved_overrides(arguments: list[str]) -> list[str]:
     """Return the overrides of the run in an existing `run.dir`, without keys in `arguments`; [] without one.
 
-    With these, `gptlite train run.dir=outputs/mine` resumes that run with its own configuration.
+    With these, `gptlite train run.dir=outputs/mine` resumes that run with its own configuration. Raises ConfigError if
+    it cannot be read, and PluginsNotNamed if it has plugins that have not been imported.
     """
     given = {argument.partition("=")[0].lstrip("+~"): argument.partition("=")[2] for argument in arguments}
     saved = Path(given.get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"
     if not given.get("run.dir") or not saved.exists():
         return []
     run = read_saved(saved).run
+    refuse_foreign(run.overrides, saved.parent)
     candidates = [*run.overrides, f"run.name={hydra_value(run.name)}"]
     kept = {c.partition("=")[0].lstrip("+~"): c for c in candidates}
     for new, old in (LENGTHS, LENGTHS[::-1]):

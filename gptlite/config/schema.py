@@ -66,7 +66,7 @@ class Config:
     """Complete configuration of a run."""
 
     seed: int = 1234
-    plugins: list[str] = field(default_factory=list)  # user modules that register models
+    plugins: list[str] = field(default_factory=list)  # user modules that register models and datasets
     run: RunConfig = field(default_factory=RunConfig)
     model: AnyModel = field(default_factory=ModelConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from gptlite.config.plugins import PluginsNotNamed
 from gptlite.config.saved import from_yaml, override_value
 from gptlite.config.schema import Config
 from gptlite.errors import ConfigError
@@ -23,7 +24,8 @@ def model_overrides(overrides: list[str]) -> list[str]:
     """Return `model.KEY=VALUE` of the checkpoint named by checkpoint.resume, for each key not in `overrides`.
 
     Empty without checkpoint.load=weights, or if `overrides` choose a preset model=, which the run compares with the
-    checkpoint. Also empty if the checkpoint cannot be read, for which the run raises an error.
+    checkpoint. Also empty if the checkpoint cannot be read, for which the run raises an error. Raises PluginsNotNamed
+    if the checkpoint's plugins have not been imported.
     """
     given = {key.lstrip("+~"): value for key, _, value in (each.partition("=") for each in overrides)}
     resume = given.get("checkpoint.resume", "auto").strip("'\"")
@@ -32,7 +34,10 @@ def model_overrides(overrides: list[str]) -> list[str]:
     from gptlite.checkpoint.find import candidates  # only where it is needed, to keep composing fast
 
     try:
-        model = from_yaml((candidates(resume, "checkpoint.resume")[0] / "config.yaml").read_text("utf-8")).model
+        text = (candidates(resume, "checkpoint.resume")[0] / "config.yaml").read_text("utf-8")
+        model = from_yaml(text, f"checkpoint.resume={resume}").model
+    except PluginsNotNamed:
+        raise
     except (ConfigError, OSError, UnicodeDecodeError):
         return []
     names = [item.name for item in dataclasses.fields(model)]

@@ -3,18 +3,20 @@
 In a run's folder, step=N shows all samples of that step (counted from 1), and sample=N the N-th sample of the run
 (counted from 0), which may be read in any step. In a prepared folder, sample=N is the N-th chunk of sequence_length
 tokens of the split (counted from 0), in file order. Ends of documents are marked.
+plugins=[MODULE,...] imports the plugins of a run that has some.
 """
 
 import json
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gptlite.config import Config, read_saved
+from gptlite.config.plugins import import_plugins
 from gptlite.data.corpus import TRAIN
 from gptlite.data.eras import Era
 from gptlite.data.indexed import IndexedDataset
@@ -39,6 +41,7 @@ class Options:
     step: int | None = None
     split: str = "train"
     sequence_length: int = 256
+    plugins: list[str] = field(default_factory=list)
 
 
 def run(paths: list[str], options: Options) -> int:
@@ -82,6 +85,7 @@ def of_run(folder: Path, options: Options) -> Iterator[str]:
 
     if options.step is None and options.sample is None:
         raise ConfigError("give step=N, or sample=N")
+    import_plugins(options.plugins)
     config = read_saved(folder / "config.yaml")
     if (steps := config.trainer.max_steps) < (options.step or 0):
         raise ConfigError(f"step={options.step}: the run in {folder} ends with step {steps} (trainer.max_steps)")

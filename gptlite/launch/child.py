@@ -30,7 +30,7 @@ def main() -> NoReturn:
 
     answer = {}
     try:
-        config = from_yaml(Path(folder, "config.yaml").read_text(encoding="utf-8"))
+        config = from_yaml(Path(folder, "config.yaml").read_text(encoding="utf-8"), imports=True)
         ended = start_ranks(config, int(world), float(started))
         answer = {"exit_code": ended.exit_code, "reason": ended.reason}
     except ConfigError as error:

@@ -60,7 +60,7 @@ def main(arguments: list[str], pretrain: Callable[..., int] = exit_code) -> NoRe
 
         stop = LauncherStop(folder.parent / "stop", launcher, lambda code: conclude(exit_code=code))
         share_cores(world)
-        config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+        config = from_yaml((folder / "config.yaml").read_text(encoding="utf-8"), imports=True)
         if config.trainer.host_memory_limit is not None:
             note_use(folder / f"memory-{rank}")
         conclude(exit_code=train_rank(config, started, stop, log, pretrain))
@@ -138,7 +138,7 @@ def train_rank(
         join(config.parallelism.timeout_seconds)
     limit(config.trainer.host_memory_limit)
     if node:
-        config = from_yaml(broadcast_text(to_yaml(config)))
+        config = from_yaml(broadcast_text(to_yaml(config)), "rank 0's configuration")
 
     def opened(run_dir: Path) -> None:
         assert log is not None

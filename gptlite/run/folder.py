@@ -65,7 +65,7 @@ class RunFolder:
         from_main(mesh, self._refuse_folder)
         self.resume_from = self.checkpointer.find(config.checkpoint.resume, self.log)
         if found := self.resume_from:
-            from_main(mesh, lambda: self._refuse(from_yaml(read_config(found)), f"checkpoint {found}"))
+            from_main(mesh, lambda: self._refuse(from_yaml(read_config(found), found), f"checkpoint {found}"))
 
     def restore(self, state: TrainState) -> None:
         """Load the checkpoint, if any, into `state`. Raises ConfigError for other data or a step past the end."""
@@ -236,7 +236,7 @@ class RunFolder:
         old, new = ({"data_identity": each} for each in (manifest.meta["data_identity"], state.data_identity))
         if refusal := compare_configs(old, new, load).refusal(load):
             raise ConfigError(f"checkpoint {self.resume_from}: {refusal}")
-        saved = from_yaml(read_config(self.resume_from))
+        saved = from_yaml(read_config(self.resume_from), self.resume_from)
         size, was = (spec_of(each).vocab_size(each) for each in (state.model.config, saved.model))
         if was is not None and size is not None and was < size:
             raise ConfigError(too_few_ids(str(self.resume_from), was, size))

@@ -1,8 +1,11 @@
 """Trained models for evaluation and generation, restored from a checkpoint without optimizer state."""
 
+from collections.abc import Sequence
+
 from gptlite.checkpoint.find import find_checkpoint
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.config import Config, from_yaml
+from gptlite.config.plugins import import_plugins
 from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.models.model import Model
@@ -16,14 +19,18 @@ from gptlite.precision import Precision, PrecisionConfig, resolve_precision
 from gptlite.trainer.state import model_tensors
 
 
-def restore(checkpoint: str, precision: str = "auto") -> tuple[Model, StageRunner, Tokenizer, Config]:
+def restore(
+    checkpoint: str, precision: str = "auto", plugins: Sequence[str] = ()
+) -> tuple[Model, StageRunner, Tokenizer, Config]:
     """Return the model, its single stage in evaluation mode on a device, its tokenizer and its run's configuration.
 
-    `checkpoint` is a step folder, or a run folder for its newest one. Raises ConfigError if it does not exist, has no
-    tokenizer, or for an unknown `precision`.
+    `checkpoint` is a step folder, or a run folder for its newest one. `plugins` are imported first; they must include
+    the checkpoint's. Raises ConfigError if they do not, if the checkpoint does not exist or has no tokenizer, and for
+    an unknown `precision`.
     """
     path = find_checkpoint(checkpoint, "checkpoint")
-    config = from_yaml(read_config(path))
+    import_plugins(plugins)
+    config = from_yaml(read_config(path), checkpoint)
     if not (path / "tokenizer").is_dir():
         raise ConfigError(
             f"checkpoint={checkpoint} holds imported weights without a tokenizer; train from it on your data "

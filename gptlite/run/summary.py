@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gptlite.config import Config, hydra_value
+from gptlite.config.plugins import as_override
 from gptlite.data.tokenizer import StreamDecoder
 from gptlite.invocation import command
 from gptlite.metrics.console import banner, format_bytes, format_duration
@@ -192,19 +193,22 @@ def _close(
         lines += reporter.memory.offloaded()
     if reporter.speeds:
         lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / CURVES))))
-    more = f" {config.trainer.doubled}" if outcome.ending is Ending.done else ""
+    more = [as_override(config.plugins)] if config.plugins else []
+    if outcome.ending is Ending.done:
+        more.append(config.trainer.doubled)
     if outcome.ending is Ending.stop_step:
-        more = " trainer.stop_step=null"
+        more.append("trainer.stop_step=null")
     run.log(banner(lines, title="results"))
     # Not in the banner: a command that wraps cannot be copied.
-    resume = f"{command('train')} {shlex.quote(f'run.dir={hydra_value(str(run.path))}')}{more}"
+    resume = f"{command('train')} {shlex.join([f'run.dir={hydra_value(str(run.path))}', *more])}"
     run.log(f"resume:    {resume}")
     if outcome.ending is Ending.done and (rise := _rise(config, state.step)):
         run.log(f"           {rise}")
     if state.model.spec.writes_text:
         prompt = config.trainer.sample_prompt.strip()
-        words = f" {shlex.quote(f'prompt={prompt}')}" if prompt else ""
-        run.log(f"generate:  {command('generate')} {shlex.quote(f'checkpoint={run.path}')}{words}")
+        words = [f"checkpoint={run.path}", *[f"prompt={prompt}"] * bool(prompt)]
+        words += [as_override(config.plugins)] * bool(config.plugins)
+        run.log(f"generate:  {command('generate')} {shlex.join(words)}")
 
 
 def _rise(config: Config, step: int) -> str:

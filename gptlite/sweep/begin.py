@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -19,6 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from gptlite.config import hydra_value
+from gptlite.config.plugins import as_override, named_in, refuse_foreign
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.progress import counted
@@ -29,6 +31,7 @@ from gptlite.sweep.report import publish
 DIR = "hydra.sweep.dir"
 BASIC = "BasicSweeper"  # Hydra's own; other sweepers choose cells as they go, so each is checked when it starts
 HERE = "BasicLauncher"  # Hydra's own, which runs jobs in sequence in the sweep's process
+PLAIN = re.compile(r"\+{0,2}hydra[./](launcher|sweeper)((?!_target_)[\w.])*=[\w.+-]+")  # numbers and names: no code
 FORGOTTEN = ("hydra.sweep.dir=", "hydra.mode=")  # overrides of Hydra that are not stored for a resumed sweep
 ELSEWHERE = "SlurmLauncher"  # runs cells on other machines
 
@@ -80,8 +83,10 @@ class Sweep:
             records, expected = publish(self.folder, final=True), self.folder.header.get("cells")
             self._code = exit_code(records, self._received)
             if not all(record.finished for record in records) or len(records) < (expected or 0):
-                where = shlex.quote(f"{DIR}={hydra_value(str(self.folder.path))}")
-                print(f"continue:    {command('train')} -m {where}", flush=True)
+                words = [f"{DIR}={hydra_value(str(self.folder.path))}"]
+                if plugins := named_in(self.folder.header["overrides"]):
+                    words.append(as_override(plugins))
+                print(f"continue:    {command('train')} -m {shlex.join(words)}", flush=True)
         return self._code
 
     def _settle(self, cells: Sequence[Record]) -> None:
@@ -126,7 +131,8 @@ def sweep_overrides(arguments: list[str]) -> list[str]:
     """Return the overrides of a sweep: the given ones, or the stored ones of the sweep in `hydra.sweep.dir`.
 
     `run.dir` is read as hydra.sweep.dir, and `sweep=` as `+sweep=`. Raises ConfigError if the folder holds a sweep with
-    other overrides, or if it holds none and no overrides are given.
+    other overrides, if it holds none and no overrides are given, and if the stored ones may run code or have plugins
+    that have not been imported.
     """
     arguments = [f"+{each}" if each.startswith("sweep=") else each for each in arguments]
     named = DIR if any(_key(each) == DIR for each in arguments) else "run.dir"
@@ -140,12 +146,17 @@ def sweep_overrides(arguments: list[str]) -> list[str]:
     header = folder.header
     if not header and not task:
         raise ConfigError(f"{DIR}={where[-1]} holds no sweep to continue; give overrides to start one there")
-    if task:
+    if header and all(_key(each) == "plugins" for each in task):
+        refuse_foreign(header["overrides"], where[-1])
+    elif task:
         refuse_others(folder, task)
     given = {_key(each) for each in hydra}
     # Another launcher has other keys, so a new `hydra/launcher` also drops a stored `hydra.launcher.n_jobs`.
     groups = {key: "/".join(key.split(".")[:2]) for key in map(_key, header.get("hydra", []))}
     kept = [each for each in header.get("hydra", []) if not {_key(each), groups[_key(each)]} & given]
+    for each in kept:
+        if not PLAIN.fullmatch(each):
+            raise ConfigError(f"{where[-1]}: the stored override {each!r:.80} may run code; give it again to permit it")
     return [*header.get("overrides", task), *kept, *hydra]
 
 

@@ -20,6 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from gptlite.config import Config, typed
+from gptlite.config.plugins import import_plugins
 from gptlite.errors import ConfigError
 from gptlite.launch.rank_stop import EXIT_TERMINATED, SIGNALS
 from gptlite.parallelism.layout import Layout
@@ -76,6 +77,7 @@ def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     started = time.monotonic()
     prepare(raw, cell)
     try:
+        import_plugins(raw.plugins)  # in the process of another launcher than Hydra's; the sweep's own has them
         config, world = planned(typed(raw, cell.overrides), None)
     except ConfigError as error:
         return with_status(replace(cell, run_dir=""), PRUNED, str(error))

@@ -1,0 +1,77 @@
+"""Write a package with a model and a dataset that train at once, to be replaced by your own.
+
+gptlite new FOLDER
+
+FOLDER must not exist. Its name becomes that of the package and of its presets model= and data=. It gets pyproject.toml,
+which declares the package as a plugin, and the package: __init__.py, model.py and data.py. The last line printed is the
+command that trains. Exit codes: 0 written, 1 I/O error, 2 refused.
+"""
+
+import contextlib
+import keyword
+import os
+import re
+import shlex
+import sys
+from importlib.machinery import PathFinder
+from importlib.resources import files
+from pathlib import Path
+from typing import NoReturn
+
+import gptlite
+from gptlite.commands.train import run_command
+from gptlite.config import presets_of
+from gptlite.config.command_line import Subcommand, separate
+from gptlite.config.plugins import as_override, import_plugins
+from gptlite.errors import ConfigError
+from gptlite.files import unwritable
+from gptlite.invocation import command
+
+TEMPLATE = "template"  # the name in the files of gptlite/template that the package's name replaces
+STEPS = "trainer.max_steps=300"
+MODULES = ("__init__.py", "model.py", "data.py")
+NAME = re.compile(r"[A-Za-z](\w*[A-Za-z0-9])?", re.ASCII)  # of Python packages, distributions and presets
+VALUES = ("null", "true", "false", "inf", "nan")  # on the command line these are no names
+
+
+def main() -> NoReturn:
+    """Run the command line and exit."""
+    run_command(run, __doc__)
+
+
+def run(arguments: list[str]) -> int:
+    """Write the package, and print the command that trains; returns 0. Raises ConfigError for an unusable folder."""
+    (path,), _ = separate("new", Subcommand("", ("FOLDER",)), arguments, [])
+    folder = Path(os.path.abspath(Path(path).expanduser()))
+    refuse(folder, path)
+    name = folder.name
+    (folder / name).mkdir(parents=True)
+    for target in (folder / "pyproject.toml", *(folder / name / module for module in MODULES)):
+        text = files("gptlite").joinpath(TEMPLATE, target.name).read_text(encoding="utf-8")
+        text = re.sub(rf"(gptlite\.)?\b{TEMPLATE}\b", name, text)
+        target.write_text(text, encoding="utf-8")
+        print(f"written: {os.path.relpath(target)}")
+    with contextlib.chdir(folder):
+        train = f"{command('train')} {shlex.join([as_override([name]), f'model={name}', f'data={name}', STEPS])}"
+    print(f"cd {shlex.quote(path)} && {train}")
+    return 0
+
+
+def refuse(folder: Path, given: str) -> None:
+    """Raise ConfigError if `folder`, which the command line has as `given`, cannot be written or named so."""
+    name = folder.name
+    if folder.exists() or folder.is_symlink():
+        raise ConfigError(f"{given} exists; nothing is overwritten, give a new folder")
+    if not NAME.fullmatch(name) or keyword.iskeyword(name) or name in VALUES:
+        fitting = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_0123456789")
+        hint = f", such as {fitting}" if NAME.fullmatch(fitting) and fitting != name else ""
+        raise ConfigError(f"{given}: a package cannot be named {name}; give letters, digits and _{hint}")
+    beside = str(Path(gptlite.__file__).resolve().parents[1])  # on the path of the scripts in a checkout
+    if name in sys.stdlib_module_names or PathFinder.find_spec(name, [*sys.path, beside]):
+        raise ConfigError(f"{given}: a module named {name} is installed or part of Python; give another name")
+    import_plugins([])
+    for group in ("model", "data"):
+        if name in presets_of(group):
+            raise ConfigError(f"{given}: {group}={name} is a preset of gptlite; give another name")
+    if reason := unwritable(folder, "folder"):
+        raise ConfigError(f"{given}: {reason}")
