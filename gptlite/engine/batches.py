@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gptlite.data.batch_loader import Batch, BatchLoader
 from gptlite.data.batches import BatchSchedule
-from gptlite.data.loader import Batch, Loader
 from gptlite.data.samples import SampleBatch, split
 from gptlite.data.stream import SampleStream
 from gptlite.errors import ConfigError
@@ -20,13 +20,13 @@ from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.mesh import Mesh
 
 
-class HandedOver(Loader):
-    """Loader of one step's micro-batches. The sizes of the global batches are those given to `take`."""
+class HandedOver(BatchLoader):
+    """Loader of one step's micro-batches, without validation. The sizes of the global batches are those given to
+    `take`."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         nothing = SampleStream.begin(seed, 1, {"batches": ("", np.zeros(2, np.uint8), 1.0)})
-        schedule = BatchSchedule(1)
-        super().__init__(nothing, {}, schedule=schedule, micro_batch_size=1, token_bytes=np.empty(0), device=device)
+        super().__init__(nothing, schedule=BatchSchedule(1), micro_batch_size=1, device=device)
         self._batches: Sequence[SampleBatch] = ()
 
     def take(self, batches: Sequence[SampleBatch], samples: int) -> None:
@@ -40,6 +40,22 @@ class HandedOver(Loader):
     def batch(self, consumed_samples: int, micro_index: int) -> Batch:
         """Return a micro-batch of the step."""
         return self._batches[micro_index].to(self._device)
+
+    def close(self) -> None:
+        """Drop the batches."""
+        self._batches = ()
+
+    @property
+    def validation_sets(self) -> list[str]:
+        """No data sets."""
+        return []
+
+    def validation_batches(self, limit: int | None = None, name: str | None = None) -> Iterator[Batch]:
+        """Return no batches."""
+        return iter(())
+
+    def _num_validation_samples(self, name: str) -> int:
+        return 0
 
 
 def micro_batches(batch: Any, size: int | None) -> list[SampleBatch]:

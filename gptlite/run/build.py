@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from gptlite.config import Config, with_epochs, with_vocabulary
 from gptlite.config.warm_start import refuse_larger_vocabulary
+from gptlite.data.batch_loader import BatchLoader
 from gptlite.data.build import build_loader, open_data
-from gptlite.data.loader import Loader
 from gptlite.data.prepared import PreparedData
 from gptlite.data.samples import SampleLoader, SampleSets
 from gptlite.errors import ConfigError
@@ -91,7 +91,7 @@ def build_state(
     ops: Ops,
     model: Model,
     fill: Callable[[Sequence[nn.Module]], None],
-    loader: Loader,
+    loader: BatchLoader,
     identity: dict[str, Any],
 ) -> TrainState:
     """Build the model's parts on this rank, whose weights and buffers `fill` sets, and the optimizer of a new run.
