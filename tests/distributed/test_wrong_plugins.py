@@ -33,8 +33,14 @@ WRONG = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("words", "code", "said"), WRONG)
+# The one in a worker process of the data loader, with every test run.
+QUICK = {"data.fault=rank1 data.workers=2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [each if each[0] in QUICK else pytest.param(*each, marks=pytest.mark.slow) for each in WRONG],
+)
 def test_wrong_plugins_end_in_one_line(start: Start, tmp_path: Path, words: str, code: int, said: str) -> None:
     shutil.copy(HERE / "wrong_plugin.py", tmp_path)
     (tmp_path / "broken.py").write_text("1 / 0\n")

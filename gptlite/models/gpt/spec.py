@@ -182,7 +182,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
 
     def matrices(self, config: GPTConfig) -> Matrices:
         queries = config.num_heads // config.num_kv_heads
-        fused = {"attn.qkv.weight": (config.num_kv_heads, (queries, 1, 1))}
+        fused: dict[str, tuple[int, tuple[int, ...]]] = {"attn.qkv.weight": (config.num_kv_heads, (queries, 1, 1))}
         if config.mlp.gated:
             fused["mlp.up.weight"] = (config.ffn_size, (1, 1))
         return Matrices(edges=EDGES, fused=fused)
