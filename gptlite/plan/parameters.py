@@ -206,7 +206,7 @@ def num_parameters(model: ModelConfig) -> int:
 
 def num_blocks(model: ModelConfig) -> int:
     """Return the number of blocks of a model."""
-    return spec_of(model).num_blocks(model) if repeats(model) else len(inventory(model, 1).kinds)
+    return spec_of(model).num_blocks(model) or len(inventory(model, 1).kinds)
 
 
 @dataclass(frozen=True)
