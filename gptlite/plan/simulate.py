@@ -275,8 +275,8 @@ def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:
     watch.leave_out(*tree_leaves(tensors))
 
     def batch(consumed_samples: int, micro_index: int) -> Batch:
-        given = tensors if work.device == "cpu" else tree_map(torch.clone, tensors)
-        return SampleBatch(*given) if work.sample else Batch(*given)
+        x, targets, numbers = tensors if work.device == "cpu" else tree_map(torch.clone, tensors)
+        return (SampleBatch if work.sample else Batch)(x, targets, numbers)
 
     loader = SimpleNamespace(
         batch=batch, schedule=BatchSchedule(work.global_batch_size), stream=SimpleNamespace(seed=0)
