@@ -39,7 +39,10 @@ def two():
         yield ranks
 
 
-@pytest.mark.parametrize(("name", "layout"), [*product(["mlp", "hf", "t5"], LAYOUTS), ("mlp", "1f1b")])
+PLACED = [(name, layout) for layout, name in product(LAYOUTS, ["mlp", "hf", "t5"])]
+
+
+@pytest.mark.parametrize(("name", "layout"), marked([("mlp", "1f1b"), *PLACED], quick=4, slow=10))
 def test_every_layout_has_the_curve_of_one_process(alone, two, tmp_path, name, layout):
     overrides = ["parallelism=zero3", *LAYOUTS[layout]] if layout in LAYOUTS else PIPELINE
     assert two.run("models.example_runs:train", name, str(tmp_path), *overrides, timeout=120) == [0, 0]
@@ -72,7 +75,7 @@ SOME += [(name, precision, "zero3") for name in EXAMPLES for precision in PRECIS
 SOME += [("resnet", precision, place) for precision in PRECISIONS for place in PLACES if place != "zero3"]
 
 
-@pytest.mark.parametrize(("name", "precision", "place"), marked(list(dict.fromkeys(SOME)), quick=2, slow=len(SOME)))
+@pytest.mark.parametrize(("name", "precision", "place"), marked(list(dict.fromkeys(SOME)), quick=1, slow=9))
 def test_16_bit_losses_are_near_those_of_fp32(near, two, tmp_path, name, precision, place):
     overrides = (*EXAMPLES[name], *PLACES[place], f"precision={precision}")
     if precision in ("fp16", "amp_o1"):
