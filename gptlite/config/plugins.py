@@ -42,14 +42,18 @@ def import_plugins(names: Iterable[str]) -> None:
         if here not in sys.path:  # a console script's path has its own folder instead of the working directory
             sys.path.append(here)
         try:
-            import_module(name)
+            if import_module(name).__file__ is None:
+                raise ConfigError(
+                    f"plugins=[{name}]: the folder {name} in {here} has no __init__.py; run in it, or pip install it"
+                )
         except ConfigError:
             raise
         except ModuleNotFoundError as error:
             # Tell a missing plugin, or a missing parent package, from an import that fails inside the plugin.
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 raise ConfigError(
-                    f"plugins=[{name}]: no module named {error.name} in {here} or among the installed packages"
+                    f"plugins=[{name}]: no module named {error.name} in {here} or among the installed packages; "
+                    "run in its folder, or pip install it"
                 ) from error
             raise ConfigError(f"plugins=[{name}]: {error}") from error
         except Exception as error:

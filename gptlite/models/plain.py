@@ -115,6 +115,12 @@ def cross_entropy(spec: ModelSpec, out: Any, inputs: Inputs) -> Tensor:
             f"not output {found} and targets {targets.dtype} {tuple(targets.shape)}; give the spec a `loss`"
         )
     logits, targets = logits.flatten(0, -2).float(), targets.flatten()
-    if inputs.metrics is not None and "accuracy" in spec.metrics:
+    if "accuracy" in spec.metrics:
         inputs.metrics["accuracy"] = (logits.argmax(-1) == targets).sum()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    try:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    except IndexError as error:  # on a CPU; a GPU stops with an assertion of its kernel
+        classes = logits.shape[-1]
+        raise ConfigError(
+            f"the {spec.name} model has {classes} classes, numbered from 0, and the data has another: {error}"
+        ) from error

@@ -23,6 +23,15 @@ def register_model(spec: ModelSpec) -> None:
         if (taken.__module__, taken.__qualname__) == (spec.schema.__module__, spec.schema.__qualname__):
             return
         raise ConfigError(f"a model {spec.name} is registered already, by {taken.__module__}; give it another name")
+    if not (isinstance(spec.schema, type) and issubclass(spec.schema, ModelConfig)):
+        raise ConfigError(
+            f"model={spec.name}: schema={spec.schema!r} does not extend gptlite.models.config.ModelConfig"
+        )
+    # A configuration's class identifies its model.
+    if others := [each.name for each in SPECS if each.schema is spec.schema]:
+        raise ConfigError(
+            f"model={spec.name}: {spec.schema.__name__} is the schema of model={others[0]}; define a dataclass for each"
+        )
     SPECS.append(spec)
     SCHEMAS[key] = spec.schema
     PRESETS.append(spec.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ class Inputs:
     `sample_ids` int64 [B]: global sample numbers for the dropout masks; None outside training. `documents`: document
     boundaries of whole sequences, if attention is restricted to documents. `upstream`: the gradient with respect to the
     sum of losses, if it is known in advance. `metrics`: `{name: sum over the micro-batch}`, filled by the loss with the
-    metrics that the spec declares; None in training if it declares none.
+    metrics that the spec declares.
     """
 
     targets: Tensor
     sample_ids: Tensor | None = None
     documents: Documents | None = None
     upstream: float | None = None
-    metrics: dict[str, Any] | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.models.model import Model
 from gptlite.models.parallelize import materialize, set_dtypes
+from gptlite.models.spec import spec_of
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import select_ops
 from gptlite.parallelism.config import ParallelismConfig
@@ -31,6 +32,8 @@ def restore(
     path = find_checkpoint(checkpoint, "checkpoint")
     import_plugins(plugins)
     config = from_yaml(read_config(path), checkpoint)
+    if (spec := spec_of(config.model)).reads == "samples":
+        raise ConfigError(f"checkpoint={checkpoint}: the {spec.name} model reads samples; this needs a model of tokens")
     if not (path / "tokenizer").is_dir():
         raise ConfigError(
             f"checkpoint={checkpoint} holds imported weights without a tokenizer; train from it on your data "

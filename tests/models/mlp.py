@@ -88,4 +88,4 @@ class Points:
 
 
 register_model(PerceptronSpec())
-register_data("points", PointsConfig, lambda config: (Points(config.samples), Points(config.samples // 8)))
+register_data("random_points", PointsConfig, lambda config: (Points(config.samples), Points(config.samples // 8)))

@@ -285,6 +285,24 @@ def test_a_name_in_use_is_refused():
     assert registry.SOURCES["points"].schema is PointsConfig
 
 
+def test_a_dataclass_identifies_one_model_or_dataset():
+    """A second one would be trained as the first."""
+
+    class Again(ModelSpec):
+        name, schema = "again", ResNetConfig
+
+    with pytest.raises(ConfigError, match="model=again: ResNetConfig is the schema of model=resnet18; define a"):
+        register_model(Again())
+    with pytest.raises(ConfigError, match="data=again: PointsConfig is the schema of data=points; define a"):
+        register_data("again", PointsConfig, open_points)
+
+
+def test_a_target_without_a_class_is_named():
+    spec = TiedSpec()
+    with pytest.raises(ConfigError, match="the tied model has 3 classes, numbered from 0, and the data has another"):
+        ModelSpec.loss(spec, torch.zeros(2, 3), Inputs(torch.tensor([0, 3])))
+
+
 def write_cifar(folder, content) -> None:
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
         (folder / name).write_bytes(pickle.dumps(content, protocol=2))

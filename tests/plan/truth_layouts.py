@@ -17,7 +17,13 @@ precision=fp32 schedule=constant schedule.warmup_steps=0 run.dir=unused run.name
 data.micro_batch_size=4
 """.split()
 RESNET = ["model=resnet18", "model.width=16", "data=fake_images", "data.samples=96", "data.global_batch_size=16"]
-PERCEPTRON = ["model=perceptron", "data=points", "data.global_batch_size=128", *SAMPLES, "data.micro_batch_size=32"]
+PERCEPTRON = [
+    "model=perceptron",
+    "data=random_points",
+    *SAMPLES,
+    "data.global_batch_size=128",
+    "data.micro_batch_size=32",
+]
 MODELS = {"gpt": [*BASE, *MODEL], "resnet": [*RESNET, *SAMPLES], "perceptron": PERCEPTRON}
 
 

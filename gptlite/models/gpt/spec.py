@@ -58,13 +58,14 @@ class GPTSpec(ModelSpec[GPTConfig]):
             )
         if config.position is Position.rope and config.head_width % 2:
             raise ConfigError(
-                f"model.position=rope needs an even head width, not {config.head_width}: set model.head_dim"
+                f"model.position=rope needs an even head width, not {config.head_width}; set model.head_dim"
             )
         if not config.norm_gain and config.norm is not Norm.rms_norm:
             raise ConfigError(f"model.norm_gain=false needs model.norm=rms_norm, not {config.norm.value}")
         for key in ("softcap", "rope_base", "rope_scaling"):
             if (value := getattr(config, key)) is not None and not value > 0:
-                raise ConfigError(f"model.{key}={value} must be above 0")
+                off = "; null turns it off" if key == "softcap" else ""
+                raise ConfigError(f"model.{key}={value:g} must be above 0{off}")
         if not 0 <= config.dropout < 1:
             raise ConfigError(f"model.dropout={config.dropout} must be at least 0 and below 1")
 
