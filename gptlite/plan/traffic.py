@@ -24,7 +24,8 @@ from gptlite.plan.walk import gathers
 from gptlite.plan.workload import MASTER, Transfer, Workload
 
 PAGE = 4096  # bytes: parameters are aligned to it in a state file
-SETTLED = 8 * 7  # bytes of the step's all-reduce: loss, squared norm and five values on stopping, in float64
+SUM = 8  # bytes of a value in the step's all-reduce, float64
+SETTLED = SUM * 7  # loss, squared norm and five values on stopping; then the model's own metrics
 VALID = 8  # bytes of the number of valid tokens, int64
 
 
@@ -73,7 +74,8 @@ def _outside(work: Workload, held: list[Stage], pp_rank: int, times: int) -> Ite
             yield Transfer("pp", kind, 2, copy.shard(work.layout.size("dp_shard")) * MASTER, 1, "step")
     for axis in ("dp_replicate", "dp_shard"):
         yield Transfer(axis, "all_reduce", work.layout.size(axis), VALID, 1, "step")
-    yield Transfer("world", "all_reduce", work.layout.world_size, SETTLED, 1, "step")
+    settled = SETTLED + SUM * len(spec_of(work.model).metrics)
+    yield Transfer("world", "all_reduce", work.layout.world_size, settled, 1, "step")
 
 
 def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
