@@ -78,12 +78,15 @@ def open_samples(config: DatasetConfig) -> SampleSets:
     source = source_of(config)
     key = f"data={source.name}"
     try:
-        train, validation = source.open(config)
+        opened = source.open(config)
     except ConfigError:
         raise
     except Exception as error:  # a plugin's function may raise anything
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"{key}: {type(error).__name__} while it was opened: {reason}") from error
+    if not isinstance(opened, tuple) or len(opened) != 2:
+        raise ConfigError(f"{key}: opening it returns {type(opened).__name__}; return (training, validation)")
+    train, validation = opened
     sets = dict(validation) if isinstance(validation, Mapping) else {source.name: validation}
     for name, each in {"training": train, **sets}.items():
         if not hasattr(each, "__getitem__") or not hasattr(each, "__len__"):

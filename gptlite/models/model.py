@@ -76,10 +76,14 @@ class Model:
             if type(self.spec).__name__ in str(error):  # a method of the spec that is missing
                 raise ConfigError(str(error)) from error
             return
+        except ConfigError:
+            raise
         except Exception as error:  # a model may raise anything
             if "meta" in str(error):
                 return
-            raise ConfigError(f"{key}: {one_line(error)}") from error
+            double = any(leaf.dtype == torch.float64 for leaf in tree_leaves(x))
+            hint = "; return float32 samples" if double else ""
+            raise ConfigError(f"{key}: {one_line(error)}{hint}") from error
         if not isinstance(loss, Tensor) or loss.dim():
             words = _shapes(loss) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(f"{key}: the loss is {words}; return one number, the sum over the samples")

@@ -47,11 +47,14 @@ def build_whole(spec: ModelSpec, config: Any, ops: Ops, seed: int) -> nn.Module:
     """Build a whole model on the meta device, which takes no memory. Raises ConfigError if the spec's `build` fails."""
     try:
         with torch.device("meta"):
-            return spec.build(config, ops, seed)
+            whole = spec.build(config, ops, seed)
     except ConfigError:
         raise
     except Exception as error:  # a plugin's method may raise anything
         raise ConfigError(f"the {spec.name} model cannot be built: {one_line(error)}") from error
+    if not isinstance(whole, nn.Module):
+        raise ConfigError(f"the {spec.name} model: `build` returns {type(whole).__name__}; return an nn.Module")
+    return whole
 
 
 def count_blocks(spec: ModelSpec, config: Any) -> int | None:
@@ -112,7 +115,8 @@ def cross_entropy(spec: ModelSpec, out: Any, inputs: Inputs) -> Tensor:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(
             f"{type(spec).__name__}.loss: cross entropy needs logits [..., classes] and int64 targets [...], "
-            f"not output {found} and targets {targets.dtype} {tuple(targets.shape)}; give the spec a `loss`"
+            f"not output {found} and targets {targets.dtype} {tuple(targets.shape)}; "
+            "give class numbers as targets, or the spec a `loss`"
         )
     logits, targets = logits.flatten(0, -2).float(), targets.flatten()
     if "accuracy" in spec.metrics:

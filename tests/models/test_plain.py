@@ -231,7 +231,8 @@ class Bad(ModelSpec):
     name, schema, fault = "bad", ResNetConfig, ""
 
     def build(self, config, ops, seed):
-        return nn.Sequential(nn.Linear(5 if self.fault == "width" else 4, 3))
+        layers = [nn.Conv1d(4, 3, 1) if self.fault == "double" else nn.Linear(5 if self.fault == "width" else 4, 3)]
+        return layers if self.fault == "list" else nn.Sequential(*layers)
 
     def loss(self, out, inputs):
         return out.sum(1) if self.fault == "loss" else super().loss(out, inputs)
@@ -242,13 +243,16 @@ class Bad(ModelSpec):
     [
         ("width", "the bad model, given float32 [2, 4] and targets int64 [2]: RuntimeError"),
         ("loss", "the loss is float32 [2]; return one number"),
+        ("list", "the bad model: `build` returns list; return an nn.Module"),
+        ("double", "should be the same; return float32 samples"),
         ("", None),
     ],
 )
 def test_a_wrong_model_is_refused_by_a_pass_without_values(fault, refusal):
     spec = Bad()
     spec.fault = fault
-    model, x, targets = Model(spec, ResNetConfig()), torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
+    model, targets = Model(spec, ResNetConfig()), torch.zeros(2, dtype=torch.int64)
+    x = torch.zeros(2, 4, 1, dtype=torch.float64) if fault == "double" else torch.zeros(2, 4)
     if refusal is None:
         model.check_pass(x, targets)
         return
@@ -256,8 +260,14 @@ def test_a_wrong_model_is_refused_by_a_pass_without_values(fault, refusal):
         model.check_pass(x, targets)
 
 
+def test_what_an_opened_dataset_has_to_be(monkeypatch):
+    monkeypatch.setitem(registry.SOURCES, "points", registry.DataSource("points", PointsConfig, lambda config: [1, 2]))
+    with pytest.raises(ConfigError, match=r"data=points: opening it returns list; return \(training, validation\)"):
+        open_samples(PointsConfig())
+
+
 def test_targets_that_are_no_classes_need_a_loss():
-    with pytest.raises(TypeError, match=r"Bad\.loss: cross entropy needs logits .* give the spec a `loss`"):
+    with pytest.raises(TypeError, match=r"Bad\.loss: cross entropy needs logits .* or the spec a `loss`"):
         Bad().forward(nn.Sequential(nn.Linear(4, 3)), torch.zeros(2, 4), Inputs(torch.zeros(2)))
 
 
