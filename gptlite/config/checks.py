@@ -7,9 +7,9 @@ import math
 import sys
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from gptlite.config.length import check_length
+from gptlite.config.schema import Config, schema_names
 from gptlite.data.batches import batch_schedule
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
@@ -36,10 +36,6 @@ from gptlite.parallelism.layout import (
     wanted_world,
 )
 from gptlite.precision import Precision, check_precision
-
-if TYPE_CHECKING:
-    from gptlite.config.schema import Config
-
 
 MAX_STEP_TOKENS = 2**31  # twenty times the largest published batches; a larger value is probably a typo
 FP8_MULTIPLE = 16  # required by the hardware of each dimension of a matrix product
@@ -124,8 +120,9 @@ def _model(config: Config) -> None:
     spec = spec_of(config.model)
     spec.check(config.model)  # the model's own rules, before those that relate it to other sections
     if (unit := config.data.unit) != spec.reads:
+        data = schema_names(config)["data"].removesuffix("_schema")
         raise ConfigError(
-            f"the {spec.name} model reads {spec.reads}, and the data has {unit}; give another model=... or data=..."
+            f"the {spec.name} model reads {spec.reads}, and data={data} has {unit}; give another model=... or data=..."
         )
     longest = spec.max_length(config.model)
     if longest is not None and config.data.sequence_length > longest:

@@ -7,6 +7,7 @@ import dataclasses
 from gptlite.config.plugins import PluginsNotNamed
 from gptlite.config.saved import from_yaml, override_value
 from gptlite.config.schema import Config
+from gptlite.data.config import SyntheticConfig
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
 from gptlite.progress import Log
@@ -48,7 +49,8 @@ def refuse_larger_vocabulary(config: Config, vocab_size: int) -> None:
     """Raise ConfigError if the vocabulary of a run's data is larger than that of the weights it starts from."""
     size = spec_of(config.model).vocab_size(config.model)
     if config.checkpoint.load == "weights" and size is not None and size < vocab_size:
-        raise ConfigError(too_few_ids(config.checkpoint.resume, size, vocab_size))
+        synthetic = f", or data.vocab_size={size}" if isinstance(config.data, SyntheticConfig) else ""
+        raise ConfigError(too_few_ids(config.checkpoint.resume, size, vocab_size) + synthetic)
 
 
 def too_few_ids(checkpoint: str, size: int, vocab_size: int) -> str:

@@ -272,9 +272,9 @@ def test_targets_that_are_no_classes_need_a_loss():
 
 
 def test_models_and_data_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match="the resnet18 model reads samples, and the data has tokens"):
+    with pytest.raises(ConfigError, match="the resnet18 model reads samples, and data=synthetic has tokens"):
         load(["model=resnet18", "data=synthetic", "data.sequence_length=4", "run.name=mixed"])
-    with pytest.raises(ConfigError, match="the gpt model reads tokens, and the data has samples"):
+    with pytest.raises(ConfigError, match="the gpt model reads tokens, and data=points has samples"):
         load(["model=gpt-lite", "data=points", "run.name=mixed"])
     with pytest.raises(
         ConfigError,
