@@ -156,6 +156,8 @@ MODERN = [
     for seed, family in enumerate((LLAMA, QWEN, RELU2), 5)
     for cell in [*chosen(20, seed=seed), *chosen(5, seed=seed, context=True)]
 ]
+WINDOWS = (*ROPE, "model.windows=[5,0]", "model.mlp=relu2")
+MODERN += [replace(cell, shared=WINDOWS) for cell in [*chosen(5, seed=8), *chosen(3, seed=8, context=True)]]
 CELLS = [*CHOSEN, *MORE, *FP16, *COMPILED, *CONTEXT, *MORE_CONTEXT, *OFFLOADED, *CROSSED, *MODERN]
 # Every axis value, and beyond them HSDP, bf16 and fp16; all of eight ranks, which are slow to start.
 QUICK = {

@@ -102,7 +102,8 @@ class CausalSelfAttention(nn.Module):
         else:
             q, k, v = heads(qkv)
             k, v = cache.append(k, v)
-            out = causal_attention(q, k, v, self.implementation, self.dropout, key).transpose(1, 2)
+            assert not isinstance(mask, Spans)
+            out = causal_attention(q, k, v, self.implementation, self.dropout, key, mask).transpose(1, 2)
         out = out.reshape(batch, length, -1)
         return self.proj(out) if bias else self.proj.project(out)
 

@@ -1,6 +1,6 @@
 """Configuration of a GPT. No torch here: composing a configuration must stay fast."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from gptlite.models.config import ModelConfig
@@ -74,6 +74,7 @@ class GPTConfig(ModelConfig):
     norm: Norm = Norm.layer_norm
     norm_gain: bool = True  # false: an RMS norm without parameters
     norm_eps: float = 1e-5
+    windows: list[int] = field(default_factory=list)  # last positions seen by each layer, repeated over them; 0: all
     qk_norm: bool = False  # RMS norm of each query and key head, before RoPE
     mlp: MLPKind = MLPKind.gelu_tanh
     bias: bool = True
@@ -105,6 +106,10 @@ class GPTConfig(ModelConfig):
     def head_width(self) -> int:
         """Width of one attention head."""
         return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
+
+    def window(self, layer: int) -> int:
+        """Return the number of positions up to its own that a query of a layer attends to; 0 for all."""
+        return self.windows[layer % len(self.windows)] if self.windows else 0
 
     @property
     def query_size(self) -> int:

@@ -13,7 +13,7 @@ def matmul_parameters(config: GPTConfig) -> int:
 
 def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
     """Return the FLOPs of forward and backward per token: 6 per matmul weight, and 6·L·d·S of causal attention, where d
-    is the width of all queries.
+    is the width of all queries. A window of w positions replaces S by 2w - w²/S.
 
     A weight costs a multiply and an add in the forward pass, twice that in the backward. Attention does the same with
     two S×S matmuls per layer, half of them masked (PaLM's 12·L·d·S, arXiv:2204.02311 appendix B, halved). Recomputation
@@ -23,8 +23,11 @@ def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
 
 
 def layer_flops(config: GPTConfig, sequence_length: int | None = None) -> int:
-    """Return a block's share of `flops_per_token`; by default at the longest sequence."""
-    return 6 * _layer_matrices(config) + 6 * config.query_size * (sequence_length or config.sequence_length)
+    """Return a block's mean share of `flops_per_token`; by default at the longest sequence."""
+    length = sequence_length or config.sequence_length
+    seen = [min(config.window(layer) or length, length) for layer in range(config.num_layers)]
+    keys = sum(2 * each - each * each / length for each in seen) / config.num_layers
+    return 6 * _layer_matrices(config) + round(6 * config.query_size * keys)
 
 
 def _layer_matrices(config: GPTConfig) -> int:

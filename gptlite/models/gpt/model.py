@@ -200,7 +200,7 @@ class GPT(nn.Module):
         start = caches[0].length if caches else 0
         if self.token_embedding is not None:
             x = self._embed(x, sample_ids if dropping else None, start, documents, shared)
-        sites, mask = None, None if documents is None else self._documents_mask(documents, dropping)
+        sites, masks = None, self._masks(x, start, documents, dropping)
         if dropping:
             # A tensor, since torch.compile would specialize on a Python number: one graph per layer.
             count = SITES_PER_BLOCK * self.config.num_layers
@@ -208,7 +208,7 @@ class GPT(nn.Module):
         turned = self._rotary(x, start, documents) if self.config.position is Position.rope else None
         for i, (number, block) in enumerate(self.layers.items()):
             cache = caches[i] if caches else None
-            x = block(x, sample_ids, None if sites is None else sites[int(number)], cache, mask, turned)
+            x = block(x, sample_ids, None if sites is None else sites[int(number)], cache, masks[int(number)], turned)
         if isinstance(x, Stream):
             return self._ended(x)
         return x if self.final_norm is None else self.final_norm(x)
@@ -217,6 +217,21 @@ class GPT(nn.Module):
         if self.final_norm is None:
             return x.sum(self.config.dropout, self.fused_dropout)
         return x.normed(cast(LayerNorm | RMSNorm, self.final_norm), self.config.dropout)[0]
+
+    def _masks(
+        self, x: Tensor, start: int, documents: Documents | None, dropping: bool
+    ) -> dict[int, Tensor | Spans | None]:
+        """Return attention's mask by layer, see Block. Arguments are as in `_rotary`."""
+        plain = None if documents is None else self._documents_mask(documents, dropping)
+        windows = {int(number): self.config.window(int(number)) for number in self.layers}
+        masks: dict[int, Tensor | Spans | None] = {0: plain}
+        for window in {each for each in windows.values() if each}:
+            places = self._places(x, start)
+            ranks = 1 if self.context is None or self.context.whole else self.context.size
+            keys = torch.arange(start + len(places) * ranks, device=x.device)
+            hidden = (keys <= places.unsqueeze(1) - window)[None, None]  # the causal mask hides later keys
+            masks[window] = hidden if documents is None else hidden | self._other_documents(documents.starts)
+        return {number: masks[window] for number, window in windows.items()}
 
     def _documents_mask(self, documents: Documents, dropping: bool) -> Tensor | Spans:
         """Return attention's mask: bool [B, 1, local positions, S], True for keys of other documents; or the spans of
@@ -234,20 +249,22 @@ class GPT(nn.Module):
             mine = torch.cat([documents[:, start : start + chunk] for start in starts], 1)
         return (mine[:, :, None] != documents[:, None, :]).unsqueeze(1)
 
-    def _rotary(self, x: Tensor, start: int, documents: Documents | None) -> Rotary:
-        """Return the rotations of the positions that attention has on this rank, of activations x [B, S or a slice, d].
-        Positions count from `start`, or from the start of each document."""
-        config = self.config
+    def _places(self, x: Tensor, start: int) -> Tensor:
+        """Return the positions in the sequence, from `start` on, that attention has on this rank. x [B, S or a slice,
+        d] are activations between layers."""
         sliced = self.tensor_axis is not None and self.tensor_axis.sequence
         length = x.shape[1] * (self.tensor_axis.size if sliced and self.tensor_axis else 1)
-        places = torch.arange(start, start + length, device=x.device)
-        if self.context is not None and not self.context.whole:
-            half = torch.arange(length // 2, device=x.device)
-            places = torch.cat([first + half for first in self.context.starts(length)])
-        places = places.unsqueeze(0)
+        if self.context is None or self.context.whole:
+            return torch.arange(start, start + length, device=x.device)
+        half = torch.arange(length // 2, device=x.device)
+        return torch.cat([first + half for first in self.context.starts(length)])
+
+    def _rotary(self, x: Tensor, start: int, documents: Documents | None) -> Rotary:
+        """Return the rotations of queries and keys. Positions count from the start of each document."""
+        config, places = self.config, self._places(x, start).unsqueeze(0)
         if documents is not None:
             places = places - documents.starts[:, places[0]]
-        found = frequencies(config.head_width, config.rope_base, x.device)
+        found = frequencies(config.head_width, config.rope_base, places.device)
         if config.rope_scaling != 1:
             limits = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_length
             found = scaled_frequencies(found, config.rope_scaling, *limits)

@@ -62,6 +62,8 @@ class GPTSpec(ModelSpec[GPTConfig]):
             )
         if not config.norm_gain and config.norm is not Norm.rms_norm:
             raise ConfigError(f"model.norm_gain=false needs model.norm=rms_norm, not {config.norm.value}")
+        if any(window < 0 for window in config.windows):
+            raise ConfigError(f"model.windows={config.windows}: each must be positive, or 0 for all positions")
         for key in ("softcap", "rope_base", "rope_scaling"):
             if (value := getattr(config, key)) is not None and not value > 0:
                 off = "; null turns it off" if key == "softcap" else ""

@@ -1,0 +1,67 @@
+"""Attention windows: what a layer sees, alone and with caches, documents and other implementations."""
+
+import pytest
+import torch
+from models.test_documents import MODERN, batch
+
+from gptlite.models.gpt.cache import LayerCache
+from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.flops import flops_per_token
+from gptlite.ops.config import Attention
+
+pytestmark = pytest.mark.usefixtures("kernels")
+CHOICES = [Attention.matmul, Attention.sdpa, Attention.fused_softmax, Attention.fused]
+
+
+@pytest.mark.parametrize("model", [{}, MODERN], ids=["gpt2", "modern"])
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.value)
+def test_a_position_depends_on_its_window_alone(tiny, choice, model):
+    model = tiny(choice, dropout=0.0, num_layers=2, windows=[3, 5], **model).eval()
+    tokens, seen = torch.randint(53, (1, 16), generator=torch.Generator().manual_seed(0)), 3 + 5 - 1
+    before = model.hidden(tokens, None)
+    for changed in range(16):
+        other = tokens.clone()
+        other[0, changed] = (tokens[0, changed] + 1) % 53
+        differs = (model.hidden(other, None) - before).abs().amax(-1)[0] > 1e-6
+        expected = [changed <= position < changed + seen for position in range(16)]
+        assert differs.tolist() == expected
+
+
+def test_windows_repeat_and_wide_ones_are_none(tiny):
+    config = GPTConfig(num_layers=5, windows=[2, 0])
+    assert [config.window(layer) for layer in range(5)] == [2, 0, 2, 0, 2]
+    tokens, targets, _ = batch()
+    losses = [tiny(Attention.matmul, dropout=0.0, windows=windows)(tokens, targets) for windows in ([], [16], [100, 0])]
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.value)
+def test_caches_give_the_whole_sequence(tiny, choice):
+    model = tiny(choice, dropout=0.0, windows=[3, 0], **MODERN).eval()
+    tokens = batch()[0][:2]
+    with torch.no_grad():
+        caches = [LayerCache(16) for _ in model.layers]
+        model.logits(tokens[:, :5], caches)
+        for place in range(5, 16):
+            logits = model.logits(tokens[:, place : place + 1], caches)
+        torch.testing.assert_close(logits, model.logits(tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.value)
+def test_documents_have_windows_of_their_own(tiny, choice):
+    model = tiny(choice, dropout=0.0, windows=[3, 0], **MODERN)
+    tokens, _, documents = batch()
+    together = model.hidden(tokens, None, documents=documents)
+    for row, starts in enumerate(documents.starts.tolist()):
+        for start in sorted(set(starts)):
+            where = [place for place, each in enumerate(starts) if each == start]
+            alone = model.hidden(tokens[row : row + 1, where], None)
+            torch.testing.assert_close(together[row : row + 1, where], alone, rtol=1e-5, atol=4e-6)
+
+
+def test_flops_count_the_keys_in_a_window():
+    whole, half = (GPTConfig(vocab_size=64, sequence_length=8, windows=windows) for windows in ([], [4, 0]))
+    layers, width = whole.num_layers // 2, whole.query_size
+    # Of 8 causal queries, 8·8/2 keys; with a window of 4 they lack 4·4/2.
+    assert flops_per_token(whole, 8) - flops_per_token(half, 8) == layers * 12 * width * (4 * 4 / 2) / 8
