@@ -84,7 +84,7 @@ def open_samples(config: DatasetConfig) -> SampleSets:
     except Exception as error:  # a plugin's function may raise anything
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"{key}: {type(error).__name__} while it was opened: {reason}") from error
-    if not isinstance(opened, tuple) or len(opened) != 2:
+    if not isinstance(opened, tuple | list) or len(opened) != 2:
         raise ConfigError(f"{key}: opening it returns {type(opened).__name__}; return (training, validation)")
     train, validation = opened
     sets = dict(validation) if isinstance(validation, Mapping) else {source.name: validation}

@@ -6,7 +6,9 @@ import re
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from gptlite.models.model import Model
@@ -25,8 +27,10 @@ class Uncounted(ValueError):
     """Raised for a model whose FLOPs cannot be counted, with the reason and the fix."""
 
 
-def count_flops(model: Model, length: int) -> int:
+def count_flops(model: Model, length: int, example: tuple[Any, Tensor] | None = None) -> int:
     """Return the FLOPs of a token, forward and backward, of the whole model on one sequence of `length`.
+
+    With an `example`, the input and the target of one sample, return those of that sample.
 
     The formulas are torch.utils.flop_counter's, including those that libraries have registered there. Ops that it
     ignores (elementwise ops, reductions, copies) count as zero. Attention counts as two products forward and four
@@ -40,16 +44,19 @@ def count_flops(model: Model, length: int) -> int:
         try:
             with torch.device("meta"), FlopCounterMode(display=False) as counter:
                 part = model.spec.build(model.config, Ops(), 0)
-                tokens = torch.zeros(1, length, dtype=torch.int64)
-                inputs = Inputs(tokens, torch.zeros(1, dtype=torch.int64))
-                model.spec.forward(part, tokens, inputs).backward()
+                x = targets = torch.zeros(1, length, dtype=torch.int64)
+                if example is not None:
+                    part.eval()  # batch norm refuses to train on one value
+                    x, targets = tree_map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype), example)
+                inputs = Inputs(targets, torch.zeros(1, dtype=torch.int64))
+                model.spec.forward(part, x, inputs).backward()
         except Exception as error:  # a model may raise anything, and unknown ops often cannot run without data
             if not unknown.names:  # else the unknown op is the better explanation, reported below
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise Uncounted(f"a pass on the meta device fails: {reason}; give the spec `flops`") from error
     if unknown.names:
         raise Uncounted(f"no FLOP formula for {unknown.names[0]}; give the spec `flops`")
-    return round(counter.get_total_flops() / length)
+    return round(counter.get_total_flops() / (length if example is None else 1))
 
 
 class _Unknown(TorchDispatchMode):

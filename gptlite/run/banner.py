@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import platform
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gptlite.config import Config, to_dict
 from gptlite.config.schema import schema_names
+from gptlite.data.samples import SampleSets
 from gptlite.metrics.console import banner, format_count
 from gptlite.metrics.devices import device_peak_flops
 from gptlite.metrics.meter import Throughput
@@ -41,7 +44,8 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
     batch, model, length = config.data, config.model, config.data.sequence_length
     spec, accumulation = state.model.spec, state.loader.num_micro_batches
     peak = device_peak_flops(mesh.device, policy.compute_dtype)
-    per_token, uncounted = _flops(state.model, length, peak)
+    example = run.data.example() if isinstance(run.data, SampleSets) else None
+    per_token, uncounted = _flops(state.model, length, peak, example)
     per_step, steps = batch.global_batch_size * length, config.trainer.max_steps
     epoch = run.data.num_samples(length)
     schedule = state.loader.schedule
@@ -101,8 +105,10 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
     )
 
 
-def _flops(model: Model, length: int, peak: float | None) -> tuple[int | None, list[tuple[str, str]]]:
-    """Return the FLOPs per token, or None and the banner line that gives the reason.
+def _flops(
+    model: Model, length: int, peak: float | None, example: tuple[Any, Tensor] | None
+) -> tuple[int | None, list[tuple[str, str]]]:
+    """Return the FLOPs per token, or of the sample `example`, or None and the banner line that gives the reason.
 
     If the model has no formula for them, they are counted, but only if the device's peak is known.
     """
@@ -110,7 +116,7 @@ def _flops(model: Model, length: int, peak: float | None) -> tuple[int | None, l
     if found is not None or peak is None:
         return found, []
     try:
-        return count_flops(model, length), []
+        return count_flops(model, length, example), []
     except Uncounted as error:
         return None, [("MFU", f"n/a: {error}")]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from models.toy import ConvConfig, ConvSpec, config_of
 from run_files import read_metrics
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptlite.models.flops import Uncounted, count_flops
@@ -16,8 +16,10 @@ from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token, matmul_parameters, num_parameters
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
+from gptlite.models.spec import ModelSpec
 from gptlite.ops.config import Attention
 from gptlite.ops.inputs import Inputs
+from gptlite.ops.select import Ops
 from gptlite.pretrain import pretrain
 from gptlite.run import banner
 
@@ -157,3 +159,15 @@ def test_a_run_says_why_it_has_none(tmp_path, monkeypatch):
     assert pretrain(config_of(f"run.dir={tmp_path}", "trainer.max_steps=1")).exit_code == 0
     words = " ".join((tmp_path / "train.log").read_text().split())
     assert "MFU n/a: no FLOP formula for counted::cube; give the spec `flops`" in words
+
+
+def test_samples_are_counted_by_an_example():
+    class Two(ModelSpec):
+        name, schema, reads = "two", ConvConfig, "samples"
+
+        def build(self, config: Any, ops: Ops, seed: int) -> nn.Module:
+            return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+    example = torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64)
+    # Two products forward; backward two of the second layer, and of the first only its weight's.
+    assert count_flops(Model(Two(), CONV), 1, example) == 2 * (2 * 8 * 16 + 3 * 16 * 3)
