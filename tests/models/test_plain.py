@@ -261,7 +261,9 @@ def test_a_wrong_model_is_refused_by_a_pass_without_values(fault, refusal):
 
 
 def test_what_an_opened_dataset_has_to_be(monkeypatch):
-    monkeypatch.setitem(registry.SOURCES, "points", registry.DataSource("points", PointsConfig, lambda config: {"train": 1}))
+    monkeypatch.setitem(
+        registry.SOURCES, "points", registry.DataSource("points", PointsConfig, lambda config: {"train": 1})
+    )
     with pytest.raises(ConfigError, match=r"data=points: opening it returns dict; return \(training, validation\)"):
         open_samples(PointsConfig())
 
