@@ -12,7 +12,7 @@ LLAMA = "hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_atten
 T5 = "d_model: 16, d_kv: 8, d_ff: 32, num_layers: 2, num_heads: 2, dropout_rate: 0"
 TOKENS = ["data=synthetic", "data.vocab_size=64", "data.num_tokens=4000", "data.sequence_length=16"]
 RUNS = {
-    "resnet": RESNET,
+    "resnet": [*RESNET, "trainer.max_steps=4"],
     "mlp": [*COMMON, "run.name=mlp", "model=mlp", "model.width=32", "data=clothes"],
     "hf": [*COMMON, *TOKENS, "run.name=hf", "model=hf", f"model.settings={{{LLAMA}, tie_word_embeddings: true}}"],
     "t5": [*COMMON, "run.name=t5", "model=t5", f"model.settings={{{T5}}}", "data=reversed", "optimizer.lr=0.01"],
