@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import platform
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gptlite.config import Config, to_dict
 from gptlite.config.schema import schema_names
+from gptlite.data.prepared import PreparedData
 from gptlite.data.samples import SampleSets
 from gptlite.metrics.console import banner, format_count
 from gptlite.metrics.devices import device_peak_flops
@@ -44,8 +43,7 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
     batch, model, length = config.data, config.model, config.data.sequence_length
     spec, accumulation = state.model.spec, state.loader.num_micro_batches
     peak = device_peak_flops(mesh.device, policy.compute_dtype)
-    example = run.data.example() if isinstance(run.data, SampleSets) else None
-    per_token, uncounted = _flops(state.model, length, peak, example)
+    per_token, uncounted = _flops(state.model, length, peak, run.data)
     per_step, steps = batch.global_batch_size * length, config.trainer.max_steps
     epoch = run.data.num_samples(length)
     schedule = state.loader.schedule
@@ -106,9 +104,9 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
 
 
 def _flops(
-    model: Model, length: int, peak: float | None, example: tuple[Any, Tensor] | None
+    model: Model, length: int, peak: float | None, data: PreparedData | SampleSets
 ) -> tuple[int | None, list[tuple[str, str]]]:
-    """Return the FLOPs per token, or of the sample `example`, or None and the banner line that gives the reason.
+    """Return the FLOPs per token, or of a sample, or None and the banner line that gives the reason.
 
     If the model has no formula for them, they are counted, but only if the device's peak is known.
     """
@@ -116,7 +114,7 @@ def _flops(
     if found is not None or peak is None:
         return found, []
     try:
-        return count_flops(model, length, example), []
+        return count_flops(model, length, data.example() if isinstance(data, SampleSets) else None), []
     except Uncounted as error:
         return None, [("MFU", f"n/a: {error}")]
 

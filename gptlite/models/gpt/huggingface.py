@@ -125,10 +125,7 @@ class GPT2(Adapter[GPTConfig]):
 
         Missing keys take GPT-2's default; sizes have no default here. GPT-2's three dropouts become one: the largest.
         """
-        for key, value in FIXED.items():
-            found = content.get(key, value)
-            if found != value and (found or value):  # null, {} and false all mean none
-                raise ConfigError(f"config.json: {key}={found!r}: only {key}={value!r} can be imported")
+        refuse_other_values(content, FIXED)
         activation = content.get("activation_function", "gelu_new")
         if activation not in ACTIVATIONS:
             hint = did_you_mean(str(activation), ACTIVATIONS)
@@ -137,9 +134,6 @@ class GPT2(Adapter[GPTConfig]):
         width, heads = whole(content, "n_embd"), whole(content, "n_head")
         if width % heads:
             raise ConfigError(f"config.json: n_embd={width} is not divisible by n_head={heads}")
-        tied = content.get("tie_word_embeddings", True)
-        if not isinstance(tied, bool):
-            raise ConfigError(f"config.json: tie_word_embeddings={tied!r} must be true or false")
         dropouts = [number(content, key, 0.1, below=1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
         return GPTConfig(
             name=name,
@@ -151,10 +145,26 @@ class GPT2(Adapter[GPTConfig]):
             sequence_length=whole(content, "n_positions"),
             mlp=ACTIVATIONS[activation],
             dropout=max(dropouts),
-            tied_embeddings=tied,
+            tied_embeddings=tied(content, default=True),
             norm_eps=number(content, "layer_norm_epsilon", 1e-5),
             init_std=number(content, "initializer_range", 0.02),
         )
+
+
+def refuse_other_values(content: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Raise ConfigError if config.json has another value than `fixed` for one of its keys."""
+    for key, value in fixed.items():
+        found = content.get(key, value)
+        if found != value and (found or value):  # null, {} and false all mean none
+            raise ConfigError(f"config.json: {key}={found!r}: only {key}={value!r} can be imported")
+
+
+def tied(content: Mapping[str, Any], default: bool) -> bool:
+    """Return config.json's tie_word_embeddings. Raises ConfigError if it is not a bool."""
+    found = content.get("tie_word_embeddings", default)
+    if not isinstance(found, bool):
+        raise ConfigError(f"config.json: tie_word_embeddings={found!r} must be true or false")
+    return found
 
 
 def rows(ours: Tensor, count: int) -> Tensor:

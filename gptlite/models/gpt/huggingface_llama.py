@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptlite.errors import ConfigError
 from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
-from gptlite.models.gpt.huggingface import number, rows, unlike, whole
+from gptlite.models.gpt.huggingface import number, refuse_other_values, rows, tied, unlike, whole
 from gptlite.models.huggingface import Adapter, Weight
 
 if TYPE_CHECKING:
@@ -111,10 +111,7 @@ class Llama(Adapter[GPTConfig]):
 
     def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
         """Return the model that a config.json describes. Raises ConfigError with the key for what this model lacks."""
-        for key, value in FIXED.items():
-            found = content.get(key, value)
-            if found != value and (found or value):  # null and false both mean none
-                raise ConfigError(f"config.json: {key}={found!r}: only {key}={value!r} can be imported")
+        refuse_other_values(content, FIXED)
         heads, width = whole(content, "num_attention_heads"), whole(content, "hidden_size")
         kv_heads = heads if content.get("num_key_value_heads") is None else whole(content, "num_key_value_heads")
         head = width // heads if content.get("head_dim") is None else whole(content, "head_dim")
@@ -122,9 +119,6 @@ class Llama(Adapter[GPTConfig]):
             raise ConfigError(
                 f"config.json: num_attention_heads={heads} is not divisible by num_key_value_heads={kv_heads}"
             )
-        tied = content.get("tie_word_embeddings", False)
-        if not isinstance(tied, bool):
-            raise ConfigError(f"config.json: tie_word_embeddings={tied!r} must be true or false")
         return GPTConfig(
             name=name,
             num_layers=whole(content, "num_hidden_layers"),
@@ -141,7 +135,7 @@ class Llama(Adapter[GPTConfig]):
             qk_norm=self.qk_norm,
             mlp=MLPKind.swiglu,
             bias=False,
-            tied_embeddings=tied,
+            tied_embeddings=tied(content, default=False),
             init_std=number(content, "initializer_range", 0.02),
             **_rope(content),
         )
