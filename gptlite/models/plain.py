@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from gptlite.models.spec import ModelSpec
 
 
-# Global on purpose: a search of layouts asks for the same model thousands of times.
-_COUNTS: dict[tuple[type, str], int | None] = {}
+# By `build` and configuration. Global on purpose: a search of layouts asks for the same model thousands of times.
+_COUNTS: dict[tuple[Callable[..., nn.Module], str], int | None] = {}
 
 
 class Dropped(nn.Identity):
@@ -59,7 +59,7 @@ def build_whole(spec: ModelSpec, config: Any, ops: Ops, seed: int) -> nn.Module:
 
 def count_blocks(spec: ModelSpec, config: Any) -> int | None:
     """Return the number of blocks of a model that is an nn.Sequential; None for another module."""
-    key = type(spec), repr(config)
+    key = type(spec).build, repr(config)
     if key not in _COUNTS:
         module = build_whole(spec, spec.with_vocabulary(config, 1), Ops(), 0)
         _COUNTS[key] = len(module) if isinstance(module, nn.Sequential) else None
