@@ -76,11 +76,15 @@ class GPTSpec(ModelSpec[GPTConfig]):
 
     def tensor_sizes(self, config: GPTConfig) -> dict[str, int]:
         heads, keys = config.num_heads, config.num_kv_heads
-        # Ranks beyond the heads of keys share one of them equally: see CausalSelfAttention.
-        shared = all(keys % each == 0 or each % keys == 0 for each in divisors(heads))
-        if keys == heads or (shared and 2 * config.head_width % (heads // keys) == 0):
-            return {"model.num_heads": heads, "model.d_ff": config.ffn_size}
-        return {"model.kv_heads": keys, "model.d_ff": config.ffn_size}
+
+        def shares(ranks: int) -> bool:
+            """Return True if ranks beyond the heads of keys can share one equally: see CausalSelfAttention."""
+            rows = (heads // keys + 2) * config.head_width  # of a group
+            return keys % ranks == 0 or (ranks % keys == 0 and rows % (ranks // keys) == 0)
+
+        most = max(size for size in divisors(heads) if all(map(shares, divisors(size))))
+        key = f"usable shares of model.num_heads={heads} with model.kv_heads={keys}"
+        return {"model.num_heads" if most == heads else key: most, "model.d_ff": config.ffn_size}
 
     def table_rows(self, config: GPTConfig) -> int | None:
         return None if config.vocab_size is None else config.padded_vocab_size
