@@ -1,12 +1,14 @@
 """Time a training step on this machine: forward, backward, clipping, AdamW; medians of interleaved runs.
 
 python tools/bench_step.py [sizes=char,lite,gpt2v] [precision=bf16] [compile=false] [ops=auto] [repeats=15]
-    [peer=PATH_TO_NANOGPT] [peer_modes=fp32,bf16]
+    [peer=PATH_TO_NANOGPT] [peer_modes=fp32,bf16] [modern=false]
 
 Each contender runs in its own process, set up as by its own train.py, and their steps are interleaved. The floor is
 every matrix product of a step, attention's batched ones included, at its own shape into preallocated buffers, and one
-pass of torch's fused AdamW over the parameters. With peer, a clone of nanoGPT, its model is timed too: in fp32, which
-is its CPU mode, and under torch.autocast (bf16; bf16_compile: compiled as well).
+pass of torch's fused AdamW over the parameters. With modern=true, two GPTs of equal matrix products are timed too, with
+RoPE, RMS norm and QK norm: `relu2` with a squared ReLU, and `swiglu` with a gated MLP of 8/3 the width. With peer, a
+clone of nanoGPT, its model is timed too: in fp32, which is its CPU mode, and under torch.autocast (bf16; bf16_compile:
+compiled as well).
 """
 
 import multiprocessing
@@ -46,6 +48,7 @@ class Arguments:
     repeats: int = 15
     peer: str | None = None
     peer_modes: str = "fp32,bf16"
+    modern: bool = False
     keep_freed_memory: bool = True
 
 
@@ -69,6 +72,8 @@ def main(arguments: Arguments) -> None:
             size = SIZES[name]
             steps = {"gptlite": running.enter_context(elsewhere(our_step, size, arguments))}
             steps["floor"] = running.enter_context(elsewhere(floor_step, size, arguments))
+            for mlp in ("relu2", "swiglu") if arguments.modern else ():
+                steps[mlp] = running.enter_context(elsewhere(our_step, size, arguments, mlp))
             for mode in arguments.peer_modes.split(",") if arguments.peer else ():
                 step = running.enter_context(elsewhere(nanogpt_step, arguments.peer, size, mode))
                 steps[f"nanoGPT {mode}"] = step
@@ -122,14 +127,18 @@ def report(name: str, size: Size, times: dict[str, float]) -> None:
     """Print a line per contender with its time relative to ours; for the floor, ours relative to it."""
     tokens, ours = size.batch_size * size.sequence_length, times["gptlite"]
     for who, value in times.items():
-        words = {"gptlite": "", "floor": f"gptlite takes {ours / value:.2f}x the floor"}.get(
-            who, f"gptlite is {value / ours:.2f}x as fast"
-        )
+        words = f"gptlite is {value / ours:.2f}x as fast"
+        if who == "floor":
+            words = f"gptlite takes {ours / value:.2f}x the floor"
+        elif who == "gptlite":
+            words = ""
+        elif "nanoGPT" not in who:
+            words = f"takes {value / ours:.3f}x gptlite"
         print(f"{name:9s} {who:20s} {value * 1e3:8.1f} ms {tokens / value:9.0f} tok/s  {words}", flush=True)
 
 
-def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
-    """Return a step of the trainer, without its data loader and log."""
+def our_step(size: Size, arguments: Arguments, mlp: str | None = None) -> Callable[[], None]:
+    """Return a step of the trainer, without its data loader and log; with `mlp`, of a model as they are trained now."""
     from gptlite.launch.launcher import keep_freed_memory
 
     if arguments.keep_freed_memory:
@@ -137,6 +146,7 @@ def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
     import torch
     from real_step import build_step, config_of
 
+    from gptlite.models.gpt.config import MLPKind, Norm, Position
     from gptlite.ops.config import Implementation, OpsConfig
     from gptlite.ops.select import select_ops
     from gptlite.parallelism.config import ParallelismConfig
@@ -145,7 +155,9 @@ def our_step(size: Size, arguments: Arguments) -> Callable[[], None]:
     mesh = build_mesh(ParallelismConfig())
     how = {"precision": arguments.precision, "compile": arguments.compile}
     ops = select_ops(OpsConfig(Implementation[arguments.ops]), mesh.device)
-    take = build_step(config_of(size), mesh, size.batch_size, ops=ops, **how)
+    modern = {"position": Position.rope, "norm": Norm.rms_norm, "qk_norm": True}
+    config = config_of(size, **modern, mlp=MLPKind[mlp]) if mlp else config_of(size)
+    take = build_step(config, mesh, size.batch_size, ops=ops, **how)
 
     def step() -> None:
         take()
