@@ -31,7 +31,9 @@ class Tasks:
 
 def run_tasks(lm: GptliteLM, tasks: Tasks) -> dict[str, Any]:
     """Return lm-eval's results. Raises ConfigError for an unknown task, and for one whose data cannot be loaded."""
-    manager = TaskManager(include_path=tasks.folder)
+    manager = TaskManager(include_path=tasks.folder, include_defaults=tasks.folder is None)
+    if not set(tasks.names) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=tasks.folder)  # reads the thousands of files of lm-eval's own tasks
     known = manager.all_tasks
     for name in tasks.names:
         if name not in known:
