@@ -182,17 +182,20 @@ def _qkv(ours: Tensor, num_heads: int) -> Tensor:
     return grouped.permute(3, 1, 0, 2) if ours.dim() == 2 else grouped.permute(1, 0, 2)
 
 
-def whole(content: Mapping[str, Any], key: str) -> int:
-    """Return a positive whole number of config.json. Raises ConfigError, naming the key, for another value."""
+def whole(content: Mapping[str, Any], key: str, file: str = "config.json") -> int:
+    """Return a positive whole number of config.json, or another file. Raises ConfigError, naming the key, for another value."""
     value = content.get(key)
     if type(value) is not int or value < 1:  # a bool is an int too
-        raise ConfigError(f"config.json: {key}={value!r} must be a whole number of at least 1")
+        raise ConfigError(f"{file}: {key}={value!r} must be a whole number of at least 1")
     return value
 
 
-def number(content: Mapping[str, Any], key: str, default: float, below: float = float("inf")) -> float:
-    """Return a number of config.json of at least 0. Raises ConfigError, naming the key, for another value."""
+def number(
+    content: Mapping[str, Any], key: str, default: float, below: float = float("inf"), file: str = "config.json"
+) -> float:
+    """Return a number of config.json, or another file, of at least 0. Raises ConfigError, naming the key, for another
+    value."""
     value = content.get(key, default)
     if type(value) not in (int, float) or not isfinite(value) or not 0 <= value < below:
-        raise ConfigError(f"config.json: {key}={value!r} must be a number of at least 0 and below {below:g}")
+        raise ConfigError(f"{file}: {key}={value!r} must be a number of at least 0 and below {below:g}")
     return float(value)
