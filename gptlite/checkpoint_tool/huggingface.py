@@ -162,10 +162,11 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
     """Create a checkpoint of step 0 in the new `run_dir` from a Hugging Face folder. Returns the step folder.
 
     `source` contains config.json and model.safetensors, model.safetensors.index.json with its files, or
-    pytorch_model.bin; or params.json and consolidated.NN.pth, Meta's files. The model is the one whose adapter matches config.json's model_type; modules in `plugins` may
-    register it. Weights are stored in fp32. The small files beside them, including a tokenizer, are stored for `export`
-    but not interpreted: the checkpoint has no tokenizer. The vocabulary is padded with rows of zeros. The model is in
-    memory once (with pytorch_model.bin, twice). The last log line is the command that trains from it.
+    pytorch_model.bin; or Meta's params.json and consolidated.NN.pth. The model is the one whose adapter matches
+    config.json's model_type, or reads Meta's files; modules in `plugins` may register it. Weights are stored in fp32.
+    The small files beside them, including a tokenizer, are stored for `export` but not interpreted: the checkpoint has
+    no tokenizer. The vocabulary is padded with rows of zeros. The model is in memory once (with pytorch_model.bin,
+    twice). The last log line is the command that trains from it.
 
     Raises ConfigError, with the key or tensor, for a model that differs from the adapter's, and if `run_dir` is not
     empty. In both cases nothing is written.

@@ -183,7 +183,8 @@ def _qkv(ours: Tensor, num_heads: int) -> Tensor:
 
 
 def whole(content: Mapping[str, Any], key: str, file: str = "config.json") -> int:
-    """Return a positive whole number of config.json, or another file. Raises ConfigError, naming the key, for another value."""
+    """Return a positive whole number of config.json, or another file. Raises ConfigError, naming the key, for another
+    value."""
     value = content.get(key)
     if type(value) is not int or value < 1:  # a bool is an int too
         raise ConfigError(f"{file}: {key}={value!r} must be a whole number of at least 1")
