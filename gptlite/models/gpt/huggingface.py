@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,14 @@ OF_GPT2 = {
 
 
 def unlike(config: GPTConfig, values: Mapping[str, Any], mlp: set[MLPKind]) -> list[str]:
-    """Return `model.key=value` for each key whose value is not that in `values`, and the MLP if it is not in `mlp`."""
+    """Return `model.key=value` for each key whose value is not that in `values`, and the MLP if it is not in `mlp`.
+
+    A number of heads or a width that equals its default is the default, as null is.
+    """
+    if config.kv_heads == config.num_heads:
+        config = replace(config, kv_heads=None)
+    if config.head_dim is not None and config.head_dim * config.num_heads == config.d_model:
+        config = replace(config, head_dim=None)
     found = {key: getattr(config, key) for key, value in values.items() if getattr(config, key) != value}
     found |= {} if config.mlp in mlp else {"mlp": config.mlp}
     return [f"model.{key}={getattr(value, 'value', value)}" for key, value in found.items()]
