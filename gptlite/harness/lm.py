@@ -69,7 +69,7 @@ class GptliteLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, nats)
         return sums
 
-    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the text that continues each context, greedily unless the task asks for sampling."""
         if not self._spec.writes_text:
             raise ConfigError(f"tasks: a {self._spec.name} model does not generate text, which one of them needs")
