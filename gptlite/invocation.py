@@ -23,7 +23,7 @@ COMMANDS = {
     "checkpoint": ("gptlite.checkpoint_tool.command", "ls, inspect, verify, diff, prune, export, import"),
     "kernels": ("gptlite.commands.kernels", "the fused kernels: build, info, test, bench"),
     "generate": ("gptlite.commands.generate", "continue a text with a trained model"),
-    "eval": ("gptlite.commands.eval", "evaluate a trained model on held-out text"),
+    "eval": ("gptlite.commands.eval", "evaluate a trained model on held-out text, or on tasks of lm-eval"),
 }
 CANONICAL = re.compile(rf"\bgptlite ({'|'.join(sorted(COMMANDS, key=len, reverse=True))})\b(?!-)")
 RECIPE = re.compile(r"\bpython data/(\w+)/prepare\.py")

@@ -73,7 +73,7 @@ ROOMS = {
     # The composition, from the command line down.
     "__main__": Room(),
     "commands": Room(
-        "config data launch models parallelism parity plan precision preprocess run sweep trainer",
+        "checkpoint config data harness launch models parallelism parity plan precision preprocess run sweep trainer",
         packages="hydra numpy omegaconf",
         lazy="torch",
     ),
@@ -91,6 +91,7 @@ ROOMS = {
     "run": Room("checkpoint config data metrics models ops optimizer parallelism precision trainer", packages="torch"),
     "checkpoint_tool": Room("config checkpoint data metrics models", packages="torch omegaconf"),
     "data_tool": Room("config data metrics", packages="numpy", lazy="matplotlib"),
+    "harness": Room("data models ops parallelism", packages="lm_eval torch"),
     "parity": Room("config launch parallelism precision run trainer", packages="torch"),
     "template": Room("data models ops", lazy="torch"),  # the files of `gptlite new`
     # Folders of their own, installed as gptlite.<name>.

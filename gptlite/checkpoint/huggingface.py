@@ -184,9 +184,17 @@ def _of_index(path: Path) -> dict[str, Stored]:
 
 
 def _of_pickle(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a pickled state dict, all in memory. Unpickling runs no code from the file."""
+    state = load_pickle(path)
+    return {name: Stored(name, tuple(v.shape), v.dtype, partial(state.__getitem__, name)) for name, v in state.items()}
+
+
+def load_pickle(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a pickled state dict: in memory, or `mapped`, read from the file as they are used.
+
+    Unpickling runs no code from the file. Raises ConfigError that names the file for anything else.
+    """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile pickle can raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         # torch's message explains how to unpickle it anyway, which would run its code.
@@ -196,8 +204,7 @@ def _of_pickle(path: Path) -> dict[str, Stored]:
     plain = isinstance(content, dict) and all(isinstance(each, Tensor) for each in content.values())
     if not plain or any(each.layout is not torch.strided for each in content.values()):
         raise ConfigError(f"{path} is not a state dict of tensors")
-    state: dict[str, Tensor] = content
-    return {name: Stored(name, tuple(v.shape), v.dtype, partial(state.__getitem__, name)) for name, v in state.items()}
+    return content
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from gptlite.checkpoint.find import find_checkpoint
 from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, read_json, write_weights
 from gptlite.checkpoint.load import load_tensors, not_finite, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
+from gptlite.checkpoint_tool.meta import PARAMS, is_meta, open_meta
 from gptlite.config import Config, from_yaml, hydra_value, load, override_value, to_yaml
 from gptlite.config.plugins import as_override, import_plugins
 from gptlite.data.config import DataConfig, TextConfig
@@ -161,28 +162,33 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
     """Create a checkpoint of step 0 in the new `run_dir` from a Hugging Face folder. Returns the step folder.
 
     `source` contains config.json and model.safetensors, model.safetensors.index.json with its files, or
-    pytorch_model.bin. The model is the one whose adapter matches config.json's model_type; modules in `plugins` may
-    register it. Weights are stored in fp32. The small files beside them, including a tokenizer, are stored for `export`
-    but not interpreted: the checkpoint has no tokenizer. The vocabulary is padded with rows of zeros. The model is in
-    memory once (with pytorch_model.bin, twice). The last log line is the command that trains from it.
+    pytorch_model.bin; or Meta's params.json and consolidated.NN.pth. The model is the one whose adapter matches
+    config.json's model_type, or reads Meta's files; modules in `plugins` may register it. Weights are stored in fp32.
+    The small files beside them, including a tokenizer, are stored for `export` but not interpreted: the checkpoint has
+    no tokenizer. The vocabulary is padded with rows of zeros. The model is in memory once (with pytorch_model.bin,
+    twice). The last log line is the command that trains from it.
 
     Raises ConfigError, with the key or tensor, for a model that differs from the adapter's, and if `run_dir` is not
     empty. In both cases nothing is written.
     """
     source, run_dir = Path(source).expanduser(), Path(run_dir).expanduser()
-    if not (source / "config.json").is_file():
-        raise ConfigError(f"source={source} holds no config.json; give a folder that save_pretrained wrote")
+    meta = is_meta(source)
+    if not meta and not (source / "config.json").is_file():
+        raise ConfigError(
+            f"source={source} holds no config.json; give a folder that save_pretrained wrote, or one of Meta's with "
+            f"{PARAMS}"
+        )
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise ConfigError(f"run_dir={run_dir} exists; nothing is overwritten, give a new folder")
     import_plugins(plugins)
-    content, name = read_json(source / "config.json"), "hf-" + re.sub(r"[^\w.-]", "-", source.resolve().name)
-    adapter = _adapter_of(content)
+    name = ("meta-" if meta else "hf-") + re.sub(r"[^\w.-]", "-", source.resolve().name)
+    content, adapter, stored = open_meta(source) if meta else _opened(source)
     model = adapter.from_json(content, name)
-    stored = open_weights(source, adapter.canonical)
     weights = {adapter.canonical(weight.name) or weight.name: weight for weight in adapter.weights(model)}
     _refuse_another_model(source, stored, weights, adapter)
     overrides, config = _composed(model, name, run_dir, plugins)
     beside = {f"{KEPT}/{each}": content for each, content in _other_files(source).items()}
+    beside[f"{KEPT}/config.json"] = beside.get(f"{KEPT}/config.json", _json(content).encode())
     tensors: dict[str, Tensor] = {}
     for each, weight in weights.items():
         ours = torch.zeros(weight.our_shape)
@@ -212,6 +218,13 @@ def _other_files(source: Path) -> dict[str, bytes]:
         largest = max(paths, key=lambda path: path.stat().st_size).name
         raise ConfigError(f"source={source}: {size:,} bytes of files beside the weights; move {largest} out of it")
     return {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
+
+
+def _opened(source: Path) -> tuple[dict[str, Any], Adapter, dict[str, Stored]]:
+    """Return the content of config.json, its adapter, and the tensors by canonical name."""
+    content = read_json(source / "config.json")
+    adapter = _adapter_of(content)
+    return content, adapter, open_weights(source, adapter.canonical)
 
 
 def _adapter_of(content: Mapping[str, Any]) -> Adapter:

@@ -1,102 +1,149 @@
-"""Evaluate a trained model on held-out text: nats per token, perplexity, bits per byte.
+"""Evaluate a trained model: on held-out text in bits per byte, or on tasks of lm-eval.
 
-gptlite eval checkpoint=outputs/RUN [data=FILE_FOLDER_OR_PRESET] [samples=N] [micro_batch_size=16] \\
-    [precision=auto] [plugins=[MODULE,...]]
+gptlite eval checkpoint=outputs/RUN [data=FILE_FOLDER_OR_PRESET] [samples=N]
+gptlite eval checkpoint=outputs/RUN tasks=hellaswag,arc_easy [limit=N] [num_fewshot=N] [include_path=FOLDER] \\
+    [output=FILE]
 
-Without data, the run's own validation set is used. data is a text file or a folder of *.txt files, all of which is read
-with the run's tokenizer; or a prepared folder or data preset of train (data=mine is ./data/mine) that has the run's
-tokenizer, of which the validation set is read. samples selects that many sequences, evenly spaced. The last line is
-JSON, for scripts.
+Both take [micro_batch_size=16] [precision=auto] [tokenizer=TOKENIZER] [plugins=[MODULE,...]] and train's keys of
+parallelism, e.g. parallelism=tp2_pp2 parallelism.zero=3.
+
+Text: without data, the run's own validation set is used. data is a text file or a folder of *.txt files, all of which
+is read with the run's tokenizer; or a prepared folder or data preset of train (data=mine is ./data/mine) that has the
+run's tokenizer, of which the validation set is read. samples selects that many sequences, evenly spaced.
+
+Tasks: names of tasks and groups of lm-eval, which `pip install 'gptlite[eval]'` installs. limit takes that many items
+of each task, and num_fewshot sets the number of examples in a prompt. include_path is a folder with YAML files of
+further tasks. The results are also written as JSON to RUN/lm_eval/, or to output.
+
+micro_batch_size is the number of sequences at a time on each data-parallel rank. tokenizer is for an imported
+checkpoint without one; it takes the values of preprocess. The last line is JSON, for scripts.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+import re
+import time
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from gptlite.config import Config, hydra_value, load, presets_of
-from gptlite.config.command_line import run_tool
+from gptlite.commands.train import run_command
+from gptlite.config import Config
+from gptlite.config.command_line import parse_arguments
 from gptlite.errors import ConfigError
-from gptlite.progress import log
 
-if TYPE_CHECKING:
-    from gptlite.data.prepared import PreparedData
-    from gptlite.data.tokenizer import Tokenizer
+OF_TASKS = ("limit", "num_fewshot", "include_path", "output")
+OF_TEXT = (("data", "samples"), "texts", "leave out this key or tasks")
+LAYOUT = re.compile(r"\+?parallelism[.=]")
 
 
 @dataclass
 class Arguments:
-    """Command-line arguments."""
+    """Command-line arguments, but for the layout's."""
 
     checkpoint: str = "???"
     data: str | None = None
     samples: int | None = None
+    tasks: str | None = None
+    limit: int | None = None
+    num_fewshot: int | None = None
+    include_path: str | None = None
+    output: str | None = None
     micro_batch_size: int = 16
     precision: str = "auto"
+    tokenizer: str | None = None
     plugins: list[str] = field(default_factory=list)
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """Names in `tasks`."""
+        return tuple(filter(None, (each.strip() for each in (self.tasks or "").strip("[]").split(","))))
 
 
 def main() -> NoReturn:
     """Run the command line and exit."""
-    run_tool(evaluate, Arguments, __doc__)
+    run_command(run, __doc__)
 
 
-def evaluate(arguments: Arguments) -> None:
-    """Evaluate the checkpoint; print the result as text, and in the last line as JSON."""
+def run(words: list[str]) -> int:
+    """Evaluate in this process, or on the ranks of a layout; return the exit code. Raises ConfigError."""
+    started = time.monotonic()
+    layout = [each for each in words if LAYOUT.match(each)]
+    arguments = parse_arguments(Arguments, [each for each in words if each not in layout])
+    check(arguments)
+    from gptlite.launch.starter import starter
+
+    outer = starter()
+    if not layout and outer is None:
+        from gptlite.commands.eval_rank import evaluate
+
+        evaluate(arguments)
+        return 0
+    config, world = laid_out(arguments, layout, outer.world_size if outer else None)
+    if outer:
+        from gptlite.commands.eval_rank import on_rank
+        from gptlite.launch.worker import under
+
+        return under(outer, config, started, lambda *given: on_rank(arguments, *given))
+    from gptlite.launch.elastic import run_ranks
+
+    return run_ranks(config, world, started, ("-m", "gptlite.commands.eval_rank", json.dumps(asdict(arguments))))
+
+
+def check(arguments: Arguments) -> None:
+    """Raise ConfigError for values that no checkpoint makes valid."""
     if arguments.micro_batch_size < 1 or (arguments.samples is not None and arguments.samples < 1):
         raise ConfigError(f"micro_batch_size={arguments.micro_batch_size}, samples={arguments.samples}: at least 1")
-    from gptlite.data.build import build_loader
-    from gptlite.run.restore import restore
-    from gptlite.trainer.eval import evaluate_sets
+    of_text = [key for key in ("data", "samples") if getattr(arguments, key) is not None]
+    of_tasks = [
+        key for key in ("limit", "num_fewshot", "include_path", "output") if getattr(arguments, key) is not None
+    ]
+    if arguments.tasks is None:
+        if of_tasks:
+            raise ConfigError(f"{of_tasks[0]}={getattr(arguments, of_tasks[0])} is for tasks; give tasks=NAME,NAME")
+        return
+    if of_text:
+        raise ConfigError(f"{of_text[0]}={getattr(arguments, of_text[0])} is for texts; leave it out, or tasks")
+    if not arguments.task_names:
+        raise ConfigError(f"tasks={arguments.tasks}: give names of tasks, e.g. tasks=hellaswag,arc_easy")
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ConfigError(f"limit={arguments.limit}: give at least 1 item of each task")
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
+        raise ConfigError(f"num_fewshot={arguments.num_fewshot} must not be negative")
+    if (folder := arguments.include_path) is not None and not Path(folder).expanduser().is_dir():
+        raise ConfigError(f"include_path={folder} is not a folder; give one with YAML files of tasks")
+    if arguments.output is not None and Path(arguments.output).expanduser().exists():
+        raise ConfigError(f"output={arguments.output} exists; give a new file")
+    if find_spec("lm_eval") is None:
+        raise ConfigError(f"tasks={arguments.tasks} needs lm-eval; pip install 'gptlite[eval]'")
 
-    model, runner, tokenizer, config = restore(arguments.checkpoint, arguments.precision, arguments.plugins)
-    size = arguments.micro_batch_size
-    # The run's batch sizes are for its layout, and here one process reads.
-    section = replace(config.data, global_batch_size=size, micro_batch_size=size, batch_ramp=None)
-    data = held_out(arguments.data, config, tokenizer)
-    loader = build_loader(section, data, runner.mesh, config.seed)
-    print(f"{data.num_validation_tokens:,} tokens of {data.name}", flush=True)
-    result = evaluate_sets(model, runner, loader, arguments.samples, log=log)
-    loader.close()
-    assert result is not None
-    bits = result.bits_per_byte
-    words = "n/a" if bits is None else f"{bits:.4f}"
-    print(f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}, {words} bits per byte")
-    for name, part in result.parts.items():
-        bits_words = "n/a" if part.bits_per_byte is None else f"{part.bits_per_byte:.4f}"
-        print(f"  {name}: loss {part.loss:.4f}, {bits_words} bits per byte")
-    row = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": bits, "tokens": result.tokens}
-    print(json.dumps(row))
 
+def laid_out(arguments: Arguments, layout: list[str], world: int | None) -> tuple[Config, int]:
+    """Return the checkpoint's configuration in another layout, and the number of ranks: `world`, or as many as the
+    layout takes. Raises ConfigError for a layout that does not fit."""
+    import torch
 
-def held_out(source: str | None, config: Config, tokenizer: Tokenizer) -> PreparedData:
-    """Return the data to evaluate on. Raises ConfigError for a missing source, or one with another tokenizer."""
-    import numpy as np
+    from gptlite.checkpoint.find import candidates, first_intact
+    from gptlite.checkpoint.load import read_config
+    from gptlite.config import from_yaml, load_layout
+    from gptlite.config.checks import check_forward
+    from gptlite.config.plugins import import_plugins
+    from gptlite.parallelism.layout import wanted_world
 
-    from gptlite.data.build import prepare
-    from gptlite.data.prepared import PreparedData, TokenSet
-    from gptlite.data.text import Span, find_files, scan
-
-    prepared = source is not None and (Path(source).expanduser() / "train.idx").is_file()
-    if source is not None and Path(source).expanduser().exists() and not prepared:
-        files = find_files(source)
-        scan(files)  # refuses what is empty or not UTF-8
-        tokens: list[int] = []
-        for path in files:
-            tokens += [i for text in Span(path, 0, path.stat().st_size).blocks() for i in tokenizer.encode(text)]
-            tokens.append(tokenizer.eod)
-        array = np.array(tokens)
-        return PreparedData(source, None, tokenizer, (TokenSet(source, source, array, array),), {})
-    section = config.data
-    if source is not None:
-        presets = presets_of("data")  # with the prepared folders ./data/NAME, as in training
-        if not prepared and source not in presets:
-            raise ConfigError(f"data={source} is neither a path nor a preset; the presets are {', '.join(presets)}")
-        given = ["data=tokens", f"data.path={hydra_value(source)}"] if prepared else [f"data={source}"]
-        section = replace(load(given).data, sequence_length=section.sequence_length)
-    data = prepare(section, config.seed)
-    if data.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise ConfigError(f"data={source or data.name} has another tokenizer than the checkpoint; give the text itself")
-    return data
+    import_plugins(arguments.plugins)
+    path = first_intact(
+        candidates(arguments.checkpoint, "checkpoint"), arguments.checkpoint, "checkpoint", print, read_config
+    )
+    saved = from_yaml(read_config(path), arguments.checkpoint)
+    # Restarted ranks would print their results again.
+    config = replace(saved, parallelism=load_layout(layout), trainer=replace(saved.trainer, max_restarts=0))
+    gpus = torch.cuda.device_count()
+    ranks = world or wanted_world(config.parallelism, gpus)
+    check_forward(config, ranks)
+    if world is None and gpus and ranks > gpus:
+        raise ConfigError(
+            f"the layout has {ranks} ranks, but there are {gpus} GPUs; set CUDA_VISIBLE_DEVICES= to use the CPU"
+        )
+    return config, ranks

@@ -2,9 +2,10 @@
 
 gptlite generate checkpoint=outputs/RUN prompt="ROMEO:" \\
     [max_tokens=300] [temperature=0.8] [top_k=0] [top_p=0.95] [seed=0] [num_samples=1] [cache=true] [precision=fp32] \\
-    [plugins=[MODULE,...]]
+    [tokenizer=TOKENIZER] [plugins=[MODULE,...]]
 
-checkpoint is a run folder (its newest checkpoint is used) or a step folder in one. temperature=0 always selects the
+checkpoint is a run folder (its newest checkpoint is used) or a step folder in one. tokenizer is for an imported
+checkpoint without one; it takes the values of preprocess. temperature=0 always selects the
 most likely token; top_k=0 and top_p=1 turn these filters off. The same seed gives the same text.
 """
 
@@ -29,6 +30,7 @@ class Arguments:
     num_samples: int = 1
     cache: bool = True
     precision: str = "fp32"
+    tokenizer: str | None = None
     plugins: list[str] = field(default_factory=list)
 
 
@@ -49,7 +51,9 @@ def write_samples(arguments: Arguments) -> None:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    model, runner, tokenizer, _ = restore(arguments.checkpoint, arguments.precision, arguments.plugins)
+    model, runner, tokenizer, *_ = restore(
+        arguments.checkpoint, arguments.precision, arguments.plugins, tokenizer=arguments.tokenizer
+    )
     if not model.spec.writes_text:
         raise ConfigError(f"checkpoint={arguments.checkpoint}: a {model.spec.name} model does not generate text")
     prompt = tokenizer.encode(arguments.prompt) or [tokenizer.eod]  # the model needs at least one token

@@ -1,6 +1,6 @@
 """Configuration: schema, composition, checks and serialisation."""
 
-from gptlite.config.compose import help_text, load, require_config, typed, with_vocabulary
+from gptlite.config.compose import help_text, load, load_layout, require_config, typed, with_vocabulary
 from gptlite.config.length import with_epochs
 from gptlite.config.saved import (
     from_yaml,
@@ -22,6 +22,7 @@ __all__ = [
     "help_text",
     "hydra_value",
     "load",
+    "load_layout",
     "override_value",
     "presets_of",
     "read_saved",

@@ -97,6 +97,13 @@ def check_world(config: Config, world: int) -> Layout:
     return layout
 
 
+def check_forward(config: Config, world: int) -> Layout:
+    """Return the layout of forward passes on `world` ranks, for any batch. Raises ConfigError, one line, if the degrees
+    do not divide it or the model."""
+    _parallelism(config)
+    return resolve(config.parallelism, world)
+
+
 def check_device(config: Config, device: str) -> None:
     """Raise ConfigError, one line, for settings that a kind of device, cpu or cuda, does not support."""
     check_optimizer_device(config.optimizer, device)

@@ -22,6 +22,7 @@ from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
 from gptlite.invocation import localized
 from gptlite.models.spec import spec_of
+from gptlite.parallelism.config import ParallelismConfig
 
 
 def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
@@ -42,6 +43,20 @@ def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
     overrides = with_model(overrides)
     with refusals(), _initialized(config_dir):
         return typed(compose("config", overrides=overrides), overrides)
+
+
+def load_layout(overrides: Iterable[str]) -> ParallelismConfig:
+    """Return the section `parallelism` of these overrides, for a command that does not train. Raises ConfigError."""
+    register()
+    overrides = list(overrides)
+    with refusals(), _initialized(CONF_DIR):
+        config = compose("config", overrides=overrides)
+        layout = OmegaConf.to_object(config.parallelism)
+    assert isinstance(layout, ParallelismConfig)
+    _refuse_added_keys(config.parallelism, layout, "parallelism.")
+    if layout.auto:
+        raise ConfigError("parallelism=auto plans a training run; give a layout, e.g. parallelism=tp2")
+    return layout
 
 
 @contextmanager

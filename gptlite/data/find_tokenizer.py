@@ -15,7 +15,7 @@ def find_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
 
     - a folder saved by gptlite (a tokenizer, or a prepared folder with tokenizer/), or one with tokenizer.json or
       tokenizer.model;
-    - a Hugging Face *.json, a SentencePiece *.model, or a *.tiktoken file of ranks.
+    - a Hugging Face *.json, a SentencePiece *.model, Llama 3's tokenizer.model, or a *.tiktoken file of ranks.
 
     `eod` names the token that ends documents, if the format does not define it. Raises ConfigError if there is no such
     tokenizer.
@@ -59,7 +59,10 @@ def _of_file(path: Path, spec: str, eod: str | None) -> Tokenizer:
             return HuggingFaceTokenizer.of_file(path, eod)
         case ".model":
             from gptlite.data.sentence_piece import SentencePieceTokenizer
+            from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer, is_ranks
 
+            if is_ranks(path):
+                return TiktokenTokenizer.of_llama(path, eod)
             return SentencePieceTokenizer(path.read_bytes())
         case ".tiktoken":
             from gptlite.data.tiktoken_tokenizer import TiktokenTokenizer

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,13 @@ from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError, needed_package
 
 END = "<|endoftext|>"
+# Llama 3's, whose file has the ranks alone; Meta's models have 256 special tokens, which follow the ranks.
+LLAMA_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+LLAMA_SPECIAL, LLAMA_END = 256, "<|end_of_text|>"
+LLAMA_NAMES = {0: "<|begin_of_text|>", 1: LLAMA_END, 6: "<|start_header_id|>", 7: "<|end_header_id|>", 9: "<|eot_id|>"}
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -71,6 +79,21 @@ class TiktokenTokenizer(Tokenizer):
 
         ranks = _read_ranks(path)
         return cls(ranks, r50k_pat_str, {eod or END: max(ranks.values()) + 1}, eod or END)
+
+    @classmethod
+    def of_llama(cls, path: Path, eod: str | None) -> "TiktokenTokenizer":
+        """Load Llama 3's tokenizer.model, with its pattern and special tokens. Unnamed ones are reserved."""
+        ranks = _read_ranks(path)
+        first = max(ranks.values()) + 1
+        special = {LLAMA_NAMES.get(n, f"<|reserved_{n}|>"): first + n for n in range(LLAMA_SPECIAL)}
+        return cls(ranks, LLAMA_PATTERN, special, eod or LLAMA_END)
+
+
+def is_ranks(path: Path) -> bool:
+    """Return True if a file begins with a line of a table of ranks."""
+    with open(path, "rb") as file:
+        words = file.readline(200).split()
+    return len(words) == 2 and words[1].isdigit() and re.fullmatch(rb"[A-Za-z0-9+/]+=*", words[0]) is not None
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

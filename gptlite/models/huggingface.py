@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gptlite.models.config import ModelConfig
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 C = TypeVar("C", bound=ModelConfig)
@@ -33,6 +34,17 @@ class Weight:
     ours: str | None
     our_shape: tuple[int, ...]
     view: Callable[[Tensor], Tensor] = unchanged
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of transformers that is made of other files: its name and shape, its dtype, and a function that returns
+    it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
 
 
 class Adapter(Generic[C]):
@@ -63,6 +75,14 @@ class Adapter(Generic[C]):
         """Return the configuration that a config.json describes, with its vocabulary size; `name` is used by models
         with a name. Raises ConfigError with the key for unsupported values."""
         raise NotImplementedError(f"{type(self).__name__} has no from_json")
+
+    def from_meta(
+        self, params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[dict[str, Any], list[Piece]] | None:
+        """Return the content of config.json, and the tensors, of a model as Meta distributes it: its params.json, and
+        the tensors of each consolidated.NN.pth. None if the model is not one of Meta's. Raises ConfigError with the key
+        or tensor for another model."""
+        return None
 
     def canonical(self, name: str) -> str | None:
         """Return the one name of a tensor that checkpoints store under several names; None if it is not a parameter,

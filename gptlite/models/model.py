@@ -58,6 +58,14 @@ class Model:
             out = self.spec.forward(part, x, inputs)
         return out.to(self.dtype) if out.dim() else out  # activations, which the next part of a pipeline receives
 
+    def scores(self, part: nn.Module, x: Any, targets: Tensor) -> Tensor:
+        """Return the scores [B, S, 2] of targets [B, S], or a part's activations: see ModelSpec.scores."""
+        if self.autocast is None:
+            return self.spec.scores(part, x, targets)
+        with torch.autocast(targets.device.type, self.autocast):
+            out = self.spec.scores(part, x, targets)
+        return out if out.shape == (*targets.shape, 2) else out.to(self.dtype)  # activations, as in `forward`
+
     def check_pass(self, x: Any, targets: Tensor) -> None:
         """Raise ConfigError if a forward pass on inputs of these shapes fails, its loss is not one number, or the loss
         does not record the metrics that the spec declares.

@@ -13,6 +13,7 @@ from gptlite.errors import ConfigError, one_line
 from gptlite.ops.cross_entropy import IGNORE
 from gptlite.ops.inputs import Inputs
 from gptlite.ops.select import Ops
+from gptlite.ops.token_scores import token_scores
 
 if TYPE_CHECKING:
     from gptlite.models.spec import ModelSpec
@@ -128,3 +129,20 @@ def cross_entropy(spec: ModelSpec, out: Any, inputs: Inputs) -> Tensor:
         raise ConfigError(
             f"the {spec.name} model has {classes} classes, numbered from 0, and the data has another: {error}"
         ) from error
+
+
+def scores(spec: ModelSpec, part: nn.Module, x: Any, targets: Tensor) -> Tensor:
+    """Return the scores of targets [B, S] from the module's logits [B, S, V], see ModelSpec.scores."""
+    from gptlite.models.spec import ModelSpec  # here, since the spec imports this module
+
+    words = f"the {spec.name} model gives no logits of tokens, which lm-eval's tasks need"
+    if type(spec).forward is not ModelSpec.forward:
+        raise ConfigError(f"{words}: {type(spec).__name__} has its own `forward`; give it `scores`")
+    out = call(part, x)
+    if not has_end(part):
+        return out
+    logits = getattr(out, "logits", out)
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ConfigError(f"{words}: its output is {found}; give {type(spec).__name__} `scores`")
+    return token_scores(logits, targets, lambda rows: rows)

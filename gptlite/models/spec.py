@@ -204,6 +204,17 @@ class ModelSpec(Generic[C]):
 
         return cross_entropy(self, out, inputs)
 
+    def scores(self, part: nn.Module, x: Any, targets: Tensor) -> Tensor:
+        """Return fp32 [B, S, 2] for targets [B, S]: the log probability of each target, and 1 if no token is more
+        likely, else 0; zeros where a target is -100. A part without the end returns activations.
+
+        By default of the module's output, logits [B, S, V]. Raises ConfigError for another output, and if the spec has
+        its own `forward`.
+        """
+        from gptlite.models.plain import scores
+
+        return scores(self, part, x, targets)
+
     def count(self, targets: Tensor) -> Tensor:
         """Return the number of losses that `forward` sums for these targets; by default of targets other than -100."""
         from gptlite.ops.cross_entropy import IGNORE

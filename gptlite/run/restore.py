@@ -1,53 +1,93 @@
 """Trained models for evaluation and generation, restored from a checkpoint without optimizer state."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from gptlite.checkpoint.find import find_checkpoint
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.config import Config, from_yaml
 from gptlite.config.plugins import import_plugins
+from gptlite.data.find_tokenizer import find_tokenizer
 from gptlite.data.tokenizer import Tokenizer, load_tokenizer
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.models.model import Model
-from gptlite.models.parallelize import materialize, set_dtypes
+from gptlite.models.parallelize import materialize
 from gptlite.models.spec import spec_of
 from gptlite.ops.config import OpsConfig
-from gptlite.ops.select import select_ops
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import build_mesh
+from gptlite.parallelism.rank_sync import from_main
 from gptlite.parallelism.stage_runner import StageRunner
+from gptlite.parallelism.zero import storage_device
 from gptlite.precision import Precision, PrecisionConfig, resolve_precision
+from gptlite.trainer.build import build_parts
+from gptlite.trainer.ops import agreed_ops
 from gptlite.trainer.state import model_tensors
 
 
+class Restored(NamedTuple):
+    """A model, its parts on this rank in evaluation mode, its tokenizer, its run's configuration, and the step folder
+    that it was read from."""
+
+    model: Model
+    runner: StageRunner
+    tokenizer: Tokenizer
+    config: Config
+    path: Path
+
+
 def restore(
-    checkpoint: str, precision: str = "auto", plugins: Sequence[str] = ()
-) -> tuple[Model, StageRunner, Tokenizer, Config]:
-    """Return the model, its single stage in evaluation mode on a device, its tokenizer and its run's configuration.
+    checkpoint: str,
+    precision: str = "auto",
+    plugins: Sequence[str] = (),
+    layout: ParallelismConfig | None = None,
+    tokenizer: str | None = None,
+) -> Restored:
+    """Return a trained model, in one part on one device or in the parts of a `layout` on its ranks. Collective.
 
     `checkpoint` is a step folder, or a run folder for its newest one. `plugins` are imported first; they must include
-    the checkpoint's. Raises ConfigError if they do not, if the checkpoint does not exist or has no tokenizer, and for
-    an unknown `precision`.
+    the checkpoint's. `tokenizer`, as in tokenizer=SPEC, is for a checkpoint that has none. Raises ConfigError if the
+    plugins do not suffice, if the checkpoint does not exist or has no tokenizer, and for an unknown `precision`.
     """
-    path = find_checkpoint(checkpoint, "checkpoint")
+    layout = layout or ParallelismConfig()
     import_plugins(plugins)
+    mesh = build_mesh(layout)
+    path = from_main(mesh, lambda: find_checkpoint(checkpoint, "checkpoint"))
     config = from_yaml(read_config(path), checkpoint)
     if (spec := spec_of(config.model)).reads == "samples":
         raise ConfigError(f"checkpoint={checkpoint}: the {spec.name} model reads samples; this needs a model of tokens")
-    if not (path / "tokenizer").is_dir():
-        raise ConfigError(
-            f"checkpoint={checkpoint} holds imported weights without a tokenizer; train from it on your data "
-            f"(checkpoint.resume={checkpoint} checkpoint.load=weights), and give the resulting run"
-        )
+    found = _tokenizer(path, checkpoint, tokenizer, config)
     if precision not in Precision.__members__:
         hint = did_you_mean(precision, Precision.__members__)
         raise ConfigError(f"precision={precision} is not one of {', '.join(Precision.__members__)}{hint}")
-    mesh = build_mesh(ParallelismConfig())
     policy = resolve_precision(PrecisionConfig(Precision[precision]), mesh.device)
-    model, ops = Model.of(config.model, policy), select_ops(OpsConfig(), mesh.device)
-    part = model.build(ops, config.seed)
-    materialize(model, [part], mesh.device)
-    model.fill_buffers(part, ops, config.seed)
-    set_dtypes(model, part, policy)
-    load_tensors(path, model_tensors(model, [part]), strict=False, verified=True)
-    return model, StageRunner([part.eval()], mesh), load_tokenizer(path / "tokenizer"), config
+    model, ops = Model.of(config.model, policy), agreed_ops(OpsConfig(), mesh)
+    parts = build_parts(model, layout, mesh, policy, ops, config.seed)
+    materialize(model, parts, storage_device(mesh, layout))
+    for part in parts:
+        model.fill_buffers(part, ops, config.seed)
+    load_tensors(path, model_tensors(model, parts), strict=False, verified=True, mesh=mesh)
+    return Restored(model, StageRunner([part.eval() for part in parts], mesh, layout), found, config, path)
+
+
+def _tokenizer(path: Path, checkpoint: str, given: str | None, config: Config) -> Tokenizer:
+    """Return the tokenizer of a step folder, or the one `given` for an imported model. Raises ConfigError."""
+    if (path / "tokenizer").is_dir():
+        if given is not None:
+            raise ConfigError(
+                f"tokenizer={given}: the checkpoint has the tokenizer that it was trained with; leave it out"
+            )
+        return load_tokenizer(path / "tokenizer")
+    if given is None:
+        raise ConfigError(
+            f"checkpoint={checkpoint} holds imported weights without a tokenizer; give their tokenizer=PATH, or train "
+            f"on your data (checkpoint.resume={checkpoint} checkpoint.load=weights), and give the resulting run"
+        )
+    found = find_tokenizer(given)
+    rows = spec_of(config.model).vocab_size(config.model)
+    if rows is not None and found.vocab_size > rows:
+        raise ConfigError(
+            f"tokenizer={given} has {found.vocab_size} ids, and the model {rows}; give the model's tokenizer"
+        )
+    return found

@@ -38,6 +38,7 @@ def save(tmp_path: Path) -> Save:
         "model.mlp=relu model.tied_embeddings=false model.vocab_multiple=1",
         "model.bias=false model.d_ff=40",
         "model.norm_eps=0.3 model.num_heads=1 model.num_layers=1",
+        "model.kv_heads=3 model.head_dim=8",  # what they are by default
     ],
 )
 def test_transformers_gives_our_logits(save, tmp_path, overrides):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,14 @@ OF_GPT2 = {
 
 
 def unlike(config: GPTConfig, values: Mapping[str, Any], mlp: set[MLPKind]) -> list[str]:
-    """Return `model.key=value` for each key whose value is not that in `values`, and the MLP if it is not in `mlp`."""
+    """Return `model.key=value` for each key whose value is not that in `values`, and the MLP if it is not in `mlp`.
+
+    A number of heads or a width that equals its default is the default, as null is.
+    """
+    if config.kv_heads == config.num_heads:
+        config = replace(config, kv_heads=None)
+    if config.head_dim is not None and config.head_dim * config.num_heads == config.d_model:
+        config = replace(config, head_dim=None)
     found = {key: getattr(config, key) for key, value in values.items() if getattr(config, key) != value}
     found |= {} if config.mlp in mlp else {"mlp": config.mlp}
     return [f"model.{key}={getattr(value, 'value', value)}" for key, value in found.items()]
@@ -182,17 +190,21 @@ def _qkv(ours: Tensor, num_heads: int) -> Tensor:
     return grouped.permute(3, 1, 0, 2) if ours.dim() == 2 else grouped.permute(1, 0, 2)
 
 
-def whole(content: Mapping[str, Any], key: str) -> int:
-    """Return a positive whole number of config.json. Raises ConfigError, naming the key, for another value."""
+def whole(content: Mapping[str, Any], key: str, file: str = "config.json") -> int:
+    """Return a positive whole number of config.json, or another file. Raises ConfigError, naming the key, for another
+    value."""
     value = content.get(key)
     if type(value) is not int or value < 1:  # a bool is an int too
-        raise ConfigError(f"config.json: {key}={value!r} must be a whole number of at least 1")
+        raise ConfigError(f"{file}: {key}={value!r} must be a whole number of at least 1")
     return value
 
 
-def number(content: Mapping[str, Any], key: str, default: float, below: float = float("inf")) -> float:
-    """Return a number of config.json of at least 0. Raises ConfigError, naming the key, for another value."""
+def number(
+    content: Mapping[str, Any], key: str, default: float, below: float = float("inf"), file: str = "config.json"
+) -> float:
+    """Return a number of config.json, or another file, of at least 0. Raises ConfigError, naming the key, for another
+    value."""
     value = content.get(key, default)
     if type(value) not in (int, float) or not isfinite(value) or not 0 <= value < below:
-        raise ConfigError(f"config.json: {key}={value!r} must be a number of at least 0 and below {below:g}")
+        raise ConfigError(f"{file}: {key}={value!r} must be a number of at least 0 and below {below:g}")
     return float(value)

@@ -6,14 +6,14 @@ matrix whose rows are grouped by head and by hidden unit. Rotations pair rows i 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gptlite.errors import ConfigError
 from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
 from gptlite.models.gpt.huggingface import number, refuse_other_values, rows, tied, unlike, whole
-from gptlite.models.huggingface import Adapter, Weight
+from gptlite.models.huggingface import Adapter, Piece, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +74,13 @@ class Llama(Adapter[GPTConfig]):
 
     def differences(self, config: GPTConfig) -> list[str]:
         return unlike(config, OF_LLAMA | {"qk_norm": self.qk_norm}, mlp={MLPKind.swiglu})
+
+    def from_meta(
+        self, params: Mapping[str, Any], shards: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[dict[str, Any], list[Piece]] | None:
+        from gptlite.models.gpt.meta_llama import from_meta
+
+        return from_meta(params, shards)
 
     def canonical(self, name: str) -> str | None:
         return None if name.endswith("rotary_emb.inv_freq") else name

@@ -22,6 +22,7 @@ from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.embedding import TableGradient, copied_rows, embedding
 from gptlite.ops.rope import frequencies, rotary, scaled_frequencies
 from gptlite.ops.select import Ops
+from gptlite.ops.token_scores import token_scores
 
 if TYPE_CHECKING:
     from gptlite.precision import Policy
@@ -163,9 +164,10 @@ class GPT(nn.Module):
         caches: list[LayerCache] | None = None,
         documents: Documents | None = None,
         upstream: float | None = None,
+        scored: bool = False,
     ) -> Tensor:
         """Return the sum of the token losses, fp32, in nats; without targets, logits [B, V] of the token after the
-        last.
+        last; if `scored`, the scores [B, S, 2] of the targets, see token_scores.
 
         A part without the head returns its activations [B, S, d]. x: tokens [B, S] int64, or the activations of the
         part before. targets [B, S] int64 (-100 is ignored); sample_ids [B], the global sample numbers that key dropout
@@ -173,13 +175,16 @@ class GPT(nn.Module):
         even if it is sharded: positions are counted from the start of each document, and attention does not look back
         beyond it. `upstream`: the gradient of the sum, if it is known in advance; see LossGradient.
         """
-        shared = None if targets is None else self._table_gradient()
+        shared = None if targets is None or scored else self._table_gradient()
         hidden = self.hidden(x, sample_ids, caches, documents, shared)
         if self.head is None:
             return hidden
         vocab_size = self.config.vocab_size or self.config.padded_vocab_size
         if targets is None:
             return self.head(hidden[:, -1:], None, vocab_size)
+        if scored:
+            head = self.head  # it takes one position of each sequence: here, of sequences of one
+            return token_scores(hidden, targets, lambda rows: head(rows.unsqueeze(1), None, vocab_size))
         return self.head(hidden, targets, vocab_size, LossGradient(upstream, shared))
 
     def logits(self, tokens: Tensor, caches: list[LayerCache] | None = None) -> Tensor:

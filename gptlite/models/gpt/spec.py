@@ -141,6 +141,9 @@ class GPTSpec(ModelSpec[GPTConfig]):
     def forward(self, part: nn.Module, x: Tensor, inputs: Inputs) -> Tensor:
         return part(x, inputs.targets, inputs.sample_ids, documents=inputs.documents, upstream=inputs.upstream)
 
+    def scores(self, part: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+        return part(x, targets, scored=True)
+
     def keep(self, part: nn.Module, config: GPTConfig, blocks: range) -> None:
         part.keep(blocks)  # type: ignore[operator]
 

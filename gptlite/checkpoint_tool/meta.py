@@ -1,0 +1,46 @@
+"""Folders of weights as Meta distributes them: params.json, consolidated.00.pth and further shards."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from gptlite.checkpoint.huggingface import Stored, load_pickle, read_json
+from gptlite.errors import ConfigError
+from gptlite.models.huggingface import Adapter
+from gptlite.models.registry import SPECS
+
+PARAMS = "params.json"
+SHARD = re.compile(r"consolidated\.(\d+)\.pth")
+
+
+def is_meta(source: Path) -> bool:
+    """Return True for a folder with Meta's files and no config.json."""
+    return (source / PARAMS).is_file() and not (source / "config.json").is_file()
+
+
+def open_meta(source: Path) -> tuple[dict[str, Any], Adapter, dict[str, Stored]]:
+    """Return the content of config.json that describes the model, its adapter, and the tensors by canonical name.
+
+    Shards are mapped into memory, and read one tensor at a time. Raises ConfigError for missing shards, and for a model
+    that no adapter knows.
+    """
+    params, found = read_json(source / PARAMS), {}
+    for path in source.iterdir():
+        if match := SHARD.fullmatch(path.name):
+            found[int(match[1])] = path
+    if not found or sorted(found) != list(range(len(found))):
+        words = ", ".join(path.name for _, path in sorted(found.items())) or "no consolidated.00.pth"
+        raise ConfigError(f"source={source} holds {words}; give all shards, numbered from 00 without gaps")
+    shards = [load_pickle(path, mapped=True) for _, path in sorted(found.items())]
+    for adapter in (each for spec in SPECS for each in spec.huggingface()):
+        try:
+            read = adapter.from_meta(params, shards)
+        except ConfigError as error:
+            raise ConfigError(f"source={source}: {error}") from None
+        if read is not None:
+            content, pieces = read
+            tensors = {each.name: Stored(each.name, each.shape, each.dtype, each.read) for each in pieces}
+            return content, adapter, {adapter.canonical(name) or name: each for name, each in tensors.items()}
+    raise ConfigError(f"source={source}: no model here reads Meta's files; see plugins=[...]")

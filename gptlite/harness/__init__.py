@@ -1,0 +1,1 @@
+"""Evaluation with lm-eval's tasks (EleutherAI's lm-evaluation-harness) on one rank or many."""

@@ -1,0 +1,97 @@
+"""Adapter of a model to lm-eval's `LM` interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from gptlite.data.tokenizer import Tokenizer
+from gptlite.errors import ConfigError
+from gptlite.harness.ranks import SharedScorer
+from gptlite.harness.scorer import Prompt, Scored
+from gptlite.models.sampling import Sampling
+from gptlite.models.spec import ModelSpec
+
+MAX_TOKENS = 256  # of a generated text, if the task gives none, as in lm-eval's HFLM
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names that tasks use, first wins
+
+
+class GptliteLM(TemplateLM):
+    """A model of gptlite. Requests beyond the context lose tokens on the left, and an empty context is the
+    end-of-document token, as with lm-eval's HFLM."""
+
+    def __init__(self, scorer: SharedScorer, spec: ModelSpec, tokenizer: Tokenizer, max_length: int) -> None:
+        super().__init__()
+        self._scorer, self._spec, self._tokens, self.max_length = scorer, spec, tokenizer, max_length
+
+    @property
+    def eot_token_id(self) -> int:
+        """Id of the token that ends documents."""
+        return self._tokens.eod
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        """Return the ids of a text. No special tokens are added."""
+        return self._tokens.encode(string)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **options: Any
+    ) -> list[tuple[float, bool]]:
+        scored = []
+        for _, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise ConfigError(
+                    f"tasks: an answer of {len(continuation)} tokens is longer than the model's context of "
+                    f"{self.max_length}; give other tasks"
+                )
+            scored.append(Scored((context + continuation)[-self.max_length - 1 :], len(continuation)))
+        answers: list[tuple[float, bool]] = self._scorer.call("score", scored)
+        for (texts, *_), answer in zip(requests, answers, strict=True):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log probability of each text: every token once, in windows of the context's length."""
+        windows, owners = [], []
+        for owner, request in enumerate(requests):
+            given = (self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1)
+            for context, tokens in map(make_disjoint_window, get_rolling_token_windows(*given)):
+                windows.append((None, context, tokens))
+                owners.append(owner)
+        sums = [0.0] * len(requests)
+        for owner, (nats, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            sums[owner] += nats
+        for request, nats in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, nats)
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the text that continues each context, greedily unless the task asks for sampling."""
+        if not self._spec.writes_text:
+            raise ConfigError(f"tasks: a {self._spec.name} model does not generate text, which one of them needs")
+        texts = self._scorer.call(
+            "generate", [self._prompt(each.args[0], each.args[1], seed) for seed, each in enumerate(requests)]
+        )
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _prompt(self, context: str, options: Mapping[str, Any], seed: int) -> Prompt:
+        most = next((int(options[name]) for name in LIMITS if options.get(name) is not None), MAX_TOKENS)
+        # Room for the text, as in HFLM; a longer text than the context drops the older half as it goes.
+        room = self.max_length - most if most < self.max_length else self.max_length // 2 or 1
+        until = options.get("until") or []
+        ends = tuple(end for end in ([until] if isinstance(until, str) else until) if end)
+        return Prompt(self.tok_encode(context)[-room:] or [self.prefix_token_id], most, ends, _sampling(options, seed))
+
+
+def _sampling(options: Mapping[str, Any], seed: int) -> Sampling:
+    temperature = float(options.get("temperature") or 0.0)
+    if not options.get("do_sample", temperature > 0) or temperature == 0:
+        return Sampling(temperature=0.0)
+    top_k, top_p = int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
+    return Sampling(temperature, top_k, top_p, seed)  # seeds differ: a task may ask for several texts

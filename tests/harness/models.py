@@ -1,0 +1,63 @@
+"""Tiny trained models with a tokenizer, and the requests that their adapters answer."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from checkpoint.huggingface_models import committed
+from checkpoint.test_llama import TINY as LLAMA
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as Decoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+from gptlite.data.huggingface_tokenizer import HuggingFaceTokenizer
+
+VOCABULARY = 276
+LENGTH = 32  # of the context
+END = "<|endoftext|>"
+TEXT = "The cat sat on the mat, and a dog ran after the cat. No cat minds a mat; the mat lay under the dog.\n"
+SIZES = [f"data.vocab_size={VOCABULARY}", f"model.vocab_size={VOCABULARY}", f"model.sequence_length={LENGTH}"]
+MODELS = {"gpt2": ["model.num_heads=4", *SIZES], "llama": [*LLAMA, *SIZES]}
+PAIRS = [
+    *[
+        ("The cat sat on", " the mat"),
+        ("The cat sat on", " the dog ran after the cat"),
+        ("", "No cat minds"),
+        ("a", "b"),
+    ],
+    *[("No cat minds a mat; ", "the mat"), (TEXT * 3, "The cat"), ("dog", " " + TEXT[:60]), (TEXT, TEXT[:55])],
+]
+TEXTS = [TEXT, "a", TEXT * 4, "The cat sat é"]
+GREEDY = {"until": ["cat", "\n\n"], "max_gen_toks": 12}
+PROMPTS = [
+    ("The cat sat on", GREEDY),
+    (TEXT * 3, GREEDY),
+    ("No", {"until": [], "max_gen_toks": 20, "do_sample": False}),
+]
+
+
+def tokenizer() -> Tokenizer:
+    """A byte-level BPE of VOCABULARY ids."""
+    rust = Tokenizer(BPE())
+    rust.pre_tokenizer, rust.decoder = ByteLevel(add_prefix_space=False), Decoder()
+    trainer = BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    rust.train_from_iterator([TEXT] * 9, trainer)
+    assert rust.get_vocab_size() == VOCABULARY
+    return rust
+
+
+def saved(root: Path, kind: str) -> Path:
+    """The step folder of a model of MODELS."""
+    root.mkdir(parents=True, exist_ok=True)
+    ours = HuggingFaceTokenizer(tokenizer().to_str().encode(), eod=tokenizer().token_to_id(END))
+    step, _ = committed(root)(*MODELS[kind], "data.sequence_length=32", tokenizer=ours)
+    return step
+
+
+def requests(arguments: list[Any]) -> list[Any]:
+    """What an adapter reads of lm-eval's Instance."""
+    return [SimpleNamespace(args=each if isinstance(each, tuple) else (each,)) for each in arguments]

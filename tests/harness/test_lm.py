@@ -1,0 +1,133 @@
+"""lm-eval's interface: answers of transformers' adapter on the exported model, and the offline tasks.
+
+lm-eval is in the extra `dev`. Without it, test_contract.py still calls the adapter as lm-eval does.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptlite.checkpoint_tool.huggingface import export
+from gptlite.config import CONF_DIR
+from gptlite.errors import ConfigError
+from gptlite.harness.ranks import SharedScorer
+from gptlite.harness.scorer import Scorer
+from gptlite.run.restore import restore
+from harness.models import END, MODELS, PAIRS, PROMPTS, TEXTS, requests, saved, tokenizer
+
+pytest.importorskip("lm_eval")
+
+TASKS = Path(__file__).parent / "tasks"
+NAMES = "offline_choice,offline_write,offline_rolling"
+
+
+def ours(step: Path, batch_size: int) -> Any:
+    from gptlite.harness.lm import GptliteLM
+
+    found = restore(str(step), "fp32")
+    scorer = Scorer(found.model, found.runner, found.tokenizer, batch_size, print)
+    return GptliteLM(SharedScorer(scorer, found.runner.mesh), found.model.spec, found.tokenizer, 32)
+
+
+def theirs(step: Path, folder: Path) -> Any:
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    export(step, folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), eos_token=END, pad_token=END)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return HFLM(pretrained=model, tokenizer=fast, batch_size=1, max_length=32, device="cpu")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def both(request, tmp_path_factory) -> tuple[Any, Any]:
+    root = tmp_path_factory.mktemp(request.param)
+    step = saved(root, request.param)
+    return ours(step, 3), theirs(step, root / "hf")
+
+
+def test_log_likelihoods_are_those_of_transformers(both):
+    """Of long and short requests, beyond the context, and after nothing; 3 in a batch here, 1 there."""
+    found, expected = (lm.loglikelihood(requests(PAIRS), disable_tqdm=True) for lm in both)
+    assert [nats for nats, _ in found] == pytest.approx([nats for nats, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert len({round(nats, 3) for nats, _ in found}) == len(PAIRS)
+
+
+def test_what_the_model_would_say_is_greedy(both):
+    ours, theirs = both
+    (text,) = theirs.generate_until(requests([("The cat", {"until": [], "max_gen_toks": 1})]), disable_tqdm=True)
+    pairs = [("The cat", text), ("The cat", "~"), ("The cat", text + "~")]
+    found, expected = (lm.loglikelihood(requests(pairs), disable_tqdm=True) for lm in (ours, theirs))
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected] == [True, False, False]
+
+
+def test_rolling_log_likelihoods_are_those_of_transformers(both):
+    found, expected = (lm.loglikelihood_rolling(requests(TEXTS), disable_tqdm=True) for lm in both)
+    assert found == pytest.approx(expected, abs=1e-4, rel=1e-6)
+
+
+def test_generated_texts_are_those_of_transformers(both):
+    found, expected = (lm.generate_until(requests(PROMPTS), disable_tqdm=True) for lm in both)
+    assert found == expected
+    assert all(found)
+
+
+def test_the_command_runs_tasks_and_keeps_their_results(tmp_path: Path):
+    from gptlite.harness.tasks import results_file
+
+    step = saved(tmp_path, "gpt2")
+    tool = CONF_DIR.parent / "tools" / "eval.py"
+    arguments = [f"checkpoint={step}", f"tasks={NAMES}", f"include_path={TASKS}", "limit=5", "precision=fp32"]
+    result = subprocess.run([sys.executable, str(tool), *arguments], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    *_, table, where, last = result.stdout.splitlines()
+    figures = json.loads(last)
+    assert figures.keys() == {"offline_choice", "offline_write", "offline_rolling"}
+    assert 0 <= figures["offline_choice"]["acc"] <= 1
+    assert "exact_match" in table
+    path = Path(where.removeprefix("results: "))
+    assert path.parent == tmp_path / "ours" / "lm_eval"
+    kept = json.loads(path.read_text())
+    assert kept["n-samples"]["offline_choice"]["effective"] == 5
+    assert kept["checkpoint"] == str(step)
+    assert not results_file(step, NAMES.split(",")).exists()
+
+
+def test_tasks_that_do_not_run_are_refused(tmp_path: Path):
+    from gptlite.harness.tasks import Tasks, run_tasks
+
+    (tmp_path / "lost.yaml").write_text((TASKS / "offline_choice.yaml").read_text().replace("choice.jsonl", "no.jsonl"))
+    (tmp_path / "offline.py").write_text((TASKS / "offline.py").read_text())
+    with pytest.raises(ConfigError, match="tasks=offline_choice: the data cannot be loaded: FileNotFoundError"):
+        run_tasks(None, Tasks(("offline_choice",), folder=str(tmp_path)))
+
+
+@pytest.mark.slow
+def test_an_unknown_task_is_refused():
+    """It reads the files of all of lm-eval's tasks."""
+    from gptlite.harness.tasks import Tasks, run_tasks
+
+    with pytest.raises(ConfigError, match=r"tasks=offline_choise is not .* did you mean offline_choice\?"):
+        run_tasks(None, Tasks(("offline_choise",), folder=str(TASKS)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["parallelism=tp2", "parallelism=pp2", "parallelism=zero3", "parallelism=ddp"])
+def test_a_layout_gives_the_numbers_of_one_process(tmp_path: Path, layout: str):
+    from distributed.ranks import run_ranks
+
+    step = saved(tmp_path, "llama")
+    expected = ours(step, 3)
+    (found, nothing) = run_ranks(2, "harness.on_ranks:answers", str(step), layout, timeout=200)
+    assert nothing is None
+    pairs, texts, written = found
+    one = [expected.loglikelihood(requests(PAIRS), disable_tqdm=True), expected.loglikelihood_rolling(requests(TEXTS))]
+    assert [greedy for _, greedy in pairs] == [greedy for _, greedy in one[0]]
+    assert [nats for nats, _ in pairs] == pytest.approx([nats for nats, _ in one[0]], abs=1e-4)
+    assert texts == pytest.approx(one[1], rel=1e-6)
+    assert written == expected.generate_until(requests(PROMPTS))
