@@ -211,5 +211,5 @@ def _of_best(mark: pytest.Mark) -> list[pytest.Mark]:
 _ROWS = test_layer_norm, test_residual_norm, test_norm, test_bias_activation
 for _module in (test_softmax, *_ROWS, test_dropout, test_cross_entropy, test_adamw, test_alignment):
     for _name, _test in vars(_module).items():
-        if _name.startswith("test_") and _test.__module__ == _module.__name__:
+        if _name.startswith("test_") and _test.__module__ == _module.__name__ and hasattr(_test, "pytestmark"):
             globals()[f"{_name}__{_module.__name__.removeprefix('kernels.test_')}"] = on_gpu(_test)
