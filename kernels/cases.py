@@ -142,9 +142,9 @@ def _bias_activation(name: str, formula: Callable[[Tensor], Tensor]) -> Case:
     kind = ACTIVATIONS[name]
 
     def make(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
-        inputs = _row_inputs(rows, width, dtype, device)
-        dy = inputs["dy"][..., : width // 2] if is_gated(kind) else inputs["dy"]
-        return {"x": inputs["x"], "bias": inputs["bias"], "dy": dy.contiguous()}
+        units = width // 2 if is_gated(kind) else width
+        inputs = _row_inputs(rows, 2 * units if is_gated(kind) else units, dtype, device)
+        return {"x": inputs["x"], "bias": inputs["bias"], "dy": inputs["dy"][..., :units].contiguous()}
 
     return Case(
         (f"bias_activation {name}", f"bias_activation_backward {name}"),
