@@ -209,10 +209,12 @@ def _tensor(config: Config) -> None:
     cut = dict(sizes)
     if sequence:
         ranks, whole = config.parallelism.context, config.data.sequence_length
-        cut["data.sequence_length" if ranks == 1 else f"data.sequence_length={whole} / parallelism.context"] = length
+        cut["data.sequence_length" if ranks == 1 else f"data.sequence_length={whole} / parallelism.context={ranks}"] = (
+            length
+        )
     for key, size in cut.items():
         if size % tensor:
-            value = f"={config.parallelism.context} = {size}" if "/" in key else f"={size}"
+            value = f" = {size}" if "=" in key else f"={size}"
             raise ConfigError(f"{key}{value} is not divisible by parallelism.tensor={tensor}; try {listed(degrees)}")
     if (rows := spec.table_rows(config.model)) is not None and tensor > rows:
         raise ConfigError(f"parallelism.tensor={tensor} is more than the vocabulary's {rows} rows; use at most {rows}")

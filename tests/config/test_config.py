@@ -60,6 +60,18 @@ def test_an_experiment_overrides_the_defaults_and_is_overridden_by_the_command_l
     assert (config.model.name, config.data.micro_batch_size, config.data.global_batch_size) == ("gpt3-small", 16, 32)
 
 
+def test_ranks_share_a_head_of_keys_equally_or_not_at_all():
+    heads = ["run.name=heads", "model.num_heads=12", "model.d_model=96"]
+    assert load([*heads, "model.kv_heads=2", "parallelism.tensor=4"]).parallelism.tensor == 4
+    assert load([*heads, "model.kv_heads=6", "parallelism.tensor=3"]).parallelism.tensor == 3
+    words = (
+        r"usable shares of model\.num_heads=12 with model\.kv_heads={} = {} is not divisible by parallelism\.tensor={};"
+    )
+    for keys, usable, tensor in ((2, 4, 3), (2, 4, 6), (6, 6, 4)):
+        with pytest.raises(ConfigError, match=words.format(keys, usable, tensor)):
+            load([*heads, f"model.kv_heads={keys}", f"parallelism.tensor={tensor}"])
+
+
 REFUSED = {
     "sweep=zero": "sweep is not a section of a run; add its preset with +sweep=parallelism",
     "trainer.max_stepz=3": "trainer.max_stepz is not a key; did you mean trainer.max_steps?",

@@ -75,8 +75,16 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return config.num_layers
 
     def tensor_sizes(self, config: GPTConfig) -> dict[str, int]:
-        heads = "model.num_heads" if config.kv_heads is None else "model.kv_heads"
-        return {heads: config.num_kv_heads, "model.d_ff": config.ffn_size}
+        heads, keys = config.num_heads, config.num_kv_heads
+
+        def shares(ranks: int) -> bool:
+            """Return True if ranks beyond the heads of keys can share one equally: see CausalSelfAttention."""
+            rows = (heads // keys + 2) * config.head_width  # of a group
+            return keys % ranks == 0 or (ranks % keys == 0 and rows % (ranks // keys) == 0)
+
+        most = max(size for size in divisors(heads) if all(map(shares, divisors(size))))
+        key = f"usable shares of model.num_heads={heads} with model.kv_heads={keys}"
+        return {"model.num_heads" if most == heads else key: most, "model.d_ff": config.ffn_size}
 
     def table_rows(self, config: GPTConfig) -> int | None:
         return None if config.vocab_size is None else config.padded_vocab_size
