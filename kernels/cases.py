@@ -1,12 +1,14 @@
 """Cases of every op, for `test` and `bench`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptlite.kernels.activation import ACTIVATIONS, is_gated
 from gptlite.kernels.case import Case, Inputs, Tensors, size_of
 
 OPS = torch.ops.gptlite
@@ -72,7 +74,7 @@ SOFTMAX = (
 )
 
 
-# Norms, GELU and dropout.
+# Norms, activations and dropout.
 
 
 def _row_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -132,15 +134,26 @@ def _torch_dropout(inputs: Inputs) -> Tensors:
     return (x * keep / (1 - P),)
 
 
-def _bias_gelu(name: str, tanh: bool) -> Case:
+def _gated(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: f(x[..., ::2]) * x[..., 1::2]
+
+
+def _bias_activation(name: str, formula: Callable[[Tensor], Tensor]) -> Case:
+    kind = ACTIVATIONS[name]
+
+    def make(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+        units = width // 2 if is_gated(kind) else width
+        inputs = _row_inputs(rows, 2 * units if is_gated(kind) else units, dtype, device)
+        return {"x": inputs["x"], "bias": inputs["bias"], "dy": inputs["dy"][..., :units].contiguous()}
+
     return Case(
-        (f"bias_gelu{name}", f"bias_gelu_backward{name}"),
-        _row_inputs,
-        lambda given: (OPS.bias_gelu(given["x"], given["bias"], tanh),),
-        lambda given, _: OPS.bias_gelu_backward(given["dy"], given["x"], given["bias"], tanh),
-        lambda given: (F.gelu(given["x"] + given["bias"], approximate="tanh" if tanh else "none"),),
+        (f"bias_activation {name}", f"bias_activation_backward {name}"),
+        make,
+        lambda given: (OPS.bias_activation(given["x"], given["bias"], kind),),
+        lambda given, _: OPS.bias_activation_backward(given["dy"], given["x"], given["bias"], kind),
+        lambda given: (formula(given["x"] + given["bias"]),),
         *(("x", "bias"), *HIDDEN),
-        traffic=_times(2, 3),
+        traffic=_times(1.5, 2.5) if is_gated(kind) else _times(2, 3),
     )
 
 
@@ -161,8 +174,12 @@ ROWS = (
         plain=_plain_residual_norm,
         compared=2,
     ),
-    _bias_gelu("", tanh=True),
-    _bias_gelu(" erf", tanh=False),
+    _bias_activation("gelu_tanh", partial(F.gelu, approximate="tanh")),
+    _bias_activation("gelu_erf", F.gelu),
+    _bias_activation("relu", F.relu),
+    _bias_activation("relu2", lambda x: F.relu(x).square()),
+    _bias_activation("swiglu", _gated(F.silu)),
+    _bias_activation("geglu", _gated(F.gelu)),
     Case(
         ("dropout",),
         _row_inputs,

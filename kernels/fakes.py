@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptlite.kernels.activation import is_gated
+
 
 def register() -> None:
     """Register all fake kernels. The library must be loaded."""
@@ -40,6 +42,11 @@ def _residual_norm_backward(dy, dh, h, weight, mean, rstd, has_bias, has_beta, *
     return dx, _like(h), _if(has_bias, weight), _like(weight), _if(has_beta, weight)
 
 
+def _bias_activation(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
+    *leading, width = x.shape
+    return x.new_empty(*leading, width // 2 if is_gated(kind) else width)
+
+
 def _weight_gradient(dy: Tensor, x: Tensor, bias: bool, fp32: bool) -> tuple[Tensor, Tensor]:
     dtype, outputs = torch.float32 if fp32 else x.dtype, dy.shape[-1]
     return x.new_empty(outputs, x.shape[-1], dtype=dtype), x.new_empty(outputs if bias else 0, dtype=dtype)
@@ -63,8 +70,8 @@ FAKES: dict[str, Callable] = {
     "layer_norm_backward": lambda dy, x, weight, mean, rstd, has_bias: (_like(x), _like(weight), _if(has_bias, weight)),
     "residual_norm": lambda x, *_: (_like(x), _like(x), _row(x), _row(x)),
     "residual_norm_backward": _residual_norm_backward,
-    "bias_gelu": _like,
-    "bias_gelu_backward": lambda dy, x, bias, tanh: (_like(x), x.new_empty(0) if bias is None else _like(bias)),
+    "bias_activation": _bias_activation,
+    "bias_activation_backward": lambda dy, x, bias, _: (_like(x), x.new_empty(0) if bias is None else _like(bias)),
     "dropout": _like,
     "cross_entropy_": lambda logits, *_: _fp32(logits, logits.shape[0]),
     "cross_entropy_stats": lambda logits, *_: _fp32(logits, logits.shape[0], 3),

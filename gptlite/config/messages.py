@@ -9,7 +9,7 @@ from pathlib import Path
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from gptlite.config.schema import known_keys
+from gptlite.config.schema import RENAMED, known_keys
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.models.registry import SPECS
 
@@ -54,6 +54,8 @@ def unknown_key(key: str) -> str:
     section, _, name = key.partition(".")
     if renamed := [spec.renamed[name] for spec in SPECS if section == "model" and name in spec.renamed]:
         return f"{key} is now model.{renamed[0]}"
+    if name in RENAMED.get(section, {}):
+        return f"{key} is now {section}.{RENAMED[section][name]}"
     keys = known_keys()
     leaves = [known for known in keys if known.split(".")[-1] == key.split(".")[-1]]
     if key in keys:

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gptlite.config.plugins import PluginsNotNamed, import_plugins, refuse_foreign, refuse_unnamed
-from gptlite.config.schema import SCHEMAS, Config, schema_names
+from gptlite.config.schema import RENAMED, SCHEMAS, Config, schema_names
 from gptlite.errors import ConfigError
 from gptlite.models.registry import SPECS
 
@@ -50,7 +50,8 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
         assert all(isinstance(each, str) for each in plugins)
         import_plugins(plugins if imports else [])  # the saved schemas may be those of plugins
         refuse_unnamed(plugins, where)
-        raw["model"] = {_renamed(names["model"]).get(key, key): value for key, value in raw["model"].items()}
+        for section, keys in _renamed(names["model"]).items():
+            raw[section] = {keys.get(key, key): value for key, value in raw[section].items()}
         base = OmegaConf.structured(Config)
         for group, name in names.items():
             if name not in SCHEMAS[group]:
@@ -62,15 +63,17 @@ def from_yaml(text: str, where: object = "this configuration", *, imports: bool 
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"a saved config.yaml is damaged or from another version of gptlite: {reason}") from error
     assert isinstance(result, Config)
-    keys = {f"model.{old}=": f"model.{new}=" for old, new in _renamed(names["model"]).items()}
-    pattern = re.compile("|".join(map(re.escape, keys)) or "(?!)")
-    result.run.overrides = [pattern.sub(lambda found: keys[found[0]], each, count=1) for each in overrides]
+    renamed = _renamed(names["model"])
+    whole = {f"{section}.{old}=": f"{section}.{new}=" for section in renamed for old, new in renamed[section].items()}
+    pattern = re.compile("|".join(map(re.escape, whole)))
+    result.run.overrides = [pattern.sub(lambda found: whole[found[0]], each, count=1) for each in overrides]
     return result
 
 
-def _renamed(schema: str) -> Mapping[str, str]:
-    """Return `{former key: key}` of a model's schema."""
-    return next((spec.renamed for spec in SPECS if spec.schema is SCHEMAS["model"].get(schema)), {})
+def _renamed(model: str) -> dict[str, Mapping[str, str]]:
+    """Return `{section: {former key: key}}`, with the keys of a model's schema."""
+    of_model = (spec.renamed for spec in SPECS if spec.schema is SCHEMAS["model"].get(model))
+    return {**RENAMED, "model": next(of_model, {})}
 
 
 def read_saved(path: Path) -> Config:

@@ -29,6 +29,7 @@ from gptlite.plan.config import ClusterConfig
 from gptlite.precision import PrecisionConfig
 from gptlite.trainer.config import TrainerConfig
 
+RENAMED = {"ops": {"bias_gelu": "activation"}}  # {section: {former key: key}}, for saved configurations; see ModelSpec
 PREPARED = "data"  # folder in which `data=NAME` looks for tokens if there is no preset NAME
 
 

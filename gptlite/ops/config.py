@@ -102,7 +102,7 @@ class OpsConfig:
     implementation: Implementation = Implementation.auto
     attention: Attention = Attention.auto
     layer_norm: LayerNorm = LayerNorm.auto  # also for a residual addition with layer norm
-    bias_gelu: Implementation = Implementation.auto
+    activation: Implementation = Implementation.auto  # of the MLP, with the bias before it
     dropout: Implementation = Implementation.auto
     linear: Implementation = Implementation.auto  # weight gradients: on GPUs, and for bf16 on CPUs with AVX512-BF16
     cross_entropy: CrossEntropy = CrossEntropy.auto

@@ -1,4 +1,4 @@
-// Layer norm, alone and after a residual; bias and GELU; dropout.
+// Layer norm, alone and after a residual; bias and activation; dropout.
 #include "common.h"
 
 namespace gptlite::binding {
@@ -148,24 +148,40 @@ Five residual_norm_backward(const Tensor& dy, const OptionalTensor& dh, const Te
   return {dx, dresidual, dbias, dweight, dbeta};
 }
 
-Tensor bias_gelu(const Tensor& x, const OptionalTensor& bias, bool tanh) {
+// The results' sizes of an activation: half as wide as x where a gate takes every other column.
+Sizes activated_sizes(const Tensor& x, int64_t kind) {
+  STD_TORCH_CHECK(kind >= GPTLITE_GELU_TANH && kind <= GPTLITE_GEGLU, "kind must be 0 to 5, not ", kind);
+  Sizes sizes = sizes_of(x);
+  if (kind < GPTLITE_SWIGLU) return sizes;
+  STD_TORCH_CHECK(sizes.back() % 2 == 0, "x of a gated activation must be [.., 2 F], not ", text(sizes));
+  sizes.back() /= 2;
+  return sizes;
+}
+
+Tensor bias_activation(const Tensor& x, const OptionalTensor& bias, int64_t kind) {
   const int dtype = float_dtype(x, "x");
   const Rows size(x, "x");
-  const Tensor input = as_contiguous(x), y = new_like(x);
+  const Sizes sizes = activated_sizes(x, kind);
+  const Tensor input = as_contiguous(x), y = empty(sizes, dtype, x);
   const OptionalTensor added = row_vector(bias, "bias", size.width, x, dtype, "x");
-  GPTLITE_CALL(x, bias_gelu_forward, mutable_data(y), data(input), data(added), size.rows, size.width, int(tanh), dtype);
+  GPTLITE_CALL(x, bias_activation_forward, mutable_data(y), data(input), data(added), size.rows, sizes.back(), int(kind),
+               dtype);
   return y;
 }
 
-Two bias_gelu_backward(const Tensor& dy, const Tensor& x, const OptionalTensor& bias, bool tanh) {
+Two bias_activation_backward(const Tensor& dy, const Tensor& x, const OptionalTensor& bias, int64_t kind) {
   const int dtype = float_dtype(x, "x");
   const Rows size(x, "x");
-  const Tensor gradient = contiguous_like(dy, "dy", x, "x"), input = as_contiguous(x), dx = new_like(x);
+  const Sizes sizes = activated_sizes(x, kind);
+  check_device(dy, "dy", x);
+  check_dtype(dy, "dy", dtype, "x");
+  check_sizes(dy, "dy", sizes);
+  const Tensor gradient = as_contiguous(dy), input = as_contiguous(x), dx = new_like(x);
   const OptionalTensor added = row_vector(bias, "bias", size.width, x, dtype, "x");
   const bool has_bias = added.has_value();
   const Tensor dbias = new_vector(has_bias, size.width, dtype, x), workspace = new_workspace(size, x);
-  GPTLITE_CALL(x, bias_gelu_backward, mutable_data(dx), data_if(has_bias, dbias), mutable_floats(workspace),
-               data(gradient), data(input), data(added), size.rows, size.width, int(tanh), dtype);
+  GPTLITE_CALL(x, bias_activation_backward, mutable_data(dx), data_if(has_bias, dbias), mutable_floats(workspace),
+               data(gradient), data(input), data(added), size.rows, sizes.back(), int(kind), dtype);
   return {dx, dbias};
 }
 
@@ -187,8 +203,8 @@ GPTLITE_OPS(m) {
   m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
   m.impl("residual_norm", TORCH_BOX(&residual_norm));
   m.impl("residual_norm_backward", TORCH_BOX(&residual_norm_backward));
-  m.impl("bias_gelu", TORCH_BOX(&bias_gelu));
-  m.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
+  m.impl("bias_activation", TORCH_BOX(&bias_activation));
+  m.impl("bias_activation_backward", TORCH_BOX(&bias_activation_backward));
   m.impl("dropout", TORCH_BOX(&dropout));
 }
 

@@ -30,8 +30,8 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
       "residual_norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor weight, Tensor mean, Tensor rstd, bool has_bias, "
       "bool has_beta, " GPTLITE_DROPOUT
       ") -> (Tensor dx, Tensor dresidual, Tensor dbias, Tensor dweight, Tensor dbeta)");
-  m.def("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");
-  m.def("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh) -> (Tensor dx, Tensor dbias)");
+  m.def("bias_activation(Tensor x, Tensor? bias, int kind) -> Tensor");
+  m.def("bias_activation_backward(Tensor dy, Tensor x, Tensor? bias, int kind) -> (Tensor dx, Tensor dbias)");
   m.def(
       "dropout(Tensor x, float p, int seed, Tensor site, Tensor sample_ids, int first_position, int first_head) -> "
       "Tensor");

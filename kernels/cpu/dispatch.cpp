@@ -33,8 +33,8 @@ namespace gptlite {
   X(layer_norm_backward)           \
   X(residual_norm_forward)         \
   X(residual_norm_backward)        \
-  X(bias_gelu_forward)             \
-  X(bias_gelu_backward)            \
+  X(bias_activation_forward)       \
+  X(bias_activation_backward)      \
   X(dropout)                       \
   X(cross_entropy)                 \
   X(cross_entropy_stats)           \
@@ -68,8 +68,8 @@ GPTLITE_DECLARE(weight_gradient)
 namespace avx512_bf16 {  // the same, of bf16 alone
 GPTLITE_DECLARE(attention_forward)
 GPTLITE_DECLARE(attention_backward)
-GPTLITE_DECLARE(bias_gelu_forward)
-GPTLITE_DECLARE(bias_gelu_backward)
+GPTLITE_DECLARE(bias_activation_forward)
+GPTLITE_DECLARE(bias_activation_backward)
 GPTLITE_DECLARE(weight_gradient)
 }  // namespace avx512_bf16
 #endif
@@ -225,17 +225,17 @@ int gptlite_cpu_residual_norm_backward(void* dx, void* dresidual, void* dbias, v
                      rstd, batch, positions, width, dropout, dtype, weight_dtype, context);
 }
 
-int gptlite_cpu_bias_gelu_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width,
-                                  int approximate, int dtype, void* context) {
-  GPTLITE_TRY_BF16(bias_gelu_forward, y, x, bias, rows, width, approximate, dtype, context);
-  return GPTLITE_RUN(bias_gelu_forward, y, x, bias, rows, width, approximate, dtype, context);
+int gptlite_cpu_bias_activation_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int kind,
+                                        int dtype, void* context) {
+  GPTLITE_TRY_BF16(bias_activation_forward, y, x, bias, rows, width, kind, dtype, context);
+  return GPTLITE_RUN(bias_activation_forward, y, x, bias, rows, width, kind, dtype, context);
 }
 
-int gptlite_cpu_bias_gelu_backward(void* dx, void* dbias, float* workspace, const void* dy, const void* x,
-                                   const void* bias, int64_t rows, int64_t width, int approximate, int dtype,
-                                   void* context) {
-  GPTLITE_TRY_BF16(bias_gelu_backward, dx, dbias, workspace, dy, x, bias, rows, width, approximate, dtype, context);
-  return GPTLITE_RUN(bias_gelu_backward, dx, dbias, workspace, dy, x, bias, rows, width, approximate, dtype, context);
+int gptlite_cpu_bias_activation_backward(void* dx, void* dbias, float* workspace, const void* dy, const void* x,
+                                         const void* bias, int64_t rows, int64_t width, int kind, int dtype,
+                                         void* context) {
+  GPTLITE_TRY_BF16(bias_activation_backward, dx, dbias, workspace, dy, x, bias, rows, width, kind, dtype, context);
+  return GPTLITE_RUN(bias_activation_backward, dx, dbias, workspace, dy, x, bias, rows, width, kind, dtype, context);
 }
 
 int gptlite_cpu_dropout(void* y, const void* x, int64_t batch, int64_t heads, int64_t positions, int64_t width,

@@ -21,6 +21,16 @@ enum {
 
 enum { GPTLITE_UNSUPPORTED = 10001 };
 
+// Activations of an MLP, as gptlite.kernels.activation has them; from GPTLITE_SWIGLU on, gated.
+enum {
+  GPTLITE_GELU_TANH = 0,
+  GPTLITE_GELU_ERF = 1,
+  GPTLITE_RELU = 2,
+  GPTLITE_RELU2 = 3,   // ReLU squared
+  GPTLITE_SWIGLU = 4,  // f is SiLU
+  GPTLITE_GEGLU = 5,   // f is the exact GELU
+};
+
 // `context` of a CPU kernel: how it runs tasks in parallel. NULL: one after the other. `parallel_for` calls
 // body(state, first, last) on ranges that cover [begin, end), each of at least `grain` indices.
 typedef struct GptliteThreads {
@@ -123,12 +133,14 @@ GPTLITE_KERNEL(residual_norm_backward, void* dx, void* dresidual, void* dbias, v
                const float* rstd, int64_t batch, int64_t positions, int64_t width, const GptliteDropout* dropout,
                int dtype, int weight_dtype)
 
-// y = gelu(x + bias) over x [rows, width]; bias (or NULL) [width] of dtype; approximate: 1 tanh, 0 erf. The sum is
-// not rounded before the GELU.
-GPTLITE_KERNEL(bias_gelu_forward, void* y, const void* x, const void* bias, int64_t rows, int64_t width, int approximate,
+// y = f(x + bias) over x [rows, width]; bias (or NULL) of dtype, as wide as x; f by `kind`, one of GPTLITE_GELU_TANH etc. Of
+// a gated kind x is [rows, 2 * width], its columns 2 i and 2 i + 1 are the gate and the value of unit i, and
+// y = f(gate + bias) * (value + bias). dx and dbias are as wide as x; workspace: gptlite_rows_workspace(rows, x's width).
+// Sums are not rounded before f.
+GPTLITE_KERNEL(bias_activation_forward, void* y, const void* x, const void* bias, int64_t rows, int64_t width, int kind,
                int dtype)
-GPTLITE_KERNEL(bias_gelu_backward, void* dx, void* dbias, float* workspace, const void* dy, const void* x,
-               const void* bias, int64_t rows, int64_t width, int approximate, int dtype)
+GPTLITE_KERNEL(bias_activation_backward, void* dx, void* dbias, float* workspace, const void* dy, const void* x,
+               const void* bias, int64_t rows, int64_t width, int kind, int dtype)
 
 // y = x dropped out, x [batch, heads, positions, width]; the same is its gradient. y may be x.
 GPTLITE_KERNEL(dropout, void* y, const void* x, int64_t batch, int64_t heads, int64_t positions, int64_t width,
@@ -161,7 +173,7 @@ GPTLITE_KERNEL(adamw, const GptliteAdam* tensors, int64_t num_tensors, double lr
                double weight_decay, int adam, const float* scale, const float* found_inf, int dtype)
 
 // Floats of workspace; the same function for CUDA, CPU and emulator: each takes what it needs of it.
-int64_t gptlite_rows_workspace(int64_t rows, int64_t width);  // layer_norm, residual_norm, bias_gelu
+int64_t gptlite_rows_workspace(int64_t rows, int64_t width);  // layer_norm, residual_norm, bias_activation
 int64_t gptlite_norm_workspace(int64_t elements, int64_t num_tensors);
 
 // Causal attention, on CPUs alone: out = softmax(scale * q kᵀ + causal mask) v, query i seeing keys

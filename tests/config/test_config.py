@@ -84,6 +84,7 @@ REFUSED = {
     "trainer.max_steps=many": "trainer.max_steps: Value 'many'",
     "model.mlp=gelu": "model.mlp: Invalid value 'gelu'",
     "model.activation=relu": "model.activation is now model.mlp",
+    "ops.bias_gelu=fused": "ops.bias_gelu is now ops.activation",
     "model.kv_heads=3": "model.num_heads=8 is not divisible by model.kv_heads=3; it can be 1, 2, 4, 8",
     "model.softcap=0": "model.softcap=0 must be above 0; null turns it off",
     "model.windows=[4,-1]": "model.windows=[4, -1]: each must be positive, or 0 for all positions",
@@ -138,6 +139,17 @@ def test_a_run_folder_remembers_its_command_line(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert "checkpoint.load=weights" not in saved_overrides([f"run.dir={tmp_path}"])
     assert saved_overrides(["run.dir=nowhere"]) == saved_overrides(["seed=1"]) == []
+
+
+def test_former_keys_of_a_saved_run_are_read(tmp_path: Path) -> None:
+    config = load(["ops.activation=reference", "model.mlp=relu", f"run.dir={tmp_path}"])
+    config.run.overrides = ["ops.bias_gelu=reference", "model.activation=relu"]
+    text = to_yaml(config).replace("  activation: ", "  bias_gelu: ").replace("  mlp: ", "  activation: ")
+    assert "  bias_gelu: reference" in text
+    (tmp_path / "config.yaml").write_text(text)
+    read = from_yaml(text)
+    assert (read.ops, read.model) == (config.ops, config.model)
+    assert saved_overrides([f"run.dir={tmp_path}"])[:2] == ["ops.activation=reference", "model.mlp=relu"]
 
 
 def test_a_saved_configuration_of_another_version_is_refused() -> None:

@@ -14,12 +14,13 @@ from kernels.backends import Backend
 from kernels.options import Adam, Dropout, Loss, State
 from torch import Tensor
 
+from gptlite.kernels.activation import ACTIVATIONS
 from gptlite.kernels.library import Loaded, load
 from gpu.device import DEVICE
 from kernels import (
     test_adamw,
     test_alignment,
-    test_bias_gelu,
+    test_bias_activation,
     test_cross_entropy,
     test_dropout,
     test_layer_norm,
@@ -80,11 +81,11 @@ class TorchOps:
             dx if dropout else None, dresidual, dbias if want_bias else None, dweight, dbeta if want_beta else None
         ]  # fmt: skip
 
-    def bias_gelu_forward(self, x, bias, approximate) -> Tensor:
-        return OPS.bias_gelu(*self._there(x, bias), approximate).cpu()
+    def bias_activation_forward(self, x, bias, kind) -> Tensor:
+        return OPS.bias_activation(*self._there(x, bias), ACTIVATIONS[kind]).cpu()
 
-    def bias_gelu_backward(self, dy, x, bias, approximate) -> tuple[Tensor, Tensor | None]:
-        dx, dbias = _here(OPS.bias_gelu_backward(*self._there(dy, x, bias), approximate))
+    def bias_activation_backward(self, dy, x, bias, kind) -> tuple[Tensor, Tensor | None]:
+        dx, dbias = _here(OPS.bias_activation_backward(*self._there(dy, x, bias), ACTIVATIONS[kind]))
         return dx, None if bias is None else dbias
 
     def dropout(self, x: Tensor, dropout: Dropout, in_place: bool = False) -> Tensor:
@@ -207,8 +208,8 @@ def _of_best(mark: pytest.Mark) -> list[pytest.Mark]:
     return [pytest.mark.parametrize(names[1:], cases).mark] if cases else []
 
 
-_NORMS = test_layer_norm, test_residual_norm, test_norm
-for _module in (test_softmax, *_NORMS, test_bias_gelu, test_dropout, test_cross_entropy, test_adamw, test_alignment):
+_ROWS = test_layer_norm, test_residual_norm, test_norm, test_bias_activation
+for _module in (test_softmax, *_ROWS, test_dropout, test_cross_entropy, test_adamw, test_alignment):
     for _name, _test in vars(_module).items():
-        if _name.startswith("test_") and _test.__module__ == _module.__name__:
+        if _name.startswith("test_") and _test.__module__ == _module.__name__ and hasattr(_test, "pytestmark"):
             globals()[f"{_name}__{_module.__name__.removeprefix('kernels.test_')}"] = on_gpu(_test)

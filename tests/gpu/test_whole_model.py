@@ -26,7 +26,7 @@ from gpu.device import DEVICE
 
 FP32, BF16 = torch.float32, torch.bfloat16
 REFERENCE = Ops(Attention.matmul, CrossEntropy.reference)
-KERNELS = Ops(Attention.matmul, CrossEntropy.fused, layer_norm=True, bias_gelu=True, dropout=True, adamw=True)
+KERNELS = Ops(Attention.matmul, CrossEntropy.fused, layer_norm=True, activation=True, dropout=True, adamw=True)
 CONFIG = GPTConfig(
     vocab_size=501, vocab_multiple=128, num_layers=2, num_heads=2, d_model=128, sequence_length=64, init_std=0.05
 )
@@ -199,7 +199,7 @@ def test_what_a_case_is_about_runs(case: Case) -> None:
     names: set[str] = set()
     with Watching(lambda func, args, out: names.add(func.name().partition(".")[0])), only(case.backend):
         trained(model)
-    pairs = ("layer_norm", "residual_norm", "bias_gelu", *(("causal_softmax",) if writes_out(case) else ()))
+    pairs = ("layer_norm", "residual_norm", "bias_activation", *(("causal_softmax",) if writes_out(case) else ()))
     expected = {f"gptlite::{name}{end}" for name in pairs for end in ("", "_backward")}
     expected |= {"gptlite::cross_entropy_", *(("gptlite::dropout",) if case.dropout else ())}
     assert expected - {name.removesuffix("_") if "softmax" in name else name for name in names} == set()

@@ -13,12 +13,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gptlite.kernels.activation import ACTIVATIONS, is_gated
 from kernels.library import CODES, GptliteAdam, GptliteDropout, GptliteHeads, Threads, signatures
 from kernels.memory import Buffer, Memory, argument
 from kernels.options import Adam, Dropout, Loss, State
 
 UNSUPPORTED = 10001
 Made = tuple[Sequence[int], torch.dtype]  # an output
+
+
+def units_of(x: Tensor, kind: str) -> tuple[int, int]:
+    """The size of an activation's result of x [rows, columns]."""
+    return x.shape[0], x.shape[1] // 2 if is_gated(ACTIVATIONS[kind]) else x.shape[1]
 
 
 @dataclass(frozen=True)
@@ -113,13 +119,14 @@ class Backend:
         given = [dy, dh, h, weight, mean, rstd]
         return self._op("residual_norm_backward", [*made, workspace], given, *options)[:5]
 
-    def bias_gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
-        return self._op("bias_gelu_forward", [_like(x)], [x, bias], *x.shape, approximate, CODES[x.dtype])[0]
+    def bias_activation_forward(self, x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+        size, number = units_of(x, kind), ACTIVATIONS[kind]
+        return self._op("bias_activation_forward", [(size, x.dtype)], [x, bias], *size, number, CODES[x.dtype])[0]
 
-    def bias_gelu_backward(self, dy: Tensor, x: Tensor, bias: Tensor | None, approximate: bool) -> list[Tensor | None]:
+    def bias_activation_backward(self, dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> list[Tensor | None]:
         """dx, and dbias where there is a bias."""
-        made, options = [_like(x), _like(bias), self._workspace(*x.shape)], (*x.shape, approximate, CODES[x.dtype])
-        return self._op("bias_gelu_backward", made, [dy, x, bias], *options)[:2]
+        made, options = [_like(x), _like(bias), self._workspace(*x.shape)], (*dy.shape, ACTIVATIONS[kind])
+        return self._op("bias_activation_backward", made, [dy, x, bias], *options, CODES[x.dtype])[:2]
 
     def dropout(self, x: Tensor, dropout: Dropout, in_place: bool = False) -> Tensor:
         """x [batch, heads, positions, width]."""

@@ -10,7 +10,7 @@ import torch
 from kernels import (
     test_adamw,
     test_alignment,
-    test_bias_gelu,
+    test_bias_activation,
     test_cross_entropy,
     test_dropout,
     test_layer_norm,
@@ -31,7 +31,7 @@ SOURCES = {
     "softmax": ("softmax.cu",),
     "layer_norm": ("layer_norm.cu", "column_sums.cu"),
     "residual_norm": ("residual_norm.cu", "column_sums.cu"),
-    "bias_gelu": ("bias_gelu.cu", "column_sums.cu"),
+    "bias_activation": ("bias_activation.cu", "column_sums.cu"),
     "dropout": ("dropout.cu",),
     "cross_entropy": ("cross_entropy.cu",),
     "norm": ("norm.cu",),
@@ -79,14 +79,18 @@ def residual_norm(backend: Emulated) -> None:
     test_residual_norm.test_parameters_of_another_dtype_and_null_arguments(backend, FP32, BF16, None, 3)
 
 
-def bias_gelu(backend: Emulated) -> None:
+def bias_activation(backend: Emulated) -> None:
     for size, dtype in (((3, 33), FP32), ((70, 16), BF16), ((132, 257), FP16), ((2, 2056), FP32), ((1, 8193), BF16)):
-        for approximate in (True, False):
-            test_bias_gelu.test_sizes(backend, size, dtype, approximate)
-    for approximate in (True, False):
-        test_bias_gelu.test_all_arguments(backend, FP32, approximate)
-        test_bias_gelu.test_large_arguments(backend, FP32, approximate)
-    test_bias_gelu.test_sizes(backend.having(offsets=(1,)), (3, 64), FP32, True)
+        for kind in ("gelu_tanh", "gelu_erf"):
+            test_bias_activation.test_sizes(backend, size, dtype, kind)
+    for kind in ("gelu_tanh", "gelu_erf", "relu2", "swiglu"):
+        test_bias_activation.test_all_arguments(backend, FP32, kind)
+        test_bias_activation.test_large_arguments(backend, FP32, kind)
+    for kind, size, dtype in (("swiglu", (132, 36), BF16), ("geglu", (70, 17), FP16), ("relu", (3, 33), FP32)):
+        test_bias_activation.test_sizes(backend, size, dtype, kind)
+        test_bias_activation.test_nan_reaches_its_unit_alone(backend, kind)
+    for kind in ("gelu_tanh", "swiglu"):
+        test_bias_activation.test_sizes(backend.having(offsets=(1,)), (3, 64), FP32, kind)
 
 
 def dropout(backend: Emulated) -> None:
@@ -161,5 +165,6 @@ def adamw(backend: Emulated) -> None:
 
 
 CHECKS: dict[str, Callable[[Emulated], None]] = {
-    each.__name__: each for each in (softmax, layer_norm, residual_norm, bias_gelu, dropout, cross_entropy, norm, adamw)
+    each.__name__: each
+    for each in (softmax, layer_norm, residual_norm, bias_activation, dropout, cross_entropy, norm, adamw)
 }

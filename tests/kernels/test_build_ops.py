@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gptlite.kernels.activation import ACTIVATIONS
 from gptlite.kernels.cases import ADAM, CASES
 from gptlite.kernels.check import measure
 from gptlite.kernels.fakes import FAKES
@@ -51,10 +52,10 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
             return x, vector, x.clone(), vector.clone(), vector.clone(), 1e-5, *key
         case "residual_norm_backward":
             return x, x.clone(), x.clone(), vector, statistic, statistic.clone(), True, False, *key
-        case "bias_gelu":
-            return x, vector, True
-        case "bias_gelu_backward":
-            return x, x.clone(), vector, False
+        case "bias_activation":
+            return x, vector, ACTIVATIONS["swiglu"]
+        case "bias_activation_backward":
+            return x[..., :6].clone(), x, vector, ACTIVATIONS["swiglu"]
         case "dropout":
             return x, *key, 0
         case "cross_entropy":
@@ -119,7 +120,7 @@ def test_inductor_takes_functional_and_in_place_ops_together(ops: Any) -> None:
         ops.causal_softmax_(scores, 0.5)
         logits = logits * 2
         losses = ops.cross_entropy_(logits, targets, 0.0, 0.0, -100, True)
-        return ops.bias_gelu(y, weight, True) * 2, scores + 1, losses, logits + 1
+        return ops.bias_activation(y, weight, ACTIVATIONS["relu2"]) * 2, scores + 1, losses, logits + 1
 
     values = (*arguments("layer_norm")[:2], arguments("causal_softmax")[0], *arguments("cross_entropy_")[:2])
     for a, b in zip(torch.compile(several, fullgraph=True)(*values), several(*values), strict=True):
@@ -133,7 +134,7 @@ def test_the_self_check_sees_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["layer_norm", "masked_softmax", "bias_gelu", "dropout", "attention", "cross_entropy_stats"]
+    "name", ["layer_norm", "masked_softmax", "bias_activation", "dropout", "attention", "cross_entropy_stats"]
 )
 def test_layouts_that_a_kernel_does_not_take_are_made_contiguous(ops: Any, name: str) -> None:
     first, *rest = arguments(name)
@@ -190,7 +191,9 @@ def test_wrong_arguments_are_an_error_that_says_which(ops: Any, what: str) -> No
         getattr(ops, name)(*given)
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "masked_softmax", "bias_gelu", "cross_entropy_stats", "attention"])
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "masked_softmax", "bias_activation", "cross_entropy_stats", "attention"]
+)
 def test_nothing_at_all_is_no_error(ops: Any, name: str) -> None:
     given = [
         v[:0] if i == 0 or (name, i) in (("cross_entropy_stats", 1),) else v for i, v in enumerate(arguments(name))

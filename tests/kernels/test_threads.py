@@ -47,11 +47,14 @@ def residual_norm(backend: Backend, dtype: torch.dtype, rows: int, width: int) -
     return [y, h, mean, rstd, *backend.residual_norm_backward(dy, x, h, weight, mean, rstd, DROP)]
 
 
-def bias_gelu(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
-    size = 2 * rows, width
-    x, dy, bias = normal(size, dtype, "x"), normal(size, dtype, "dy"), normal([width], dtype, "bias")
-    forward = [backend.bias_gelu_forward(x, bias, each) for each in (True, False)]
-    return forward + [part for each in (True, False) for part in backend.bias_gelu_backward(dy, x, bias, each)]
+def bias_activation(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
+    x, found = normal((2 * rows, 2 * width), dtype, "x"), []
+    for kind in ("gelu_tanh", "gelu_erf", "swiglu"):
+        given = x if kind == "swiglu" else x[:, :width].contiguous()
+        dy, bias = normal((2 * rows, width), dtype, "dy"), normal(given.shape[1:], dtype, "bias")
+        found.append(backend.bias_activation_forward(given, bias, kind))
+        found += backend.bias_activation_backward(dy, given, bias, kind)
+    return found
 
 
 def dropout(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
@@ -85,7 +88,7 @@ def attention(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Re
     return [out, lse, *backend.attention_backward(dout, out, lse, q, k, v, 0.2)]
 
 
-OPS = (softmax, layer_norm, residual_norm, bias_gelu, dropout, cross_entropy, norm, adamw, attention)
+OPS = (softmax, layer_norm, residual_norm, bias_activation, dropout, cross_entropy, norm, adamw, attention)
 
 
 def assert_same(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], where: object = "") -> None:

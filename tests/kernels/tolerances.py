@@ -23,7 +23,7 @@ ARITHMETIC = {
     "softmax_backward": 2e-6,  # a dot of equal products, in a constant row, has roundings that all go one way
     "layer_norm": 1e-6,
     "residual_norm": 1e-6,
-    "bias_gelu": 3e-7,  # tanh, erf and exp, good to a few units in the last place
+    "bias_activation": 3e-7,  # tanh, erf and exp, good to a few units in the last place
     "cross_entropy": 1e-6,
     "norm": 1e-6,  # as the header promises
     "adamw": 5e-7,

@@ -22,7 +22,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import compile_block
 from gptlite.precision import Policy, Precision
 
-FUSED = Ops(Attention.matmul, layer_norm=True, bias_gelu=True, dropout=True)
+FUSED = Ops(Attention.matmul, layer_norm=True, activation=True, dropout=True)
 pytestmark = pytest.mark.usefixtures("kernels")
 IDS = torch.tensor([7, 3, 2**33, 0])
 

@@ -83,7 +83,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, precision: Precision, **model: Any) 
     assert isinstance(load("cpu"), Loaded)
     monkeypatch.setattr(F, "scaled_dot_product_attention", flash)
     shape = {"num_layers": 2, "num_heads": 4, "d_model": WIDTH, "vocab_size": VOCAB, "sequence_length": 128}
-    ops = Ops(Attention.sdpa, CrossEntropy.fused, layer_norm=True, bias_gelu=True, dropout=True, linear=True)
+    ops = Ops(Attention.sdpa, CrossEntropy.fused, layer_norm=True, activation=True, dropout=True, linear=True)
     with torch.device("meta"):
         whole = GPT(GPTConfig(**shape | model), ops)
         tokens = torch.zeros(2, TOKENS // 2, dtype=torch.int64)

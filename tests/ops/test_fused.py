@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gptlite.kernels.activation import ACTIVATIONS
 from gptlite.ops.attention import causal_attention, packed_causal_attention
-from gptlite.ops.bias_gelu import bias_gelu
+from gptlite.ops.bias_activation import bias_activation
 from gptlite.ops.config import Attention, CrossEntropy
 from gptlite.ops.cross_entropy import IGNORE, LossTerms, VocabShard, linear_cross_entropy
 from gptlite.ops.dropout import DropoutKey, dropout
@@ -61,8 +62,12 @@ OPS: dict[str, tuple[Op, list[Tensor]]] = {
         draw((B, S, D), (B, S, D), (D,), (D,)),
     ),
     "dropout of two runs of positions": (lambda f, x: dropout(x, 0.3, APART, f), draw((B, S + 1, D))),
-    "bias_gelu tanh": (lambda f, x, b: bias_gelu(x, b, "tanh", f), draw((B, S, D), (D,))),
-    "bias_gelu erf": (lambda f, x: bias_gelu(x, None, "none", f), draw((B, S, D))),
+    **{
+        f"bias_activation {kind}": (lambda f, x, b, kind=kind: bias_activation(x, b, kind, f), draw((B, S, D), (D,)))
+        for kind in ACTIVATIONS
+    },
+    "bias_activation without bias": (lambda f, x: bias_activation(x, None, "gelu_erf", f), draw((B, S, D))),
+    "bias_activation gated without bias": (lambda f, x: bias_activation(x, None, "swiglu", f), draw((B, S, D))),
     "dropout": (lambda f, x: dropout(x, 0.3, KEY, f), draw((B, S, D))),
     "dropout of heads": (lambda f, x: dropout(x, 0.3, KEY, f), draw((B, 3, S, 11))),
     "causal_softmax": (lambda f, x: causal_softmax(x, 0.3, f), draw((B, 3, S, 12))),

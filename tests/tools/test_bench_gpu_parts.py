@@ -258,4 +258,4 @@ def test_a_kernels_goal_depends_on_its_width() -> None:
     assert goal_of("layer_norm", "forward", 768) == 88
     assert goal_of("layer_norm", "forward", 2048) == 97
     assert goal_of("cross_entropy_", "both", 50304) == 98
-    assert goal_of("bias_gelu", "forward", 768) is None
+    assert goal_of("bias_activation gelu_tanh", "forward", 768) is None

@@ -28,7 +28,7 @@ ALIGNED = 8  # elements of 16 bits
 NARROW, NORM_NARROW, NORM_WIDE, NORM_BACKWARD, LOSS = 1024, 0.88, 0.97, 0.88, 0.98
 
 CLASSES = (
-    *("GEMM block", "GEMM head", "attention", "dQKV copy", "norm + residual", "GELU", "bias sums", "loss"),
+    *("GEMM block", "GEMM head", "attention", "dQKV copy", "norm + residual", "activation", "bias sums", "loss"),
     *("copy/cast", "optimizer", "other"),
 )
 # ns per token of GPT-3 Small by the audit of e6369ae, and the reason for each difference of this model.
@@ -38,7 +38,7 @@ AUDIT = {
     "attention": (420, "the audit took cuDNN's kernel; here FlashAttention 3's rate, and 2's in the second sum"),
     "dQKV copy": (65, "the same bytes at copy bandwidth"),
     "norm + residual": (110, "here at the goals' shares of a copy; the audit took the kernels as they were"),
-    "GELU": (170, "here at copy bandwidth; the audit took half of it, as the kernel stored 2 or 4 bytes at a time"),
+    "activation": (170, "here at copy bandwidth; the audit took half of it, as stores had 2 or 4 bytes"),
     "bias sums": (35, "torch's sums over tokens at copy bandwidth"),
     "loss": (85, "here at 98% of a copy; the audit took 55-60%, bound by instruction issue"),
     "copy/cast": (40, "casts of weights and gradients, the tied sum, and the split head's fp32 sums"),
@@ -57,7 +57,8 @@ PRODUCTS: dict[str, Callable[..., int]] = {
 COPIES = ("copy_", "clone", "_to_copy", "cat", "stack", "slice_backward", "contiguous", "zero_", "fill_", "zeros")
 WRITE_ONLY = ("copy_", "zero_", "fill_")
 OURS = (  # class by the first substring that the op's name contains
-    *(("gelu", "GELU"), ("cross_entropy", "loss"), ("adamw", "optimizer"), ("_norm", "norm + residual")),
+    *(("gelu", "activation"), ("activation", "activation"), ("cross_entropy", "loss"), ("adamw", "optimizer")),
+    ("_norm", "norm + residual"),
     *(("norm", "optimizer"), ("sum", "bias sums")),
 )
 
@@ -69,8 +70,9 @@ def _of_lists(length: int, each: int, extra: int, lists: int) -> Callable[[Op], 
 
 # Launches of a call: of our ops by their launchers in kernels/cuda, of torch's if it is more than one.
 LAUNCHES: dict[str, int | Callable[[Op], int]] = {
-    **dict.fromkeys(("gptlite.layer_norm", "gptlite.residual_norm", "gptlite.bias_gelu", "gptlite.dropout"), 1),
-    **dict.fromkeys(("gptlite.layer_norm_backward", "gptlite.residual_norm_backward", "gptlite.bias_gelu_backward"), 2),
+    **dict.fromkeys(("gptlite.layer_norm", "gptlite.residual_norm", "gptlite.bias_activation", "gptlite.dropout"), 1),
+    **dict.fromkeys(("gptlite.layer_norm_backward", "gptlite.residual_norm_backward"), 2),
+    "gptlite.bias_activation_backward": 2,
     **dict.fromkeys(("gptlite.cross_entropy_", "gptlite.cross_entropy_stats", "gptlite.cross_entropy_gradient_"), 1),
     "gptlite.norm": _of_lists(128, each=1, extra=1, lists=1),
     "gptlite.adamw_": _of_lists(64, each=2, extra=0, lists=5),

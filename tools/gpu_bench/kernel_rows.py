@@ -24,7 +24,7 @@ GOALS = (
     ("cross_entropy_", "", 32768, 98),
 )
 # Ops that are also timed with torch.compile, which takes minutes.
-FIRST = "layer_norm,cross_entropy_,causal_softmax,residual_norm,bias_gelu"
+FIRST = "layer_norm,cross_entropy_,causal_softmax,residual_norm,bias_activation gelu_tanh"
 
 
 def run(part: Part, options: Arguments) -> None:

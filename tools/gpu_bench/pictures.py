@@ -14,7 +14,7 @@ COLOURS = {
     "attention": "#228833",
     "dQKV copy": "#b0d9a0",
     "norm + residual": "#ccbb44",
-    "GELU": "#ee8866",
+    "activation": "#ee8866",
     "bias sums": "#eedd88",
     "loss": "#aa3377",
     "copy/cast": "#999999",

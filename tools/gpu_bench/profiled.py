@@ -26,7 +26,7 @@ NAME = 70  # characters of a kernel's name
 # Classes by substrings of a kernel's name, for kernels whose launching op is unknown.
 BY_NAME = (
     *(("flash", "attention"), ("fmha", "attention"), ("cross_entropy", "loss"), ("whole_kernel", "loss")),
-    *(("adamw", "optimizer"), ("square_sums", "optimizer"), ("gelu", "GELU"), ("norm", "norm + residual")),
+    *(("adamw", "optimizer"), ("square_sums", "optimizer"), ("gelu", "activation"), ("norm", "norm + residual")),
     *(("gemm", "GEMM block"), ("nvjet", "GEMM block"), ("cutlass", "GEMM block")),
     *(("Memcpy", "copy/cast"), ("Memset", "copy/cast"), ("copy", "copy/cast")),
 )

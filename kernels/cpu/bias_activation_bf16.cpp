@@ -1,0 +1,20 @@
+// Activation of a sum of rows and a bias, of bf16 alone: AVX512-BF16 rounds by one instruction instead of six.
+#include "bias_activation.h"
+
+namespace gptlite {
+namespace avx512_bf16 {
+
+int bias_activation_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t width, int kind, int dtype,
+                            void* context) {
+  if (dtype != GPTLITE_BF16) return GPTLITE_UNSUPPORTED;
+  return bias_activation_forward_of<Bf16>(y, x, bias, rows, width, kind, context);
+}
+
+int bias_activation_backward(void* dx, void* dbias, float* workspace, const void* dy, const void* x, const void* bias,
+                             int64_t rows, int64_t width, int kind, int dtype, void* context) {
+  if (dtype != GPTLITE_BF16) return GPTLITE_UNSUPPORTED;
+  return bias_activation_backward_of<Bf16>(dx, dbias, workspace, dy, x, bias, rows, width, kind, context);
+}
+
+}  // namespace avx512_bf16
+}  // namespace gptlite
