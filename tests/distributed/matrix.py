@@ -166,6 +166,7 @@ MIXED = [
     Cell(tensor=4, data=2, zero=1, accumulation=3, offload="cpu", shared=(*VALUES, "optimizer=muon")),
     Cell(tensor=2, pipeline=2, data=2, zero=3, schedule="1f1b", accumulation=4, precision="bf16", shared=VALUES),
     Cell(tensor=2, pipeline=4, schedule="zbv", accumulation=8, sequence=True, precision="fp16", shared=VALUES),
+    Cell(data=8, zero=1, precision="fp16", shared=VALUES),
     Cell(context=2, pipeline=2, data=2, zero=2, schedule="zbv", accumulation=4, precision="amp_o1", shared=VALUES),
     Cell(tensor=2, pipeline=2, schedule="1f1b", accumulation=3, shared=VALUES, more=("trainer.compile=true",)),
 ]
