@@ -1,11 +1,8 @@
 """Values of attention with residuals from the first layer and with embeddings of the tokens."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from gptlite.models.gpt.config import GPTConfig
 
@@ -27,37 +24,14 @@ class ValueMix(nn.Module):
 
     def forward(self, v: Tensor, first: Tensor | None, tokens: Tensor | None) -> Tensor:
         """Return the values of attention. v and `first` [B, S, K, 1, D], this rank's K heads; tokens [B, S]."""
-        parts = [v]
+        own, *others = self.weight.to(v.dtype).unbind()
+        mixed = own * v
         if self.residual:
             assert first is not None
-            parts.append(first.to(v.dtype))
+            mixed = mixed + others.pop(0) * first.to(v.dtype)
         if self.embedding is not None:
-            parts.append(self.embedding(tokens).to(v.dtype).view_as(v))
-        return _WeightedSum.apply(self.weight, *parts)
-
-
-class _WeightedSum(torch.autograd.Function):
-    """Sum of tensors times scalars.
-
-    A scalar's gradient is summed over all elements in fp32. Its terms cancel, and in 16 bits the rounding of partial
-    sums would depend on the layout.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, *parts: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, *parts)
-        scales = weights.to(parts[0].dtype)
-        out = scales[0] * parts[0]
-        for scale, part in zip(scales[1:], parts[1:], strict=True):
-            out = torch.addcmul(out, scale, part)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor):
-        weights, *parts = ctx.saved_tensors
-        sums = torch.stack([(grad.float() * part).sum() for part in parts])
-        return sums.to(weights.dtype), *(scale * grad for scale in weights.to(grad.dtype))
+            mixed = mixed + others.pop(0) * self.embedding(tokens).to(v.dtype).view_as(v)
+        return mixed
 
 
 def with_values(x: Tensor, v: Tensor, width: int) -> Tensor:
