@@ -1,4 +1,4 @@
-"""Value residuals and value embeddings: a formula by hand, caches, documents, parameters, refusals."""
+"""Value residuals and value embeddings: a formula by hand, caches, documents, parameters, stages."""
 
 import pytest
 import torch
@@ -6,12 +6,10 @@ import torch.nn.functional as F
 from models.test_documents import MODERN, batch, pieces
 from torch import Tensor
 
-from gptlite.errors import ConfigError
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import num_parameters
 from gptlite.models.gpt.model import GPT
-from gptlite.models.gpt.spec import GPTSpec
 from gptlite.models.gpt.values import parted, with_values
 from gptlite.ops.config import Attention
 from gptlite.plan.parameters import num_parameters as planned_parameters
@@ -121,8 +119,3 @@ def test_a_stage_receives_what_was_sent(slices):
     received = parted(sent, 16, 2, 4, slices)
     assert torch.equal(received[0], x)
     assert torch.equal(received[1], v)
-
-
-def test_a_negative_number_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.value_embeddings=-1: it must be 0, for none, or N"):
-        GPTSpec().check(GPTConfig(value_embeddings=-1))
