@@ -14,7 +14,7 @@ Shapes: B sequences, S positions, s = S / tp, d and f features, T = tensor-paral
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -64,6 +64,23 @@ class TensorAxis:
         """Gather every rank's x [...] into [T, ...]."""
         out, _ = _gather(x, self, wait=True)
         return out
+
+    def columns(self, x: Tensor, wanted: Sequence[Sequence[range]]) -> Tensor:
+        """Exchange columns of x [B, S, f / T], this rank's equal share of f. Return [B, S, g], those that it wants.
+
+        wanted: each rank's ascending ranges of the f columns. Ranks may want the same ones. The backward pass sums
+        their gradients.
+        """
+        share = x.shape[-1]
+        held = [range(rank * share, (rank + 1) * share) for rank in range(self.size)]
+        sent, received = (
+            [_common(held[source], wanted[target]) for source, target in pairs]
+            for pairs in (
+                [(self.rank, other) for other in range(self.size)],
+                [(other, self.rank) for other in range(self.size)],
+            )
+        )
+        return _Columns.apply(x, self, sent, [len(each) for each in received])
 
 
 def tensor_axis(mesh: Mesh, sequence: bool, overlap: bool) -> TensorAxis | None:
@@ -294,6 +311,41 @@ class _OverlappedColumn(torch.autograd.Function):
         whole = x if gathering is None else _joined(*gathering)
         dweight = grad.flatten(0, -2).t() @ whole.flatten(0, -2)
         return _finished(out, work), dweight, None
+
+
+class _Columns(torch.autograd.Function):
+    """Exchange of columns x [B, S, f / T] -> [B, S, g]. `sent`: numbers of the columns for each rank; `received`: how
+    many come from each."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: TensorAxis, sent: list[list[int]], received: list[int]) -> Tensor:
+        ctx.axis, ctx.sent, ctx.received, ctx.width = axis, sent, received, x.shape[-1]
+        return torch.cat(_exchange([x[..., each] for each in sent], received, axis), -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        parts = _exchange(list(grad.split(ctx.received, -1)), [len(each) for each in ctx.sent], ctx.axis)
+        out = grad.new_zeros(*grad.shape[:-1], ctx.width)
+        for columns, part in zip(ctx.sent, parts, strict=True):
+            out[..., columns] += part
+        return out, None, None, None
+
+
+def _exchange(parts: list[Tensor], widths: list[int], axis: TensorAxis) -> list[Tensor]:
+    """Send a part [B, S, any] to each rank. Returns the parts [B, S, width] that each rank sends here."""
+    rows = parts[0].shape[:-1]
+    sent = torch.cat([part.flatten() for part in parts])
+    into, out = [rows.numel() * width for width in widths], [part.numel() for part in parts]
+    received = sent.new_empty(sum(into))
+    dist.all_to_all_single(received, sent, into, out, group=axis.group)
+    return [each.view(*rows, width) for each, width in zip(received.split(into), widths, strict=True)]
+
+
+def _common(held: range, wanted: Sequence[range]) -> list[int]:
+    """Return the wanted columns that are held, numbered from the first that is held."""
+    both = (range(max(held.start, each.start), min(held.stop, each.stop)) for each in wanted)
+    return [column - held.start for each in both for column in each]
 
 
 def _sum(x: Tensor, axis: TensorAxis) -> Tensor:

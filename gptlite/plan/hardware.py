@@ -20,7 +20,7 @@ from gptlite.plan.workload import Transfer
 
 EFFICIENCY = 0.7  # of large products, if the cluster has no value for the dtype
 # Ring passes over (n-1)/n of the tensor.
-TURNS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+TURNS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
 @dataclass(frozen=True)

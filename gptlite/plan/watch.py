@@ -36,11 +36,13 @@ KINDS = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
     "broadcast_": "broadcast",
     "send": "send",
     "recv_": "recv",
 }
 MESSAGES = ("send", "recv")
+WITH_INPUT = ("all_gather", "reduce_scatter", "all_to_all")  # take an output and an input, then the group
 GLOO_COPIES = ("all_gather", "reduce_scatter")  # gloo runs them in its own buffers, as large as the whole tensor
 ANSWER = 1  # result of every `.item()`: pipeline stages check that they agree, and 1 means yes
 NOTHING = {  # ops that compute nothing
@@ -146,10 +148,10 @@ class Watch(TorchDispatchMode):
         kind = KINDS.get(name)
         if kind is None or (kind in MESSAGES and self.phase != "step"):
             return 0  # messages of a pass are recorded by the pipeline's stage or the collective that sends them
-        whole = args[1] if kind == "reduce_scatter" else args[0]
+        whole = args[1] if kind in ("reduce_scatter", "all_to_all") else args[0]
         payload = sum(tensor.nbytes for tensor in (whole if isinstance(whole, list) else [whole]))
         # The process group follows the tensors.
-        self.sent(dist.ProcessGroup.unbox(args[2 if kind in GLOO_COPIES else 1]), kind, payload)
+        self.sent(dist.ProcessGroup.unbox(args[2 if kind in WITH_INPUT else 1]), kind, payload)
         return payload if kind in self._copied else 0
 
     def _known(self, storage: torch.UntypedStorage, size: int) -> None:

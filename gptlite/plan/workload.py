@@ -156,9 +156,10 @@ class RankBytes:
 class Transfer(NamedTuple):
     """One kind of collective that a rank takes part in, `count` times a step.
 
-    axis: tp, cp, pp, dp_shard, dp_replicate or world. kind: all_reduce, all_gather, reduce_scatter, send, recv or
-    broadcast. payload: bytes of the whole tensor before (reduce) or after (gather) it, or of the message; a float in a
-    profile, which is interpolated. phase: forward, backward or step, which determines what it can overlap with.
+    axis: tp, cp, pp, dp_shard, dp_replicate or world. kind: all_reduce, all_gather, reduce_scatter, all_to_all, send,
+    recv or broadcast. payload: bytes of the whole tensor before (reduce) or after (gather) it, of this rank's parts for
+    all ranks (all_to_all), or of the message; a float in a profile, which is interpolated. phase: forward, backward or
+    step, which determines what it can overlap with.
     """
 
     axis: str
@@ -171,8 +172,8 @@ class Transfer(NamedTuple):
     @property
     def wire_bytes(self) -> float:
         """Bytes that this rank sends for all of them, by a ring or pairwise: 2 (n-1)/n of an all-reduce's tensor,
-        (n-1)/n of a gathered or scattered one, a whole message."""
-        share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(self.kind, 0)
+        (n-1)/n of another collective's, a whole message."""
+        share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}.get(self.kind, 0)
         each = self.payload if not share else share * (self.ranks - 1) * self.payload // self.ranks
         return 0 if self.kind == "recv" else each * self.count
 

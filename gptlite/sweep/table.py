@@ -137,7 +137,7 @@ def table(found: Comparison, *, final: bool, bold: bool = False) -> str:
     if final:
         text.append("")
         notes = [
-            (f"  {shorten(row['name'], NAME_WIDTH)}: {row['status']}: ", shorten(row["reason"], REASON_LENGTH))
+            (f"  {shorten(row['name'], WIDTH - 20)}: {row['status']}: ", shorten(row["reason"], REASON_LENGTH))
             for row in found.rows
             if row["reason"] and row["status"] != PRUNED
         ]
@@ -163,8 +163,12 @@ def shorten(text: str, width: int) -> str:
 
 
 def _lines(found: Comparison, columns: list[Column]) -> list[str]:
-    rows = [[each.text(row) for each in columns] for row in found.rows]
+    """Return the title and a line for each cell; names longer than NAME_WIDTH have a line of their own above it."""
+    rows, above = [[each.text(row) for each in columns] for row in found.rows], []
     for row, texts in zip(found.rows, rows, strict=True):
-        texts[0] = "* "[not row["best"]] + shorten(row["name"], NAME_WIDTH)
+        name = "* "[not row["best"]] + row["name"]
+        texts[0], own = (name, "") if len(row["name"]) <= NAME_WIDTH else ("", shorten(name, WIDTH))
+        above.append(own)
     titles = [each.title for each in columns]
-    return list(aligned([" cell", *titles[1:]], rows, right=" ".join(titles[2:]), indent=""))
+    title, *lines = aligned([" cell", *titles[1:]], rows, right=" ".join(titles[2:]), indent="")
+    return [title, *(line for pair in zip(above, lines, strict=True) for line in pair if line)]

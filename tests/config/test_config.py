@@ -72,6 +72,8 @@ REFUSED = {
     "trainer.max_steps=many": "trainer.max_steps: Value 'many'",
     "model.mlp=gelu": "model.mlp: Invalid value 'gelu'",
     "model.activation=relu": "model.activation is now model.mlp",
+    "model.num_heads=12 model.d_model=96 model.kv_heads=6 parallelism.tensor=4": "model.kv_heads=6 is not divisible by "
+    "parallelism.tensor=4; try 1, 2, 3, 6",
     "model.kv_heads=3": "model.num_heads=8 is not divisible by model.kv_heads=3; it can be 1, 2, 4, 8",
     "model.softcap=0": "model.softcap=0 must be above 0; null turns it off",
     "model.windows=[4,-1]": "model.windows=[4, -1]: each must be positive, or 0 for all positions",

@@ -158,6 +158,22 @@ MODERN = [
 ]
 WINDOWS = (*ROPE, "model.windows=[5,0]", "model.mlp=relu2")
 MODERN += [replace(cell, shared=WINDOWS) for cell in [*chosen(5, seed=8), *chosen(3, seed=8, context=True)]]
+# More tensor-parallel ranks than heads of keys, which they copy.
+COPIED = (*ROPE, "model.mlp=swiglu", "model.num_heads=16", "model.kv_heads=2", "model.head_dim=4", "model.qk_norm=true")
+ONE_KEY = (*COPIED, "model.kv_heads=1", "model.head_dim=8")
+MODERN += [
+    Cell(tensor=8, shared=COPIED),
+    Cell(tensor=8, sequence=True, accumulation=3, checkpointing="full", shared=COPIED),
+    Cell(tensor=4, data=2, zero=3, accumulation=3, shared=(*COPIED, "model.bias=true")),
+    Cell(tensor=4, pipeline=2, schedule="zbv", accumulation=4, sequence=True, shared=COPIED),
+    Cell(tensor=4, context=2, zero=2, accumulation=3, sequence=True, checkpointing="selective", shared=COPIED),
+    Cell(tensor=4, data=2, zero=1, accumulation=3, precision="bf16", shared=COPIED),
+    Cell(tensor=4, data=2, zero=3, shared=(*COPIED, "optimizer=muon"), vocabulary="uneven"),
+    Cell(
+        tensor=4, pipeline=2, schedule="1f1b", accumulation=4, shared=(*COPIED, "model.kv_heads=1", "model.head_dim=8")
+    ),
+]
+COMPILED += [Cell(tensor=4, sequence=True, shared=COPIED, more=("trainer.compile=true",))]
 # Values that stages pass on, and tables that all of them look up.
 VALUES = ("model.value_residual=true", "model.value_embeddings=2")
 MIXED = [

@@ -10,6 +10,7 @@ from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import num_parameters
 from gptlite.models.gpt.model import GPT
+from gptlite.models.gpt.spec import GPTSpec
 from gptlite.models.gpt.values import parted, with_values
 from gptlite.ops.config import Attention
 from gptlite.plan.parameters import num_parameters as planned_parameters
@@ -119,3 +120,9 @@ def test_a_stage_receives_what_was_sent(slices):
     received = parted(sent, 16, 2, 4, slices)
     assert torch.equal(received[0], x)
     assert torch.equal(received[1], v)
+
+
+def test_ranks_cannot_share_heads_of_mixed_values():
+    keys = {"num_heads": 8, "kv_heads": 2}
+    assert GPTSpec().tensor_sizes(GPTConfig(**keys))["model.num_heads"] == 8
+    assert GPTSpec().tensor_sizes(GPTConfig(**keys, **BOTH))["model.kv_heads"] == 2

@@ -84,6 +84,18 @@ ODD = [
 ]
 
 
+def test_copies_of_key_heads_are_exchanged():
+    copied = [(t.kind, t.count, t.phase) for t in found(4, "tp=4 keys=2", axis="tp") if t.kind == "all_to_all"]
+    assert sorted(copied) == [("all_to_all", 8, "backward"), ("all_to_all", 8, "forward")]  # 2 micro-batches, 4 layers
+    assert not [t for t in found(2, "tp=2 keys=2") if t.kind == "all_to_all"]
+
+
+@pytest.mark.slow
+def test_copies_of_key_heads_take_what_is_planned():
+    copied = [Layout(4, "tp=4 keys=2 sequence=true"), Layout(4, "tp=4 keys=1 recompute=full micro=2")]
+    assert [(row.layout.name, row.wrong) for row in run(copied) if row.wrong] == []
+
+
 @pytest.mark.long
 def test_recomputation_in_halves_of_a_backward_pass_is_counted():
     assert [(row.layout.name, row.wrong) for row in run(ODD) if row.wrong] == []

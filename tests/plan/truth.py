@@ -154,6 +154,7 @@ KINDS = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
     "send": "send",
     "recv_": "recv",
 }
@@ -202,7 +203,7 @@ class Recorder(TorchDispatchMode):
         # An axis as long as the world shares its group: the step's own sum is known by where it is taken.
         axis = "world" if self._phase == WORLD_PHASE else self._axes[group.group_name]
         phase = "step" if self._phase == WORLD_PHASE else self._phase
-        whole = args[1] if kind == "reduce_scatter" else args[0]
+        whole = args[1] if kind in ("reduce_scatter", "all_to_all") else args[0]
         payload = sum(_bytes(tensor) for tensor in (whole if isinstance(whole, list) else [whole]))
         if kind in ("send", "recv") and phase != "step":
             assert axis == "pp"

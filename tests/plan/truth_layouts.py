@@ -81,6 +81,7 @@ SHORT = {
     "tied": "model.tied_embeddings",
     "dropout": "model.dropout",
     "bias": "model.bias",
+    "keys": "model.kv_heads",
     "norm": "model.norm",
     "form": "model.form",
     "dtype": "precision",

@@ -7,6 +7,7 @@ import math
 import re
 import struct
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -108,6 +109,15 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bold = table(compare(sweep()), final=True, bold=True)
     assert [line.split()[0] for line in bold.splitlines() if "\033[1m" in line] == ["\033[1m*ddp"]
     assert bold.count("\033[1m") == bold.count("\033[0m")
+
+
+def test_a_long_name_has_its_own_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["mlp=gelu_tanh,position=learned", "mlp=swiglu,position=rope"]
+    written(tmp_path, [replace(each, name=name) for each, name in zip(sweep(), names, strict=False)])
+    lines = [line.strip("* ") for line in capsys.readouterr().out.splitlines()]
+    first = lines.index(names[0])
+    assert lines[first + 1].split()[:2] == ["ok", "2.50k"]
+    assert lines[first + 2].split()[:2] == [names[1], "ok"]
 
 
 def test_csv_and_page_have_every_figure(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Multi-head causal self-attention."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -24,6 +25,10 @@ class SequenceCut(Protocol):
     sequence: bool  # True if activations between layers are slices of the sequence
     rank: int
     size: int
+
+    def columns(self, x: Tensor, wanted: Sequence[Sequence[range]]) -> Tensor:
+        """Exchange columns of x [B, S, f / size], equal shares. Return those that this rank wants; see TensorAxis."""
+        ...
 
 
 class ContextCut(Protocol):
@@ -62,7 +67,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops, layer: int = 0) -> None:
         super().__init__()
         self.head_width = config.head_width
-        self.group = config.num_heads // config.num_kv_heads
+        self.kv_heads, self.group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         self.tensor_axis: SequenceCut | None = None  # set if this rank holds only some of the heads
         self.dropout = config.dropout
         self.implementation, self.fused_scores = ops.attention, ops.fused_scores
@@ -98,13 +103,13 @@ class CausalSelfAttention(nn.Module):
         # The local number of heads follows from the tensor, so a shard of the heads needs no other code.
         qkv = self.qkv(x)
         batch, length, _ = qkv.shape  # not x's, which may be a slice of the sequence
-        qkv = self._positioned(qkv.view(batch, length, -1, self.group + 2, self.head_width), rotary)
+        qkv = self._positioned(self._split(qkv), rotary)
         given = qkv[..., -1:, :].contiguous() if self.gives_values else None
         if self.values is not None:
             qkv = torch.cat([qkv[..., :-1, :], self.values(qkv[..., -1:, :], first, tokens)], -2)
         if key is not None:
             # Masks are keyed by global heads, so that they do not depend on the layout.
-            heads_before = 0 if self.tensor_axis is None else self.tensor_axis.rank * qkv.shape[2] * self.group
+            heads_before = 0 if self.tensor_axis is None else self.tensor_axis.rank * qkv[..., :-2, 0].shape[2:].numel()
             key = replace(key, first_head=heads_before)
         if self.context is not None and not self.context.whole:
             assert not isinstance(mask, Spans)
@@ -118,6 +123,26 @@ class CausalSelfAttention(nn.Module):
             out = causal_attention(q, k, v, self.implementation, self.dropout, key, mask).transpose(1, 2)
         out = out.reshape(batch, length, -1)
         return (self.proj(out) if bias else self.proj.project(out)), given
+
+    def _split(self, qkv: Tensor) -> Tensor:
+        """Return the projection's outputs on this rank as [B, S, K, G + 2, D].
+
+        If the tensor axis has more ranks than there are heads of keys, several ranks share such a head. Each has an
+        equal share of the group's rows, and takes its own queries and a copy of k and v from the others.
+        """
+        axis, group = self.tensor_axis, self.group
+        if axis is not None and axis.size > self.kv_heads:
+            ranks = axis.size // self.kv_heads  # that share a head of keys
+            group //= ranks
+            qkv = axis.columns(qkv, [self._rows(rank // ranks, rank % ranks, group) for rank in range(axis.size)])
+        return qkv.view(*qkv.shape[:2], -1, group + 2, self.head_width)
+
+    def _rows(self, head: int, share: int, queries: int) -> list[range]:
+        """Return the rows of the projection with one share, of `queries` heads, of a group's queries, and its k and
+        v."""
+        width = self.head_width
+        first, values = (head * (self.group + 2) + share * queries) * width, (head + 1) * (self.group + 2) * width
+        return [range(first, first + queries * width), range(values - 2 * width, values)]
 
     def _positioned(self, qkv: Tensor, rotary: Rotary | None) -> Tensor:
         """Return qkv with normed and rotated queries and keys."""

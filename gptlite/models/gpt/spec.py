@@ -85,8 +85,12 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return config.value_embeddings > 0
 
     def tensor_sizes(self, config: GPTConfig) -> dict[str, int]:
-        heads = "model.num_heads" if config.kv_heads is None else "model.kv_heads"
-        return {heads: config.num_kv_heads, "model.d_ff": config.ffn_size}
+        heads, keys = config.num_heads, config.num_kv_heads
+        # Ranks beyond the heads of keys share one of them equally, unless values are mixed: see CausalSelfAttention.
+        shared = all(keys % each == 0 or each % keys == 0 for each in divisors(heads))
+        if keys == heads or (shared and not config.mixed_layers and 2 * config.head_width % (heads // keys) == 0):
+            return {"model.num_heads": heads, "model.d_ff": config.ffn_size}
+        return {"model.kv_heads": keys, "model.d_ff": config.ffn_size}
 
     def table_rows(self, config: GPTConfig) -> int | None:
         return None if config.vocab_size is None else config.padded_vocab_size
