@@ -132,7 +132,7 @@ OTHERS = [
     Layout(4, "pp=2 tp=2 schedule=interleaved_1f1b micro=2"),
     Layout(2, "micro=2"),
     Layout(4, "zero=1 micro=1 tied=false"),
-    Layout(2, "tp=2 residual=true embeddings=2"),
+    Layout(2, "tp=2 sequence=true residual=true embeddings=2"),
     Layout(4, "pp=2 zero=3 micro=1 residual=true embeddings=2"),
 ]
 # 16 bits with ZeRO, split backward passes, buckets of several blocks, eight ranks: see the document for how they came.
