@@ -73,7 +73,7 @@ def test_values_and_gradients_are_those_of_the_formula(tiny, choice, keys):
 
 
 def test_which_layers_mix():
-    config = GPTConfig(num_layers=7, vocab_size=64, **BOTH)
+    config = GPTConfig(num_layers=7, vocab_size=64, value_residual=True, value_embeddings=2)
     assert [layer for layer in range(7) if config.has_value_embedding(layer)] == [0, 2, 4, 6]
     assert [config.has_value_residual(layer) for layer in range(7)] == [False, *[True] * 6]
     assert config.mixed_layers == 7
@@ -123,6 +123,6 @@ def test_a_stage_receives_what_was_sent(slices):
 
 
 def test_ranks_cannot_share_heads_of_mixed_values():
-    keys = {"num_heads": 8, "kv_heads": 2}
-    assert GPTSpec().tensor_sizes(GPTConfig(**keys))["model.num_heads"] == 8
-    assert GPTSpec().tensor_sizes(GPTConfig(**keys, **BOTH))["model.kv_heads"] == 2
+    plain, mixed = (GPTConfig(num_heads=8, kv_heads=2, value_residual=residual) for residual in (False, True))
+    assert GPTSpec().tensor_sizes(plain)["model.num_heads"] == 8
+    assert GPTSpec().tensor_sizes(mixed)["model.kv_heads"] == 2
