@@ -14,6 +14,7 @@ from gptlite.data.tokenizer import StreamDecoder, Tokenizer
 from gptlite.models.model import Model
 from gptlite.models.sampling import Sampling
 from gptlite.ops.cross_entropy import IGNORE
+from gptlite.ops.inputs import Inputs
 from gptlite.parallelism.axes import CONTEXT
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.stage_runner import StageRunner
@@ -97,7 +98,7 @@ class Scorer:
         tokens, targets = tokens.to(self.runner.mesh.device), targets.to(self.runner.mesh.device)
         stages = self.runner.num_stages
         shapes = self.model.boundaries(tokens, length, stages) if stages > 1 else []
-        out = self.runner.run(tokens, partial(_scores, self.model, targets), shapes, self.model.dtype)
+        out = self.runner.run(tokens, partial(_scores, self.model, Inputs(targets, tokens=tokens)), shapes, self.model.dtype)
         if out is None:
             return None
         log_p, likely = out.double().unbind(-1)
@@ -116,5 +117,5 @@ class Scorer:
         return text[: min((text.find(end) for end in prompt.until if end in text), default=len(text))]
 
 
-def _scores(model: Model, targets: Tensor, index: int, part: nn.Module, x: Tensor) -> Tensor:
-    return model.scores(part, x, targets)
+def _scores(model: Model, inputs: Inputs, index: int, part: nn.Module, x: Tensor) -> Tensor:
+    return model.scores(part, x, inputs)

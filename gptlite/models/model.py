@@ -58,13 +58,13 @@ class Model:
             out = self.spec.forward(part, x, inputs)
         return out.to(self.dtype) if out.dim() else out  # activations, which the next part of a pipeline receives
 
-    def scores(self, part: nn.Module, x: Any, targets: Tensor) -> Tensor:
-        """Return the scores [B, S, 2] of targets [B, S], or a part's activations: see ModelSpec.scores."""
+    def scores(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
+        """Return the scores [B, S, 2] of the targets [B, S], or a part's activations: see ModelSpec.scores."""
         if self.autocast is None:
-            return self.spec.scores(part, x, targets)
-        with torch.autocast(targets.device.type, self.autocast):
-            out = self.spec.scores(part, x, targets)
-        return out if out.shape == (*targets.shape, 2) else out.to(self.dtype)  # activations, as in `forward`
+            return self.spec.scores(part, x, inputs)
+        with torch.autocast(inputs.targets.device.type, self.autocast):
+            out = self.spec.scores(part, x, inputs)
+        return out if out.shape == (*inputs.targets.shape, 2) else out.to(self.dtype)  # activations, as in `forward`
 
     def check_pass(self, x: Any, targets: Tensor) -> None:
         """Raise ConfigError if a forward pass on inputs of these shapes fails, its loss is not one number, or the loss

@@ -26,6 +26,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, add_across_ends
 from gptlite.parallelism.stage_runner import StageRunner
 from gptlite.parallelism.tensor import (
+    ColumnParallelEmbedding,
     ColumnParallelLinear,
     RowParallelLinear,
     TensorAxis,
@@ -165,20 +166,21 @@ def build_passes(
     shape, dtype = ((length,), torch.int64) if example is None else (example.shape, example.dtype)
     tokens = torch.empty((micro_batch_size, *shape), dtype=dtype, device="meta")
     shapes = model.boundaries(tokens, runner.slice_length(length), runner.num_stages)
-    return Pipeline(forward, runner.parts, runner.mesh, config, micro_batches, tokens, shapes, model.dtype)
+    everywhere = model.spec.takes_tokens(model.config)
+    return Pipeline(forward, runner.parts, runner.mesh, config, micro_batches, tokens, shapes, model.dtype, everywhere)
 
 
 @torch.no_grad()
 def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> None:
-    """Sum the gradients that no layer sums: over the tensor axis those of sequence slices and of norms of heads, and a
-    tied parameter's over both ends of the pipeline.
+    """Sum the gradients that no layer sums: over the tensor axis those of sequence slices and of modules of heads, and
+    a tied parameter's over both ends of the pipeline.
 
     Call it once per step, after ZeRO's reduction and before clipping.
     """
     for part in parts:
         axis = axis_of(part)
         if axis is not None:
-            of_heads = (module for module in part.modules() if isinstance(module, RMSNorm) and module.of_heads)
+            of_heads = (module for module in part.modules() if getattr(module, "of_heads", False) is True)
             partial = part.parameters() if axis.sequence else (p for module in of_heads for p in module.parameters())
             sum_sliced_gradients(partial, axis)
     if mesh.size("pp") > 1:
@@ -235,6 +237,8 @@ def _shared(layer: Any, cut: Cut, axis: TensorAxis) -> nn.Module:
             return ColumnParallelLinear(layer, axis)
         case Cut.row:
             return RowParallelLinear(layer, axis)
+        case Cut.features:
+            return ColumnParallelEmbedding(layer, axis)
         case Cut.vocabulary if isinstance(layer, Head):
             return VocabParallelHead(layer, axis)
         case Cut.vocabulary:

@@ -37,12 +37,13 @@ class Cut(Enum):
 
     column = "column"  # each computes some of a linear layer's outputs
     row = "row"  # each takes some of a linear layer's inputs, and the results are added up
+    features = "features"  # each has some columns of an embedding
     vocabulary = "vocabulary"  # each has some rows of an embedding, or of the head over it
 
     @property
     def dims(self) -> dict[str, int]:
         """`{parameter: sharded dim}` of such a layer; other parameters are replicated."""
-        return {"weight": 1} if self is Cut.row else {"weight": 0, "bias": 0}
+        return {"weight": 1} if self in (Cut.row, Cut.features) else {"weight": 0, "bias": 0}
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,14 @@ class ModelSpec(Generic[C]):
         from gptlite.models.plain import count_blocks
 
         return count_blocks(self, config)
+
+    def equal_blocks(self, config: C) -> bool:
+        """Return True if all blocks are equal, so that the planner profiles one of them."""
+        return True
+
+    def takes_tokens(self, config: C) -> bool:
+        """Return True if every part of a pipeline needs the tokens, which only the first one has as x."""
+        return False
 
     def tensor_sizes(self, config: C) -> dict[str, int] | None:
         """Return `{key: size}` of sizes that parallelism.tensor must divide; None: parallelism.tensor > 1 is
@@ -204,8 +213,8 @@ class ModelSpec(Generic[C]):
 
         return cross_entropy(self, out, inputs)
 
-    def scores(self, part: nn.Module, x: Any, targets: Tensor) -> Tensor:
-        """Return fp32 [B, S, 2] for targets [B, S]: the log probability of each target, and 1 if no token is more
+    def scores(self, part: nn.Module, x: Any, inputs: Inputs) -> Tensor:
+        """Return fp32 [B, S, 2] for the targets [B, S]: the log probability of each target, and 1 if no token is more
         likely, else 0; zeros where a target is -100. A part without the end returns activations.
 
         By default of the module's output, logits [B, S, V]. Raises ConfigError for another output, and if the spec has
@@ -213,7 +222,7 @@ class ModelSpec(Generic[C]):
         """
         from gptlite.models.plain import scores
 
-        return scores(self, part, x, targets)
+        return scores(self, part, x, inputs.targets)
 
     def count(self, targets: Tensor) -> Tensor:
         """Return the number of losses that `forward` sums for these targets; by default of targets other than -100."""

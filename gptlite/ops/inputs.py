@@ -18,7 +18,8 @@ class Inputs:
     `sample_ids` int64 [B]: global sample numbers for the dropout masks; None outside training. `documents`: document
     boundaries of whole sequences, if attention is restricted to documents. `upstream`: the gradient with respect to the
     sum of losses, if it is known in advance. `metrics`: `{name: sum over the micro-batch}`, filled by the loss with the
-    metrics that the spec declares.
+    metrics that the spec declares. `tokens`: those of the micro-batch, for a spec whose parts of a pipeline all take
+    them.
     """
 
     targets: Tensor
@@ -26,3 +27,4 @@ class Inputs:
     documents: Documents | None = None
     upstream: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
+    tokens: Tensor | None = None

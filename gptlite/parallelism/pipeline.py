@@ -96,8 +96,8 @@ class Pipeline:
     """This rank's parts of a pipeline.
 
     `tokens` is the first stage's input of a micro-batch, on the meta device; `shapes` are those of every stage's, and
-    `dtype` is that of activations. A step with another number of micro-batches than the previous one builds a new
-    schedule.
+    `dtype` is that of activations. With `everywhere` all stages are given the tokens. A step with another number of
+    micro-batches than the previous one builds a new schedule.
     """
 
     def __init__(
@@ -110,8 +110,9 @@ class Pipeline:
         tokens: Tensor,
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
+        everywhere: bool = False,
     ) -> None:
-        self.valid = torch.ones(())
+        self.valid, self._everywhere = torch.ones(()), everywhere
         self.forward, self.parts, self.mesh, self.config = forward, parts, mesh, config
         self._numbers = stages_of_rank(config, mesh.coordinate("pp"))
         self.has_first, self.has_last = 0 in self._numbers, num_stages(config) - 1 in self._numbers
@@ -166,6 +167,8 @@ class Pipeline:
             for part in self._plain:
                 part.longest = documents.longest
         inputs = (torch.cat(list(batches.tokens)),) if self.has_first else ()
+        if self._everywhere:
+            given["tokens"] = inputs[0] if inputs else torch.cat(list(batches.tokens))
         losses: list[Tensor] = []
         # `target` goes to the loss function, `targets` to every part.
         failure = None
@@ -204,11 +207,12 @@ class _Plain(nn.Module):
         sample_ids: Tensor,
         starts: Tensor | None = None,
         ends: Tensor | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """Run the part. The document tensors are separate arguments because the schedule splits tensors along dim 0.
         Raises ConfigError if the result has not the shape that the next stage receives."""
         documents = None if starts is None else Documents(starts, ends, self.longest)
-        out = self.run(self.part, x, Inputs(targets, sample_ids, documents, self.upstream))
+        out = self.run(self.part, x, Inputs(targets, sample_ids, documents, self.upstream, tokens=tokens))
         if out.shape != self.shape:
             raise ConfigError(
                 f"pipeline stage {self.number} returns a tensor {list(out.shape)}, and the model declares "

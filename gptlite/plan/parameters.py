@@ -184,7 +184,7 @@ def repeats(model: Any) -> bool:
     spec = spec_of(model)
     if type(spec).num_blocks is ModelSpec.num_blocks or (number := spec.num_blocks(model)) is None:
         return False
-    return getattr(model, spec.blocks_key, None) == number
+    return getattr(model, spec.blocks_key, None) == number and spec.equal_blocks(model)
 
 
 def runs(model: Any, blocks: range) -> Runs:

@@ -121,9 +121,9 @@ class _Part:
         self.watch.leave_out(*tree_leaves(batch))
         return batch
 
-    def forward(self, x: Any, targets: Any) -> Tensor:
+    def forward(self, x: Any, targets: Any, tokens: Tensor | None = None) -> Tensor:
         """Run the part on a micro-batch."""
-        inputs = Inputs(targets, self.zeros(self.work.micro_batch_size), None, 1.0)
+        inputs = Inputs(targets, self.zeros(self.work.micro_batch_size), None, 1.0, tokens=tokens)
         self.watch.phase = "forward"
         self.mark("begin")
         out = self.model.forward(self.module, x, inputs)
@@ -167,7 +167,8 @@ def _record_half(work: Workload, blocks: range, end: bool) -> tuple[Segment, Seg
         names = [f"{number} back" for number in _mark_blocks(part)]
         x = part.activations(blocks.start).requires_grad_()
         gradient = None if end else [part.activations(blocks.stop)]
-        out = part.forward(x, part.micro_batch()[1])
+        tokens, targets = part.micro_batch()
+        out = part.forward(x, targets, tokens)
         part.mark("I")
         weights = list(part.module.parameters())
         found, groups = stage_backward_input([out], gradient, [x], iter(weights))

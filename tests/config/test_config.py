@@ -88,6 +88,7 @@ REFUSED = {
     "model.kv_heads=3": "model.num_heads=8 is not divisible by model.kv_heads=3; it can be 1, 2, 4, 8",
     "model.softcap=0": "model.softcap=0 must be above 0; null turns it off",
     "model.windows=[4,-1]": "model.windows=[4, -1]: each must be positive, or 0 for all positions",
+    "model.value_embeddings=-1": "model.value_embeddings=-1: it must be 0, for none, or N, for every Nth layer",
     "model.norm_gain=false": "model.norm_gain=false needs model.norm=rms_norm, not layer_norm",
     "model.num_heads=7": "model.d_model=256 is not divisible by model.num_heads=7",
     "model.dropout=1": "model.dropout=1.0 must be",

@@ -174,7 +174,22 @@ MODERN += [
     ),
 ]
 COMPILED += [Cell(tensor=4, sequence=True, shared=COPIED, more=("trainer.compile=true",))]
-CELLS = [*CHOSEN, *MORE, *FP16, *COMPILED, *CONTEXT, *MORE_CONTEXT, *OFFLOADED, *CROSSED, *MODERN]
+# Values that stages pass on, and tables that all of them look up.
+VALUES = ("model.value_residual=true", "model.value_embeddings=2")
+MIXED = [
+    *(replace(cell, shared=(*LLAMA, *VALUES)) for cell in [*chosen(8, seed=9), *chosen(4, seed=9, context=True)]),
+    Cell(tensor=2, pipeline=4, schedule="1f1b", accumulation=4, shared=VALUES),
+    Cell(tensor=4, data=2, zero=1, accumulation=3, offload="cpu", shared=(*VALUES, "optimizer=muon")),
+    Cell(
+        tensor=2, pipeline=2, data=2, zero=3, schedule="zbv", accumulation=4, checkpointing="selective", shared=VALUES
+    ),
+    Cell(tensor=2, pipeline=2, data=2, zero=3, schedule="1f1b", accumulation=4, precision="bf16", shared=VALUES),
+    Cell(pipeline=4, data=2, zero=2, schedule="zbv", accumulation=8, precision="fp16", shared=VALUES),
+    Cell(data=8, zero=1, precision="fp16", shared=VALUES),
+    Cell(context=2, pipeline=2, data=2, zero=2, schedule="zbv", accumulation=4, precision="amp_o1", shared=VALUES),
+    Cell(tensor=2, pipeline=2, schedule="1f1b", accumulation=3, shared=VALUES, more=("trainer.compile=true",)),
+]
+CELLS = [*CHOSEN, *MORE, *FP16, *COMPILED, *CONTEXT, *MORE_CONTEXT, *OFFLOADED, *CROSSED, *MODERN, *MIXED]
 # Every axis value, and beyond them HSDP, bf16 and fp16; all of eight ranks, which are slow to start.
 QUICK = {
     cell.id
@@ -187,9 +202,10 @@ QUICK = {
         *OFFLOADED[:1],
         *CROSSED[:2],
         *MODERN[::25],
+        *MIXED[:1],
     ]
 }
 APEX = [next(cell for cell in FP16 if cell.precision == f"amp_o{level}" and cell.pipeline > 1) for level in (1, 2)]
 # With these, the pairs of all axis values, and some of what is no axis. The rest meets each pair again and again.
 SLOW = {cell.id for cell in [*CHOSEN[:33], *MORE[::12], *FP16[::8], *APEX, *CONTEXT[:7], *MORE_CONTEXT[::6]]} - QUICK
-SLOW |= {cell.id for cell in [*OFFLOADED[1:5], *CROSSED[2:7], *MODERN[4::10]]} - QUICK
+SLOW |= {cell.id for cell in [*OFFLOADED[1:5], *CROSSED[2:7], *MODERN[4::10], *MIXED[1:12:4]]} - QUICK

@@ -19,6 +19,7 @@ MODELS = {
     "tied": ["model.tied_embeddings=true", "model.vocab_multiple=1"],
     "tied-padded": ["model.tied_embeddings=true", "model.vocab_multiple=64"],
     "untied": ["model.tied_embeddings=false", "model.vocab_multiple=1"],
+    "values": ["model.value_residual=true", "model.value_embeddings=2", "model.kv_heads=2"],
 }
 
 

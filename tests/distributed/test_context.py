@@ -61,7 +61,7 @@ def errors(choice: Attention, dropout: float, refill: bool) -> dict[str, float]:
 
 def _run(module: CausalSelfAttention, x: Tensor, grad: Tensor, key: DropoutKey | None) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
-    out = module(x, None if key is None else replace(key))
+    out, _ = module(x, None if key is None else replace(key))
     out.backward(grad)
     return {"out": out.detach(), "x": x.grad} | {name: p.grad for name, p in module.named_parameters()}  # type: ignore[dict-item]
 
@@ -90,7 +90,7 @@ def kept_bytes(refill: bool) -> tuple[int, int, int]:
         sizes: list[int] = []
         module = attention(Attention.matmul, 0.0)
         module.context = Watched(axis.group, axis.size, axis.rank, refill)
-        out = module(torch.randn(BATCH, LENGTH // axis.size, WIDTH))
+        out, _ = module(torch.randn(BATCH, LENGTH // axis.size, WIDTH))
         sizes.append(seen[0].nbytes())
         out.sum().backward()
         before, between, during = sizes

@@ -21,6 +21,8 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
     """
     width, ranks = config.d_model, batch.tensor
     rotated = config.qkv_size if config.qk_norm or config.position is Position.rope else 0  # a copy of the projection's
+    # Of layers that mix values, another copy and the embedding's rows.
+    mixed = round(config.mixed_layers / config.num_layers * (config.qkv_size + config.kv_size))
     inner = config.up_size + config.ffn_size
     between = ranks if batch.sequence else 1
     if recompute == "full":
@@ -30,7 +32,7 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
         if batch.attention not in WRITTEN_OUT and not config.dropout:
             elements += config.query_size / ranks
         return round(batch.tokens * elements * batch.itemsize)
-    elements = 4 * width / between + (config.qkv_size + rotated + config.query_size + inner) / ranks
+    elements = 4 * width / between + (config.qkv_size + rotated + mixed + config.query_size + inner) / ranks
     masks, scores = 0.0, config.num_heads / ranks * batch.keys
     if config.dropout:
         elements += 2 * scores

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.values import ValueMix
 from gptlite.models.layers import Linear, RMSNorm
 from gptlite.ops.attention import Spans, causal_attention, heads, packed_causal_attention
 from gptlite.ops.dropout import DropoutKey
@@ -60,10 +61,10 @@ class CausalSelfAttention(nn.Module):
 
     The fused QKV projection is grouped by heads of keys (rows: the queries, k and v of head 0, those of head 1, ...) so
     that a tensor-parallel shard of whole heads is one contiguous block of rows. Each head of keys has one query, or G
-    with grouped-query attention.
+    with grouped-query attention. `layer` is its number.
     """
 
-    def __init__(self, config: GPTConfig, ops: Ops) -> None:
+    def __init__(self, config: GPTConfig, ops: Ops, layer: int = 0) -> None:
         super().__init__()
         self.head_width = config.head_width
         self.kv_heads, self.group = config.num_kv_heads, config.num_heads // config.num_kv_heads
@@ -77,6 +78,9 @@ class CausalSelfAttention(nn.Module):
         if config.qk_norm:
             norm = {"gain": config.norm_gain, "of_heads": True}
             self.q_norm, self.k_norm = (RMSNorm(self.head_width, config.norm_eps, **norm) for _ in range(2))
+        self.gives_values = config.value_residual and layer == 0
+        mixes = config.has_value_residual(layer) or config.has_value_embedding(layer)
+        self.values = ValueMix(config, layer) if mixes else None
 
     def forward(
         self,
@@ -85,16 +89,24 @@ class CausalSelfAttention(nn.Module):
         cache: LayerCache | None = None,
         mask: Tensor | Spans | None = None,
         rotary: Rotary | None = None,
+        first: Tensor | None = None,
+        tokens: Tensor | None = None,
         *,
         bias: bool = True,
-    ) -> Tensor:
-        """Return attention's output. `mask` is bool [B, 1, S, S of the whole sequence], True for earlier keys that a
-        query must not attend to; or, without dropout and context parallelism, the spans of documents. `rotary` rotates
-        queries and keys. Without `bias` the bias of the last layer is left to the next op."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return attention's output; and the values [B, S, K, 1, D] if later layers take them as `first`.
+
+        `mask` is bool [B, 1, S, S of the whole sequence], True for earlier keys that a query must not attend to; or,
+        without dropout and context parallelism, the spans of documents. `rotary` rotates queries and keys. `first` and
+        `tokens` [B, S] are ValueMix's. Without `bias` the bias of the last layer is left to the next op.
+        """
         # The local number of heads follows from the tensor, so a shard of the heads needs no other code.
         qkv = self.qkv(x)
         batch, length, _ = qkv.shape  # not x's, which may be a slice of the sequence
         qkv = self._positioned(self._split(qkv), rotary)
+        given = qkv[..., -1:, :].contiguous() if self.gives_values else None
+        if self.values is not None:
+            qkv = torch.cat([qkv[..., :-1, :], self.values(qkv[..., -1:, :], first, tokens)], -2)
         if key is not None:
             # Masks are keyed by global heads, so that they do not depend on the layout.
             heads_before = 0 if self.tensor_axis is None else self.tensor_axis.rank * qkv[..., :-2, 0].shape[2:].numel()
@@ -110,7 +122,7 @@ class CausalSelfAttention(nn.Module):
             assert not isinstance(mask, Spans)
             out = causal_attention(q, k, v, self.implementation, self.dropout, key, mask).transpose(1, 2)
         out = out.reshape(batch, length, -1)
-        return self.proj(out) if bias else self.proj.project(out)
+        return (self.proj(out) if bias else self.proj.project(out)), given
 
     def _split(self, qkv: Tensor) -> Tensor:
         """Return the projection's outputs on this rank as [B, S, K, G + 2, D].

@@ -75,6 +75,8 @@ class GPTConfig(ModelConfig):
     norm_gain: bool = True  # false: an RMS norm without parameters
     norm_eps: float = 1e-5
     windows: list[int] = field(default_factory=list)  # last positions seen by each layer, repeated over them; 0: all
+    value_residual: bool = False  # v of each later layer is mixed with the first layer's
+    value_embeddings: int = 0  # every Nth layer, ending with the last, mixes v with a table of the tokens; 0: none
     qk_norm: bool = False  # RMS norm of each query and key head, before RoPE
     mlp: MLPKind = MLPKind.gelu_tanh
     bias: bool = True
@@ -110,6 +112,29 @@ class GPTConfig(ModelConfig):
     def window(self, layer: int) -> int:
         """Return the number of positions up to its own that a query of a layer attends to; 0 for all."""
         return self.windows[layer % len(self.windows)] if self.windows else 0
+
+    def has_value_residual(self, layer: int) -> bool:
+        """Return True if a layer mixes the first layer's values with its own."""
+        return self.value_residual and layer > 0
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Return True if a layer has a table of values by token. The last layer has one, as in nanochat."""
+        return self.value_embeddings > 0 and (self.num_layers - 1 - layer) % self.value_embeddings == 0
+
+    @property
+    def mixed_layers(self) -> int:
+        """Number of layers that mix their values with others."""
+        return sum(self.has_value_residual(i) or self.has_value_embedding(i) for i in range(self.num_layers))
+
+    @property
+    def stage_width(self) -> int:
+        """Width of the activations between pipeline stages, with the first layer's values if others take them."""
+        return self.d_model + (self.kv_size if self.value_residual else 0)
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all values together."""
+        return self.num_kv_heads * self.head_width
 
     @property
     def query_size(self) -> int:

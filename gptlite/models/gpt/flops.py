@@ -48,4 +48,7 @@ def num_parameters(config: GPTConfig) -> int:
     biases = config.qkv_size + config.up_size + 2 * width if config.bias else 0
     embeddings = rows * width * (1 if config.tied_embeddings else 2)
     positions = config.sequence_length * width if config.position is Position.learned else 0
+    for layer in range(config.num_layers):
+        embeds, residual = config.has_value_embedding(layer), config.has_value_residual(layer)
+        embeddings += rows * config.kv_size * embeds + (1 + embeds + residual) * (embeds or residual)
     return embeddings + positions + config.num_layers * (_layer_matrices(config) + biases + 2 * norm + heads) + norm

@@ -50,12 +50,12 @@ def generate(
 def _logits(runner: StageRunner, context: list[int], caches: list[list[LayerCache]] | None) -> Tensor:
     """Return logits [V] of the next token on the rank with the last part, else an empty tensor."""
     tokens = torch.tensor([context], device=runner.mesh.device)
-    shape, dtype = (1, len(context), _first(runner).config.d_model), _first(runner).compute_dtype
+    shape, dtype = (1, len(context), _first(runner).config.stage_width), _first(runner).compute_dtype
     shapes = [shape] * runner.num_stages
 
     def call(index: int, part: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(part, GPT)
-        return part(x, None, caches=caches[index] if caches else None)
+        return part(x, None, caches=caches[index] if caches else None, everywhere=tokens)
 
     with runner.reading(whole_sequence=True):
         out = runner.run(tokens, call, shapes, dtype)

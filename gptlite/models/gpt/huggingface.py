@@ -44,7 +44,7 @@ FIXED = {
 # Values of this model that GPT-2 has.
 OF_GPT2 = {
     **{"kv_heads": None, "head_dim": None, "position": Position.learned, "norm": Norm.layer_norm},
-    **{"qk_norm": False, "softcap": None, "windows": []},
+    **{"qk_norm": False, "softcap": None, "windows": [], "value_residual": False, "value_embeddings": 0},
 }
 
 

@@ -26,7 +26,7 @@ FIXED = {
 # Values of this model that a Llama has.
 OF_LLAMA = {
     **{"position": Position.rope, "norm": Norm.rms_norm, "norm_gain": True, "bias": False, "dropout": 0.0},
-    **{"softcap": None, "windows": []},
+    **{"softcap": None, "windows": [], "value_residual": False, "value_embeddings": 0},
 }
 SCALING = {
     "rope_scaling": "factor",

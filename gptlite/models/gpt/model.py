@@ -14,6 +14,7 @@ from gptlite.models.gpt.attention import CausalSelfAttention, ContextCut, Rotary
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig, Norm, Position
 from gptlite.models.gpt.mlp import MLP
+from gptlite.models.gpt.values import parted, with_values
 from gptlite.models.layers import Head, LayerNorm, RMSNorm
 from gptlite.ops.attention import Spans
 from gptlite.ops.cross_entropy import LossGradient
@@ -73,14 +74,14 @@ class Block(nn.Module):
     With `deferred_add` the second sum is left to the next block, and the biases of both are added with the sums.
     """
 
-    def __init__(self, config: GPTConfig, ops: Ops, seed: int) -> None:
+    def __init__(self, config: GPTConfig, ops: Ops, seed: int, layer: int) -> None:
         super().__init__()
         self.seed, self.dropout = seed, config.dropout
         self.tensor_axis: SequenceCut | None = None
         self.context: ContextCut | None = None
         self.fused_dropout, self.deferred_add = ops.dropout, ops.deferred_add
         self.attn_norm = _norm(config, ops)
-        self.attn = CausalSelfAttention(config, ops)
+        self.attn = CausalSelfAttention(config, ops, layer)
         self.mlp_norm = _norm(config, ops)
         self.mlp = MLP(config, ops)
 
@@ -92,22 +93,31 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         mask: Tensor | Spans | None = None,
         rotary: Rotary | None = None,
-    ) -> Tensor | Stream:
-        """Return the block's output. Dropout needs the batch's sample_ids [B] and the numbers of its sites [3]. `mask`
-        and `rotary` are attention's."""
+        first: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> Tensor | Stream | tuple[Tensor | Stream, Tensor]:
+        """Return the block's output; of a block whose values later blocks take as `first`, also these.
+
+        Dropout needs the batch's sample_ids [B] and the numbers of its sites [3]. `mask`, `rotary`, `first` and
+        `tokens` are attention's.
+        """
         normed, x = x.normed(self.attn_norm, self.dropout) if isinstance(x, Stream) else (self.attn_norm(x), x)
-        first, gap = positions(self.tensor_axis, self.context, x.shape[1])
+        start, gap = positions(self.tensor_axis, self.context, x.shape[1])
         attention_key = self._key(0, sample_ids, sites, 0)  # attention sees all positions
-        residual_key, mlp_key = (self._key(i, sample_ids, sites, first, gap) for i in (1, 2))
-        attended = self.attn(normed, attention_key, cache, mask, rotary, bias=not self.deferred_add).to(x.dtype)
+        residual_key, mlp_key = (self._key(i, sample_ids, sites, start, gap) for i in (1, 2))
+        inputs = attention_key, cache, mask, rotary, first, tokens
+        attended, given = self.attn(normed, *inputs, bias=not self.deferred_add)
+        attended = attended.to(x.dtype)
         bias = self.attn.proj.local_bias(x.dtype) if self.deferred_add else None
         normed, x = self.mlp_norm.after_residual(attended, x, self.dropout, residual_key, bias)
         added = self.mlp(normed, bias=not self.deferred_add).to(x.dtype)
         if not self.deferred_add:
-            return x + dropout(added, self.dropout, mlp_key, self.fused_dropout)
-        bias = self.mlp.down.local_bias(x.dtype)
-        # A copy: ZeRO frees a block's parameters after its forward pass.
-        return Stream(x, added, None if bias is None else bias.clone(), mlp_key)
+            out = x + dropout(added, self.dropout, mlp_key, self.fused_dropout)
+        else:
+            bias = self.mlp.down.local_bias(x.dtype)
+            # A copy: ZeRO frees a block's parameters after its forward pass.
+            out = Stream(x, added, None if bias is None else bias.clone(), mlp_key)
+        return out if given is None else (out, given)
 
     def _key(
         self, i: int, sample_ids: Tensor | None, sites: Tensor | None, first: int, gap: int = 0
@@ -137,7 +147,7 @@ class GPT(nn.Module):
         self.position_embedding: nn.Embedding | None = None
         if config.position is Position.learned:
             self.position_embedding = nn.Embedding(config.sequence_length, width)
-        self.layers = nn.ModuleDict({str(i): Block(config, ops, seed) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(config, ops, seed, i) for i in range(config.num_layers)})
         self.final_norm: nn.Module | None = _norm(config, ops)
         self.head: nn.Module | None = Head(width, rows, ops.cross_entropy, fused=ops.linear, softcap=config.softcap)
         if config.tied_embeddings:
@@ -165,6 +175,7 @@ class GPT(nn.Module):
         documents: Documents | None = None,
         upstream: float | None = None,
         scored: bool = False,
+        everywhere: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of the token losses, fp32, in nats; without targets, logits [B, V] of the token after the
         last; if `scored`, the scores [B, S, 2] of the targets, see token_scores.
@@ -173,10 +184,11 @@ class GPT(nn.Module):
         part before. targets [B, S] int64 (-100 is ignored); sample_ids [B], the global sample numbers that key dropout
         in training. With caches, one per layer, `x` continues their content. `documents` describes the whole sequence,
         even if it is sharded: positions are counted from the start of each document, and attention does not look back
-        beyond it. `upstream`: the gradient of the sum, if it is known in advance; see LossGradient.
+        beyond it. `upstream`: the gradient of the sum, if it is known in advance; see LossGradient. `everywhere`: the
+        tokens, for a part whose x are activations; only value embeddings need them.
         """
         shared = None if targets is None or scored else self._table_gradient()
-        hidden = self.hidden(x, sample_ids, caches, documents, shared)
+        hidden = self.hidden(x, sample_ids, caches, documents, shared, everywhere)
         if self.head is None:
             return hidden
         vocab_size = self.config.vocab_size or self.config.padded_vocab_size
@@ -198,13 +210,17 @@ class GPT(nn.Module):
         caches: list[LayerCache] | None = None,
         documents: Documents | None = None,
         shared: TableGradient | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """Return the last layer's output [B, S, d], normed in the last part. Raises ValueError beyond
         `model.sequence_length`."""
+        first: Tensor | None = None
         dropping = sample_ids is not None and self.training and self.config.dropout > 0.0
         start = caches[0].length if caches else 0
         if self.token_embedding is not None:
-            x = self._embed(x, sample_ids if dropping else None, start, documents, shared)
+            tokens, x = x, self._embed(x, sample_ids if dropping else None, start, documents, shared)
+        elif self.config.value_residual:
+            x, first = self._received(x)
         sites, masks = None, self._masks(x, start, documents, dropping)
         if dropping:
             # A tensor, since torch.compile would specialize on a Python number: one graph per layer.
@@ -213,15 +229,26 @@ class GPT(nn.Module):
         turned = self._rotary(x, start, documents) if self.config.position is Position.rope else None
         for i, (number, block) in enumerate(self.layers.items()):
             cache = caches[i] if caches else None
-            x = block(x, sample_ids, None if sites is None else sites[int(number)], cache, masks[int(number)], turned)
-        if isinstance(x, Stream):
-            return self._ended(x)
-        return x if self.final_norm is None else self.final_norm(x)
+            site = None if sites is None else sites[int(number)]
+            out = block(x, sample_ids, site, cache, masks[int(number)], turned, first, tokens)
+            x, first = out if cast(Block, block).attn.gives_values else (out, first)
+        ended = self._ended(x)
+        if self.final_norm is not None or first is None:
+            return ended
+        return with_values(ended, first, self.config.kv_size)
 
-    def _ended(self, x: Stream) -> Tensor:
+    def _ended(self, x: Tensor | Stream) -> Tensor:
+        if not isinstance(x, Stream):
+            return x if self.final_norm is None else self.final_norm(x)
         if self.final_norm is None:
             return x.sum(self.config.dropout, self.fused_dropout)
         return x.normed(cast(LayerNorm | RMSNorm, self.final_norm), self.config.dropout)[0]
+
+    def _received(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return activations and the first layer's values from what the part before has sent."""
+        config, axis = self.config, self.tensor_axis
+        heads = config.num_kv_heads // (1 if axis is None else axis.size)
+        return parted(x, config.kv_size, heads, config.head_width, axis.size if axis and axis.sequence else 1)
 
     def _masks(
         self, x: Tensor, start: int, documents: Documents | None, dropping: bool

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Two per layer are added to the residual stream, whose variance would grow with depth: see `initial`.
 RESIDUAL_PROJECTIONS = ("attn.proj.weight", "mlp.down.weight")
-EDGES = ("token_embedding.weight", "position_embedding.weight", "head.weight")
+EDGES = ("token_embedding.weight", "position_embedding.weight", "head.weight", "values.embedding.weight")
 
 
 class GPTSpec(ModelSpec[GPTConfig]):
@@ -64,6 +64,10 @@ class GPTSpec(ModelSpec[GPTConfig]):
             raise ConfigError(f"model.norm_gain=false needs model.norm=rms_norm, not {config.norm.value}")
         if any(window < 0 for window in config.windows):
             raise ConfigError(f"model.windows={config.windows}: each must be positive, or 0 for all positions")
+        if config.value_embeddings < 0:
+            raise ConfigError(
+                f"model.value_embeddings={config.value_embeddings}: it must be 0, for none, or N, for every Nth layer"
+            )
         for key in ("softcap", "rope_base", "rope_scaling"):
             if (value := getattr(config, key)) is not None and not value > 0:
                 off = "; null turns it off" if key == "softcap" else ""
@@ -74,15 +78,24 @@ class GPTSpec(ModelSpec[GPTConfig]):
     def num_blocks(self, config: GPTConfig) -> int:
         return config.num_layers
 
+    def equal_blocks(self, config: GPTConfig) -> bool:
+        return not config.mixed_layers
+
+    def takes_tokens(self, config: GPTConfig) -> bool:
+        return config.value_embeddings > 0
+
     def tensor_sizes(self, config: GPTConfig) -> dict[str, int]:
         heads, keys = config.num_heads, config.num_kv_heads
 
         def shares(ranks: int) -> bool:
             """Return True if ranks beyond the heads of keys can share one equally: see CausalSelfAttention."""
             rows = (heads // keys + 2) * config.head_width  # of a group
-            return keys % ranks == 0 or (ranks % keys == 0 and rows % (ranks // keys) == 0)
+            equally = ranks % keys == 0 and rows % (ranks // keys) == 0
+            return keys % ranks == 0 or (equally and not config.mixed_layers)
 
         most = max(size for size in divisors(heads) if all(map(shares, divisors(size))))
+        if most == keys < heads:
+            return {"model.kv_heads": keys, "model.d_ff": config.ffn_size}
         key = f"usable shares of model.num_heads={heads} with model.kv_heads={keys}"
         return {"model.num_heads" if most == heads else key: most, "model.d_ff": config.ffn_size}
 
@@ -139,22 +152,24 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return {int(number): block for number, block in part.layers.items()}  # type: ignore[operator,union-attr]
 
     def forward(self, part: nn.Module, x: Tensor, inputs: Inputs) -> Tensor:
-        return part(x, inputs.targets, inputs.sample_ids, documents=inputs.documents, upstream=inputs.upstream)
+        given = {"documents": inputs.documents, "upstream": inputs.upstream, "everywhere": inputs.tokens}
+        return part(x, inputs.targets, inputs.sample_ids, **given)
 
-    def scores(self, part: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-        return part(x, targets, scored=True)
+    def scores(self, part: nn.Module, x: Tensor, inputs: Inputs) -> Tensor:
+        return part(x, inputs.targets, scored=True, everywhere=inputs.tokens)
 
     def keep(self, part: nn.Module, config: GPTConfig, blocks: range) -> None:
         part.keep(blocks)  # type: ignore[operator]
 
     def activations(self, config: GPTConfig, batch: int, length: int) -> tuple[int, ...]:
-        return batch, length, config.d_model
+        return batch, length, config.stage_width
 
     def cuts(self, config: GPTConfig) -> Mapping[str, Cut]:
         return {
             "token_embedding": Cut.vocabulary,
             "head": Cut.vocabulary,
             "layers.*.attn.qkv": Cut.column,
+            "layers.*.attn.values.embedding": Cut.features,
             "layers.*.attn.proj": Cut.row,
             "layers.*.mlp.up": Cut.column,
             "layers.*.mlp.down": Cut.row,
@@ -165,7 +180,9 @@ class GPTSpec(ModelSpec[GPTConfig]):
 
     def initial(self, config: GPTConfig, name: str, shape: tuple[int, ...]) -> Normal | Constant:
         """Return GPT-2's initial values: N(0, init_std), residual projections times 1/sqrt(2 layers), or 0 with
-        `zero_init`, biases 0, norms 1."""
+        `zero_init`, biases 0, norms 1; and 0.5 for the weights of values."""
+        if name.endswith("values.weight"):
+            return Constant(0.5)
         if name.endswith("norm.weight"):
             return Constant(1.0)
         if name.endswith("bias"):

@@ -1,0 +1,54 @@
+"""Values of attention with residuals from the first layer and with embeddings of the tokens."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptlite.models.gpt.config import GPTConfig
+
+
+class ValueMix(nn.Module):
+    """Weighted sum of a layer's values, the first layer's (ResFormer, arXiv:2410.17897), and the token's row of a table
+    (value embeddings of modded-nanogpt's records and of nanochat).
+
+    The weights are learned scalars per layer that begin at 0.5, as in modded-nanogpt; nanochat has a gate per head.
+    """
+
+    of_heads = True  # a tensor-parallel rank has some heads, so the scalars' gradients are summed over the ranks
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.residual, embeds = config.has_value_residual(layer), config.has_value_embedding(layer)
+        self.weight = nn.Parameter(torch.full((1 + self.residual + embeds,), 0.5))
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.kv_size) if embeds else None
+
+    def forward(self, v: Tensor, first: Tensor | None, tokens: Tensor | None) -> Tensor:
+        """Return the values of attention. v and `first` [B, S, K, 1, D], this rank's K heads; tokens [B, S]."""
+        own, *others = self.weight.to(v.dtype).unbind()
+        mixed = own * v
+        if self.residual:
+            assert first is not None
+            mixed = mixed + others.pop(0) * first.to(v.dtype)
+        if self.embedding is not None:
+            mixed = mixed + others.pop(0) * self.embedding(tokens).to(v.dtype).view_as(v)
+        return mixed
+
+
+def with_values(x: Tensor, v: Tensor, width: int) -> Tensor:
+    """Return the tensor that a pipeline stage sends: activations x [B, s, d] followed by `width` columns with the first
+    layer's values v [B, S, K, 1, D] of this rank's heads.
+
+    With sequence parallelism x is a slice of the sequence, and v has as many elements as the columns. Otherwise tensor
+    parallelism leaves some of them zero.
+    """
+    columns = v.to(x.dtype).reshape(*x.shape[:2], -1)
+    return torch.cat([x, F.pad(columns, (0, width - columns.shape[-1]))], -1)
+
+
+def parted(received: Tensor, width: int, heads: int, head_width: int, slices: int) -> tuple[Tensor, Tensor]:
+    """Return the activations and the values that `with_values` has put together. `slices`: the number of slices of a
+    sequence, 1 without sequence parallelism."""
+    batch, length, whole = received.shape
+    x, columns = received.split([whole - width, width], -1)
+    v = columns[..., : heads * head_width * slices].reshape(batch, length * slices, heads, 1, head_width)
+    return x.contiguous(), v
