@@ -40,6 +40,10 @@ def _residual_norm_backward(dy, dh, h, weight, mean, rstd, has_bias, has_beta, *
     return dx, _like(h), _if(has_bias, weight), _like(weight), _if(has_beta, weight)
 
 
+def _rope_backward(dout, qkv, cos, sin, q_gain, k_gain, eps):
+    return _like(dout), *(dout.new_empty(0) if gain is None else _like(gain) for gain in (q_gain, k_gain))
+
+
 def _weight_gradient(dy: Tensor, x: Tensor, bias: bool, fp32: bool) -> tuple[Tensor, Tensor]:
     dtype, outputs = torch.float32 if fp32 else x.dtype, dy.shape[-1]
     return x.new_empty(outputs, x.shape[-1], dtype=dtype), x.new_empty(outputs if bias else 0, dtype=dtype)
@@ -65,6 +69,8 @@ FAKES: dict[str, Callable] = {
     "residual_norm_backward": _residual_norm_backward,
     "bias_gelu": _like,
     "bias_gelu_backward": lambda dy, x, bias, tanh: (_like(x), x.new_empty(0) if bias is None else _like(bias)),
+    "rope": _like,
+    "rope_backward": _rope_backward,
     "dropout": _like,
     "cross_entropy_": lambda logits, *_: _fp32(logits, logits.shape[0]),
     "cross_entropy_stats": lambda logits, *_: _fp32(logits, logits.shape[0], 3),

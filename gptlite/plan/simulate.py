@@ -303,7 +303,7 @@ def ops_of(work: Workload) -> Ops:
     if not isinstance(load("cpu", lambda _: None), Loaded):
         return Ops(attention)
     table, gpu = work.device == "cpu", work.device == "cuda"
-    plain = dict.fromkeys(("layer_norm", "bias_gelu", "dropout", "adamw"), True)
+    plain = dict.fromkeys(PLAIN, True)
     return Ops(attention, CrossEntropy.fused, linear=gpu, table=table, fused_scores=gpu, deferred_add=gpu, **plain)
 
 
