@@ -32,7 +32,7 @@ from gptlite.kernels.library import Loaded, load
 from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, materialize
 from gptlite.ops.config import LOGIT_BYTES, PRODUCTS, SOFTMAX_BYTES, Attention, CrossEntropy
-from gptlite.ops.select import Ops
+from gptlite.ops.select import PLAIN, Ops
 from gptlite.optimizer.config import ConstantConfig
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state

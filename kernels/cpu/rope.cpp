@@ -201,7 +201,7 @@ int rope_backward(void* dqkv, void* dq_gain, void* dk_gain, float* workspace, co
                   const float* cos, const float* sin, const void* q_gain, const void* k_gain, int64_t tokens,
                   int64_t angles, int64_t groups, int64_t queries, int64_t width, float eps, int dtype, int gain_dtype,
                   void* context) {
-  const Shape shape{tokens, angles, groups, queries, width};
+  const Shape shape{groups == 0 ? 0 : tokens, angles, groups, queries, width};  // no heads: no workspace
   const Angles back{cos, sin, -1.0f};
   return with_dtypes(dtype, gain_dtype, [&](auto element, auto gain_element) {
     using T = decltype(element);
