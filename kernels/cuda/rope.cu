@@ -102,7 +102,7 @@ __device__ __forceinline__ void rotate(const Rope& r, int64_t token, int column,
 
 template <int V>
 __device__ __forceinline__ void scale(const Rope& r, Kind kind, int column, float* v) {
-  const void* gain = r.gain[kind == kKey ? 1 : 0];
+  const void* gain = kind == kKey ? r.gain[1] : r.gain[0];
   if (gain == nullptr || column >= r.width) return;
   float loaded[V];
   load_floats<V>(loaded, gain, r.gain_dtype, column);
@@ -174,7 +174,7 @@ __device__ __forceinline__ void store_gain_parts(const Rope& r, const HeadThread
 }
 
 template <typename T, int V, int P>
-__global__ void __launch_bounds__(kBlock, 2) backward_kernel(Rope r, int threads) {
+__global__ void __launch_bounds__(kBlock, V > 1 ? 2 : 1) backward_kernel(Rope r, int threads) {
   GPTLITE_SHARED(float, shared);
   const int group = static_cast<int>(threadIdx.x) / threads, groups = kBlock / threads;
   float sum[4][P * V] = {};
