@@ -160,12 +160,12 @@ def _torch_rope(inputs: Inputs, norm: bool) -> Tensors:
     q, k, v = inputs["qkv"].split((2, 1, 1), -2)
     if norm:
         q, k = (F.rms_norm(x, x.shape[-1:], inputs[f"{name}_gain"], EPS) for name, x in (("q", q), ("k", k)))
-    turned = [torch.cat(_rotated(*x.chunk(2, -1), inputs["cos"], inputs["sin"]), -1).to(v.dtype) for x in (q, k)]
-    return (torch.cat([*turned, v], -2),)
+    return (torch.cat([*(_rotated(x, inputs["cos"], inputs["sin"]) for x in (q, k)), v], -2),)
 
 
-def _rotated(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> Tensors:
-    return first * cos - second * sin, second * cos + first * sin
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 def _rope(name: str, norm: bool) -> Case:

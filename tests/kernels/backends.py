@@ -125,7 +125,8 @@ class Backend:
     def rope_forward(self, qkv: Tensor, angles: Pair, gains: Pair, eps: float | None) -> Tensor:
         """qkv [tokens, groups, queries + 2, width]; `angles`: cos and sin [rows, width / 2], or None; eps None: no
         norm."""
-        return self._op("rope_forward", [_like(qkv)], [qkv, *angles, *gains], *_rope_options(qkv, angles, gains, eps))[0]
+        options = _rope_options(qkv, angles, gains, eps)
+        return self._op("rope_forward", [_like(qkv)], [qkv, *angles, *gains], *options)[0]
 
     def rope_backward(
         self, dout: Tensor, qkv: Tensor | None, angles: Pair, gains: Pair, eps: float | None

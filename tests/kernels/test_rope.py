@@ -76,8 +76,8 @@ def check_part(
     given: Given, x: Tensor, gain: Tensor | None, y: Tensor, dy: Tensor, dx: Tensor, dgain: Tensor | None
 ) -> None:
     normed = given.normed(x, gain)
-    check("y", y, given.rotated(normed), given.rotated(normed, sizes=True), TOLERANCE)
-    leaves = [each.double().requires_grad_() for each in (x, gain) if each is not None]
+    check("y", y, given.rotated(normed).detach(), given.rotated(normed, sizes=True), TOLERANCE)
+    leaves = [each.double().clone().requires_grad_() for each in (x, gain) if each is not None]
     expected = torch.autograd.grad(given.rotated(given.normed(*leaves, *[None] * (2 - len(leaves)))), leaves, dy)
     terms = given.rotated(dy, -1, sizes=True)
     assert (dgain is None) == (gain is None)
