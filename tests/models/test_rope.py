@@ -8,20 +8,20 @@ from models.conftest import TINY, randomized
 from torch import Tensor
 
 from gptlite.models.gpt.cache import LayerCache
-from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig, Norm, Position
 from gptlite.models.gpt.model import GPT
 from gptlite.models.layers import RMSNorm
 from gptlite.ops.config import Attention
 from gptlite.ops.select import Ops
 
 pytestmark = pytest.mark.usefixtures("kernels")
-MODERN = {"position": "rope", "norm": "rms_norm", "qk_norm": True, "bias": False}
+MODERN = {"position": Position.rope, "norm": Norm.rms_norm, "qk_norm": True, "bias": False}
 SHAPES: tuple[dict[str, Any], ...] = (
     {},
     {"num_heads": 4, "kv_heads": 2},
     {"norm_gain": False},
     {"qk_norm": False},
-    {"position": "learned"},
+    {"position": Position.learned},
 )
 
 
