@@ -22,6 +22,7 @@ HIDDEN = ((1024, 768), (2048, 2048)), ((8192, 3072), (8192, 8192))
 VOCABULARY = ((1024, 8192), (1024, 50304)), ((8192, 8192), (8192, 50304))
 LISTS = ((1024, 768), (2048, 2048)), ((2048, 2048), (16384, 8192))
 HEADS = ((256, 64), (1024, 64)), ()
+PACKED_HEADS = ((256, 64), (1024, 64)), ((8192, 64), (8192, 128))
 
 
 def _pair(name: str) -> tuple[str, str]:
@@ -157,6 +158,50 @@ def _bias_activation(name: str, formula: Callable[[Tensor], Tensor]) -> Case:
     )
 
 
+# RoPE and QK norm.
+
+
+def _rope_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+    width -= width % 2
+    qkv = torch.randn(2, rows, 3, 4, width, dtype=dtype, device=device)
+    angles = torch.randn(1, rows, 1, 1, width // 2, device=device)
+    gains = {name: torch.randn(width, dtype=dtype, device=device) for name in ("q_gain", "k_gain")}
+    return {"qkv": qkv, "cos": angles.cos(), "sin": angles.sin(), **gains, "dy": torch.randn_like(qkv)}
+
+
+def _torch_rope(inputs: Inputs, norm: bool) -> Tensors:
+    q, k, v = inputs["qkv"].split((2, 1, 1), -2)
+    if norm:
+        q, k = (F.rms_norm(x, x.shape[-1:], inputs[f"{name}_gain"], EPS) for name, x in (("q", q), ("k", k)))
+    return (torch.cat([*(_rotated(x, inputs["cos"], inputs["sin"]) for x in (q, k)), v], -2),)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def _rope(name: str, norm: bool) -> Case:
+    leaves = ("qkv", "q_gain", "k_gain") if norm else ("qkv",)
+
+    def others(inputs: Inputs) -> tuple[Any, ...]:
+        gains = (inputs["q_gain"], inputs["k_gain"], EPS) if norm else (None, None, None)
+        return inputs["cos"], inputs["sin"], *gains
+
+    def backward(inputs: Inputs, _: Tensors) -> Tensors:
+        return OPS.rope_backward(inputs["dy"], inputs["qkv"] if norm else None, *others(inputs))[: len(leaves)]
+
+    return Case(
+        (f"rope{name}", f"rope_backward{name}"),
+        _rope_inputs,
+        lambda given: (OPS.rope(given["qkv"], *others(given)),),
+        backward,
+        lambda given: _torch_rope(given, norm),
+        *(leaves, *PACKED_HEADS),
+        traffic=_times(2, 3 if norm else 2),
+    )
+
+
 ROWS = (
     Case(
         _pair("layer_norm"),
@@ -180,6 +225,8 @@ ROWS = (
     _bias_activation("relu2", lambda x: F.relu(x).square()),
     _bias_activation("swiglu", _gated(F.silu)),
     _bias_activation("geglu", _gated(F.gelu)),
+    _rope("", norm=False),
+    _rope(" qk_norm", norm=True),
     Case(
         ("dropout",),
         _row_inputs,

@@ -47,6 +47,10 @@ def _bias_activation(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
     return x.new_empty(*leading, width // 2 if is_gated(kind) else width)
 
 
+def _rope_backward(dout, qkv, cos, sin, q_gain, k_gain, eps):
+    return _like(dout), *(dout.new_empty(0) if gain is None else _like(gain) for gain in (q_gain, k_gain))
+
+
 def _weight_gradient(dy: Tensor, x: Tensor, bias: bool, fp32: bool) -> tuple[Tensor, Tensor]:
     dtype, outputs = torch.float32 if fp32 else x.dtype, dy.shape[-1]
     return x.new_empty(outputs, x.shape[-1], dtype=dtype), x.new_empty(outputs if bias else 0, dtype=dtype)
@@ -72,6 +76,8 @@ FAKES: dict[str, Callable] = {
     "residual_norm_backward": _residual_norm_backward,
     "bias_activation": _bias_activation,
     "bias_activation_backward": lambda dy, x, bias, _: (_like(x), x.new_empty(0) if bias is None else _like(bias)),
+    "rope": _like,
+    "rope_backward": _rope_backward,
     "dropout": _like,
     "cross_entropy_": lambda logits, *_: _fp32(logits, logits.shape[0]),
     "cross_entropy_stats": lambda logits, *_: _fp32(logits, logits.shape[0], 3),

@@ -103,6 +103,7 @@ class OpsConfig:
     attention: Attention = Attention.auto
     layer_norm: LayerNorm = LayerNorm.auto  # also for a residual addition with layer norm
     activation: Implementation = Implementation.auto  # of the MLP, with the bias before it
+    rope: Implementation = Implementation.auto  # rotary position embeddings and norms of queries and keys
     dropout: Implementation = Implementation.auto
     linear: Implementation = Implementation.auto  # weight gradients: on GPUs, and for bf16 on CPUs with AVX512-BF16
     cross_entropy: CrossEntropy = CrossEntropy.auto

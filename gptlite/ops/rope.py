@@ -1,9 +1,15 @@
-"""Rotary position embeddings (RoPE, Su et al. 2021, arXiv:2104.09864)."""
+"""Rotary position embeddings (RoPE, Su et al. 2021, arXiv:2104.09864), with an RMS norm of queries and keys."""
 
 import math
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, S, 1, 1, D / 2]
+WIDEST = 512  # largest head width of the kernel on a GPU
 
 
 def frequencies(width: int, base: float, device: torch.device) -> Tensor:
@@ -29,3 +35,58 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + width / 2) of x [..., width] by an angle, in fp32. cos, sin [..., width / 2]."""
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def rope(
+    qkv: Tensor,
+    angles: Angles | None,
+    gains: tuple[Tensor | None, Tensor | None] = (None, None),
+    eps: float | None = None,
+    fused: bool = False,
+) -> Tensor:
+    """Return qkv [B, S, K, G + 2, D], G query heads, k and v for each of K groups, with queries and keys normed and
+    rotated.
+
+    `angles`: cosines and sines [B or 1, S, 1, 1, D / 2], fp32; None: no rotation. `eps`: that of an RMS norm of each
+    head, with the gains [D] of queries and keys, in qkv's dtype or fp32 (None: 1); None: no norm. The fused kernel does
+    not round between norm and rotation. It saves qkv for the backward pass only for a norm.
+    """
+    if angles is None and eps is None:
+        return qkv
+    if fused and (qkv.device.type == "cpu" or qkv.shape[-1] <= WIDEST):
+        cos, sin = angles or (None, None)
+        return _Rope.apply(qkv, cos, sin, *gains, eps)
+    *parts, v = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1:, :]
+    if eps is not None:
+        parts = [_normed(part, gain, eps) for part, gain in zip(parts, gains, strict=True)]
+    if angles is not None:
+        parts = [rotate(part, *angles) for part in parts]
+    return torch.cat([*parts, v], -2)
+
+
+def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    wide = x if gain is None else x.to(gain.dtype)
+    return F.rms_norm(wide, x.shape[-1:], gain, eps).to(x.dtype)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        q_gain: Tensor | None,
+        k_gain: Tensor | None,
+        eps: float | None,
+    ) -> Tensor:
+        ctx.save_for_backward(None if eps is None else qkv, cos, sin, q_gain, k_gain)
+        ctx.eps = eps
+        return torch.ops.gptlite.rope(qkv, cos, sin, q_gain, k_gain, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor):
+        *given, q_gain, k_gain = ctx.saved_tensors
+        dqkv, dq_gain, dk_gain = torch.ops.gptlite.rope_backward(dout, *given, q_gain, k_gain, ctx.eps)
+        return dqkv, None, None, None if q_gain is None else dq_gain, None if k_gain is None else dk_gain, None

@@ -16,7 +16,7 @@ BF16_PRODUCTS = "avx512_bf16"  # CPU feature; CPUs with AMX have it too
 MASKED = (Attention.sdpa, Attention.fused_softmax, Attention.matmul)  # support document masks
 SDPA = (Attention.sdpa, Attention.cudnn, Attention.fa3)
 # Ops with a choice between our kernel and a reference.
-PLAIN = ("layer_norm", "activation", "dropout", "adamw")
+PLAIN = ("layer_norm", "activation", "rope", "dropout", "adamw")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Ops:
     cross_entropy: CrossEntropy = CrossEntropy.chunked
     layer_norm: bool = False
     activation: bool = False
+    rope: bool = False
     dropout: bool = False
     linear: bool = False
     fused_scores: bool = False  # with dropout or a mask beside SDPA, explicit scores use the kernels

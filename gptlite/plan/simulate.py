@@ -32,7 +32,7 @@ from gptlite.kernels.library import Loaded, load
 from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, materialize
 from gptlite.ops.config import LOGIT_BYTES, PRODUCTS, SOFTMAX_BYTES, Attention, CrossEntropy
-from gptlite.ops.select import Ops
+from gptlite.ops.select import PLAIN, Ops
 from gptlite.optimizer.config import ConstantConfig
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
@@ -303,7 +303,7 @@ def ops_of(work: Workload) -> Ops:
     if not isinstance(load("cpu", lambda _: None), Loaded):
         return Ops(attention)
     table, gpu = work.device == "cpu", work.device == "cuda"
-    plain = dict.fromkeys(("layer_norm", "activation", "dropout", "adamw"), True)
+    plain = dict.fromkeys(PLAIN, True)
     return Ops(attention, CrossEntropy.fused, linear=gpu, table=table, fused_scores=gpu, deferred_add=gpu, **plain)
 
 

@@ -65,7 +65,7 @@ SCORES = {  # index of the queries; the keys follow them, or are packed with the
 FILTERS = {"convolution": 1, "convolution_backward": 2}  # index of the weight
 ROWS = 256  # limit of partial sums for each of three columns, see gptlite_rows_workspace in kernels/cpu/workspace.cpp
 # Our ops that sum over rows: index of the argument with the rows.
-ROWS_OF = {"layer_norm_backward": 1, "residual_norm_backward": 2, "bias_activation_backward": 1}
+ROWS_OF = {"layer_norm_backward": 1, "residual_norm_backward": 2, "bias_activation_backward": 1, "rope_backward": 0}
 
 
 class Change(NamedTuple):

@@ -1,4 +1,4 @@
-// Layer norm, alone and after a residual; bias and activation; dropout.
+// Layer norm, alone and after a residual; bias and activation; rotary position embedding; dropout.
 #include "common.h"
 
 namespace gptlite::binding {
@@ -185,6 +185,71 @@ Two bias_activation_backward(const Tensor& dy, const Tensor& x, const OptionalTe
   return {dx, dbias};
 }
 
+// The heads of qkv [B, S, groups, queries + 2, width], and what they are normed and rotated by.
+class Heads {
+ public:
+  Heads(const Tensor& qkv, const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& q_gain,
+        const OptionalTensor& k_gain, std::optional<double> eps)
+      : dtype(float_dtype(qkv, "qkv")), gain_dtype(dtype), eps(eps ? float(*eps) : -1.0f) {
+    STD_TORCH_CHECK(qkv.dim() == 5 && qkv.size(3) > 2, "qkv must be [B, S, K, G + 2, D], not ", text(sizes_of(qkv)));
+    STD_TORCH_CHECK(cos.has_value() == sin.has_value(), "cos and sin go together");
+    STD_TORCH_CHECK(cos || (eps && *eps >= 0), "rope needs angles, or an eps of a norm, which is at least 0");
+    STD_TORCH_CHECK(eps || !(q_gain || k_gain), "gains need an eps");
+    tokens = qkv.size(0) * qkv.size(1), groups = qkv.size(2), queries = qkv.size(3) - 2, width = qkv.size(4);
+    STD_TORCH_CHECK(!cos || width % 2 == 0, "a rotation needs heads of an even width, not ", width);
+    this->cos = row_angles(cos, "cos", qkv);
+    this->sin = row_angles(sin, "sin", qkv);
+    angles = cos ? cos->size(0) * cos->size(1) : 0;
+    if (q_gain || k_gain) gain_dtype = float_dtype(q_gain ? *q_gain : *k_gain, "the gain");
+    STD_TORCH_CHECK(gain_dtype == dtype || gain_dtype == GPTLITE_FP32, "gains must be of the dtype of qkv, or float32");
+    this->q_gain = row_vector(q_gain, "q_gain", width, qkv, gain_dtype, "the other gain");
+    this->k_gain = row_vector(k_gain, "k_gain", width, qkv, gain_dtype, "the other gain");
+  }
+
+  int64_t tokens, groups, queries, width, angles;
+  OptionalTensor cos, sin, q_gain, k_gain;
+  int dtype, gain_dtype;
+  float eps;
+
+ private:
+  static OptionalTensor row_angles(const OptionalTensor& angles, const char* name, const Tensor& qkv) {
+    if (!angles) return std::nullopt;
+    check_device(*angles, name, qkv);
+    check_fp32(*angles, name);
+    const int64_t batch = angles->dim() > 0 && angles->size(0) == 1 ? 1 : qkv.size(0);
+    check_sizes(*angles, name, {batch, qkv.size(1), 1, 1, qkv.size(4) / 2});
+    return as_contiguous(*angles);
+  }
+};
+
+Tensor rope(const Tensor& qkv, const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& q_gain,
+            const OptionalTensor& k_gain, std::optional<double> eps) {
+  const Heads heads(qkv, cos, sin, q_gain, k_gain, eps);
+  const Tensor input = as_contiguous(qkv), out = new_like(qkv);
+  GPTLITE_CALL(qkv, rope_forward, mutable_data(out), data(input), floats(heads.cos), floats(heads.sin),
+               data(heads.q_gain), data(heads.k_gain), heads.tokens, heads.angles, heads.groups, heads.queries,
+               heads.width, heads.eps, heads.dtype, heads.gain_dtype);
+  return out;
+}
+
+Three rope_backward(const Tensor& dout, const OptionalTensor& qkv, const OptionalTensor& cos,
+                    const OptionalTensor& sin, const OptionalTensor& q_gain, const OptionalTensor& k_gain,
+                    std::optional<double> eps) {
+  const Heads heads(dout, cos, sin, q_gain, k_gain, eps);
+  STD_TORCH_CHECK(qkv || !eps, "the gradient of a norm needs qkv");
+  const Tensor gradient = as_contiguous(dout), dqkv = new_like(dout);
+  const OptionalTensor input = qkv ? OptionalTensor(contiguous_like(*qkv, "qkv", dout, "dout")) : std::nullopt;
+  const bool has_q = q_gain.has_value(), has_k = k_gain.has_value();
+  const Tensor dq_gain = new_vector(has_q, heads.width, has_q ? heads.gain_dtype : heads.dtype, dout);
+  const Tensor dk_gain = new_vector(has_k, heads.width, has_k ? heads.gain_dtype : heads.dtype, dout);
+  const Tensor workspace = has_q || has_k ? new_workspace(Rows(dout, "dout"), dout) : empty({0}, GPTLITE_FP32, dout);
+  GPTLITE_CALL(dout, rope_backward, mutable_data(dqkv), data_if(has_q, dq_gain), data_if(has_k, dk_gain),
+               mutable_floats(workspace), data(gradient), data(input), floats(heads.cos), floats(heads.sin),
+               data(heads.q_gain), data(heads.k_gain), heads.tokens, heads.angles, heads.groups, heads.queries,
+               heads.width, heads.eps, heads.dtype, heads.gain_dtype);
+  return {dqkv, dq_gain, dk_gain};
+}
+
 Tensor dropout(const Tensor& x, double p, int64_t seed, const Tensor& site, const Tensor& sample_ids,
                int64_t first_position, int64_t first_head) {
   const int dtype = float_dtype(x, "x");
@@ -205,6 +270,8 @@ GPTLITE_OPS(m) {
   m.impl("residual_norm_backward", TORCH_BOX(&residual_norm_backward));
   m.impl("bias_activation", TORCH_BOX(&bias_activation));
   m.impl("bias_activation_backward", TORCH_BOX(&bias_activation_backward));
+  m.impl("rope", TORCH_BOX(&rope));
+  m.impl("rope_backward", TORCH_BOX(&rope_backward));
   m.impl("dropout", TORCH_BOX(&dropout));
 }
 

@@ -32,6 +32,10 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
       ") -> (Tensor dx, Tensor dresidual, Tensor dbias, Tensor dweight, Tensor dbeta)");
   m.def("bias_activation(Tensor x, Tensor? bias, int kind) -> Tensor");
   m.def("bias_activation_backward(Tensor dy, Tensor x, Tensor? bias, int kind) -> (Tensor dx, Tensor dbias)");
+  m.def("rope(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_gain, Tensor? k_gain, float? eps) -> Tensor");
+  m.def(
+      "rope_backward(Tensor dout, Tensor? qkv, Tensor? cos, Tensor? sin, Tensor? q_gain, Tensor? k_gain, float? eps) -> "
+      "(Tensor dqkv, Tensor dq_gain, Tensor dk_gain)");
   m.def(
       "dropout(Tensor x, float p, int seed, Tensor site, Tensor sample_ids, int first_position, int first_head) -> "
       "Tensor");

@@ -35,6 +35,8 @@ namespace gptlite {
   X(residual_norm_backward)        \
   X(bias_activation_forward)       \
   X(bias_activation_backward)      \
+  X(rope_forward)                  \
+  X(rope_backward)                 \
   X(dropout)                       \
   X(cross_entropy)                 \
   X(cross_entropy_stats)           \
@@ -236,6 +238,21 @@ int gptlite_cpu_bias_activation_backward(void* dx, void* dbias, float* workspace
                                          void* context) {
   GPTLITE_TRY_BF16(bias_activation_backward, dx, dbias, workspace, dy, x, bias, rows, width, kind, dtype, context);
   return GPTLITE_RUN(bias_activation_backward, dx, dbias, workspace, dy, x, bias, rows, width, kind, dtype, context);
+}
+
+int gptlite_cpu_rope_forward(void* out, const void* qkv, const float* cos, const float* sin, const void* q_gain,
+                             const void* k_gain, int64_t tokens, int64_t angles, int64_t groups, int64_t queries,
+                             int64_t width, float eps, int dtype, int gain_dtype, void* context) {
+  return GPTLITE_RUN(rope_forward, out, qkv, cos, sin, q_gain, k_gain, tokens, angles, groups, queries, width, eps,
+                     dtype, gain_dtype, context);
+}
+
+int gptlite_cpu_rope_backward(void* dqkv, void* dq_gain, void* dk_gain, float* workspace, const void* dout,
+                              const void* qkv, const float* cos, const float* sin, const void* q_gain,
+                              const void* k_gain, int64_t tokens, int64_t angles, int64_t groups, int64_t queries,
+                              int64_t width, float eps, int dtype, int gain_dtype, void* context) {
+  return GPTLITE_RUN(rope_backward, dqkv, dq_gain, dk_gain, workspace, dout, qkv, cos, sin, q_gain, k_gain, tokens,
+                     angles, groups, queries, width, eps, dtype, gain_dtype, context);
 }
 
 int gptlite_cpu_dropout(void* y, const void* x, int64_t batch, int64_t heads, int64_t positions, int64_t width,

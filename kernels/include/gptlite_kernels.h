@@ -142,6 +142,20 @@ GPTLITE_KERNEL(bias_activation_forward, void* y, const void* x, const void* bias
 GPTLITE_KERNEL(bias_activation_backward, void* dx, void* dbias, float* workspace, const void* dy, const void* x,
                const void* bias, int64_t rows, int64_t width, int kind, int dtype)
 
+// The query and key heads of a packed tensor qkv [tokens, groups, queries + 2, width], each a row: RMS-normed if eps >= 0 and
+// rotated if cos and sin are not NULL, at least one of both; rounded once. Of a group the last row is v, which is copied,
+// and the row before is k. Norm: x / sqrt(mean(x^2) + eps) * gain, q_gain and k_gain [width] (or NULL) of gain_dtype,
+// which is dtype or fp32. Rotation, width even: of (a, b), a row's halves, to (a cos - b sin, b cos + a sin), with row
+// token % angles of cos and sin [angles, width / 2]. On a GPU width is at most 512.
+GPTLITE_KERNEL(rope_forward, void* out, const void* qkv, const float* cos, const float* sin, const void* q_gain,
+               const void* k_gain, int64_t tokens, int64_t angles, int64_t groups, int64_t queries, int64_t width,
+               float eps, int dtype, int gain_dtype)
+// qkv is read with a norm only. dq_gain, dk_gain (or NULL) of gain_dtype. workspace: rows are all heads.
+GPTLITE_KERNEL(rope_backward, void* dqkv, void* dq_gain, void* dk_gain, float* workspace, const void* dout,
+               const void* qkv, const float* cos, const float* sin, const void* q_gain, const void* k_gain,
+               int64_t tokens, int64_t angles, int64_t groups, int64_t queries, int64_t width, float eps, int dtype,
+               int gain_dtype)
+
 // y = x dropped out, x [batch, heads, positions, width]; the same is its gradient. y may be x.
 GPTLITE_KERNEL(dropout, void* y, const void* x, int64_t batch, int64_t heads, int64_t positions, int64_t width,
                const GptliteDropout* dropout, int dtype)
@@ -173,7 +187,7 @@ GPTLITE_KERNEL(adamw, const GptliteAdam* tensors, int64_t num_tensors, double lr
                double weight_decay, int adam, const float* scale, const float* found_inf, int dtype)
 
 // Floats of workspace; the same function for CUDA, CPU and emulator: each takes what it needs of it.
-int64_t gptlite_rows_workspace(int64_t rows, int64_t width);  // layer_norm, residual_norm, bias_activation
+int64_t gptlite_rows_workspace(int64_t rows, int64_t width);  // layer_norm, residual_norm, bias_activation, rope
 int64_t gptlite_norm_workspace(int64_t elements, int64_t num_tensors);
 
 // Causal attention, on CPUs alone: out = softmax(scale * q kᵀ + causal mask) v, query i seeing keys

@@ -26,6 +26,7 @@ from kernels import (
     test_layer_norm,
     test_norm,
     test_residual_norm,
+    test_rope,
     test_softmax,
 )
 from kernels.cases import BEST
@@ -87,6 +88,14 @@ class TorchOps:
     def bias_activation_backward(self, dy, x, bias, kind) -> tuple[Tensor, Tensor | None]:
         dx, dbias = _here(OPS.bias_activation_backward(*self._there(dy, x, bias), ACTIVATIONS[kind]))
         return dx, None if bias is None else dbias
+
+    def rope_forward(self, qkv, angles, gains, eps) -> Tensor:
+        return OPS.rope(*self._there(*_packed(angles, qkv), *gains), eps).view(qkv.shape).cpu()
+
+    def rope_backward(self, dout, qkv, angles, gains, eps) -> list[Tensor | None]:
+        tensors = self._there(*_packed(angles, dout, qkv), *gains)
+        dqkv, *dgains = _here(OPS.rope_backward(*tensors, eps))
+        return [dqkv.view(dout.shape), *(None if g is None else d for g, d in zip(gains, dgains, strict=True))]
 
     def dropout(self, x: Tensor, dropout: Dropout, in_place: bool = False) -> Tensor:
         if dropout.p == 0:
@@ -191,6 +200,13 @@ def test_every_method_takes_what_the_other_backend_takes() -> None:
             assert list(ours) == list(inspect.signature(method).parameters), name
 
 
+def _packed(angles, *heads) -> list[Tensor | None]:
+    """Tensors [B, S, ...] of heads [tokens, ...] and, if there are any, of the angles of S tokens."""
+    length = len(heads[0]) if angles[0] is None else len(angles[0])
+    packed = [None if each is None else each.unflatten(0, (-1, length) if length else (1, 0)) for each in heads]
+    return packed + [None if each is None else each[None, :, None, None] for each in angles]
+
+
 def on_gpu(test: types.FunctionType) -> types.FunctionType:
     """The test with the best backend's cases, which are all."""
     copy = types.FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__)
@@ -208,8 +224,9 @@ def _of_best(mark: pytest.Mark) -> list[pytest.Mark]:
     return [pytest.mark.parametrize(names[1:], cases).mark] if cases else []
 
 
-_ROWS = test_layer_norm, test_residual_norm, test_norm, test_bias_activation
-for _module in (test_softmax, *_ROWS, test_dropout, test_cross_entropy, test_adamw, test_alignment):
+_NORMS = test_layer_norm, test_residual_norm, test_norm
+_OTHERS = test_bias_activation, test_rope, test_dropout, test_cross_entropy, test_adamw, test_alignment
+for _module in (test_softmax, *_NORMS, *_OTHERS):
     for _name, _test in vars(_module).items():
         if _name.startswith("test_") and _test.__module__ == _module.__name__ and hasattr(_test, "pytestmark"):
             globals()[f"{_name}__{_module.__name__.removeprefix('kernels.test_')}"] = on_gpu(_test)

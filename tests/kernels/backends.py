@@ -20,6 +20,7 @@ from kernels.options import Adam, Dropout, Loss, State
 
 UNSUPPORTED = 10001
 Made = tuple[Sequence[int], torch.dtype]  # an output
+Pair = tuple[Tensor | None, Tensor | None]
 
 
 def units_of(x: Tensor, kind: str) -> tuple[int, int]:
@@ -127,6 +128,20 @@ class Backend:
         """dx, and dbias where there is a bias."""
         made, options = [_like(x), _like(bias), self._workspace(*x.shape)], (*dy.shape, ACTIVATIONS[kind])
         return self._op("bias_activation_backward", made, [dy, x, bias], *options, CODES[x.dtype])[:2]
+
+    def rope_forward(self, qkv: Tensor, angles: Pair, gains: Pair, eps: float | None) -> Tensor:
+        """qkv [tokens, groups, queries + 2, width]; `angles`: cos and sin [rows, width / 2], or None; eps None: no
+        norm."""
+        options = _rope_options(qkv, angles, gains, eps)
+        return self._op("rope_forward", [_like(qkv)], [qkv, *angles, *gains], *options)[0]
+
+    def rope_backward(
+        self, dout: Tensor, qkv: Tensor | None, angles: Pair, gains: Pair, eps: float | None
+    ) -> list[Tensor | None]:
+        """dqkv, and dq_gain and dk_gain where there are gains."""
+        made = [_like(dout), *map(_like, gains), self._workspace(dout.shape[:-1].numel(), dout.shape[-1])]
+        options = _rope_options(dout, angles, gains, eps)
+        return self._op("rope_backward", made, [dout, qkv, *angles, *gains], *options)[:3]
 
     def dropout(self, x: Tensor, dropout: Dropout, in_place: bool = False) -> Tensor:
         """x [batch, heads, positions, width]."""
@@ -289,6 +304,14 @@ class Backend:
 
 def _like(tensor: Tensor | None) -> Made | None:
     return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+def _rope_options(qkv: Tensor, angles: Pair, gains: Pair, eps: float | None) -> tuple:
+    tokens, groups, rows, width = qkv.shape
+    count = 0 if angles[0] is None else len(angles[0])
+    dtypes = [gain.dtype for gain in gains if gain is not None]
+    options = tokens, count, groups, rows - 2, width, -1.0 if eps is None else eps
+    return *options, CODES[qkv.dtype], CODES[(dtypes or [qkv.dtype])[0]]
 
 
 def _permuted(memory: Memory, tensor: Tensor) -> tuple[Buffer, Tensor]:

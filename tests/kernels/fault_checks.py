@@ -16,6 +16,7 @@ from kernels import (
     test_layer_norm,
     test_norm,
     test_residual_norm,
+    test_rope,
     test_softmax,
     test_threads,
 )
@@ -32,6 +33,7 @@ SOURCES = {
     "layer_norm": ("layer_norm.cu", "column_sums.cu"),
     "residual_norm": ("residual_norm.cu", "column_sums.cu"),
     "bias_activation": ("bias_activation.cu", "column_sums.cu"),
+    "rope": ("rope.cu", "column_sums.cu"),
     "dropout": ("dropout.cu",),
     "cross_entropy": ("cross_entropy.cu",),
     "norm": ("norm.cu",),
@@ -91,6 +93,16 @@ def bias_activation(backend: Emulated) -> None:
         test_bias_activation.test_nan_reaches_its_unit_alone(backend, kind)
     for kind in ("gelu_tanh", "swiglu"):
         test_bias_activation.test_sizes(backend.having(offsets=(1,)), (3, 64), FP32, kind)
+
+
+def rope(backend: Emulated) -> None:
+    for size, dtype in (((3, 2, 3, 64), BF16), ((5, 1, 1, 66), FP32), ((2, 1, 2, 80), FP16), ((70, 1, 1, 16), FP32)):
+        for what in test_rope.WHAT:
+            test_rope.test_sizes(backend, size, dtype, what)
+    test_rope.test_norms_of_any_width(backend, 33, BF16)
+    test_rope.test_gains_of_fp32_and_a_single_gain(backend, BF16)
+    test_rope.test_heads_do_not_touch_each_other(backend, FP32)
+    test_rope.test_sizes(backend.having(offsets=(1,)), (3, 1, 2, 64), BF16, "both")
 
 
 def dropout(backend: Emulated) -> None:
@@ -166,5 +178,5 @@ def adamw(backend: Emulated) -> None:
 
 CHECKS: dict[str, Callable[[Emulated], None]] = {
     each.__name__: each
-    for each in (softmax, layer_norm, residual_norm, bias_activation, dropout, cross_entropy, norm, adamw)
+    for each in (softmax, layer_norm, residual_norm, bias_activation, rope, dropout, cross_entropy, norm, adamw)
 }

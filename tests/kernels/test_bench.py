@@ -68,7 +68,7 @@ def test_an_op_without_a_backward_is_one_row() -> None:
     assert [row.direction for row in rows_of("adamw_", apart=False)[0]] == [FORWARD]
 
 
-X, LISTS = 3 * 5 * 8, 5 * 8 + 8 + 1 + 7 * 5
+X, ROPE, LISTS = 3 * 5 * 8, 2 * 5 * 3 * 4 * 8, 5 * 8 + 8 + 1 + 7 * 5
 TRAFFIC = {  # in bytes, at [5, 8] in bf16
     "masked_softmax": (2 * 2 * 8 * 5 * 8 + 2 * 5 * 8, 2 * 3 * 8 * 5 * 8),
     "causal_softmax": (2 * 1.5 * 8 * 5 * 8, 2 * 2 * 8 * 5 * 8),  # hidden scores are not read
@@ -76,6 +76,8 @@ TRAFFIC = {  # in bytes, at [5, 8] in bf16
     "residual_norm": (2 * 4 * X, 2 * 4 * X),
     **{f"bias_activation {kind}": (2 * 2 * X, 2 * 3 * X) for kind in ("gelu_tanh", "gelu_erf", "relu", "relu2")},
     **{f"bias_activation {kind}": (2 * 1.5 * X, 2 * 2.5 * X) for kind in ("swiglu", "geglu")},
+    "rope": (2 * 2 * ROPE, 2 * 2 * ROPE),
+    "rope qk_norm": (2 * 2 * ROPE, 2 * 3 * ROPE),
     "dropout": (2 * 2 * X,),
     "cross_entropy_": (2 * 2 * 5 * 8,),
     "cross_entropy_ plain": (2 * 2 * 5 * 8,),

@@ -35,7 +35,7 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     key = (0.3, 5, torch.tensor(3), torch.tensor([1, 2**40]), 2)
     logits, targets = torch.randn(6, 11, dtype=dtype), torch.tensor([0, 10, -100, 3, 4, 5])
     heads, packed = torch.randn(2, 3, 5, 8, dtype=dtype), torch.randn(2, 5, 3, 3, 8, dtype=dtype)
-    lse = torch.randn(2, 3, 5)
+    lse, angles = torch.randn(2, 3, 5), torch.rand(2, 1, 5, 1, 1, 4).unbind()
     floats = [torch.rand(3, 4), torch.rand(5), torch.rand(())]
     match name.rstrip("_"):
         case "masked_softmax":
@@ -56,6 +56,10 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
             return x, vector, ACTIVATIONS["swiglu"]
         case "bias_activation_backward":
             return x[..., :6].clone(), x, vector, ACTIVATIONS["swiglu"]
+        case "rope":
+            return packed, *angles, vector[:8], vector[:8].clone(), 1e-5
+        case "rope_backward":
+            return packed, packed.clone(), *angles, vector[:8], vector[:8].clone(), 1e-5
         case "dropout":
             return x, *key, 0
         case "cross_entropy":
@@ -134,7 +138,7 @@ def test_the_self_check_sees_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["layer_norm", "masked_softmax", "bias_activation", "dropout", "attention", "cross_entropy_stats"]
+    "name", ["layer_norm", "masked_softmax", "bias_activation", "rope", "dropout", "attention", "cross_entropy_stats"]
 )
 def test_layouts_that_a_kernel_does_not_take_are_made_contiguous(ops: Any, name: str) -> None:
     first, *rest = arguments(name)

@@ -57,6 +57,16 @@ def bias_activation(backend: Backend, dtype: torch.dtype, rows: int, width: int)
     return found
 
 
+def rope(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
+    width = min(width // 4 * 4 + 2, 510)
+    qkv, dout = (normal((rows, 1, 4, width), dtype, name) for name in ("qkv", "dout"))
+    angles = normal((rows, width // 2), FP32, "cos"), normal((rows, width // 2), FP32, "sin")
+    gains = normal([width], dtype, "q"), normal([width], dtype, "k")
+    rotated = backend.rope_forward(qkv, angles, (None, None), None)
+    normed = backend.rope_backward(dout, qkv, angles, gains, 1e-5)
+    return [rotated, backend.rope_forward(qkv, angles, gains, 1e-5), *normed]
+
+
 def dropout(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
     x = normal((2, 1, rows, width), dtype, "x")
     return [twice(lambda there: backend.dropout(x, DROP, there))]
@@ -88,7 +98,7 @@ def attention(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Re
     return [out, lse, *backend.attention_backward(dout, out, lse, q, k, v, 0.2)]
 
 
-OPS = (softmax, layer_norm, residual_norm, bias_activation, dropout, cross_entropy, norm, adamw, attention)
+OPS = (softmax, layer_norm, residual_norm, bias_activation, rope, dropout, cross_entropy, norm, adamw, attention)
 
 
 def assert_same(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], where: object = "") -> None:

@@ -17,6 +17,7 @@ from gptlite.ops.config import Attention, CrossEntropy
 from gptlite.ops.cross_entropy import IGNORE, LossTerms, VocabShard, linear_cross_entropy
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.layer_norm import layer_norm, residual_norm
+from gptlite.ops.rope import frequencies, rope, rotary
 from gptlite.ops.softmax import causal_softmax, masked_softmax
 
 KEY = DropoutKey(5, 3, torch.tensor([7, 2**33 + 1]), first_position=4)
@@ -25,6 +26,14 @@ MASK = torch.rand(2, 1, 9, 12, generator=torch.Generator().manual_seed(3)) < 0.4
 MASK[0, 0, 3] = True  # sees nothing
 pytestmark = pytest.mark.usefixtures("kernels")
 B, S, D = 2, 9, 20
+
+
+def angles_of(positions: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = rotary(positions, frequencies(D, 100.0, positions.device))
+    return cos[:, :, None, None], sin[:, :, None, None]
+
+
+ANGLES, OTHER_ANGLES = angles_of(torch.arange(S)[None]), angles_of(torch.arange(B * S).view(B, S))
 
 
 def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -68,6 +77,13 @@ OPS: dict[str, tuple[Op, list[Tensor]]] = {
     },
     "bias_activation without bias": (lambda f, x: bias_activation(x, None, "gelu_erf", f), draw((B, S, D))),
     "bias_activation gated without bias": (lambda f, x: bias_activation(x, None, "swiglu", f), draw((B, S, D))),
+    "rope": (lambda f, qkv: rope(qkv, ANGLES, fused=f), draw((B, S, 2, 4, D))),
+    "rope of sequences with other positions": (lambda f, qkv: rope(qkv, OTHER_ANGLES, fused=f), draw((B, S, 2, 4, D))),
+    "rope with QK norm": (
+        lambda f, qkv, q, k: rope(qkv, ANGLES, (q, k), 1e-5, f),
+        draw((B, S, 2, 4, D), (D,), (D,)),
+    ),
+    "QK norm without gains": (lambda f, qkv: rope(qkv, None, (None, None), 1e-5, f), draw((B, S, 1, 3, D))),
     "dropout": (lambda f, x: dropout(x, 0.3, KEY, f), draw((B, S, D))),
     "dropout of heads": (lambda f, x: dropout(x, 0.3, KEY, f), draw((B, 3, S, 11))),
     "causal_softmax": (lambda f, x: causal_softmax(x, 0.3, f), draw((B, 3, S, 12))),

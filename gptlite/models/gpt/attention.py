@@ -13,10 +13,9 @@ from gptlite.models.gpt.values import ValueMix
 from gptlite.models.layers import Linear, RMSNorm
 from gptlite.ops.attention import Spans, causal_attention, heads, packed_causal_attention
 from gptlite.ops.dropout import DropoutKey
-from gptlite.ops.rope import rotate
+from gptlite.ops.rope import Angles, rope
 from gptlite.ops.select import Ops
-
-Rotary = tuple[Tensor, Tensor]  # cosines and sines [B or 1, S, 1, 1, D / 2]
+from gptlite.ops.weight_copies import as_dtype
 
 
 class SequenceCut(Protocol):
@@ -70,7 +69,7 @@ class CausalSelfAttention(nn.Module):
         self.kv_heads, self.group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         self.tensor_axis: SequenceCut | None = None  # set if this rank holds only some of the heads
         self.dropout = config.dropout
-        self.implementation, self.fused_scores = ops.attention, ops.fused_scores
+        self.implementation, self.fused_scores, self.fused_rope = ops.attention, ops.fused_scores, ops.rope
         self.context: ContextCut | None = None  # set if sequences are sharded over ranks
         self.qkv = Linear(config.d_model, config.qkv_size, bias=config.bias, fused=ops.linear)
         self.proj = Linear(config.query_size, config.d_model, bias=config.bias, fused=ops.linear)
@@ -88,7 +87,7 @@ class CausalSelfAttention(nn.Module):
         key: DropoutKey | None = None,
         cache: LayerCache | None = None,
         mask: Tensor | Spans | None = None,
-        rotary: Rotary | None = None,
+        rotary: Angles | None = None,
         first: Tensor | None = None,
         tokens: Tensor | None = None,
         *,
@@ -144,16 +143,12 @@ class CausalSelfAttention(nn.Module):
         first, values = (head * (self.group + 2) + share * queries) * width, (head + 1) * (self.group + 2) * width
         return [range(first, first + queries * width), range(values - 2 * width, values)]
 
-    def _positioned(self, qkv: Tensor, rotary: Rotary | None) -> Tensor:
+    def _positioned(self, qkv: Tensor, rotary: Angles | None) -> Tensor:
         """Return qkv with normed and rotated queries and keys."""
-        if rotary is None and self.q_norm is None:
-            return qkv
-        q, k, v = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1:, :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
-        return torch.cat([q, k, v], -2)
+        if self.q_norm is None or self.k_norm is None:
+            return rope(qkv, rotary, fused=self.fused_rope)
+        gains = _gain(self.q_norm, qkv.dtype), _gain(self.k_norm, qkv.dtype)
+        return rope(qkv, rotary, gains, self.q_norm.eps, self.fused_rope)
 
     def _over_ranks(self, qkv: Tensor, key: DropoutKey | None, mask: Tensor | None, context: ContextCut) -> Tensor:
         """Attend from qkv [B, s, K, G + 2, D] of this rank's two chunks to the whole sequence. Returns [B, s, K G,
@@ -169,3 +164,7 @@ class CausalSelfAttention(nn.Module):
             out = causal_attention(q, k, v, self.implementation, self.dropout, own, seen, **options)
             outs.append(out.transpose(1, 2))
         return context.give_back(torch.cat(outs, 1), qkv, memory)
+
+
+def _gain(norm: RMSNorm, dtype: torch.dtype) -> Tensor | None:
+    return norm.weight if norm.weight is None or norm.fp32 else as_dtype(norm.weight, dtype)

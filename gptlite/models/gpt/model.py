@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptlite.models.gpt.attention import CausalSelfAttention, ContextCut, Rotary, SequenceCut
+from gptlite.models.gpt.attention import CausalSelfAttention, ContextCut, SequenceCut
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig, Norm, Position
 from gptlite.models.gpt.mlp import MLP
@@ -21,7 +21,7 @@ from gptlite.ops.cross_entropy import LossGradient
 from gptlite.ops.documents import Documents
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.embedding import TableGradient, copied_rows, embedding
-from gptlite.ops.rope import frequencies, rotary, scaled_frequencies
+from gptlite.ops.rope import Angles, frequencies, rotary, scaled_frequencies
 from gptlite.ops.select import Ops
 from gptlite.ops.token_scores import token_scores
 
@@ -92,7 +92,7 @@ class Block(nn.Module):
         sites: Tensor | None = None,
         cache: LayerCache | None = None,
         mask: Tensor | Spans | None = None,
-        rotary: Rotary | None = None,
+        rotary: Angles | None = None,
         first: Tensor | None = None,
         tokens: Tensor | None = None,
     ) -> Tensor | Stream | tuple[Tensor | Stream, Tensor]:
@@ -291,7 +291,7 @@ class GPT(nn.Module):
         half = torch.arange(length // 2, device=x.device)
         return torch.cat([first + half for first in self.context.starts(length)])
 
-    def _rotary(self, x: Tensor, start: int, documents: Documents | None) -> Rotary:
+    def _rotary(self, x: Tensor, start: int, documents: Documents | None) -> Angles:
         """Return the rotations of queries and keys. Positions count from the start of each document."""
         config, places = self.config, self._places(x, start).unsqueeze(0)
         if documents is not None:
