@@ -48,8 +48,8 @@ void backward(T* dx, W* dweight, W* dbias, float* workspace, const T* dy, const 
       });
     }
   });
-  if (!Rms || dweight) sum_parts(context, dweight, weights, parts.count, width);
-  if (!Rms && dbias) sum_parts(context, dbias, biases, parts.count, width);
+  if (dweight) sum_parts(context, dweight, weights, parts.count, width);
+  if (dbias) sum_parts(context, dbias, biases, parts.count, width);
 }
 
 }  // namespace

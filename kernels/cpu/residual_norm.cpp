@@ -105,8 +105,8 @@ void backward(const Backward<Rms, T, W>& pass, W* dbias, W* dweight, W* dbeta, f
                dbias ? of_weight + 2 * each : nullptr);
     }
   });
-  if (!Rms || dweight) sum_parts(context, dweight, workspace, parts.count, width);
-  if (!Rms && dbeta) sum_parts(context, dbeta, workspace + each, parts.count, width);
+  if (dweight) sum_parts(context, dweight, workspace, parts.count, width);
+  if (dbeta) sum_parts(context, dbeta, workspace + each, parts.count, width);
   if (dbias) sum_parts(context, dbias, workspace + 2 * each, parts.count, width);
 }
 

@@ -47,6 +47,16 @@ def residual_norm(backend: Backend, dtype: torch.dtype, rows: int, width: int) -
     return [y, h, mean, rstd, *backend.residual_norm_backward(dy, x, h, weight, mean, rstd, DROP)]
 
 
+def rms_norm(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
+    x, weight = normal((2, rows, width), dtype, "x"), normal([width], dtype, "weight")
+    y, _, rstd = backend.layer_norm_forward(x.flatten(0, 1), weight, None, 1e-5, rms=True)
+    dy = normal(x.shape, dtype, "dy")
+    alone = [y, *backend.layer_norm_backward(dy.flatten(0, 1), x.flatten(0, 1), weight, None, rstd, want_bias=False)]
+    y, h, _, rstd = backend.residual_norm_forward(x, weight, x, None, None, 1e-5, DROP, rms=True)
+    after = backend.residual_norm_backward(dy, x, h, None, None, rstd, DROP, want_beta=False)
+    return [*alone, y, h, rstd, *after]
+
+
 def bias_gelu(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
     size = 2 * rows, width
     x, dy, bias = normal(size, dtype, "x"), normal(size, dtype, "dy"), normal([width], dtype, "bias")
@@ -85,7 +95,7 @@ def attention(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Re
     return [out, lse, *backend.attention_backward(dout, out, lse, q, k, v, 0.2)]
 
 
-OPS = (softmax, layer_norm, residual_norm, bias_gelu, dropout, cross_entropy, norm, adamw, attention)
+OPS = (softmax, layer_norm, residual_norm, rms_norm, bias_gelu, dropout, cross_entropy, norm, adamw, attention)
 
 
 def assert_same(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], where: object = "") -> None:
