@@ -36,9 +36,13 @@ __device__ __forceinline__ void store_normed(const Norm& norm, int64_t row, int6
                                              float rstd) {
   float weight[V], bias[V], y[V];
   if constexpr (Rms) {
-    load_gain<V>(weight, norm.weight, norm.weight_dtype, column);
 #pragma unroll
-    for (int k = 0; k < V; ++k) y[k] = v[k] * rstd * weight[k];
+    for (int k = 0; k < V; ++k) y[k] = v[k] * rstd;
+    if (norm.weight != nullptr) {
+      load_floats<V>(weight, norm.weight, norm.weight_dtype, column);
+#pragma unroll
+      for (int k = 0; k < V; ++k) y[k] *= weight[k];
+    }
     store_floats<V>(static_cast<T*>(norm.y) + row * norm.width + column, y);
     return;
   }

@@ -80,10 +80,15 @@ struct GradientRow {
   }
 };
 
+// The weights of columns column .. column + V - 1; ones for an RMS norm without.
 template <int V, bool Rms>
 __device__ __forceinline__ void load_weight(float* weight, const NormGradient& g, int64_t column) {
-  if constexpr (Rms) load_gain<V>(weight, g.weight, g.weight_dtype, column);
-  else load_floats<V>(weight, g.weight, g.weight_dtype, column);
+  if constexpr (Rms) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) weight[k] = 1.0f;
+    if (g.weight == nullptr) return;
+  }
+  load_floats<V>(weight, g.weight, g.weight_dtype, column);
 }
 
 template <typename T, int V>
@@ -253,7 +258,7 @@ __global__ void __launch_bounds__(kLongBlock) norm_backward_long(NormGradient g)
   for (int64_t row = blockIdx.x; row < g.rows; row += gridDim.x, turn ^= 1) {
     const float mean = Rms ? 0.0f : g.mean[row], rstd = g.rstd[row];
     float c[kProduct + 1] = {};
-#pragma unroll (sizeof(T) < 4 ? 2 : 1)  // registers
+#pragma unroll (sizeof(T) < 4 && !(Rms && V == 1) ? 2 : 1)  // registers
     for (int64_t column = start; column < g.width; column += step) {
       const GradientPack<T, V, Rms> pack(g, row, column, mean, rstd);
 #pragma unroll

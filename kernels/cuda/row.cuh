@@ -79,14 +79,6 @@ struct RowThread {
         lane(static_cast<int>(threadIdx.x) % threads_) {}
 };
 
-// The weights of a norm's columns column .. column + V - 1, of `dtype`; ones where weight is NULL.
-template <int V>
-__device__ __forceinline__ void load_gain(float* gain, const void* weight, int dtype, int64_t column) {
-#pragma unroll
-  for (int k = 0; k < V; ++k) gain[k] = 1.0f;
-  if (weight != nullptr) load_floats<V>(gain, weight, dtype, column);
-}
-
 // a / b and a % b: 64-bit division takes 100 instructions.
 __device__ __forceinline__ void divide(int64_t a, int64_t b, int64_t* quotient, int64_t* remainder) {
   if (((a | b) >> 32) == 0) {

@@ -67,9 +67,7 @@ class TorchOps:
         dx, dweight, dbias = _here(OPS.layer_norm_backward(*self._there(dy, x, weight, mean, rstd), want_bias))
         return [dx, None if weight is None else dweight, dbias if want_bias else None]
 
-    def residual_norm_forward(
-        self, x, bias, residual, weight, beta, eps, dropout, rms=False
-    ) -> list[Tensor | None]:
+    def residual_norm_forward(self, x, bias, residual, weight, beta, eps, dropout, rms=False) -> list[Tensor | None]:
         tensors = self._there(x, bias, residual, weight, beta)
         y, h, mean, rstd = _here(OPS.residual_norm(*tensors, eps, *_dropout(dropout), rms))
         return [y, h, None if rms else mean.flatten(), rstd.flatten()]
