@@ -71,7 +71,8 @@ __device__ __forceinline__ void norm_held(const Norm& norm, const RowThread& at,
   }
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    if (!Rms && (at.lane + i * at.threads) * V >= width) continue;  // zeros are apart from a mean
+    // Zeros are apart from a mean alone; singly, the branch would spill.
+    if (!(Rms && V == 1) && (at.lane + i * at.threads) * V >= width) continue;
 #pragma unroll
     for (int k = 0; k < V; ++k) squares = fmaf(v[i * V + k] - mean, v[i * V + k] - mean, squares);
   }
