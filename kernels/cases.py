@@ -110,8 +110,12 @@ def _residual_norm_backward(inputs: Inputs, results: Tensors) -> Tensors:
 
 
 def _torch_residual_norm(inputs: Inputs) -> Tensors:
-    h = inputs["residual"] + _torch_dropout(inputs | {"x": inputs["x"] + inputs["bias"]})[0]
+    h = _residual_sum(inputs)
     return *_torch_layer_norm(inputs | {"x": h}), h
+
+
+def _residual_sum(inputs: Inputs) -> Tensor:
+    return inputs["residual"] + _torch_dropout(inputs | {"x": inputs["x"] + inputs["bias"]})[0]
 
 
 def _plain_residual_norm(inputs: Inputs) -> Tensors:
@@ -202,6 +206,49 @@ def _rope(name: str, norm: bool) -> Case:
     )
 
 
+def _rms_norm(name: str, *weight: str) -> Case:
+    """Return the case of an RMS norm alone; `weight` is ("weight",), or () for none."""
+
+    def backward(inputs: Inputs, results: Tensors) -> Tensors:
+        gain = inputs["weight"] if weight else None
+        return OPS.layer_norm_backward(inputs["dy"], inputs["x"], gain, None, results[2], False)[: 1 + len(weight)]
+
+    return Case(
+        (f"layer_norm{name}", f"layer_norm_backward{name}"),
+        _row_inputs,
+        lambda given: OPS.layer_norm(given["x"], given["weight"] if weight else None, None, EPS, True),
+        backward,
+        lambda given: (F.rms_norm(given["x"], given["x"].shape[-1:], given["weight"] if weight else None, EPS),),
+        *(("x", *weight), *WIDE),
+        traffic=_times(2, 3),
+    )
+
+
+def _residual_rms_norm(name: str, *weight: str) -> Case:
+    """Return the case of an RMS norm after a residual sum."""
+    leaves = "x", "residual", "bias", *weight
+
+    def norm(inputs: Inputs) -> Tensors:
+        tensors = inputs["x"], inputs["bias"], inputs["residual"], inputs["weight"] if weight else None, None
+        return OPS.residual_norm(*tensors, EPS, *_dropout_key(inputs), True)
+
+    def backward(inputs: Inputs, results: Tensors) -> Tensors:
+        given = inputs["dy"], None, results[1], inputs["weight"] if weight else None, None, results[3]
+        return OPS.residual_norm_backward(*given, True, False, *_dropout_key(inputs))[: len(leaves)]
+
+    def normed(inputs: Inputs, h: Tensor) -> Tensors:
+        return F.rms_norm(h, h.shape[-1:], inputs["weight"] if weight else None, EPS), h
+
+    return Case(
+        (f"residual_norm{name}", f"residual_norm_backward{name}"),
+        *(_row_inputs, norm, backward, lambda given: normed(given, _residual_sum(given))),
+        *(leaves, *WIDE),
+        traffic=_times(4, 4),
+        plain=lambda given: normed(given, given["residual"] + F.dropout(given["x"] + given["bias"], P)),
+        compared=2,
+    )
+
+
 ROWS = (
     Case(
         _pair("layer_norm"),
@@ -219,6 +266,10 @@ ROWS = (
         plain=_plain_residual_norm,
         compared=2,
     ),
+    _rms_norm(" rms", "weight"),
+    _rms_norm(" rms without gain"),
+    _residual_rms_norm(" rms", "weight"),
+    _residual_rms_norm(" rms without gain"),
     _bias_activation("gelu_tanh", partial(F.gelu, approximate="tanh")),
     _bias_activation("gelu_erf", F.gelu),
     _bias_activation("relu", F.relu),

@@ -36,10 +36,32 @@ def _if(wanted: bool, x: Tensor) -> Tensor:
     return x.new_empty(x.shape if wanted else 0)
 
 
+def _mean(x: Tensor, rms: bool) -> Tensor:
+    return _fp32(x, 0) if rms else _row(x)
+
+
+def _layer_norm(x, weight, bias, eps, rms=False):
+    return _like(x), _mean(x, rms), _row(x)
+
+
+def _layer_norm_backward(dy, x, weight, mean, rstd, has_bias):
+    return _like(x), _parameter(weight, x, weight is not None), _parameter(weight, x, has_bias)
+
+
+def _residual_norm(x, bias, residual, weight, beta, eps, p, seed, site, sample_ids, first_position, rms=False):
+    return _like(x), _like(x), _mean(x, rms), _row(x)
+
+
+def _parameter(weight: Tensor | None, x: Tensor, wanted: bool) -> Tensor:
+    """Return the gradient of a norm's parameter; an RMS norm without a weight has parameters of x's dtype."""
+    return (x if weight is None else weight).new_empty(x.shape[-1] if wanted else 0)
+
+
 def _residual_norm_backward(dy, dh, h, weight, mean, rstd, has_bias, has_beta, *dropout):
     p, _, site, *_ = dropout
     dx = _if(p > 0 and site is not None, h)
-    return dx, _like(h), _if(has_bias, weight), _like(weight), _if(has_beta, weight)
+    wanted = has_bias, weight is not None, has_beta
+    return dx, _like(h), *(_parameter(weight, h, each) for each in wanted)
 
 
 def _bias_activation(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
@@ -70,9 +92,9 @@ FAKES: dict[str, Callable] = {
     **dict.fromkeys(("masked_softmax", "masked_softmax_backward", "causal_softmax", "causal_softmax_backward"), _like),
     **dict.fromkeys(("masked_softmax_", "masked_softmax_backward_"), _nothing),
     **dict.fromkeys(("causal_softmax_", "causal_softmax_backward_"), _nothing),
-    "layer_norm": lambda x, *_: (_like(x), _row(x), _row(x)),
-    "layer_norm_backward": lambda dy, x, weight, mean, rstd, has_bias: (_like(x), _like(weight), _if(has_bias, weight)),
-    "residual_norm": lambda x, *_: (_like(x), _like(x), _row(x), _row(x)),
+    "layer_norm": _layer_norm,
+    "layer_norm_backward": _layer_norm_backward,
+    "residual_norm": _residual_norm,
     "residual_norm_backward": _residual_norm_backward,
     "bias_activation": _bias_activation,
     "bias_activation_backward": lambda dy, x, bias, _: (_like(x), x.new_empty(0) if bias is None else _like(bias)),

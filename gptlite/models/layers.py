@@ -6,14 +6,13 @@ stay in fp32 (Apex's O1), a layer's `matmul_dtype` is the dtype of its product.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptlite.ops.config import CrossEntropy
 from gptlite.ops.cross_entropy import NOTHING_KNOWN, LossGradient, LossTerms, linear_cross_entropy, soft_capped
 from gptlite.ops.dropout import DropoutKey, dropout
 from gptlite.ops.fp8 import fp8_linear
-from gptlite.ops.layer_norm import layer_norm, residual_norm
+from gptlite.ops.layer_norm import layer_norm, residual_norm, rms_norm
 from gptlite.ops.linear import cast, linear
 from gptlite.ops.weight_copies import as_dtype
 
@@ -114,20 +113,26 @@ class RMSNorm(nn.Module):
 
     fp32 = False
 
-    def __init__(self, width: int, eps: float, *, gain: bool, fused_dropout: bool = False, of_heads: bool = False):
+    def __init__(self, width: int, eps: float, *, gain: bool, fused: bool = False, of_heads: bool = False):
         super().__init__()
-        self.width, self.eps, self.fused_dropout, self.of_heads = width, eps, fused_dropout, of_heads
+        self.width, self.eps, self.fused, self.of_heads = width, eps, fused, of_heads
         self.weight = nn.Parameter(torch.ones(width)) if gain else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fp32:
-            return F.rms_norm(x.float(), (self.width,), self.weight, self.eps).to(x.dtype)
-        weight = None if self.weight is None else as_dtype(self.weight, x.dtype)
-        return F.rms_norm(x, (self.width,), weight, self.eps)
+            return rms_norm(x.float(), self.weight, self.eps, self.fused).to(x.dtype)
+        return rms_norm(x, self._gain(x.dtype), self.eps, self.fused)
 
     def after_residual(
         self, x: Tensor, residual: Tensor, p: float, key: DropoutKey | None, x_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of residual + dropout(x + x_bias), and that sum; without a key nothing is dropped."""
-        h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused_dropout)
-        return self(h), h
+        if self.fp32:  # the fused op has one dtype
+            h = residual + dropout(x if x_bias is None else x + x_bias, p, key, self.fused)
+            return self(h), h
+        return residual_norm(
+            x, residual, self._gain(x.dtype), None, self.eps, p, key, self.fused, x_bias=x_bias, rms=True
+        )
+
+    def _gain(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.weight is None else as_dtype(self.weight, dtype)

@@ -1,4 +1,4 @@
-"""Layer norm over the last dimension, alone or after an addition to the residual stream."""
+"""Layer norm and RMS norm over the last dimension, alone or after an addition to the residual stream."""
 
 from typing import Any
 
@@ -22,24 +22,32 @@ def layer_norm(
 
         return fused_layer_norm_affine(x, weight, bias, weight.shape, eps)
     if fused:
-        return _LayerNorm.apply(x, weight, bias, eps)
+        return _Norm.apply(x, weight, bias, eps, False)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, fused: bool = False) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight, arXiv:1910.07467. x [..., D]; weight [D]. `fused` uses our kernel."""
+    if fused:
+        return _Norm.apply(x, weight, None, eps, True)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def residual_norm(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     p: float = 0.0,
     key: DropoutKey | None = None,
     fused: bool = False,
     x_bias: Tensor | None = None,
+    rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the layer norm of h = residual + dropout(x + x_bias), and h, both [B, S, D]. x_bias is [D].
+    """Return the norm of h = residual + dropout(x + x_bias), and h, both [B, S, D]. x_bias is [D].
 
-    `key=None` turns dropout off.
+    `rms`: RMS norm instead of layer norm; it has no bias, and may have no weight. `key=None` turns dropout off.
     """
     # The kernel adds the bias itself, unless dropout has to run before it.
     if x_bias is not None and not (fused and (key is None or not key.gap)):
@@ -47,24 +55,27 @@ def residual_norm(
     if fused and key is not None and key.gap:  # the kernel supports one run of positions
         x, p, key = dropout(x, p, key, fused), 0.0, None
     if fused:
-        return _ResidualNorm.apply(x, x_bias, residual, weight, bias, eps, p, key)
+        return _ResidualNorm.apply(x, x_bias, residual, weight, bias, eps, p, key, rms)
     h = residual + dropout(x, p, key)
+    if rms:
+        return rms_norm(h, weight, eps), h
+    assert weight is not None
     return layer_norm(h, weight, bias, eps), h
 
 
-class _LayerNorm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        y, mean, rstd = torch.ops.gptlite.layer_norm(x, weight, bias, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.has_bias = bias is not None
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+        y, mean, rstd = torch.ops.gptlite.layer_norm(x, weight, bias, eps, rms)
+        ctx.save_for_backward(x, weight, None if rms else mean, rstd)
+        ctx.has_weight, ctx.has_bias = weight is not None, bias is not None
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):
         dx, dweight, dbias = torch.ops.gptlite.layer_norm_backward(dy, *ctx.saved_tensors, ctx.has_bias)
-        return dx, dweight, dbias if ctx.has_bias else None, None
+        return dx, dweight if ctx.has_weight else None, dbias if ctx.has_bias else None, None, None
 
 
 class _ResidualNorm(torch.autograd.Function):
@@ -74,19 +85,20 @@ class _ResidualNorm(torch.autograd.Function):
         x: Tensor,
         x_bias: Tensor | None,
         residual: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
         p: float,
         key: DropoutKey | None,
+        rms: bool,
     ) -> tuple[Tensor, Tensor]:
         p, seed, site, sample_ids, first, _ = kernel_key(p, key)
-        ctx.key, ctx.has_biases = (p, seed, first), (x_bias is not None, bias is not None)
+        ctx.key, ctx.has = (p, seed, first), (x_bias is not None, weight is not None, bias is not None)
         ctx.set_materialize_grads(False)  # the last sum is not used elsewhere and has no gradient
         y, h, mean, rstd = torch.ops.gptlite.residual_norm(
-            x, x_bias, residual, weight, bias, eps, p, seed, site, sample_ids, first
+            x, x_bias, residual, weight, bias, eps, p, seed, site, sample_ids, first, rms
         )
-        ctx.save_for_backward(h, weight, mean, rstd, site, sample_ids)
+        ctx.save_for_backward(h, weight, None if rms else mean, rstd, site, sample_ids)
         return y, h
 
     @staticmethod
@@ -95,9 +107,10 @@ class _ResidualNorm(torch.autograd.Function):
         h, weight, mean, rstd, site, sample_ids = ctx.saved_tensors
         dy = torch.zeros_like(h) if dy is None else dy
         p, seed, first = ctx.key
-        dx, dresidual, dx_bias, dweight, dbias = torch.ops.gptlite.residual_norm_backward(
-            dy, dh, h, weight, mean, rstd, *ctx.has_biases, p, seed, site, sample_ids, first
+        has_x_bias, _, has_bias = ctx.has
+        dx, dresidual, *found = torch.ops.gptlite.residual_norm_backward(
+            dy, dh, h, weight, mean, rstd, has_x_bias, has_bias, p, seed, site, sample_ids, first
         )
         dropped = p > 0.0 and site is not None
-        biases = [grad if has else None for grad, has in zip((dx_bias, dbias), ctx.has_biases, strict=True)]
-        return dx if dropped else dresidual, biases[0], dresidual, dweight, biases[1], None, None, None
+        dx_bias, dweight, dbias = (grad if has else None for grad, has in zip(found, ctx.has, strict=True))
+        return dx if dropped else dresidual, dx_bias, dresidual, dweight, dbias, None, None, None, None

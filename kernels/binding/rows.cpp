@@ -1,4 +1,4 @@
-// Layer norm, alone and after a residual; bias and activation; rotary position embedding; dropout.
+// Layer norm and RMS norm, alone and after a residual; bias and activation; rotary position embedding; dropout.
 #include "common.h"
 
 namespace gptlite::binding {
@@ -79,72 +79,103 @@ std::tuple<int64_t, int64_t> batch_and_positions(const Tensor& x, const Rows& si
   return {x.size(0), x.size(1)};
 }
 
-Three layer_norm(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, double eps) {
-  const int dtype = float_dtype(x, "x"), weight_dtype = float_dtype(weight, "weight");
+// The weight of a norm, and the dtype of its parameters: the weight's, or x's where there is none.
+struct Gain {
+  OptionalTensor weight;
+  int dtype;
+  const char* like;
+
+  Gain(const OptionalTensor& weight_, bool has_bias, bool rms, const Rows& size, const Tensor& x)
+      : dtype(weight_ ? float_dtype(*weight_, "weight") : float_dtype(x, "x")), like(weight_ ? "weight" : "x") {
+    STD_TORCH_CHECK(rms || weight_, "a layer norm must have a weight; an RMS norm may be without");
+    STD_TORCH_CHECK(!rms || !has_bias, "an RMS norm has no bias");
+    if (weight_) weight = row_vector(*weight_, "weight", size.width, x);
+  }
+
+  bool there() const { return weight.has_value(); }
+};
+
+// Of an RMS norm: no elements, and no pointer.
+Tensor new_mean(bool rms, const Rows& size, const Tensor& x) {
+  return empty(rms ? Sizes{0} : size.leading, GPTLITE_FP32, x);
+}
+
+float* mean_data(bool rms, const Tensor& mean) { return rms ? nullptr : mutable_floats(mean); }
+
+OptionalTensor row_mean(const OptionalTensor& mean, const Rows& size, const Tensor& like) {
+  return mean ? OptionalTensor(row_statistic(*mean, "mean", size, like)) : std::nullopt;
+}
+
+Three layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps, bool rms) {
+  const int dtype = float_dtype(x, "x");
   const Rows size(x, "x");
-  const Tensor input = as_contiguous(x), gamma = row_vector(weight, "weight", size.width, x);
-  const OptionalTensor beta = row_vector(bias, "bias", size.width, x, weight_dtype, "weight");
+  const Gain gain(weight, bias.has_value(), rms, size, x);
+  const Tensor input = as_contiguous(x);
+  const OptionalTensor beta = row_vector(bias, "bias", size.width, x, gain.dtype, gain.like);
   const Tensor y = new_like(x);
-  const Tensor mean = empty(size.leading, GPTLITE_FP32, x), rstd = empty(size.leading, GPTLITE_FP32, x);
-  GPTLITE_CALL(x, layer_norm_forward, mutable_data(y), mutable_floats(mean), mutable_floats(rstd), data(input),
-               data(gamma), data(beta), size.rows, size.width, float(eps), dtype, weight_dtype);
+  const Tensor mean = new_mean(rms, size, x), rstd = empty(size.leading, GPTLITE_FP32, x);
+  GPTLITE_CALL(x, layer_norm_forward, mutable_data(y), mean_data(rms, mean), mutable_floats(rstd), data(input),
+               data(gain.weight), data(beta), size.rows, size.width, float(eps), dtype, gain.dtype);
   return {y, mean, rstd};
 }
 
-Three layer_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& mean,
+Three layer_norm_backward(const Tensor& dy, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& mean,
                           const Tensor& rstd, bool has_bias) {
-  const int dtype = float_dtype(x, "x"), weight_dtype = float_dtype(weight, "weight");
+  const int dtype = float_dtype(x, "x");
   const Rows size(x, "x");
+  const Gain gain(weight, has_bias, !mean, size, x);
   const Tensor gradient = contiguous_like(dy, "dy", x, "x"), input = as_contiguous(x);
-  const Tensor gamma = row_vector(weight, "weight", size.width, x);
-  const Tensor means = row_statistic(mean, "mean", size, x), rstds = row_statistic(rstd, "rstd", size, x);
-  const Tensor dx = new_like(x), dweight = empty({size.width}, weight_dtype, x);
-  const Tensor dbias = new_vector(has_bias, size.width, weight_dtype, x), workspace = new_workspace(size, x);
-  GPTLITE_CALL(x, layer_norm_backward, mutable_data(dx), mutable_data(dweight), data_if(has_bias, dbias),
-               mutable_floats(workspace), data(gradient), data(input), data(gamma), floats(means), floats(rstds),
-               size.rows, size.width, dtype, weight_dtype);
+  const OptionalTensor means = row_mean(mean, size, x);
+  const Tensor rstds = row_statistic(rstd, "rstd", size, x);
+  const Tensor dx = new_like(x), dweight = new_vector(gain.there(), size.width, gain.dtype, x);
+  const Tensor dbias = new_vector(has_bias, size.width, gain.dtype, x), workspace = new_workspace(size, x);
+  GPTLITE_CALL(x, layer_norm_backward, mutable_data(dx), data_if(gain.there(), dweight), data_if(has_bias, dbias),
+               mutable_floats(workspace), data(gradient), data(input), data(gain.weight), floats(means), floats(rstds),
+               size.rows, size.width, dtype, gain.dtype);
   return {dx, dweight, dbias};
 }
 
-Four residual_norm(const Tensor& x, const OptionalTensor& bias, const Tensor& residual, const Tensor& weight,
+Four residual_norm(const Tensor& x, const OptionalTensor& bias, const Tensor& residual, const OptionalTensor& weight,
                    const OptionalTensor& beta, double eps, double p, int64_t seed, const OptionalTensor& site,
-                   const OptionalTensor& sample_ids, int64_t first_position) {
-  const int dtype = float_dtype(x, "x"), weight_dtype = float_dtype(weight, "weight");
+                   const OptionalTensor& sample_ids, int64_t first_position, bool rms) {
+  const int dtype = float_dtype(x, "x");
   const Rows size(x, "x");
   const Dropout dropout(p, seed, site, sample_ids, first_position, 0, x);
   const auto [batch, positions] = batch_and_positions(x, size, dropout);
+  const Gain gain(weight, beta.has_value(), rms, size, x);
   const Tensor input = as_contiguous(x), stream = contiguous_like(residual, "residual", x, "x");
-  const Tensor gamma = row_vector(weight, "weight", size.width, x);
-  const OptionalTensor added = row_vector(bias, "bias", size.width, x, weight_dtype, "weight");
-  const OptionalTensor shift = row_vector(beta, "beta", size.width, x, weight_dtype, "weight");
+  const OptionalTensor added = row_vector(bias, "bias", size.width, x, gain.dtype, gain.like);
+  const OptionalTensor shift = row_vector(beta, "beta", size.width, x, gain.dtype, gain.like);
   const Tensor y = new_like(x), h = new_like(x);
-  const Tensor mean = empty(size.leading, GPTLITE_FP32, x), rstd = empty(size.leading, GPTLITE_FP32, x);
-  GPTLITE_CALL(x, residual_norm_forward, mutable_data(y), mutable_data(h), mutable_floats(mean), mutable_floats(rstd),
-               data(input), data(added), data(stream), data(gamma), data(shift), batch, positions, size.width, float(eps),
-               dropout.get(), dtype, weight_dtype);
+  const Tensor mean = new_mean(rms, size, x), rstd = empty(size.leading, GPTLITE_FP32, x);
+  GPTLITE_CALL(x, residual_norm_forward, mutable_data(y), mutable_data(h), mean_data(rms, mean), mutable_floats(rstd),
+               data(input), data(added), data(stream), data(gain.weight), data(shift), batch, positions, size.width,
+               float(eps), dropout.get(), dtype, gain.dtype);
   return {y, h, mean, rstd};
 }
 
-Five residual_norm_backward(const Tensor& dy, const OptionalTensor& dh, const Tensor& h, const Tensor& weight,
-                            const Tensor& mean, const Tensor& rstd, bool has_bias, bool has_beta, double p, int64_t seed,
-                            const OptionalTensor& site, const OptionalTensor& sample_ids, int64_t first_position) {
-  const int dtype = float_dtype(h, "h"), weight_dtype = float_dtype(weight, "weight");
+Five residual_norm_backward(const Tensor& dy, const OptionalTensor& dh, const Tensor& h, const OptionalTensor& weight,
+                            const OptionalTensor& mean, const Tensor& rstd, bool has_bias, bool has_beta, double p,
+                            int64_t seed, const OptionalTensor& site, const OptionalTensor& sample_ids,
+                            int64_t first_position) {
+  const int dtype = float_dtype(h, "h");
   const Rows size(h, "h");
   const Dropout dropout(p, seed, site, sample_ids, first_position, 0, h);
   const bool drops = dropout.get();
   const auto [batch, positions] = batch_and_positions(h, size, dropout);
+  const Gain gain(weight, has_beta, !mean, size, h);
   const Tensor gradient = contiguous_like(dy, "dy", h, "h"), input = as_contiguous(h);
   const OptionalTensor passed = dh ? OptionalTensor(contiguous_like(*dh, "dh", h, "h")) : std::nullopt;
-  const Tensor gamma = row_vector(weight, "weight", size.width, h);
-  const Tensor means = row_statistic(mean, "mean", size, h), rstds = row_statistic(rstd, "rstd", size, h);
+  const OptionalTensor means = row_mean(mean, size, h);
+  const Tensor rstds = row_statistic(rstd, "rstd", size, h);
   const Tensor dresidual = new_like(h), dx = drops ? new_like(h) : empty({0}, dtype, h);
-  const Tensor dweight = empty({size.width}, weight_dtype, h), workspace = new_workspace(size, h);
-  const Tensor dbias = new_vector(has_bias, size.width, weight_dtype, h);
-  const Tensor dbeta = new_vector(has_beta, size.width, weight_dtype, h);
+  const Tensor dweight = new_vector(gain.there(), size.width, gain.dtype, h), workspace = new_workspace(size, h);
+  const Tensor dbias = new_vector(has_bias, size.width, gain.dtype, h);
+  const Tensor dbeta = new_vector(has_beta, size.width, gain.dtype, h);
   GPTLITE_CALL(h, residual_norm_backward, data_if(drops, dx), mutable_data(dresidual), data_if(has_bias, dbias),
-               mutable_data(dweight), data_if(has_beta, dbeta), mutable_floats(workspace), data(gradient), data(passed),
-               data(input), data(gamma), floats(means), floats(rstds), batch, positions, size.width, dropout.get(), dtype,
-               weight_dtype);
+               data_if(gain.there(), dweight), data_if(has_beta, dbeta), mutable_floats(workspace), data(gradient),
+               data(passed), data(input), data(gain.weight), floats(means), floats(rstds), batch, positions, size.width,
+               dropout.get(), dtype, gain.dtype);
   return {dx, dresidual, dbias, dweight, dbeta};
 }
 

@@ -20,14 +20,17 @@ STABLE_TORCH_LIBRARY(gptlite, m) {
   m.def("causal_softmax_backward(Tensor dy, Tensor y, float scale) -> Tensor");
   m.def("causal_softmax_backward_(Tensor(a!) dy, Tensor y, float scale) -> ()");
 
-  m.def("layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
+  // rms: RMS norm, whose weight may be None; its mean has no elements, and is None backward.
   m.def(
-      "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool has_bias) -> "
+      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms=False) -> "
+      "(Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, bool has_bias) -> "
       "(Tensor dx, Tensor dweight, Tensor dbias)");
-  m.def("residual_norm(Tensor x, Tensor? bias, Tensor residual, Tensor weight, Tensor? beta, float eps, " GPTLITE_DROPOUT
-        ") -> (Tensor y, Tensor h, Tensor mean, Tensor rstd)");
+  m.def("residual_norm(Tensor x, Tensor? bias, Tensor residual, Tensor? weight, Tensor? beta, float eps, " GPTLITE_DROPOUT
+        ", bool rms=False) -> (Tensor y, Tensor h, Tensor mean, Tensor rstd)");
   m.def(
-      "residual_norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor weight, Tensor mean, Tensor rstd, bool has_bias, "
+      "residual_norm_backward(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, bool has_bias, "
       "bool has_beta, " GPTLITE_DROPOUT
       ") -> (Tensor dx, Tensor dresidual, Tensor dbias, Tensor dweight, Tensor dbeta)");
   m.def("bias_activation(Tensor x, Tensor? bias, int kind) -> Tensor");

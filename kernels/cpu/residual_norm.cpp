@@ -1,4 +1,4 @@
-// A residual sum, with the bias and the dropout before it, and the layer norm after it.
+// A residual sum, with the bias and the dropout before it, and the layer norm or RMS norm after it.
 #include "column_sums.h"
 #include "norm.h"
 #include "random_words.h"
@@ -25,7 +25,7 @@ GPTLITE_INLINE void for_dropout_columns(const GptliteDropout* dropout, int64_t r
   });
 }
 
-template <class T, class W>
+template <bool Rms, class T, class W>
 struct Forward {
   T* y;
   T* h;
@@ -36,7 +36,7 @@ struct Forward {
   const W* beta;
   int64_t width;
 
-  // Writes a row of h; returns about its mean.
+  // Writes a row of h; returns about its mean, which an RMS norm does not need.
   float sum_up(int64_t row, int64_t positions, const GptliteDropout* dropout) const {
     const int64_t start = row * width;
     Vec total = {};
@@ -45,20 +45,20 @@ struct Forward {
       if (bias) branch += load(bias + column, lanes);
       const Vec whole = load(residual + start + column, lanes) + keep(branch);
       store(h + start + column, whole, lanes);
-      total += zero_past(whole, lanes);
+      if (!Rms) total += zero_past(whole, lanes);
     });
     return sum(total) / static_cast<float>(width);
   }
 
   Moments norm(int64_t row, float near_mean, float eps) const {
     const T* const sums = h + row * width;
-    const Moments found = moments(sums, width, near_mean, eps);
-    normalize(y + row * width, sums, width, found, weight, beta);
+    const Moments found = Rms ? rms_moments(sums, width, eps) : moments(sums, width, near_mean, eps);
+    normalize<Rms>(y + row * width, sums, width, found, weight, beta);
     return found;
   }
 };
 
-template <class T, class W>
+template <bool Rms, class T, class W>
 struct Backward {
   T* dx;
   T* dresidual;
@@ -72,27 +72,27 @@ struct Backward {
   void row(int64_t row, int64_t positions, const GptliteDropout* dropout, float mean, float rstd, float* of_weight,
            float* of_beta, float* of_bias) const {
     const int64_t start = row * width;
-    const NormSlope slope = norm_slope(dy + start, h + start, weight, width, mean, rstd);
+    const NormSlope<Rms> slope = norm_slope<Rms>(dy + start, h + start, weight, width, mean, rstd);
     for_dropout_columns(dropout, row, positions, width, [&](int64_t column, auto keep, auto lanes) GPTLITE_LAMBDA {
       const int64_t at = start + column;
       const Vec upper = load(dy + at, lanes), normal = slope.normal(load(h + at, lanes));
-      Vec whole = slope(upper * load(weight + column, lanes), normal);
+      Vec whole = slope(weighted<Rms>(upper, weight, column, lanes), normal);
       if (dh) whole += load(dh + at, lanes);
       const Vec branch = keep(whole);
       // All loads come before the stores: sums whose addresses differ by pages would wait for each other.
       const Vec weight_sum = fma(upper, normal, load(of_weight + column, lanes));
-      const Vec beta_sum = load(of_beta + column, lanes) + upper;
+      const Vec beta_sum = Rms ? Vec{} : load(of_beta + column, lanes) + upper;
       if (of_bias) store(of_bias + column, load(of_bias + column, lanes) + branch, lanes);
       store(of_weight + column, weight_sum, lanes);
-      store(of_beta + column, beta_sum, lanes);
+      if (!Rms) store(of_beta + column, beta_sum, lanes);
       store(dresidual + at, whole, lanes);
       if (dx) store(dx + at, branch, lanes);
     });
   }
 };
 
-template <class T, class W>
-void backward(const Backward<T, W>& pass, W* dbias, W* dweight, W* dbeta, float* workspace, const float* mean,
+template <bool Rms, class T, class W>
+void backward(const Backward<Rms, T, W>& pass, W* dbias, W* dweight, W* dbeta, float* workspace, const float* mean,
               const float* rstd, int64_t rows, int64_t positions, const GptliteDropout* dropout, const void* context) {
   const int64_t width = pass.width;
   const Parts parts = parts_of(rows, width);
@@ -101,11 +101,11 @@ void backward(const Backward<T, W>& pass, W* dbias, W* dweight, W* dbeta, float*
     float* const of_weight = workspace + part * width;
     for (int kind = 0; kind < 3; ++kind) memset(of_weight + kind * each, 0, static_cast<size_t>(width) * sizeof(float));
     for (int64_t row = first; row < last; ++row) {
-      pass.row(row, positions, dropout, mean[row], rstd[row], of_weight, of_weight + each,
+      pass.row(row, positions, dropout, Rms ? 0.0f : mean[row], rstd[row], of_weight, of_weight + each,
                dbias ? of_weight + 2 * each : nullptr);
     }
   });
-  sum_parts(context, dweight, workspace, parts.count, width);
+  if (dweight) sum_parts(context, dweight, workspace, parts.count, width);
   if (dbeta) sum_parts(context, dbeta, workspace + each, parts.count, width);
   if (dbias) sum_parts(context, dbias, workspace + 2 * each, parts.count, width);
 }
@@ -118,24 +118,27 @@ int residual_norm_forward(void* y, void* h, float* mean, float* rstd, const void
                           void* context) {
   return with_dtype(dtype, [&](auto element) {
     return with_dtype(weight_dtype, [&](auto weight_element) {
-      using T = decltype(element);
-      using W = decltype(weight_element);
-      const Forward<T, W> pass{static_cast<T*>(y),
-                               static_cast<T*>(h),
-                               static_cast<const T*>(x),
-                               static_cast<const W*>(bias),
-                               static_cast<const T*>(residual),
-                               static_cast<const W*>(weight),
-                               static_cast<const W*>(beta),
-                               width};
-      parallel(context, batch * positions, task_items(width), [&](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; ++row) {
-          const Moments found = pass.norm(row, pass.sum_up(row, positions, dropout), eps);
-          mean[row] = found.mean;
-          rstd[row] = found.rstd;
-        }
+      return with_norm(mean == nullptr, [&](auto rms) {
+        using T = decltype(element);
+        using W = decltype(weight_element);
+        constexpr bool Rms = decltype(rms)::value;
+        const Forward<Rms, T, W> pass{static_cast<T*>(y),
+                                      static_cast<T*>(h),
+                                      static_cast<const T*>(x),
+                                      static_cast<const W*>(bias),
+                                      static_cast<const T*>(residual),
+                                      static_cast<const W*>(weight),
+                                      static_cast<const W*>(beta),
+                                      width};
+        parallel(context, batch * positions, task_items(width), [&](int64_t first, int64_t last) {
+          for (int64_t row = first; row < last; ++row) {
+            const Moments found = pass.norm(row, pass.sum_up(row, positions, dropout), eps);
+            if (!Rms) mean[row] = found.mean;
+            rstd[row] = found.rstd;
+          }
+        });
+        return 0;
       });
-      return 0;
     });
   });
 }
@@ -146,14 +149,17 @@ int residual_norm_backward(void* dx, void* dresidual, void* dbias, void* dweight
                            const GptliteDropout* dropout, int dtype, int weight_dtype, void* context) {
   return with_dtype(dtype, [&](auto element) {
     return with_dtype(weight_dtype, [&](auto weight_element) {
-      using T = decltype(element);
-      using W = decltype(weight_element);
-      const Backward<T, W> pass{static_cast<T*>(dx),       static_cast<T*>(dresidual), static_cast<const T*>(dy),
-                                static_cast<const T*>(dh), static_cast<const T*>(h),   static_cast<const W*>(weight),
-                                width};
-      backward(pass, static_cast<W*>(dbias), static_cast<W*>(dweight), static_cast<W*>(dbeta), workspace, mean, rstd,
-               batch * positions, positions, dropout, context);
-      return 0;
+      return with_norm(mean == nullptr, [&](auto rms) {
+        using T = decltype(element);
+        using W = decltype(weight_element);
+        const Backward<decltype(rms)::value, T, W> pass{
+            static_cast<T*>(dx),       static_cast<T*>(dresidual), static_cast<const T*>(dy),
+            static_cast<const T*>(dh), static_cast<const T*>(h),   static_cast<const W*>(weight),
+            width};
+        backward(pass, static_cast<W*>(dbias), static_cast<W*>(dweight), static_cast<W*>(dbeta), workspace, mean, rstd,
+                 batch * positions, positions, dropout, context);
+        return 0;
+      });
     });
   });
 }

@@ -15,6 +15,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <type_traits>
 #include <utility>
 
 #include "gptlite_kernels.h"

@@ -1,7 +1,8 @@
-// Layer norm, forward and backward.
+// Layer norm and RMS norm, forward and backward.
 //
-// Forward: a row is read once into registers (row.cuh), reduced twice (mean, then squares about it) and written once: 2
-// elements moved for each, the least there is; weight and bias come from the caches. Rows beyond 8192 are read twice.
+// Forward: a row is read once into registers (row.cuh), reduced twice (mean, then squares about it; once for an RMS norm)
+// and written once: 2 elements moved for each, the least there is; weight and bias come from the caches. Rows beyond 8192
+// are read twice.
 // Backward: norm_backward.cuh.
 #include "layer_norm.cuh"
 #include "norm_backward.cuh"
@@ -9,7 +10,7 @@
 namespace gptlite {
 namespace {
 
-template <typename T, int V, int E>
+template <typename T, int V, int E, bool Rms>
 __global__ void __launch_bounds__(kMostThreads<E>) forward_held(Norm norm, const T* x, int threads) {
   GPTLITE_SHARED(float, slots);
   const RowThread at(threads);
@@ -24,21 +25,21 @@ __global__ void __launch_bounds__(kMostThreads<E>) forward_held(Norm norm, const
 #pragma unroll
   for (int k = 0; k < E; ++k)
     v[k] = (at.lane + k / V * threads) * V < width ? packs[k / V].at(k % V) : 0.0f;
-  norm_held<T, V, E>(norm, at, width, v, slots);
+  norm_held<T, V, E, Rms>(norm, at, width, v, slots);
 }
 
-template <typename T, int V>
+template <typename T, int V, bool Rms>
 __global__ void __launch_bounds__(kLongBlock) forward_long(Norm norm, const T* x) {
   GPTLITE_SHARED(float, slots);
   const RowThread at(kLongBlock);
-  Moments moments = {0.0f, 0.0f, 0.0f};
+  Moments<Rms> moments = {0.0f, 0.0f, 0.0f};
 #pragma unroll 4
   for (int64_t column = static_cast<int64_t>(at.lane) * V; column < norm.width; column += kLongBlock * V) {
     float v[V];
     load_floats<V>(v, x + at.row * norm.width + column);
-    moments.add<V>(v);
+    moments.template add<V>(v);
   }
-  norm_long<T, V>(norm, at, x, moments, slots);
+  norm_long<T, V, Rms>(norm, at, x, moments, slots);
 }
 
 }  // namespace
@@ -58,8 +59,14 @@ int gptlite_cuda_layer_norm_forward(void* y, float* mean, float* rstd, const voi
       constexpr int V = decltype(layout)::V, E = decltype(layout)::E;
       const RowGrid grid = row_grid(rows, width, E);
       const T* in = static_cast<const T*>(x);
-      if constexpr (E == 0) return launch(forward_long<T, V>, grid.blocks, grid.block, kNormShared, stream, norm, in);
-      else return launch(forward_held<T, V, E>, grid.blocks, grid.block, kNormShared, stream, norm, in, grid.threads);
+      return by_norm(mean == nullptr, [&](auto rms) {
+        constexpr bool Rms = decltype(rms)::value;
+        if constexpr (E == 0)
+          return launch(forward_long<T, V, Rms>, grid.blocks, grid.block, kNormShared, stream, norm, in);
+        else
+          return launch(forward_held<T, V, E, Rms>, grid.blocks, grid.block, kNormShared, stream, norm, in,
+                        grid.threads);
+      });
     });
   });
 }
@@ -79,5 +86,7 @@ int gptlite_cuda_layer_norm_backward(void* dx, void* dweight, void* dbias, float
   g.rstd = rstd;
   g.rows = rows;
   g.width = width;
-  return norm_backward<false, 2>(g, dweight, dbias, nullptr, dtype, stream);
+  if (mean == nullptr && rows > 0)  // of no rows there is no mean either
+    return norm_backward<false, true, 1>(g, {dweight}, dtype, stream);
+  return norm_backward<false, false, 2>(g, {dweight, dbias}, dtype, stream);
 }

@@ -1,5 +1,8 @@
-// What layer_norm.cu and residual_norm.cu share of the forward pass: a row's mean and deviation, and the rows normed.
+// What layer_norm.cu and residual_norm.cu share of the forward pass: a row's mean and deviation, and the rows normed. An
+// RMS norm (Rms) takes the mean as 0 and does not write it.
 #pragma once
+
+#include <type_traits>
 
 #include "row.cuh"
 
@@ -9,8 +12,8 @@ struct Norm {
   void* y;
   float* mean;
   float* rstd;
-  const void* weight;
-  const void* bias;  // or NULL
+  const void* weight;  // or NULL, of an RMS norm
+  const void* bias;    // or NULL
   int weight_dtype;
   int64_t rows;
   int64_t width;
@@ -18,14 +21,31 @@ struct Norm {
   float inverse_width;  // a division's slow path would take registers and a stack
 };
 
+// f(std::true_type) for an RMS norm, else f(std::false_type).
+template <typename F>
+int by_norm(bool rms, F f) {
+  return rms ? f(std::true_type{}) : f(std::false_type{});
+}
+
 // Bytes of shared memory for the reductions below.
 constexpr int64_t kNormShared = 3 * kMaxWarps * sizeof(float);
 
 // Writes the norm of v, columns column .. column + V - 1, to `row` of y.
-template <typename T, int V>
+template <typename T, int V, bool Rms>
 __device__ __forceinline__ void store_normed(const Norm& norm, int64_t row, int64_t column, const float* v, float mean,
                                              float rstd) {
   float weight[V], bias[V], y[V];
+  if constexpr (Rms) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) y[k] = v[k] * rstd;
+    if (norm.weight != nullptr) {
+      load_floats<V>(weight, norm.weight, norm.weight_dtype, column);
+#pragma unroll
+      for (int k = 0; k < V; ++k) y[k] *= weight[k];
+    }
+    store_floats<V>(static_cast<T*>(norm.y) + row * norm.width + column, y);
+    return;
+  }
   load_floats<V>(weight, norm.weight, norm.weight_dtype, column);
 #pragma unroll
   for (int k = 0; k < V; ++k) y[k] = (v[k] - mean) * rstd * weight[k];
@@ -39,17 +59,20 @@ __device__ __forceinline__ void store_normed(const Norm& norm, int64_t row, int6
 
 // Norms the row that a group holds in v, zeros past its end. The mean first, then the squares of what is left: no
 // cancellation.
-template <typename T, int V, int E>
+template <typename T, int V, int E, bool Rms>
 __device__ __forceinline__ void norm_held(const Norm& norm, const RowThread& at, int width, const float* v,
                                           float* slots) {
   constexpr int kPacks = E / V;
-  float sum = 0.0f, squares = 0.0f;
+  float sum = 0.0f, squares = 0.0f, mean = 0.0f;
+  if constexpr (!Rms) {
 #pragma unroll
-  for (int k = 0; k < E; ++k) sum += v[k];
-  const float mean = group_reduce<Sum>(sum, at.threads, slots) * norm.inverse_width;
+    for (int k = 0; k < E; ++k) sum += v[k];
+    mean = group_reduce<Sum>(sum, at.threads, slots) * norm.inverse_width;
+  }
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    if ((at.lane + i * at.threads) * V >= width) continue;
+    // Zeros are apart from a mean alone; singly, the branch would spill.
+    if (!(Rms && V == 1) && (at.lane + i * at.threads) * V >= width) continue;
 #pragma unroll
     for (int k = 0; k < V; ++k) squares = fmaf(v[i * V + k] - mean, v[i * V + k] - mean, squares);
   }
@@ -58,15 +81,17 @@ __device__ __forceinline__ void norm_held(const Norm& norm, const RowThread& at,
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     const int column = (at.lane + i * at.threads) * V;
-    if (column < width) store_normed<T, V>(norm, at.row, column, v + i * V, mean, rstd);
+    if (column < width) store_normed<T, V, Rms>(norm, at.row, column, v + i * V, mean, rstd);
   }
   if (at.lane == 0 && width > 0) {
-    norm.mean[at.row] = mean;
+    if constexpr (!Rms) norm.mean[at.row] = mean;
     norm.rstd[at.row] = rstd;
   }
 }
 
-// A walked row's moments, kept about a running mean: no cancellation either (Chan, Golub, LeVeque 1979).
+// A walked row's moments, kept about a running mean: no cancellation either (Chan, Golub, LeVeque 1979). Those of an RMS
+// norm are the sum of squares.
+template <bool Rms>
 struct Moments {
   float count;
   float mean;
@@ -82,6 +107,11 @@ struct Moments {
 
   template <int V>
   __device__ __forceinline__ void add(const float* v) {
+    if constexpr (Rms) {
+#pragma unroll
+      for (int k = 0; k < V; ++k) squares = fmaf(v[k], v[k], squares);
+      return;
+    }
     float sum = 0.0f, about = 0.0f;
 #pragma unroll
     for (int k = 0; k < V; ++k) sum += v[k];
@@ -93,6 +123,10 @@ struct Moments {
 
   // Over a block of kLongBlock threads, which all have the result: every warp in turn, in order.
   __device__ __forceinline__ void merge_block(float* slots) {
+    if constexpr (Rms) {
+      squares = group_reduce<Sum>(squares, kLongBlock, slots);
+      return;
+    }
     for (int offset = kWarp / 2; offset > 0; offset /= 2) {
       const float other_count = __shfl_xor_sync(kAllLanes, count, offset);
       const float other_mean = __shfl_xor_sync(kAllLanes, mean, offset);
@@ -112,8 +146,8 @@ struct Moments {
 };
 
 // Norms `row` of x, of which the thread's moments are given; walks it a second time.
-template <typename T, int V>
-__device__ __forceinline__ void norm_long(const Norm& norm, const RowThread& at, const T* x, Moments moments,
+template <typename T, int V, bool Rms>
+__device__ __forceinline__ void norm_long(const Norm& norm, const RowThread& at, const T* x, Moments<Rms> moments,
                                           float* slots) {
   moments.merge_block(slots);
   const float rstd = rsqrtf(fmaf(moments.squares, norm.inverse_width, norm.eps));
@@ -121,10 +155,10 @@ __device__ __forceinline__ void norm_long(const Norm& norm, const RowThread& at,
   for (int64_t column = static_cast<int64_t>(at.lane) * V; column < norm.width; column += kLongBlock * V) {
     float v[V];
     load_floats<V>(v, x + at.row * norm.width + column);
-    store_normed<T, V>(norm, at.row, column, v, moments.mean, rstd);
+    store_normed<T, V, Rms>(norm, at.row, column, v, moments.mean, rstd);
   }
   if (at.lane == 0) {
-    norm.mean[at.row] = moments.mean;
+    if constexpr (!Rms) norm.mean[at.row] = moments.mean;
     norm.rstd[at.row] = rstd;
   }
 }

@@ -1,5 +1,5 @@
-// The backward pass of layer norm, alone or after a residual sum with dropout: what layer_norm.cu and residual_norm.cu
-// share.
+// The backward pass of layer norm and of RMS norm (Rms), alone or after a residual sum with dropout: what layer_norm.cu
+// and residual_norm.cu share.
 //
 // Rows of up to 8192: two stages. In the first, a processor's one or two blocks walk all rows. A group of threads
 // (row.cuh) holds a row of x and dy in registers, reduces its two sums at once and writes the row of dx; dweight and
@@ -20,12 +20,12 @@ namespace gptlite {
 struct NormGradient {
   void* dx;        // dh dropped out; NULL without dropout
   void* dh;        // the whole gradient of h
-  float* parts;    // dweight's, dbias's and those of the bias before the norm
+  float* parts;    // dweight's, dbias's (not of an RMS norm) and those of the bias before the norm
   const void* dy;  // or NULL
   const void* add;  // of dh, from elsewhere, or NULL
   const void* h;
-  const void* weight;
-  const float* mean;
+  const void* weight;  // or NULL, of an RMS norm
+  const float* mean;   // NULL of an RMS norm
   const float* rstd;
   int64_t rows;
   int64_t width;
@@ -38,8 +38,10 @@ struct NormGradient {
 // What there is beside the norm: nothing; a residual sum, whose gradient is added; dropout before that sum.
 enum class Before { nothing, sum, dropout };
 
-// Template parameters below: T, V: the elements, and how many go at once. Sums: 2, or 3 where the gradient of the bias
-// before the norm is wanted too.
+// Template parameters below: T, V: the elements, and how many go at once. Sums: 2, one less for an RMS norm, and one more
+// where the gradient of the bias before the norm is wanted too.
+template <bool Rms, int Sums>
+constexpr bool kSumBefore = Sums == (Rms ? 2 : 3);
 
 // E elements of a row for each thread; Warp: a warp has a row, which spares the barriers and the arithmetic of addresses.
 template <int E_, bool Warp_>
@@ -54,7 +56,7 @@ template <int E, Before B, int Sums>
 constexpr int kGradientBlock = E < 16    ? 448
                                : E == 16 ? (B == Before::dropout && Sums == 3 ? 384 : 512)
                                : E == 24 ? (B == Before::nothing ? 512 : 384)
-                                         : (Sums == 2 ? 384 : 256);
+                                         : (Sums <= 2 ? 384 : 256);
 
 // Where element k of a thread is among floats of which four in a row are one thread's: no bank conflicts.
 template <int V>
@@ -77,6 +79,17 @@ struct GradientRow {
     if (Add) load_pack_if<V>(wanted && g.add != nullptr, add[i], static_cast<const T*>(g.add) + at);
   }
 };
+
+// The weights of columns column .. column + V - 1; ones for an RMS norm without.
+template <int V, bool Rms>
+__device__ __forceinline__ void load_weight(float* weight, const NormGradient& g, int64_t column) {
+  if constexpr (Rms) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) weight[k] = 1.0f;
+    if (g.weight == nullptr) return;
+  }
+  load_floats<V>(weight, g.weight, g.weight_dtype, column);
+}
 
 template <typename T, int V>
 __device__ __forceinline__ void add_pack(float* v, const NormGradient& g, int64_t at) {
@@ -118,11 +131,11 @@ __device__ __forceinline__ void store_part_of_groups(float* parts, float (&sum)[
   }
 }
 
-template <typename T, int V, typename Layout, Before B, int Sums>
+template <typename T, int V, typename Layout, Before B, bool Rms, int Sums>
 __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
     norm_backward_held(NormGradient g, int row_threads) {
   GPTLITE_SHARED(float, shared);
-  constexpr int E = Layout::E;
+  constexpr int E = Layout::E, kProduct = Rms ? 0 : 1;  // the place of the product's sum, which is an RMS norm's only one
   constexpr bool kHoldAdd = B == Before::sum && sizeof(T) == 2 && V > 1;  // registers
   const int threads = Layout::Warp ? kWarp : row_threads;
   const RowThread at(threads);
@@ -132,7 +145,7 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
   float sum[Sums][E] = {};
   GradientRow<T, V, E, kHoldAdd> held;
   const bool any = at.row < g.rows;
-  float mean = any ? g.mean[at.row] : 0.0f, rstd = any ? g.rstd[at.row] : 0.0f;
+  float mean = !Rms && any ? g.mean[at.row] : 0.0f, rstd = any ? g.rstd[at.row] : 0.0f;
 #pragma unroll
   for (int i = 0; i < E / V; ++i)
     held.load(g, i, at.row * width + column + i * across, any && column + i * across < width);
@@ -140,7 +153,7 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
 #pragma unroll 1
   for (int i = 0; static_cast<int>(threadIdx.x) < threads && i < E / V; ++i) {
     float weight[V] = {};
-    if (column + i * across < width) load_floats<V>(weight, g.weight, g.weight_dtype, column + i * across);
+    if (column + i * across < width) load_weight<V, Rms>(weight, g, column + i * across);
 #pragma unroll
     for (int k = 0; k < V; ++k) weights[held_at<V>(i * V + k, at.lane, threads)] = weight[k];
   }
@@ -151,16 +164,16 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
   // worked on, too: it has the group's row before, which is neither added nor written.
   for (int64_t first = row - threadIdx.x / threads; first < g.rows; first += step, row += step, turn ^= 1) {
     const float shift = -mean * rstd;
-    float c[2] = {0.0f, 0.0f};
+    float c[kProduct + 1] = {};
     if (row < g.rows) {
 #pragma unroll
       for (int k = 0; k < E; ++k) {
-        const float dy = held.dy[k / V].at(k % V), xhat = fmaf(held.h[k / V].at(k % V), rstd, shift);
+        const float dy = held.dy[k / V].at(k % V), h = held.h[k / V].at(k % V);
+        const float xhat = Rms ? h * rstd : fmaf(h, rstd, shift);
         const float scaled = dy * weights[held_at<V>(k, at.lane, threads)];
         sum[0][k] = fmaf(dy, xhat, sum[0][k]);
-        sum[1][k] += dy;
-        c[0] += scaled;
-        c[1] = fmaf(scaled, xhat, c[1]);
+        if constexpr (!Rms) sum[1][k] += dy, c[0] += scaled;
+        c[kProduct] = fmaf(scaled, xhat, c[kProduct]);
       }
     }
     group_reduce<Sum>(c, threads, shared + turn * 2 * kMaxWarps);
@@ -168,10 +181,11 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
     DropoutRow place = {};
     if (B == Before::dropout) place = place_of_row(g.dropout, row, 1, g.positions);
     // rstd * (dy * weight - (c[0] + xhat * c[1]) / width), of h itself.
-    const float scale = rstd, slope = -rstd * rstd * c[1] * g.inverse_width;
-    const float constant = -rstd * c[0] * g.inverse_width - mean * slope;
+    const float scale = rstd, slope = -rstd * rstd * c[kProduct] * g.inverse_width;
+    const float constant = Rms ? 0.0f : -rstd * c[0] * g.inverse_width - mean * slope;
     const bool more = row + step < g.rows;
-    if (more) mean = g.mean[row + step], rstd = g.rstd[row + step];
+    if (!Rms && more) mean = g.mean[row + step];
+    if (more) rstd = g.rstd[row + step];
 #pragma unroll
     for (int i = 0; i < E / V; ++i) {
       const int64_t place_at = row * width + column + i * across;
@@ -180,7 +194,7 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
 #pragma unroll
       for (int k = 0; k < V; ++k) {
         const float scaled = held.dy[i].at(k) * weights[held_at<V>(i * V + k, at.lane, threads)];
-        v[k] = fmaf(scaled, scale, fmaf(held.h[i].at(k), slope, constant));
+        v[k] = fmaf(scaled, scale, Rms ? held.h[i].at(k) * slope : fmaf(held.h[i].at(k), slope, constant));
         if (kHoldAdd) v[k] += held.add[i].at(k);
       }
       // The next row's pack takes the place of this one as soon as that is used up.
@@ -191,9 +205,9 @@ __global__ void __launch_bounds__(kGradientBlock<Layout::E, B, Sums>)
         drop<V>(v, g.dropout, place, column + i * across);
         store_floats<V>(static_cast<T*>(g.dx) + place_at, v);
       }
-      if constexpr (Sums == 3) {
+      if constexpr (kSumBefore<Rms, Sums>) {
 #pragma unroll
-        for (int k = 0; k < V; ++k) sum[2][i * V + k] += v[k];
+        for (int k = 0; k < V; ++k) sum[Sums - 1][i * V + k] += v[k];
       }
     }
   }
@@ -217,7 +231,7 @@ __device__ __forceinline__ void add_to_part(const NormGradient& g, int which, in
 }
 
 // A pack of dy and of h, normed, and its weights.
-template <typename T, int V>
+template <typename T, int V, bool Rms>
 struct GradientPack {
   float dy[V];
   float xhat[V];
@@ -229,50 +243,52 @@ struct GradientPack {
     for (int k = 0; k < V; ++k) dy[k] = 0.0f;
     if (g.dy != nullptr) load_floats<V>(dy, static_cast<const T*>(g.dy) + at);
     load_floats<V>(xhat, static_cast<const T*>(g.h) + at);
-    load_floats<V>(weight, g.weight, g.weight_dtype, column);
+    load_weight<V, Rms>(weight, g, column);
 #pragma unroll
-    for (int k = 0; k < V; ++k) xhat[k] = (xhat[k] - mean) * rstd;
+    for (int k = 0; k < V; ++k) xhat[k] = Rms ? xhat[k] * rstd : (xhat[k] - mean) * rstd;
   }
 };
 
-template <typename T, int V, bool Residual, int Sums>
+template <typename T, int V, bool Residual, bool Rms, int Sums>
 __global__ void __launch_bounds__(kLongBlock) norm_backward_long(NormGradient g) {
   GPTLITE_SHARED(float, slots);
+  constexpr int kProduct = Rms ? 0 : 1;
   const int64_t start = static_cast<int64_t>(threadIdx.x) * V, step = kLongBlock * V;
   int turn = 0;
   for (int64_t row = blockIdx.x; row < g.rows; row += gridDim.x, turn ^= 1) {
-    const float mean = g.mean[row], rstd = g.rstd[row];
-    float c[2] = {0.0f, 0.0f};
-#pragma unroll (sizeof(T) < 4 ? 2 : 1)  // registers
+    const float mean = Rms ? 0.0f : g.mean[row], rstd = g.rstd[row];
+    float c[kProduct + 1] = {};
+#pragma unroll (sizeof(T) < 4 && !(Rms && V == 1) ? 2 : 1)  // registers
     for (int64_t column = start; column < g.width; column += step) {
-      const GradientPack<T, V> pack(g, row, column, mean, rstd);
+      const GradientPack<T, V, Rms> pack(g, row, column, mean, rstd);
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        c[0] = fmaf(pack.dy[k], pack.weight[k], c[0]);
-        c[1] = fmaf(pack.dy[k] * pack.weight[k], pack.xhat[k], c[1]);
+        if constexpr (!Rms) c[0] = fmaf(pack.dy[k], pack.weight[k], c[0]);
+        c[kProduct] = fmaf(pack.dy[k] * pack.weight[k], pack.xhat[k], c[kProduct]);
       }
     }
     group_reduce<Sum>(c, kLongBlock, slots + turn * 2 * kMaxWarps);
     DropoutRow place = {};
     if (Residual && g.dx != nullptr) place = place_of_row(g.dropout, row, 1, g.positions);
     for (int64_t column = start; column < g.width; column += step) {
-      const GradientPack<T, V> pack(g, row, column, mean, rstd);
+      const GradientPack<T, V, Rms> pack(g, row, column, mean, rstd);
       float v[V];
 #pragma unroll
       for (int k = 0; k < V; ++k) v[k] = pack.dy[k] * pack.xhat[k];
       const bool first = row == blockIdx.x;
       add_to_part<V>(g, 0, column, v, first);
-      add_to_part<V>(g, 1, column, pack.dy, first);
+      if constexpr (!Rms) add_to_part<V>(g, 1, column, pack.dy, first);
 #pragma unroll
       for (int k = 0; k < V; ++k)
-        v[k] = rstd * (pack.dy[k] * pack.weight[k] - (c[0] + pack.xhat[k] * c[1]) * g.inverse_width);
+        v[k] = rstd * (pack.dy[k] * pack.weight[k] -
+                       (Rms ? pack.xhat[k] * c[0] : c[0] + pack.xhat[k] * c[kProduct]) * g.inverse_width);
       if (Residual) add_pack<T, V>(v, g, row * g.width + column);
       store_floats<V>(static_cast<T*>(g.dh) + row * g.width + column, v);
       if (Residual && g.dx != nullptr) {
         drop<V>(v, g.dropout, place, column);
         store_floats<V>(static_cast<T*>(g.dx) + row * g.width + column, v);
       }
-      if constexpr (Sums == 3) add_to_part<V>(g, 2, column, v, first);
+      if constexpr (kSumBefore<Rms, Sums>) add_to_part<V>(g, Sums - 1, column, v, first);
     }
   }
 }
@@ -284,19 +300,19 @@ inline int gradient_block(int threads, int most) {
   return (threads > kWarp && 2 * half >= one ? half : one) * threads;
 }
 
-template <typename T, int V, bool Residual, int Sums>
+template <typename T, int V, bool Residual, bool Rms, int Sums>
 int launch_long(const NormGradient& g, int64_t* count, void* stream) {
   *count = g.rows < kMaxParts ? g.rows : kMaxParts;
   constexpr int64_t kShared = 4 * kMaxWarps * sizeof(float);
-  return launch(norm_backward_long<T, V, Residual, Sums>, *count, kLongBlock, kShared, stream, g);
+  return launch(norm_backward_long<T, V, Residual, Rms, Sums>, *count, kLongBlock, kShared, stream, g);
 }
 
-template <typename T, int V, typename Layout, Before B, int Sums>
+template <typename T, int V, typename Layout, Before B, bool Rms, int Sums>
 int launch_layout(const NormGradient& g, int64_t* count, void* stream) {
   constexpr int E = Layout::E, kMost = kGradientBlock<E, B, Sums>;
-  const auto kernel = norm_backward_held<T, V, Layout, B, Sums>;
+  const auto kernel = norm_backward_held<T, V, Layout, B, Rms, Sums>;
   const int threads = row_threads(g.width, E);
-  if (threads > kMost) return launch_long<T, V, B != Before::nothing, Sums>(g, count, stream);
+  if (threads > kMost) return launch_long<T, V, B != Before::nothing, Rms, Sums>(g, count, stream);
   const int block = gradient_block(threads, kMost);
   const int64_t most = processors() * (2 * block > kMost ? 1 : 2), needed = divide_up(g.rows, block / threads);
   const int64_t blocks = needed < most ? needed : most;
@@ -308,47 +324,49 @@ int launch_layout(const NormGradient& g, int64_t* count, void* stream) {
 
 // A warp has rows of 513 to 1024 elements; wider ones have 32 elements a thread unless 16 leave fewer without work.
 // Only elements of 16 bits have the registers for more than 16; dropout's own work leaves little to gain.
-template <typename T, int V, Before B, int Sums>
+template <typename T, int V, Before B, bool Rms, int Sums>
 int launch_held(const NormGradient& g, int64_t* count, void* stream) {
   if constexpr (V == 1) {
-    return launch_layout<T, V, GradientLayout<8, false>, B, Sums>(g, count, stream);
+    return launch_layout<T, V, GradientLayout<8, false>, B, Rms, Sums>(g, count, stream);
   } else {
     if constexpr (sizeof(T) == 2 && B != Before::dropout) {
       const auto held = [&](int elements) { return elements * row_threads(g.width, elements); };
       if (g.width > 16 * kWarp && g.width <= 24 * kWarp)
-        return launch_layout<T, V, GradientLayout<24, true>, B, Sums>(g, count, stream);
+        return launch_layout<T, V, GradientLayout<24, true>, B, Rms, Sums>(g, count, stream);
       if (g.width > 24 * kWarp && g.width <= 32 * kWarp)
-        return launch_layout<T, V, GradientLayout<32, true>, B, Sums>(g, count, stream);
+        return launch_layout<T, V, GradientLayout<32, true>, B, Rms, Sums>(g, count, stream);
       if (g.width > 32 * kWarp && held(32) <= held(16))
-        return launch_layout<T, V, GradientLayout<32, false>, B, Sums>(g, count, stream);
+        return launch_layout<T, V, GradientLayout<32, false>, B, Rms, Sums>(g, count, stream);
     }
-    return launch_layout<T, V, GradientLayout<16, false>, B, Sums>(g, count, stream);
+    return launch_layout<T, V, GradientLayout<16, false>, B, Rms, Sums>(g, count, stream);
   }
 }
 
-template <typename T, int V, bool Residual, int Sums>
+template <typename T, int V, bool Residual, bool Rms, int Sums>
 int launch_held(const NormGradient& g, int64_t* count, void* stream) {
-  if constexpr (!Residual) return launch_held<T, V, Before::nothing, Sums>(g, count, stream);
-  else if (g.dx == nullptr) return launch_held<T, V, Before::sum, Sums>(g, count, stream);
-  else return launch_held<T, V, Before::dropout, Sums>(g, count, stream);
+  if constexpr (!Residual) return launch_held<T, V, Before::nothing, Rms, Sums>(g, count, stream);
+  else if (g.dx == nullptr) return launch_held<T, V, Before::sum, Rms, Sums>(g, count, stream);
+  else return launch_held<T, V, Before::dropout, Rms, Sums>(g, count, stream);
 }
 
-template <bool Residual, int Sums>
-int norm_backward(NormGradient g, void* dweight, void* dbias, void* dbefore, int dtype, void* stream) {
+// out: the gradients that the sums are for, or NULL.
+template <bool Residual, bool Rms, int Sums>
+int norm_backward(NormGradient g, void* const (&out)[Sums], int dtype, void* stream) {
   if (!is_float_dtype(g.weight_dtype)) return static_cast<int>(cudaErrorInvalidValue);
   if (g.width == 0) return 0;
   g.inverse_width = 1.0f / static_cast<float>(g.width);
-  ColumnSums sums = {{dweight, dbias, dbefore}, g.parts, 0, g.width, g.weight_dtype};
+  ColumnSums sums = {{}, g.parts, 0, g.width, g.weight_dtype};
+  for (int which = 0; which < Sums; ++which) sums.out[which] = out[which];
   const int error = by_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int V = kFullPack<T>;
     if (g.width % V == 0 && aligned(g.dx, g.dh, g.parts, g.dy, g.add, g.h, g.weight))
-      return g.width > kHeldWidth ? launch_long<T, V, Residual, Sums>(g, &sums.count, stream)
-                                  : launch_held<T, V, Residual, Sums>(g, &sums.count, stream);
-    if constexpr (Sums == 2) {
-      if (g.width <= kHeldSingly) return launch_held<T, 1, Residual, Sums>(g, &sums.count, stream);
+      return g.width > kHeldWidth ? launch_long<T, V, Residual, Rms, Sums>(g, &sums.count, stream)
+                                  : launch_held<T, V, Residual, Rms, Sums>(g, &sums.count, stream);
+    if constexpr (!kSumBefore<Rms, Sums>) {
+      if (g.width <= kHeldSingly) return launch_held<T, 1, Residual, Rms, Sums>(g, &sums.count, stream);
     }
-    return launch_long<T, 1, Residual, Sums>(g, &sums.count, stream);
+    return launch_long<T, 1, Residual, Rms, Sums>(g, &sums.count, stream);
   });
   return error != 0 ? error : add_parts(sums, stream);
 }

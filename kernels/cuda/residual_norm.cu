@@ -1,4 +1,4 @@
-// Residual sum, with bias and dropout before it, and layer norm, forward and backward.
+// Residual sum, with bias and dropout before it, and layer norm or RMS norm, forward and backward.
 //
 // Forward: x and residual are read once, h and y written once: 4 elements moved for each, the least there is. The row
 // of h, rounded as it is written, stays in registers and is normed there; the mask is made on the way (philox.h) and
@@ -42,7 +42,7 @@ __device__ __forceinline__ void branch_sum(float* v, const Branch& branch, const
   store_pack<V>(static_cast<T*>(branch.h) + row * norm.width + column, h);
 }
 
-template <typename T, int V, int E>
+template <typename T, int V, int E, bool Rms>
 __global__ void __launch_bounds__(kMostThreads<E>) forward_held(Norm norm, Branch branch, int threads) {
   GPTLITE_SHARED(float, slots);
   const RowThread at(threads);
@@ -69,26 +69,26 @@ __global__ void __launch_bounds__(kMostThreads<E>) forward_held(Norm norm, Branc
       for (int k = 0; k < V; ++k) v[i * V + k] = 0.0f;
     }
   }
-  norm_held<T, V, E>(norm, at, width, v, slots);
+  norm_held<T, V, E, Rms>(norm, at, width, v, slots);
 }
 
-template <typename T, int V>
+template <typename T, int V, bool Rms>
 __global__ void __launch_bounds__(kLongBlock) forward_long(Norm norm, Branch branch) {
   GPTLITE_SHARED(float, slots);
   const RowThread at(kLongBlock);
   const int64_t start = at.row * norm.width;
   DropoutRow place = {};
   if (branch.dropped) place = place_of_row(branch.dropout, at.row, 1, branch.positions);
-  Moments moments = {0.0f, 0.0f, 0.0f};
+  Moments<Rms> moments = {0.0f, 0.0f, 0.0f};
 #pragma unroll 2
   for (int64_t column = static_cast<int64_t>(at.lane) * V; column < norm.width; column += kLongBlock * V) {
     float v[V];
     branch_sum<T, V>(v, branch, norm, load_pack<V>(static_cast<const T*>(branch.x) + start + column),
                      load_pack<V>(static_cast<const T*>(branch.residual) + start + column), place, at.row, column);
-    moments.add<V>(v);
+    moments.template add<V>(v);
   }
   // A thread reads again what it wrote itself.
-  norm_long<T, V>(norm, at, static_cast<const T*>(branch.h), moments, slots);
+  norm_long<T, V, Rms>(norm, at, static_cast<const T*>(branch.h), moments, slots);
 }
 
 }  // namespace
@@ -112,10 +112,14 @@ int gptlite_cuda_residual_norm_forward(void* y, void* h, float* mean, float* rst
     return by_layout<T>(packs, width, [&](auto layout) {
       constexpr int V = decltype(layout)::V, E = decltype(layout)::E;
       const RowGrid grid = row_grid(rows, width, E);
-      if constexpr (E == 0)
-        return launch(forward_long<T, V>, grid.blocks, grid.block, kNormShared, stream, norm, branch);
-      else
-        return launch(forward_held<T, V, E>, grid.blocks, grid.block, kNormShared, stream, norm, branch, grid.threads);
+      return by_norm(mean == nullptr, [&](auto rms) {
+        constexpr bool Rms = decltype(rms)::value;
+        if constexpr (E == 0)
+          return launch(forward_long<T, V, Rms>, grid.blocks, grid.block, kNormShared, stream, norm, branch);
+        else
+          return launch(forward_held<T, V, E, Rms>, grid.blocks, grid.block, kNormShared, stream, norm, branch,
+                        grid.threads);
+      });
     });
   });
 }
@@ -141,6 +145,10 @@ int gptlite_cuda_residual_norm_backward(void* dx, void* dresidual, void* dbias, 
   g.width = width;
   g.positions = positions;
   if (dropout != nullptr) g.dropout = *dropout;
-  if (dbias == nullptr) return norm_backward<true, 2>(g, dweight, dbeta, nullptr, dtype, stream);
-  return norm_backward<true, 3>(g, dweight, dbeta, dbias, dtype, stream);
+  if (mean == nullptr && g.rows > 0) {  // of no rows there is no mean either
+    if (dbias == nullptr) return norm_backward<true, true, 1>(g, {dweight}, dtype, stream);
+    return norm_backward<true, true, 2>(g, {dweight, dbias}, dtype, stream);
+  }
+  if (dbias == nullptr) return norm_backward<true, false, 2>(g, {dweight, dbeta}, dtype, stream);
+  return norm_backward<true, false, 3>(g, {dweight, dbeta, dbias}, dtype, stream);
 }

@@ -111,23 +111,25 @@ GPTLITE_KERNEL(causal_softmax_backward, void* dx, const void* dy, const void* y,
                int64_t keys, float scale, int dtype)
 
 // y = (x - mean) * rstd * weight + bias over rows of x [rows, width]. weight, bias (or NULL) are of weight_dtype;
-// mean, rstd [rows] fp32.
+// mean, rstd [rows] fp32. mean NULL: RMS norm, y = x * rstd * weight with rstd = 1 / sqrt(mean of x^2 + eps); then bias is
+// NULL, and weight may be NULL.
 GPTLITE_KERNEL(layer_norm_forward, void* y, float* mean, float* rstd, const void* x, const void* weight, const void* bias,
                int64_t rows, int64_t width, float eps, int dtype, int weight_dtype)
 
-// workspace: as many floats as the function below says, contents of no matter. dbias may be NULL.
+// workspace: as many floats as the function below says, contents of no matter. dbias may be NULL. mean NULL: of an RMS norm;
+// then dbias is NULL, and dweight where weight is.
 GPTLITE_KERNEL(layer_norm_backward, void* dx, void* dweight, void* dbias, float* workspace, const void* dy, const void* x,
                const void* weight, const float* mean, const float* rstd, int64_t rows, int64_t width, int dtype,
                int weight_dtype)
 
-// h = residual + dropout(x + bias), y = layer norm of h; all [batch * positions, width], bias (or NULL), weight and beta (or
+// h = residual + dropout(x + bias), y = layer norm of h (mean NULL: RMS norm, as above); all [batch * positions, width], bias (or NULL), weight and beta (or
 // NULL) [width] of weight_dtype. h is rounded to dtype before it is normed. dropout: NULL for none.
 GPTLITE_KERNEL(residual_norm_forward, void* y, void* h, float* mean, float* rstd, const void* x, const void* bias,
                const void* residual, const void* weight, const void* beta, int64_t batch, int64_t positions,
                int64_t width, float eps, const GptliteDropout* dropout, int dtype, int weight_dtype)
 
 // dy and dh (or NULL): gradients of y and h. dresidual: the whole gradient of h; dx, dropped out (NULL without dropout: it
-// is dresidual); dbias (or NULL), dweight and dbeta (or NULL) of weight_dtype.
+// is dresidual); dbias (or NULL), dweight and dbeta (or NULL) of weight_dtype. mean NULL: as above.
 GPTLITE_KERNEL(residual_norm_backward, void* dx, void* dresidual, void* dbias, void* dweight, void* dbeta,
                float* workspace, const void* dy, const void* dh, const void* h, const void* weight, const float* mean,
                const float* rstd, int64_t batch, int64_t positions, int64_t width, const GptliteDropout* dropout,

@@ -26,6 +26,7 @@ from kernels import (
     test_layer_norm,
     test_norm,
     test_residual_norm,
+    test_rms_norm,
     test_rope,
     test_softmax,
 )
@@ -60,26 +61,28 @@ class TorchOps:
     def causal_softmax_backward(self, dy, y, scale) -> Tensor:
         return OPS.causal_softmax_backward(*self._there(dy, y), scale).cpu()
 
-    def layer_norm_forward(self, x, weight, bias, eps) -> list[Tensor]:
-        return _here(OPS.layer_norm(*self._there(x, weight, bias), eps))
+    def layer_norm_forward(self, x, weight, bias, eps, rms=False) -> list[Tensor | None]:
+        y, mean, rstd = _here(OPS.layer_norm(*self._there(x, weight, bias), eps, rms))
+        return [y, None if rms else mean, rstd]
 
     def layer_norm_backward(self, dy, x, weight, mean, rstd, want_bias=True) -> list[Tensor | None]:
         dx, dweight, dbias = _here(OPS.layer_norm_backward(*self._there(dy, x, weight, mean, rstd), want_bias))
-        return [dx, dweight, dbias if want_bias else None]
+        return [dx, None if weight is None else dweight, dbias if want_bias else None]
 
-    def residual_norm_forward(self, x, bias, residual, weight, beta, eps, dropout) -> list[Tensor]:
+    def residual_norm_forward(self, x, bias, residual, weight, beta, eps, dropout, rms=False) -> list[Tensor | None]:
         tensors = self._there(x, bias, residual, weight, beta)
-        y, h, mean, rstd = _here(OPS.residual_norm(*tensors, eps, *_dropout(dropout)))
-        return [y, h, mean.flatten(), rstd.flatten()]
+        y, h, mean, rstd = _here(OPS.residual_norm(*tensors, eps, *_dropout(dropout), rms))
+        return [y, h, None if rms else mean.flatten(), rstd.flatten()]
 
     def residual_norm_backward(
         self, dy, dh, h, weight, mean, rstd, dropout, want_bias=True, want_beta=True
     ) -> list[Tensor | None]:
-        mean, rstd = mean.view(h.shape[:2]), rstd.view(h.shape[:2])
+        mean, rstd = None if mean is None else mean.view(h.shape[:2]), rstd.view(h.shape[:2])
         tensors, options = self._there(dy, dh, h, weight, mean, rstd), (want_bias, want_beta, *_dropout(dropout))
         dx, dresidual, dbias, dweight, dbeta = _here(OPS.residual_norm_backward(*tensors, *options))
         return [
-            dx if dropout else None, dresidual, dbias if want_bias else None, dweight, dbeta if want_beta else None
+            dx if dropout else None, dresidual, dbias if want_bias else None, None if weight is None else dweight,
+            dbeta if want_beta else None,
         ]  # fmt: skip
 
     def bias_activation_forward(self, x, bias, kind) -> Tensor:
@@ -224,7 +227,7 @@ def _of_best(mark: pytest.Mark) -> list[pytest.Mark]:
     return [pytest.mark.parametrize(names[1:], cases).mark] if cases else []
 
 
-_NORMS = test_layer_norm, test_residual_norm, test_norm
+_NORMS = test_layer_norm, test_residual_norm, test_rms_norm, test_norm
 _OTHERS = test_bias_activation, test_rope, test_dropout, test_cross_entropy, test_adamw, test_alignment
 for _module in (test_softmax, *_NORMS, *_OTHERS):
     for _name, _test in vars(_module).items():

@@ -72,17 +72,25 @@ class Backend:
         memory = self._memory()
         return self._rewritten("causal_softmax_backward", dy, (memory.copy(y), *dy.shape, scale), False, memory)
 
-    def layer_norm_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> list[Tensor]:
-        """y, mean, rstd."""
-        rows, options = (x.shape[:1], torch.float32), (*x.shape, eps, CODES[x.dtype], CODES[weight.dtype])
-        return self._op("layer_norm_forward", [_like(x), rows, rows], [x, weight, bias], *options)
+    def layer_norm_forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool = False
+    ) -> list[Tensor | None]:
+        """y, mean (None of an RMS norm), rstd."""
+        rows, options = (x.shape[:1], torch.float32), (*x.shape, eps, CODES[x.dtype], _code(weight, x))
+        return self._op("layer_norm_forward", [_like(x), None if rms else rows, rows], [x, weight, bias], *options)
 
     def layer_norm_backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, want_bias: bool = True
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        mean: Tensor | None,
+        rstd: Tensor,
+        want_bias: bool = True,
     ) -> list[Tensor | None]:
-        """dx, dweight, dbias."""
+        """dx, dweight, dbias. mean None: of an RMS norm."""
         made = [_like(x), _like(weight), _like(weight) if want_bias else None, self._workspace(*x.shape)]
-        options = *x.shape, CODES[x.dtype], CODES[weight.dtype]
+        options = *x.shape, CODES[x.dtype], _code(weight, x)
         return self._op("layer_norm_backward", made, [dy, x, weight, mean, rstd], *options)[:3]
 
     def residual_norm_forward(
@@ -90,14 +98,16 @@ class Backend:
         x: Tensor,
         bias: Tensor | None,
         residual: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         beta: Tensor | None,
         eps: float,
         dropout: Dropout | None,
-    ) -> list[Tensor]:
-        """y, h, mean, rstd of x [batch, positions, width]."""
+        rms: bool = False,
+    ) -> list[Tensor | None]:
+        """y, h, mean (None of an RMS norm), rstd of x [batch, positions, width]."""
         rows = [x.shape[0] * x.shape[1]], torch.float32
-        made, options = [_like(x), _like(x), rows, rows], (eps, dropout, CODES[x.dtype], CODES[weight.dtype])
+        made = [_like(x), _like(x), None if rms else rows, rows]
+        options = eps, dropout, CODES[x.dtype], _code(weight, x)
         return self._op("residual_norm_forward", made, [x, bias, residual, weight, beta], *x.shape, *options)
 
     def residual_norm_backward(
@@ -105,17 +115,18 @@ class Backend:
         dy: Tensor,
         dh: Tensor | None,
         h: Tensor,
-        weight: Tensor,
-        mean: Tensor,
+        weight: Tensor | None,
+        mean: Tensor | None,
         rstd: Tensor,
         dropout: Dropout | None,
         want_bias: bool = True,
         want_beta: bool = True,
     ) -> list[Tensor | None]:
         """dx (None without dropout), dresidual, dbias, dweight, dbeta."""
-        wanted = (dropout, h), (True, h), (want_bias, weight), (True, weight), (want_beta, weight)
+        bias = h[0, 0] if weight is None else weight  # as large as the bias, and of its dtype
+        wanted = (dropout, h), (True, h), (want_bias, bias), (weight is not None, weight), (want_beta, weight)
         made = [_like(each) if want else None for want, each in wanted]
-        options = *h.shape, dropout, CODES[h.dtype], CODES[weight.dtype]
+        options = *h.shape, dropout, CODES[h.dtype], _code(weight, h)
         workspace = self._workspace(h.shape[0] * h.shape[1], h.shape[2])
         given = [dy, dh, h, weight, mean, rstd]
         return self._op("residual_norm_backward", [*made, workspace], given, *options)[:5]
@@ -312,6 +323,11 @@ def _rope_options(qkv: Tensor, angles: Pair, gains: Pair, eps: float | None) -> 
     dtypes = [gain.dtype for gain in gains if gain is not None]
     options = tokens, count, groups, rows - 2, width, -1.0 if eps is None else eps
     return *options, CODES[qkv.dtype], CODES[(dtypes or [qkv.dtype])[0]]
+
+
+def _code(weight: Tensor | None, x: Tensor) -> int:
+    """The dtype of a norm's parameters."""
+    return CODES[(x if weight is None else weight).dtype]
 
 
 def _permuted(memory: Memory, tensor: Tensor) -> tuple[Buffer, Tensor]:

@@ -16,6 +16,7 @@ from kernels import (
     test_layer_norm,
     test_norm,
     test_residual_norm,
+    test_rms_norm,
     test_rope,
     test_softmax,
     test_threads,
@@ -32,6 +33,7 @@ SOURCES = {
     "softmax": ("softmax.cu",),
     "layer_norm": ("layer_norm.cu", "column_sums.cu"),
     "residual_norm": ("residual_norm.cu", "column_sums.cu"),
+    "rms_norm": ("layer_norm.cu", "residual_norm.cu", "column_sums.cu"),
     "bias_activation": ("bias_activation.cu", "column_sums.cu"),
     "rope": ("rope.cu", "column_sums.cu"),
     "dropout": ("dropout.cu",),
@@ -79,6 +81,14 @@ def residual_norm(backend: Emulated) -> None:
     test_residual_norm.test_sizes(backend, (2, 40, 768), BF16, None)
     test_residual_norm.test_parameters_of_another_dtype_and_null_arguments(backend, BF16, FP32, drop, 96)
     test_residual_norm.test_parameters_of_another_dtype_and_null_arguments(backend, FP32, BF16, None, 3)
+
+
+def rms_norm(backend: Emulated) -> None:
+    for size, dtype in (((3, 33), FP32), ((70, 17), BF16), ((1, 8193), BF16), ((1, 8208), BF16)):
+        test_rms_norm.test_sizes(backend, size, dtype)
+    test_rms_norm.test_parameters_of_another_dtype_or_none(backend, BF16, FP32, None, 96)
+    test_rms_norm.test_more_rows_than_a_gpu_holds_at_once(backend, 768, BF16, None)
+    test_rms_norm.test_sizes_after_a_residual_sum(backend, (1, 2, 8193), FP32, None)
 
 
 def bias_activation(backend: Emulated) -> None:
@@ -178,5 +188,16 @@ def adamw(backend: Emulated) -> None:
 
 CHECKS: dict[str, Callable[[Emulated], None]] = {
     each.__name__: each
-    for each in (softmax, layer_norm, residual_norm, bias_activation, rope, dropout, cross_entropy, norm, adamw)
+    for each in (
+        softmax,
+        layer_norm,
+        residual_norm,
+        rms_norm,
+        bias_activation,
+        rope,
+        dropout,
+        cross_entropy,
+        norm,
+        adamw,
+    )
 }

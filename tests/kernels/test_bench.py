@@ -74,6 +74,8 @@ TRAFFIC = {  # in bytes, at [5, 8] in bf16
     "causal_softmax": (2 * 1.5 * 8 * 5 * 8, 2 * 2 * 8 * 5 * 8),  # hidden scores are not read
     "layer_norm": (2 * 2 * X, 2 * 3 * X),
     "residual_norm": (2 * 4 * X, 2 * 4 * X),
+    **dict.fromkeys(("layer_norm rms", "layer_norm rms without gain"), (2 * 2 * X, 2 * 3 * X)),
+    **dict.fromkeys(("residual_norm rms", "residual_norm rms without gain"), (2 * 4 * X, 2 * 4 * X)),
     **{f"bias_activation {kind}": (2 * 2 * X, 2 * 3 * X) for kind in ("gelu_tanh", "gelu_erf", "relu", "relu2")},
     **{f"bias_activation {kind}": (2 * 1.5 * X, 2 * 2.5 * X) for kind in ("swiglu", "geglu")},
     "rope": (2 * 2 * ROPE, 2 * 2 * ROPE),

@@ -46,10 +46,18 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
             return scores, torch.rand(2, 3, 5, 7).to(dtype), 0.5
         case "layer_norm":
             return x, vector, vector.clone(), 1e-5
+        case "layer_norm rms":
+            return x, None, None, 1e-5, True
+        case "layer_norm_backward rms":
+            return x, x.clone(), None, None, statistic, False
         case "layer_norm_backward":
             return x, x.clone(), vector, statistic, statistic.clone(), True
         case "residual_norm":
             return x, vector, x.clone(), vector.clone(), vector.clone(), 1e-5, *key
+        case "residual_norm rms":
+            return x, vector, x.clone(), None, None, 1e-5, *key, True
+        case "residual_norm_backward rms":
+            return x, x.clone(), x.clone(), vector, None, statistic, True, False, *key
         case "residual_norm_backward":
             return x, x.clone(), x.clone(), vector, statistic, statistic.clone(), True, False, *key
         case "bias_activation":
@@ -105,9 +113,12 @@ def copied(values: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("name", FAKES)
+RMS = tuple(f"{name} rms" for name in FAKES if "_norm" in name)  # the layer norms' ops, called for an RMS norm
+
+
+@pytest.mark.parametrize("name", [*FAKES, *RMS])
 def test_compiled_in_one_graph_it_does_the_same(ops: Any, name: str) -> None:
-    op, given = getattr(ops, name), arguments(name)
+    op, given = getattr(ops, name.removesuffix(" rms")), arguments(name)
     torch.compiler.reset()
     compiled = torch.compile(lambda *values: op(*values), fullgraph=True, backend="aot_eager")
     ours, theirs = copied(given), copied(given)
@@ -159,6 +170,10 @@ REFUSED = {
     "layer_norm of int64": ("layer_norm", {0: torch.zeros(2, 12).long()}, "x must be of float32"),
     "layer_norm's weight": ("layer_norm", {1: torch.zeros(11)}, r"weight must be \[12\], not \[11\]"),
     "layer_norm's bias": ("layer_norm", {2: torch.zeros(12).bfloat16()}, "bias must be of the dtype of weight"),
+    "layer_norm without a weight": ("layer_norm", {1: None}, "a layer norm must have a weight"),
+    "layer_norm's gradient without a mean": ("layer_norm_backward", {3: None}, "an RMS norm has no bias"),
+    "rms_norm's bias": ("layer_norm rms", {2: torch.zeros(12)}, "an RMS norm has no bias"),
+    "rms_norm's bias before": ("residual_norm rms", {1: torch.zeros(12).half()}, "bias must be of the dtype of x"),
     "layer_norm of a number": ("layer_norm", {0: torch.zeros(())}, "x must have a dim at least"),
     "softmax's dims": ("masked_softmax", {0: torch.zeros(3, 4)}, r"x must be \[batch, heads, queries, keys\]"),
     "softmax's mask": ("masked_softmax", {1: torch.zeros(4, 7).bool()}, "does not broadcast"),
@@ -192,7 +207,7 @@ def test_wrong_arguments_are_an_error_that_says_which(ops: Any, what: str) -> No
     for index, value in changes.items():
         given[index] = value
     with pytest.raises(RuntimeError, match=message):
-        getattr(ops, name)(*given)
+        getattr(ops, name.removesuffix(" rms"))(*given)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,16 @@ def residual_norm(backend: Backend, dtype: torch.dtype, rows: int, width: int) -
     return [y, h, mean, rstd, *backend.residual_norm_backward(dy, x, h, weight, mean, rstd, DROP)]
 
 
+def rms_norm(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
+    x, weight = normal((2, rows, width), dtype, "x"), normal([width], dtype, "weight")
+    y, _, rstd = backend.layer_norm_forward(x.flatten(0, 1), weight, None, 1e-5, rms=True)
+    dy = normal(x.shape, dtype, "dy")
+    alone = [y, *backend.layer_norm_backward(dy.flatten(0, 1), x.flatten(0, 1), weight, None, rstd, want_bias=False)]
+    y, h, _, rstd = backend.residual_norm_forward(x, weight, x, None, None, 1e-5, DROP, rms=True)
+    after = backend.residual_norm_backward(dy, x, h, None, None, rstd, DROP, want_beta=False)
+    return [*alone, y, h, rstd, *after]
+
+
 def bias_activation(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Results:
     x, found = normal((2 * rows, 2 * width), dtype, "x"), []
     for kind in ("gelu_tanh", "gelu_erf", "swiglu"):
@@ -98,7 +108,19 @@ def attention(backend: Backend, dtype: torch.dtype, rows: int, width: int) -> Re
     return [out, lse, *backend.attention_backward(dout, out, lse, q, k, v, 0.2)]
 
 
-OPS = (softmax, layer_norm, residual_norm, bias_activation, rope, dropout, cross_entropy, norm, adamw, attention)
+OPS = (
+    softmax,
+    layer_norm,
+    residual_norm,
+    rms_norm,
+    bias_activation,
+    rope,
+    dropout,
+    cross_entropy,
+    norm,
+    adamw,
+    attention,
+)
 
 
 def assert_same(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], where: object = "") -> None:

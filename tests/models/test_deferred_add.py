@@ -11,7 +11,7 @@ from models.conftest import TINY, randomized
 from torch import Tensor
 
 from gptlite.models.gpt.cache import LayerCache
-from gptlite.models.gpt.config import GPTConfig
+from gptlite.models.gpt.config import GPTConfig, MLPKind, Norm, Position
 from gptlite.models.gpt.model import GPT
 from gptlite.models.model import Model
 from gptlite.models.parallelize import parallelize, set_dtypes
@@ -44,11 +44,32 @@ def distance(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("overrides", [{}, {"dropout": 0.2}, {"bias": False}, {"dropout": 0.2, "bias": False}], ids=str)
+RMS = {"norm": Norm.rms_norm}
+LLAMA = {**RMS, "position": Position.rope, "mlp": MLPKind.swiglu, "bias": False, "qk_norm": True, "kv_heads": 1}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *({}, {"dropout": 0.2}, {"bias": False}, {"dropout": 0.2, "bias": False}),
+        *({**RMS, "dropout": 0.2}, {**RMS, "norm_gain": False}, LLAMA),
+    ],
+    ids=str,
+)
 def test_the_model_is_the_same(batch, overrides):
     """With the same dropout: other masks would be far off."""
     found, wanted = (of(build(deferred, **overrides), batch) for deferred in (True, False))
     assert max(distance(found, wanted)) < 2e-6
+
+
+@pytest.mark.parametrize("overrides", [{**RMS, "dropout": 0.2}, {**RMS, "norm_gain": False}, LLAMA], ids=str)
+def test_fused_rms_norms_are_the_references(batch, overrides):
+    model, plain = build(False, **overrides), GPT(GPTConfig(**TINY | overrides), Ops(), seed=3)
+    plain.load_state_dict(model.state_dict())
+    with Dispatched() as dispatched:
+        found = of(model, batch)
+    assert dispatched.ops["residual_norm_backward"] == model.config.num_layers
+    assert max(distance(found, of(plain, batch))) < 2e-6
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -44,7 +44,7 @@ def positions(tensor: SequenceCut | None, context: ContextCut | None, count: int
 
 def _norm(config: GPTConfig, ops: Ops) -> LayerNorm | RMSNorm:
     if config.norm is Norm.rms_norm:
-        return RMSNorm(config.d_model, config.norm_eps, gain=config.norm_gain, fused_dropout=ops.dropout)
+        return RMSNorm(config.d_model, config.norm_eps, gain=config.norm_gain, fused=ops.layer_norm)
     options = {"bias": config.bias, "fused": ops.layer_norm, "apex": ops.apex_norm}
     return LayerNorm(config.d_model, config.norm_eps, **options)
 
