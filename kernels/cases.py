@@ -10,17 +10,16 @@ from torch import Tensor
 
 from gptlite.kernels.activation import ACTIVATIONS, is_gated
 from gptlite.kernels.case import Case, Inputs, Tensors, size_of
+from gptlite.kernels.cases_lists import UPDATES
 
 OPS = torch.ops.gptlite
 SCALE, EPS, P, SEED = 0.3, 1e-5, 0.2, 1234
 IGNORE, SMOOTHING, Z_LOSS = -100, 0.1, 1e-3
-ADAM = (1e-3, 0.9, 0.95, 1e-8, 0.1)  # lr, beta1, beta2, eps, weight_decay
 # CPU sizes keep a run to seconds. GPU sizes are those of GPT-3 Small and XL, and exceed the cache.
 SQUARE = ((256, 256), (1024, 1024)), ((1024, 1024), (2048, 2048))
 WIDE = ((1024, 768), (2048, 2048)), ((8192, 768), (8192, 2048))
 HIDDEN = ((1024, 768), (2048, 2048)), ((8192, 3072), (8192, 8192))
 VOCABULARY = ((1024, 8192), (1024, 50304)), ((8192, 8192), (8192, 50304))
-LISTS = ((1024, 768), (2048, 2048)), ((2048, 2048), (16384, 8192))
 HEADS = ((256, 64), (1024, 64)), ()
 PACKED_HEADS = ((256, 64), (1024, 64)), ((8192, 64), (8192, 128))
 
@@ -206,47 +205,42 @@ def _rope(name: str, norm: bool) -> Case:
     )
 
 
-def _rms_norm(name: str, *weight: str) -> Case:
-    """Return the case of an RMS norm alone; `weight` is ("weight",), or () for none."""
+def _rms_norms(name: str, *gain: str) -> tuple[Case, Case]:
+    """Return the cases of RMS norm, alone and after a residual sum. `gain` is ("weight",), or () without."""
 
-    def backward(inputs: Inputs, results: Tensors) -> Tensors:
-        gain = inputs["weight"] if weight else None
-        return OPS.layer_norm_backward(inputs["dy"], inputs["x"], gain, None, results[2], False)[: 1 + len(weight)]
+    def weight(given: Inputs) -> Tensor | None:
+        return given["weight"] if gain else None
 
-    return Case(
+    def norm(given: Inputs, x: Tensor) -> Tensors:
+        return F.rms_norm(x, x.shape[-1:], weight(given), EPS), x
+
+    def residual_norm(given: Inputs) -> Tensors:
+        tensors = given["x"], given["bias"], given["residual"], weight(given), None
+        return OPS.residual_norm(*tensors, EPS, *_dropout_key(given), True)
+
+    def residual_norm_backward(given: Inputs, results: Tensors) -> Tensors:
+        tensors = given["dy"], None, results[1], weight(given), None, results[3]
+        return OPS.residual_norm_backward(*tensors, True, False, *_dropout_key(given))[: 3 + len(gain)]
+
+    alone = Case(
         (f"layer_norm{name}", f"layer_norm_backward{name}"),
         _row_inputs,
-        lambda given: OPS.layer_norm(given["x"], given["weight"] if weight else None, None, EPS, True),
-        backward,
-        lambda given: (F.rms_norm(given["x"], given["x"].shape[-1:], given["weight"] if weight else None, EPS),),
-        *(("x", *weight), *WIDE),
+        lambda given: OPS.layer_norm(given["x"], weight(given), None, EPS, True),
+        lambda given, results: OPS.layer_norm_backward(given["dy"], given["x"], weight(given), None, results[2], False)[
+            : 1 + len(gain)
+        ],
+        *(lambda given: norm(given, given["x"])[:1], ("x", *gain), *WIDE),
         traffic=_times(2, 3),
     )
-
-
-def _residual_rms_norm(name: str, *weight: str) -> Case:
-    """Return the case of an RMS norm after a residual sum."""
-    leaves = "x", "residual", "bias", *weight
-
-    def norm(inputs: Inputs) -> Tensors:
-        tensors = inputs["x"], inputs["bias"], inputs["residual"], inputs["weight"] if weight else None, None
-        return OPS.residual_norm(*tensors, EPS, *_dropout_key(inputs), True)
-
-    def backward(inputs: Inputs, results: Tensors) -> Tensors:
-        given = inputs["dy"], None, results[1], inputs["weight"] if weight else None, None, results[3]
-        return OPS.residual_norm_backward(*given, True, False, *_dropout_key(inputs))[: len(leaves)]
-
-    def normed(inputs: Inputs, h: Tensor) -> Tensors:
-        return F.rms_norm(h, h.shape[-1:], inputs["weight"] if weight else None, EPS), h
-
-    return Case(
+    after = Case(
         (f"residual_norm{name}", f"residual_norm_backward{name}"),
-        *(_row_inputs, norm, backward, lambda given: normed(given, _residual_sum(given))),
-        *(leaves, *WIDE),
+        *(_row_inputs, residual_norm, residual_norm_backward, lambda given: norm(given, _residual_sum(given))),
+        *(("x", "residual", "bias", *gain), *WIDE),
         traffic=_times(4, 4),
-        plain=lambda given: normed(given, given["residual"] + F.dropout(given["x"] + given["bias"], P)),
+        plain=lambda given: norm(given, given["residual"] + F.dropout(given["x"] + given["bias"], P)),
         compared=2,
     )
+    return alone, after
 
 
 ROWS = (
@@ -266,10 +260,8 @@ ROWS = (
         plain=_plain_residual_norm,
         compared=2,
     ),
-    _rms_norm(" rms", "weight"),
-    _rms_norm(" rms without gain"),
-    _residual_rms_norm(" rms", "weight"),
-    _residual_rms_norm(" rms without gain"),
+    *_rms_norms(" rms", "weight"),
+    *_rms_norms(" rms without gain"),
     _bias_activation("gelu_tanh", partial(F.gelu, approximate="tanh")),
     _bias_activation("gelu_erf", F.gelu),
     _bias_activation("relu", F.relu),
@@ -358,73 +350,6 @@ LOSSES = (
         *(("logits",), *VOCABULARY),
         traffic=_times(1, 2),
         between=_losses_of_stats,
-    ),
-)
-
-
-# Lists of tensors: the norm of gradients, and AdamW.
-
-
-def _list_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
-    shapes = [(rows, width), (width,), (1,), (7, rows)]
-    gradients = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
-    state = {name: [torch.rand(shape, device=device) for shape in shapes] for name in ("parameters", "m", "v")}
-    return {"gradients": gradients, **state, "steps": [torch.tensor(3.0, device=device) for _ in shapes]}
-
-
-def _lists(inputs: Inputs) -> list[list[Tensor]]:
-    return [inputs[name] for name in ("parameters", "gradients", "m", "v", "steps")]
-
-
-def _adamw(inputs: Inputs) -> Tensors:
-    OPS.adamw_(*_lists(inputs), *ADAM, False, None, None)
-    parameters, _, *state = _lists(inputs)
-    return tuple(tensor for each in (parameters, *state) for tensor in each)
-
-
-def _torch_adamw(inputs: Inputs) -> Tensors:
-    lr, beta1, beta2, eps, decay = ADAM
-    new: list[tuple[Tensor, ...]] = []
-    for p, g, m, v, step in zip(*_lists(inputs), strict=True):
-        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
-        update = m / (1 - beta1 ** (step + 1)) / ((v / (1 - beta2 ** (step + 1))).sqrt() + eps)
-        new.append((p - lr * (decay * p + update), m, v, step + 1))
-    return tuple(tensor for each in zip(*new, strict=True) for tensor in each)
-
-
-def _plain_adamw(inputs: Inputs) -> Tensors:
-    lr, beta1, beta2, eps, decay = ADAM
-    parameters, gradients, m, v, steps = _lists(inputs)
-    settings: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
-    fp32 = [gradient.float() for gradient in gradients]
-    torch._fused_adamw_(parameters, fp32, m, v, [], steps, amsgrad=False, maximize=False, **settings)
-    return ()
-
-
-def _adamw_traffic(inputs: Inputs) -> tuple[float, ...]:
-    """Bytes of an update: parameters and both moments are read and written, gradients are read."""
-    parameters, gradients, m, v, _ = _lists(inputs)
-    return (size_of(gradients) + 2 * size_of([parameters, m, v]),)
-
-
-UPDATES = (
-    Case(
-        ("norm",),
-        _list_inputs,
-        lambda given: (OPS.norm(given["gradients"]),),
-        None,
-        lambda given: (torch.nn.utils.get_total_norm(given["gradients"]),),
-        (),
-        *LISTS,
-        traffic=_times(1),
-    ),
-    Case(
-        ("adamw_",),
-        *(_list_inputs, _adamw, None, _torch_adamw, ()),
-        *LISTS,
-        traffic=_adamw_traffic,
-        plain=_plain_adamw,
-        compared=None,
     ),
 )
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gptlite.kernels.activation import ACTIVATIONS
-from gptlite.kernels.cases import ADAM, CASES
+from gptlite.kernels.cases import CASES
+from gptlite.kernels.cases_lists import ADAM
 from gptlite.kernels.check import measure
 from gptlite.kernels.fakes import FAKES
 from gptlite.kernels.library import Unavailable, load
