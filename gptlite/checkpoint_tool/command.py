@@ -11,7 +11,7 @@ SUBCOMMANDS = {
     "diff": Subcommand("gptlite.checkpoint_tool.diff", ("A", "B")),
     "prune": Subcommand("gptlite.checkpoint_tool.prune", ("RUN",)),
     "export": Subcommand("gptlite.checkpoint_tool.export", ("RUN_OR_STEP", "TARGET")),
-    "import": Subcommand("gptlite.checkpoint_tool.import_", ("HF_FOLDER", "RUN_DIR")),
+    "import": Subcommand("gptlite.checkpoint_tool.import_", ("FOLDER", "RUN_DIR")),
 }
 
 HELP = """\
@@ -23,7 +23,7 @@ List, verify, compare and remove checkpoints of runs, and convert them from and 
   diff A B                     compares two runs, checkpoints or config.yaml files
   prune RUN keep=K             removes all but the newest K
   export RUN_OR_STEP TARGET    writes the weights as a Hugging Face folder
-  import HF_FOLDER RUN_DIR     creates a checkpoint from a Hugging Face folder
+  import FOLDER RUN_DIR        creates a checkpoint from a folder of Hugging Face or Meta
 
 A RUN is a run folder or its checkpoints folder, a STEP is a folder such as step-00000100. Options are key=value;
 `gptlite checkpoint SUBCOMMAND --help` lists them.

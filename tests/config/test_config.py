@@ -64,11 +64,9 @@ def test_ranks_share_a_head_of_keys_equally_or_not_at_all():
     heads = ["run.name=heads", "model.num_heads=12", "model.d_model=96"]
     assert load([*heads, "model.kv_heads=2", "parallelism.tensor=4"]).parallelism.tensor == 4
     assert load([*heads, "model.kv_heads=6", "parallelism.tensor=3"]).parallelism.tensor == 3
-    words = (
-        r"usable shares of model\.num_heads=12 with model\.kv_heads={} = {} is not divisible by parallelism\.tensor={};"
-    )
-    for keys, usable, tensor in ((2, 4, 3), (2, 4, 6), (6, 6, 4)):
-        with pytest.raises(ConfigError, match=words.format(keys, usable, tensor)):
+    shares = "usable shares of model.num_heads=12 with model.kv_heads=2 = 4"
+    for keys, words, tensor in ((2, shares, 3), (2, shares, 6), (6, "model.kv_heads=6", 4)):
+        with pytest.raises(ConfigError, match=f"{words} is not divisible by parallelism.tensor={tensor};"):
             load([*heads, f"model.kv_heads={keys}", f"parallelism.tensor={tensor}"])
 
 
