@@ -20,6 +20,9 @@ END = "<|endoftext|>"
 TEXT = "The cat sat on the mat, and a dog ran after the cat. No cat minds a mat; the mat lay under the dog.\n"
 SIZES = [f"data.vocab_size={VOCABULARY}", f"model.vocab_size={VOCABULARY}", f"model.sequence_length={LENGTH}"]
 MODELS = {"gpt2": ["model.num_heads=4", *SIZES], "llama": [*LLAMA, *SIZES]}
+MIXED = {
+    "mixed": [*MODELS["llama"], "model.value_residual=true", "model.value_embeddings=2"]
+}  # no class of transformers
 PAIRS = [
     *[
         ("The cat sat on", " the mat"),
@@ -51,10 +54,10 @@ def tokenizer() -> Tokenizer:
 
 
 def saved(root: Path, kind: str) -> Path:
-    """The step folder of a model of MODELS."""
+    """The step folder of a model of MODELS or MIXED."""
     root.mkdir(parents=True, exist_ok=True)
     ours = HuggingFaceTokenizer(tokenizer().to_str().encode(), eod=tokenizer().token_to_id(END))
-    step, _ = committed(root)(*MODELS[kind], "data.sequence_length=32", tokenizer=ours)
+    step, _ = committed(root)(*(MODELS | MIXED)[kind], "data.sequence_length=32", tokenizer=ours)
     return step
 
 

@@ -117,13 +117,15 @@ def test_an_unknown_task_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["parallelism=tp2", "parallelism=pp2", "parallelism=zero3", "parallelism=ddp"])
-def test_a_layout_gives_the_numbers_of_one_process(tmp_path: Path, layout: str):
+@pytest.mark.parametrize(
+    ("model", "layout"), [*(("llama", layout) for layout in ("tp2", "pp2", "zero3", "ddp")), ("mixed", "pp2")]
+)
+def test_a_layout_gives_the_numbers_of_one_process(tmp_path: Path, model: str, layout: str):
     from distributed.ranks import run_ranks
 
-    step = saved(tmp_path, "llama")
+    step = saved(tmp_path, model)
     expected = ours(step, 3)
-    (found, nothing) = run_ranks(2, "harness.on_ranks:answers", str(step), layout, timeout=200)
+    (found, nothing) = run_ranks(2, "harness.on_ranks:answers", str(step), f"parallelism={layout}", timeout=200)
     assert nothing is None
     pairs, texts, written = found
     one = [expected.loglikelihood(requests(PAIRS), disable_tqdm=True), expected.loglikelihood_rolling(requests(TEXTS))]

@@ -1,6 +1,6 @@
 """Estimate of activation memory, for the banner."""
 
-from gptlite.models.gpt.config import GPTConfig, Position
+from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.micro_batch import MicroBatch
 from gptlite.ops.config import QUERY_BLOCK, Attention, logit_rows
 
@@ -20,7 +20,7 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
     of its matrices.
     """
     width, ranks = config.d_model, batch.tensor
-    rotated = config.qkv_size if config.qk_norm or config.position is Position.rope else 0  # a copy of the projection's
+    normed = config.qkv_size if config.qk_norm else 0  # the norms of heads keep their input; rotation alone keeps none
     # Of layers that mix values, another copy and the embedding's rows.
     mixed = round(config.mixed_layers / config.num_layers * (config.qkv_size + config.kv_size))
     inner = config.up_size + config.ffn_size
@@ -32,7 +32,7 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
         if batch.attention not in WRITTEN_OUT and not config.dropout:
             elements += config.query_size / ranks
         return round(batch.tokens * elements * batch.itemsize)
-    elements = 4 * width / between + (config.qkv_size + rotated + mixed + config.query_size + inner) / ranks
+    elements = 4 * width / between + (config.qkv_size + normed + mixed + config.query_size + inner) / ranks
     masks, scores = 0.0, config.num_heads / ranks * batch.keys
     if config.dropout:
         elements += 2 * scores
