@@ -34,8 +34,7 @@ from gptlite.config import Config
 from gptlite.config.command_line import parse_arguments
 from gptlite.errors import ConfigError
 
-OF_TASKS = ("limit", "num_fewshot", "include_path", "output")
-OF_TEXT = (("data", "samples"), "texts", "leave out this key or tasks")
+OF_TASKS, OF_TEXT = ("limit", "num_fewshot", "include_path", "output"), ("data", "samples")
 LAYOUT = re.compile(r"\+?parallelism[.=]")
 
 
@@ -96,10 +95,7 @@ def check(arguments: Arguments) -> None:
     """Raise ConfigError for values that no checkpoint makes valid."""
     if arguments.micro_batch_size < 1 or (arguments.samples is not None and arguments.samples < 1):
         raise ConfigError(f"micro_batch_size={arguments.micro_batch_size}, samples={arguments.samples}: at least 1")
-    of_text = [key for key in ("data", "samples") if getattr(arguments, key) is not None]
-    of_tasks = [
-        key for key in ("limit", "num_fewshot", "include_path", "output") if getattr(arguments, key) is not None
-    ]
+    of_text, of_tasks = ([key for key in keys if getattr(arguments, key) is not None] for keys in (OF_TEXT, OF_TASKS))
     if arguments.tasks is None:
         if of_tasks:
             raise ConfigError(f"{of_tasks[0]}={getattr(arguments, of_tasks[0])} is for tasks; give tasks=NAME,NAME")
