@@ -67,3 +67,8 @@ def size_of(value: Any) -> int:
         return value.nbytes
     parts = value.values() if isinstance(value, dict) else value
     return sum(size_of(each) for each in parts) if isinstance(value, dict | list | tuple) else 0
+
+
+def times_first(*passes: float) -> Callable[[Inputs], tuple[float, ...]]:
+    """Return a traffic function: the given multiples of the bytes of the first input."""
+    return lambda inputs: tuple(each * size_of(next(iter(inputs.values()))) for each in passes)

@@ -9,28 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptlite.kernels.activation import ACTIVATIONS, is_gated
-from gptlite.kernels.case import Case, Inputs, Tensors, size_of
+from gptlite.kernels.case import Case, Inputs, Tensors, size_of, times_first
 from gptlite.kernels.cases_lists import UPDATES
+from gptlite.kernels.cases_loss import LOSSES
 
 OPS = torch.ops.gptlite
 SCALE, EPS, P, SEED = 0.3, 1e-5, 0.2, 1234
-IGNORE, SMOOTHING, Z_LOSS = -100, 0.1, 1e-3
 # CPU sizes keep a run to seconds. GPU sizes are those of GPT-3 Small and XL, and exceed the cache.
 SQUARE = ((256, 256), (1024, 1024)), ((1024, 1024), (2048, 2048))
 WIDE = ((1024, 768), (2048, 2048)), ((8192, 768), (8192, 2048))
 HIDDEN = ((1024, 768), (2048, 2048)), ((8192, 3072), (8192, 8192))
-VOCABULARY = ((1024, 8192), (1024, 50304)), ((8192, 8192), (8192, 50304))
 HEADS = ((256, 64), (1024, 64)), ()
 PACKED_HEADS = ((256, 64), (1024, 64)), ((8192, 64), (8192, 128))
 
 
 def _pair(name: str) -> tuple[str, str]:
     return name, f"{name}_backward"
-
-
-def _times(*passes: float) -> Callable[[Inputs], tuple[float, ...]]:
-    """Return a traffic function: the given multiples of the bytes of the first input."""
-    return lambda inputs: tuple(each * size_of(next(iter(inputs.values()))) for each in passes)
 
 
 # Softmax.
@@ -69,7 +63,7 @@ SOFTMAX = (
         lambda given: (OPS.causal_softmax(given["x"], SCALE),),
         lambda given, results: (OPS.causal_softmax_backward(given["dy"], results[0], SCALE),),
         *(_torch_causal_softmax, ("x",), *SQUARE),
-        traffic=_times(1.5, 2),
+        traffic=times_first(1.5, 2),
     ),
 )
 
@@ -157,7 +151,7 @@ def _bias_activation(name: str, formula: Callable[[Tensor], Tensor]) -> Case:
         lambda given, _: OPS.bias_activation_backward(given["dy"], given["x"], given["bias"], kind),
         lambda given: (formula(given["x"] + given["bias"]),),
         *(("x", "bias"), *HIDDEN),
-        traffic=_times(1.5, 2.5) if is_gated(kind) else _times(2, 3),
+        traffic=times_first(1.5, 2.5) if is_gated(kind) else times_first(2, 3),
     )
 
 
@@ -201,7 +195,7 @@ def _rope(name: str, norm: bool) -> Case:
         backward,
         lambda given: _torch_rope(given, norm),
         *(leaves, *PACKED_HEADS),
-        traffic=_times(2, 3 if norm else 2),
+        traffic=times_first(2, 3 if norm else 2),
     )
 
 
@@ -230,13 +224,13 @@ def _rms_norms(name: str, *gain: str) -> tuple[Case, Case]:
             : 1 + len(gain)
         ],
         *(lambda given: norm(given, given["x"])[:1], ("x", *gain), *WIDE),
-        traffic=_times(2, 3),
+        traffic=times_first(2, 3),
     )
     after = Case(
         (f"residual_norm{name}", f"residual_norm_backward{name}"),
         *(_row_inputs, residual_norm, residual_norm_backward, lambda given: norm(given, _residual_sum(given))),
         *(("x", "residual", "bias", *gain), *WIDE),
-        traffic=_times(4, 4),
+        traffic=times_first(4, 4),
         plain=lambda given: norm(given, given["residual"] + F.dropout(given["x"] + given["bias"], P)),
         compared=2,
     )
@@ -250,13 +244,13 @@ ROWS = (
         lambda given: OPS.layer_norm(given["x"], given["weight"], given["beta"], EPS),
         _layer_norm_backward,
         *(_torch_layer_norm, ("x", "weight", "beta"), *WIDE),
-        traffic=_times(2, 3),
+        traffic=times_first(2, 3),
     ),
     Case(
         _pair("residual_norm"),
         *(_row_inputs, _residual_norm, _residual_norm_backward, _torch_residual_norm),
         *(("x", "residual", "bias", "weight", "beta"), *WIDE),
-        traffic=_times(4, 4),
+        traffic=times_first(4, 4),
         plain=_plain_residual_norm,
         compared=2,
     ),
@@ -276,80 +270,8 @@ ROWS = (
         lambda given: (OPS.dropout(given["x"], *_dropout_key(given), 0),),
         None,
         *(_torch_dropout, (), *WIDE),
-        traffic=_times(2),
+        traffic=times_first(2),
         plain=lambda given: (F.dropout(given["x"], P),),
-    ),
-)
-
-
-# Cross entropy.
-
-
-def _loss_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
-    targets = torch.randint(width, (rows,), device=device)
-    targets[0] = IGNORE
-    logits = torch.randn(rows, width, dtype=dtype, device=device)
-    return {"logits": logits, "targets": targets, "dy": torch.ones(rows, device=device)}
-
-
-def _stats(inputs: Inputs) -> Tensors:
-    """Return the statistics of the columns in two parts, as on two tensor-parallel ranks."""
-    columns = inputs["logits"].shape[1]
-    return tuple(OPS.cross_entropy_stats(part, inputs["targets"], at, columns, IGNORE) for at, part in _parts(inputs))
-
-
-def _losses_of_stats(inputs: Inputs, parts: Tensors) -> Tensors:
-    """Return the losses and the log-sum-exps."""
-    stats = torch.stack(parts)
-    log_sum, target, total = stats[..., 0].logsumexp(0), stats[..., 1].sum(0), stats[..., 2].sum(0)
-    smoothed = SMOOTHING / inputs["logits"].shape[1] * total
-    losses = log_sum - (1 - SMOOTHING) * target - smoothed + Z_LOSS * log_sum**2
-    return losses * (inputs["targets"] != IGNORE), log_sum
-
-
-def _sharded_gradient(inputs: Inputs, results: Tensors) -> Tensors:
-    options = inputs["logits"].shape[1], SMOOTHING, Z_LOSS, IGNORE
-    for at, part in _parts(inputs):
-        OPS.cross_entropy_gradient_(part, inputs["targets"], results[1], at, *options)
-    return (inputs["logits"],)
-
-
-def _parts(inputs: Inputs) -> list[tuple[int, Tensor]]:
-    cut = inputs["logits"].shape[1] // 3
-    return [(0, inputs["logits"][:, :cut]), (cut, inputs["logits"][:, cut:])]
-
-
-def _torch_loss(inputs: Inputs, smoothing: float = SMOOTHING, z_loss: float = Z_LOSS) -> Tensors:
-    logits, targets = inputs["logits"], inputs["targets"]
-    x = logits if logits.dtype == torch.float64 else logits.float()
-    losses = F.cross_entropy(x, targets, reduction="none", label_smoothing=smoothing, ignore_index=IGNORE)
-    return (losses + z_loss * x.logsumexp(1) ** 2 * (targets != IGNORE) if z_loss else losses,)
-
-
-def _whole_loss(name: str, smoothing: float, z_loss: float) -> Case:
-    def kernel(inputs: Inputs) -> Tensors:
-        logits, targets = inputs["logits"], inputs["targets"]
-        return OPS.cross_entropy_(logits, targets, smoothing, z_loss, IGNORE, True), logits
-
-    return Case(
-        (f"cross_entropy_{name}", f"cross_entropy_{name} gradient"),
-        _loss_inputs,
-        kernel,
-        None,
-        *(lambda given: _torch_loss(given, smoothing, z_loss), ("logits",), *VOCABULARY),
-        traffic=_times(2),
-    )
-
-
-LOSSES = (
-    _whole_loss("", SMOOTHING, Z_LOSS),
-    _whole_loss(" plain", 0.0, 0.0),
-    Case(
-        ("cross_entropy_stats", "cross_entropy_gradient_"),
-        *(_loss_inputs, _stats, _sharded_gradient, _torch_loss),
-        *(("logits",), *VOCABULARY),
-        traffic=_times(1, 2),
-        between=_losses_of_stats,
     ),
 )
 
@@ -390,14 +312,14 @@ ATTENTION = (
         lambda given: OPS.attention(*(given[name] for name in "qkv"), SCALE),
         lambda given, results: OPS.attention_backward(given["dy"], *results, *(given[name] for name in "qkv"), SCALE),
         *(_torch_attention, ("q", "k", "v"), *HEADS),
-        traffic=_times(4 / 3, 8 / 3),
+        traffic=times_first(4 / 3, 8 / 3),
         cpu_only=True,
     ),
     Case(
         _pair("attention_packed"),
         *(_attention_inputs, _attention_packed, _attention_packed_backward, _torch_attention_packed),
         *(("qkv",), *HEADS),
-        traffic=_times(4 / 3, 8 / 3),
+        traffic=times_first(4 / 3, 8 / 3),
         cpu_only=True,
     ),
 )

@@ -1,0 +1,81 @@
+"""Cases of cross entropy, of all columns and of a tensor-parallel rank's."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptlite.kernels.case import Case, Inputs, Tensors, times_first
+
+OPS = torch.ops.gptlite
+IGNORE, SMOOTHING, Z_LOSS = -100, 0.1, 1e-3
+# Sizes for CPUs, and for GPUs, which exceed the cache.
+VOCABULARY = ((1024, 8192), (1024, 50304)), ((8192, 8192), (8192, 50304))
+
+
+def _loss_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+    targets = torch.randint(width, (rows,), device=device)
+    targets[0] = IGNORE
+    logits = torch.randn(rows, width, dtype=dtype, device=device)
+    return {"logits": logits, "targets": targets, "dy": torch.ones(rows, device=device)}
+
+
+def _stats(inputs: Inputs) -> Tensors:
+    """Return the statistics of the columns in two parts, as on two tensor-parallel ranks."""
+    columns = inputs["logits"].shape[1]
+    return tuple(OPS.cross_entropy_stats(part, inputs["targets"], at, columns, IGNORE) for at, part in _parts(inputs))
+
+
+def _losses_of_stats(inputs: Inputs, parts: Tensors) -> Tensors:
+    """Return the losses and the log-sum-exps."""
+    stats = torch.stack(parts)
+    log_sum, target, total = stats[..., 0].logsumexp(0), stats[..., 1].sum(0), stats[..., 2].sum(0)
+    smoothed = SMOOTHING / inputs["logits"].shape[1] * total
+    losses = log_sum - (1 - SMOOTHING) * target - smoothed + Z_LOSS * log_sum**2
+    return losses * (inputs["targets"] != IGNORE), log_sum
+
+
+def _sharded_gradient(inputs: Inputs, results: Tensors) -> Tensors:
+    options = inputs["logits"].shape[1], SMOOTHING, Z_LOSS, IGNORE
+    for at, part in _parts(inputs):
+        OPS.cross_entropy_gradient_(part, inputs["targets"], results[1], at, *options)
+    return (inputs["logits"],)
+
+
+def _parts(inputs: Inputs) -> list[tuple[int, Tensor]]:
+    cut = inputs["logits"].shape[1] // 3
+    return [(0, inputs["logits"][:, :cut]), (cut, inputs["logits"][:, cut:])]
+
+
+def _torch_loss(inputs: Inputs, smoothing: float = SMOOTHING, z_loss: float = Z_LOSS) -> Tensors:
+    logits, targets = inputs["logits"], inputs["targets"]
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(x, targets, reduction="none", label_smoothing=smoothing, ignore_index=IGNORE)
+    return (losses + z_loss * x.logsumexp(1) ** 2 * (targets != IGNORE) if z_loss else losses,)
+
+
+def _whole_loss(name: str, smoothing: float, z_loss: float) -> Case:
+    def kernel(inputs: Inputs) -> Tensors:
+        logits, targets = inputs["logits"], inputs["targets"]
+        return OPS.cross_entropy_(logits, targets, smoothing, z_loss, IGNORE, True), logits
+
+    return Case(
+        (f"cross_entropy_{name}", f"cross_entropy_{name} gradient"),
+        _loss_inputs,
+        kernel,
+        None,
+        *(lambda given: _torch_loss(given, smoothing, z_loss), ("logits",), *VOCABULARY),
+        traffic=times_first(2),
+    )
+
+
+LOSSES = (
+    _whole_loss("", SMOOTHING, Z_LOSS),
+    _whole_loss(" plain", 0.0, 0.0),
+    Case(
+        ("cross_entropy_stats", "cross_entropy_gradient_"),
+        *(_loss_inputs, _stats, _sharded_gradient, _torch_loss),
+        *(("logits",), *VOCABULARY),
+        traffic=times_first(1, 2),
+        between=_losses_of_stats,
+    ),
+)
