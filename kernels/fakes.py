@@ -48,7 +48,8 @@ def _layer_norm_backward(dy, x, weight, mean, rstd, has_bias):
     return _like(x), _parameter(weight, x, weight is not None), _parameter(weight, x, has_bias)
 
 
-def _residual_norm(x, bias, residual, weight, beta, eps, p, seed, site, sample_ids, first_position, rms=False):
+def _residual_norm(x, bias, residual, weight, beta, eps, *options):
+    *_, rms = (*options, False)[:6]  # five of dropout, and rms, which may be left out
     return _like(x), _like(x), _mean(x, rms), _row(x)
 
 

@@ -16,7 +16,7 @@ from gptlite.errors import ConfigError
 from gptlite.models import layers
 from gptlite.ops import apex
 from gptlite.ops.config import LayerNorm, OpsConfig
-from gptlite.ops.layer_norm import layer_norm, residual_norm
+from gptlite.ops.layer_norm import Norm, layer_norm, residual_norm
 from gptlite.ops.select import select_ops
 from gptlite.optimizer.build import build_optimizer
 from gptlite.optimizer.config import AdamWConfig, ApexAdamConfig, ApexLambConfig, LambConfig, OptimizerConfig
@@ -227,7 +227,7 @@ def test_its_layer_norm_is_called_for_norms_alone_and_after_residuals(install: I
     x, y, weight, bias = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(4), torch.randn(4)
     assert torch.equal(layer_norm(x, weight, bias, 1e-5, apex=True), layer_norm(x, weight, bias, 1e-5))
     norm = layers.LayerNorm(4, 1e-5, bias=True, fused=False, apex=True)
-    expected = residual_norm(x, y, norm.weight, norm.bias, 1e-5)
+    expected = residual_norm(x, y, Norm(norm.weight, norm.bias, 1e-5))
     assert all(map(torch.equal, norm.after_residual(x, y, 0.0, None), expected))
     assert sys.modules["apex.normalization.fused_layer_norm"].calls == [(4,), (4,)]
 

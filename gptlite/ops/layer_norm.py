@@ -1,6 +1,6 @@
 """Layer norm and RMS norm over the last dimension, alone or after an addition to the residual stream."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,29 +33,37 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, fused: bool = False) 
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
+class Norm(NamedTuple):
+    """A norm's parameters: weight and bias [D], or None. `rms`: RMS norm instead of layer norm; it has no bias, and may
+    have no weight."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    rms: bool = False
+
+
 def residual_norm(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    norm: Norm,
     p: float = 0.0,
     key: DropoutKey | None = None,
     fused: bool = False,
     x_bias: Tensor | None = None,
-    rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of h = residual + dropout(x + x_bias), and h, both [B, S, D]. x_bias is [D].
 
-    `rms`: RMS norm instead of layer norm; it has no bias, and may have no weight. `key=None` turns dropout off.
+    `key=None` turns dropout off.
     """
     # The kernel adds the bias itself, unless dropout has to run before it.
     if x_bias is not None and not (fused and (key is None or not key.gap)):
         x, x_bias = x + x_bias, None
     if fused and key is not None and key.gap:  # the kernel supports one run of positions
         x, p, key = dropout(x, p, key, fused), 0.0, None
+    weight, bias, eps, rms = norm
     if fused:
-        return _ResidualNorm.apply(x, x_bias, residual, weight, bias, eps, p, key, rms)
+        return _ResidualNorm.apply(x, x_bias, residual, weight, bias, (eps, rms), (p, key))
     h = residual + dropout(x, p, key)
     if rms:
         return rms_norm(h, weight, eps), h
@@ -87,12 +95,10 @@ class _ResidualNorm(torch.autograd.Function):
         residual: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        eps: float,
-        p: float,
-        key: DropoutKey | None,
-        rms: bool,
+        kind: tuple[float, bool],
+        dropping: tuple[float, DropoutKey | None],
     ) -> tuple[Tensor, Tensor]:
-        p, seed, site, sample_ids, first, _ = kernel_key(p, key)
+        (eps, rms), (p, seed, site, sample_ids, first, _) = kind, kernel_key(*dropping)
         ctx.key, ctx.has = (p, seed, first), (x_bias is not None, weight is not None, bias is not None)
         ctx.set_materialize_grads(False)  # the last sum is not used elsewhere and has no gradient
         y, h, mean, rstd = torch.ops.gptlite.residual_norm(
@@ -113,4 +119,4 @@ class _ResidualNorm(torch.autograd.Function):
         )
         dropped = p > 0.0 and site is not None
         dx_bias, dweight, dbias = (grad if has else None for grad, has in zip(found, ctx.has, strict=True))
-        return dx if dropped else dresidual, dx_bias, dresidual, dweight, dbias, None, None, None, None
+        return dx if dropped else dresidual, dx_bias, dresidual, dweight, dbias, None, None

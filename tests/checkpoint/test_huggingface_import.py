@@ -179,5 +179,7 @@ def test_imported_weights_are_not_passed_over(folder, tmp_path):
     for words in (["checkpoint.load=weights"], ["checkpoint.resume=never"]):
         with pytest.raises(ConfigError, match="already holds step-00000000"):
             pretrain(load([*words, "data=synthetic", f"run.dir={tmp_path / 'run'}"]))
-    with pytest.raises(ConfigError, match="holds imported weights without a tokenizer; train from it"):
+    with pytest.raises(
+        ConfigError, match="holds imported weights without a tokenizer; give their tokenizer=PATH, or train"
+    ):
         restore(str(tmp_path / "run"))

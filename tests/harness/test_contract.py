@@ -17,6 +17,7 @@ from gptlite.models.model import Model
 from gptlite.models.sampling import Sampling
 from gptlite.models.spec import ModelSpec
 from gptlite.ops.cross_entropy import IGNORE
+from gptlite.ops.inputs import Inputs
 from gptlite.run.restore import restore
 from harness.models import PAIRS, saved
 
@@ -67,7 +68,7 @@ def test_a_plain_module_that_gives_logits_is_scored():
     part, tokens = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7)), torch.tensor([[1, 2, 3], [4, 5, 6]])
     targets = torch.tensor([[2, 3, IGNORE], [5, 6, 0]])
     with torch.no_grad():
-        found, logits = Bigram().scores(part, tokens, targets), part(tokens)
+        found, logits = Bigram().scores(part, tokens, Inputs(targets)), part(tokens)
     expected = -nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     torch.testing.assert_close(found[..., 0].flatten(), expected)
     assert found[..., 1].tolist() == ((logits.argmax(-1) == targets) & (targets != IGNORE)).float().tolist()
@@ -76,9 +77,9 @@ def test_a_plain_module_that_gives_logits_is_scored():
 def test_a_model_without_logits_is_refused_by_name():
     model = Model(ConvSpec(), config_of("data.vocab_size=9").model)
     with pytest.raises(ConfigError, match=r"the conv model gives no logits of tokens.* give it `scores`"):
-        model.scores(nn.Identity(), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64))
+        model.scores(nn.Identity(), torch.zeros(1, 2), Inputs(torch.zeros(1, 2, dtype=torch.int64)))
     with pytest.raises(ConfigError, match=r"the bigram model gives no logits .* its output is \(2, 5\)"):
-        Bigram().scores(nn.Embedding(7, 5), torch.tensor([1, 2]), torch.zeros(1, 2, dtype=torch.int64))
+        Bigram().scores(nn.Embedding(7, 5), torch.tensor([1, 2]), Inputs(torch.zeros(1, 2, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize(
