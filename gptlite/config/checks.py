@@ -216,9 +216,8 @@ def _tensor(config: Config) -> None:
     cut = dict(sizes)
     if sequence:
         ranks, whole = config.parallelism.context, config.data.sequence_length
-        cut["data.sequence_length" if ranks == 1 else f"data.sequence_length={whole} / parallelism.context={ranks}"] = (
-            length
-        )
+        shared = "" if ranks == 1 else f"={whole} / parallelism.context={ranks}"
+        cut[f"data.sequence_length{shared}"] = length
     for key, size in cut.items():
         if size % tensor:
             value = f" = {size}" if "=" in key else f"={size}"

@@ -16,11 +16,9 @@ from gptlite.parallelism.axes import WORLD
 from gptlite.parallelism.layout import Layout
 from gptlite.plan.config import ClusterConfig, LinkConfig
 from gptlite.plan.profile import ATTENTION, MATMUL, Op
-from gptlite.plan.workload import Transfer
+from gptlite.plan.workload import TURNS, Transfer
 
 EFFICIENCY = 0.7  # of large products, if the cluster has no value for the dtype
-# Ring passes over (n-1)/n of the tensor.
-TURNS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,10 @@ class RankBytes:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
+# Ring passes over (n-1)/n of a collective's tensor.
+TURNS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+
+
 class Transfer(NamedTuple):
     """One kind of collective that a rank takes part in, `count` times a step.
 
@@ -173,7 +177,7 @@ class Transfer(NamedTuple):
     def wire_bytes(self) -> float:
         """Bytes that this rank sends for all of them, by a ring or pairwise: 2 (n-1)/n of an all-reduce's tensor,
         (n-1)/n of another collective's, a whole message."""
-        share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}.get(self.kind, 0)
+        share = TURNS.get(self.kind, 0)
         each = self.payload if not share else share * (self.ranks - 1) * self.payload // self.ranks
         return 0 if self.kind == "recv" else each * self.count
 
