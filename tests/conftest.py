@@ -22,7 +22,7 @@ model.num_layers=2 model.num_heads=2 model.d_model=32 model.sequence_length=32 p
 schedule=constant schedule.warmup_steps=1 trainer.max_steps=8 trainer.log_interval=1
 trainer.eval_samples=8 trainer.sample_tokens=8
 """.split()
-LONG_SHARE = 10  # CI runs one in this many of the `long` tests
+SHARES = {"slow": 3, "long": 20}  # CI runs one in this many of the tests with a mark
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def run(tiny: list[str], tmp_path: Path) -> Callable[..., tuple[int, Config]]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--long-sample", metavar="SEED", help="of the tests marked long, run only a tenth, chosen by this seed"
+        "--sample", metavar="SEED", help="run only a third of the slow and a twentieth of the long tests, by this seed"
     )
     parser.addoption("--order", metavar="SEED", help="run files, and the tests of each, in an order drawn by this seed")
 
@@ -84,7 +84,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    said = {"--long-sample": "long tests: the tenth of", "--order": "test order:"}
+    said = {"--sample": "slow and long tests: the sample of", "--order": "test order:"}
     given = {name: config.getoption(name) for name in said}
     return "; ".join(f"{said[name]} {name}={seed}" for name, seed in given.items() if seed is not None) or None
 
@@ -93,19 +93,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (order := config.getoption("--order")) is not None:
         # A file's tests stay together, for the fixtures that they share.
         items.sort(key=lambda item: (_rank(order, str(item.path)), _rank(order, item.nodeid)))
-    seed = config.getoption("--long-sample")
+    seed = config.getoption("--sample")
     if seed is None:
         return
-    chosen = long_sample([item.nodeid for item in items if item.get_closest_marker("long")], seed)
-    left_out = [item for item in items if item.get_closest_marker("long") and item.nodeid not in chosen]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    left_out = set[str]()
+    for mark, share in SHARES.items():
+        names = [item.nodeid for item in items if item.get_closest_marker(mark)]
+        left_out |= set(names) - sampled(names, seed, share)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
 
 
-def long_sample(names: list[str], seed: str) -> set[str]:
-    """A tenth of the names, rounded up. A hash ranks them, so that a new test does not reshuffle the others."""
+def sampled(names: list[str], seed: str, share: int) -> set[str]:
+    """One in `share` of the names, rounded up. A hash ranks them, so that a new test does not reshuffle the others."""
     ranked = sorted(names, key=lambda name: _rank(seed, name))
-    return set(ranked[: -(-len(names) // LONG_SHARE)])
+    return set(ranked[: -(-len(names) // share)])
 
 
 def _rank(seed: str, name: str) -> bytes:

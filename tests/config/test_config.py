@@ -195,7 +195,7 @@ def test_tool_arguments() -> None:
 
 @pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"]])
 def test_a_light_start(arguments: list[str]) -> None:
-    """Half a second of processor time, the best of three: neither torch nor numpy is imported.
+    """Half a second of processor time, in the best of five tries: neither torch nor numpy is imported.
 
     Where Hydra alone takes a fifth of a second to import the machine is too busy to tell: there it is measured by that.
     """
@@ -205,8 +205,10 @@ def test_a_light_start(arguments: list[str]) -> None:
     )
     imported = {line.rsplit("|", 1)[-1].strip() for line in result.stderr.splitlines()}
     assert not imported & {"torch", "numpy", "matplotlib", "sentencepiece"}
-    hydra = processor_seconds([sys.executable, "-c", "import hydra.compose, omegaconf"])
-    assert processor_seconds(command) < max(0.5, 3.5 * hydra)
+    hydra = [sys.executable, "-c", "import hydra.compose, omegaconf"]
+    # A pair at a time: other tests come and go beside this one.
+    tries = [(processor_seconds(command), processor_seconds(hydra)) for _ in range(5)]
+    assert any(ours < max(0.5, 3.5 * theirs) for ours, theirs in tries), tries
 
 
 def test_help_into_a_closed_pipe_is_quiet() -> None:
@@ -222,13 +224,10 @@ def test_help_into_a_closed_pipe_is_quiet() -> None:
 
 
 def processor_seconds(command: list[str]) -> float:
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, capture_output=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(seconds)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_tab_completion_offers_presets_and_keys_and_no_schemas():
