@@ -1,12 +1,13 @@
 """Time a training step on this machine: forward, backward, clipping, AdamW; medians of interleaved runs.
 
 python tools/bench_step.py [sizes=char,lite,gpt2v] [precision=bf16] [compile=false] [ops=auto] [repeats=15]
-    [peer=PATH_TO_NANOGPT] [peer_modes=fp32,bf16] [modern=false]
+    [peer=PATH_TO_NANOGPT] [peer_modes=fp32,bf16] [others=relu2,swiglu,muon,muon_relu2]
 
 Each contender runs in its own process, set up as by its own train.py, and their steps are interleaved. The floor is
 every matrix product of a step, attention's batched ones included, at its own shape into preallocated buffers, and one
-pass of torch's fused AdamW over the parameters. With modern=true, two GPTs of equal matrix products are timed too, with
-RoPE, RMS norm and QK norm: `relu2` with a squared ReLU, and `swiglu` with a gated MLP of 8/3 the width. With peer, a
+pass of torch's fused AdamW over the parameters. `others` are timed too: `relu2` and `swiglu` are GPTs of equal matrix
+products with RoPE, RMS norm and QK norm, and a squared ReLU or a gated MLP of 8/3 the width; `muon` steps the GPT of
+before with Muon, `muon_relu2` the other one, and the floor's Newton-Schulz products are given by `muon_floor`. With peer, a
 clone of nanoGPT, its model is timed too: in fp32, which is its CPU mode, and under torch.autocast (bf16; bf16_compile:
 compiled as well).
 """
@@ -48,7 +49,7 @@ class Arguments:
     repeats: int = 15
     peer: str | None = None
     peer_modes: str = "fp32,bf16"
-    modern: bool = False
+    others: str = ""
     keep_freed_memory: bool = True
 
 
@@ -57,6 +58,7 @@ def main(arguments: Arguments) -> None:
     for key, known, several in (
         ("sizes", SIZES, True),
         ("peer_modes", ("fp32", "bf16", "bf16_compile"), True),
+        ("others", ("", "relu2", "swiglu", "muon", "muon_relu2"), True),
         ("precision", ("fp32", "bf16"), False),
         ("ops", ("auto", "fused", "reference"), False),
     ):
@@ -72,8 +74,8 @@ def main(arguments: Arguments) -> None:
             size = SIZES[name]
             steps = {"gptlite": running.enter_context(elsewhere(our_step, size, arguments))}
             steps["floor"] = running.enter_context(elsewhere(floor_step, size, arguments))
-            for mlp in ("relu2", "swiglu") if arguments.modern else ():
-                steps[mlp] = running.enter_context(elsewhere(our_step, size, arguments, mlp))
+            for other in filter(None, arguments.others.split(",")):
+                steps[other] = running.enter_context(elsewhere(our_step, size, arguments, other))
             for mode in arguments.peer_modes.split(",") if arguments.peer else ():
                 step = running.enter_context(elsewhere(nanogpt_step, arguments.peer, size, mode))
                 steps[f"nanoGPT {mode}"] = step
@@ -137,8 +139,8 @@ def report(name: str, size: Size, times: dict[str, float]) -> None:
         print(f"{name:9s} {who:20s} {value * 1e3:8.1f} ms {tokens / value:9.0f} tok/s  {words}", flush=True)
 
 
-def our_step(size: Size, arguments: Arguments, mlp: str | None = None) -> Callable[[], None]:
-    """Return a step of the trainer, without its data loader and log; with `mlp`, of a model as they are trained now."""
+def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], None]:
+    """Return a step of the trainer, without its data loader and log; `other`: of one of the `others`."""
     from gptlite.launch.launcher import keep_freed_memory
 
     if arguments.keep_freed_memory:
@@ -149,6 +151,7 @@ def our_step(size: Size, arguments: Arguments, mlp: str | None = None) -> Callab
     from gptlite.models.gpt.config import MLPKind, Norm, Position
     from gptlite.ops.config import Implementation, OpsConfig
     from gptlite.ops.select import select_ops
+    from gptlite.optimizer.config import AdamWConfig, MuonConfig
     from gptlite.parallelism.config import ParallelismConfig
     from gptlite.parallelism.mesh import build_mesh
 
@@ -156,8 +159,9 @@ def our_step(size: Size, arguments: Arguments, mlp: str | None = None) -> Callab
     how = {"precision": arguments.precision, "compile": arguments.compile}
     ops = select_ops(OpsConfig(Implementation[arguments.ops]), mesh.device)
     modern = {"position": Position.rope, "norm": Norm.rms_norm, "qk_norm": True}
+    mlp, rule = other.removeprefix("muon").removeprefix("_"), MuonConfig() if "muon" in other else AdamWConfig()
     config = config_of(size, **modern, mlp=MLPKind[mlp]) if mlp else config_of(size)
-    take = build_step(config, mesh, size.batch_size, ops=ops, **how)
+    take = build_step(config, mesh, size.batch_size, ops=ops, rule=rule, **how)
 
     def step() -> None:
         take()

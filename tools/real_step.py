@@ -17,7 +17,8 @@ from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, copy_weights, materialize
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import Ops, select_ops
-from gptlite.optimizer.config import AdamWConfig, ConstantConfig
+from gptlite.optimizer.config import AdamWConfig, ConstantConfig, OptimizerConfig
+from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.config import ParallelismConfig
@@ -59,13 +60,14 @@ def build_step(
     layout: ParallelismConfig | None = None,
     micro_batches: int = 1,
     compile: bool = False,
+    rule: OptimizerConfig | None = None,
 ) -> Callable[[], Any]:
-    """Build a step of `micro_batches` of whole sequences per rank, AdamW, clipping at 1, as pretrain.py builds it.
+    """Build a step of `micro_batches` of whole sequences per rank, AdamW or `rule`, clipping at 1, as pretrain.py does.
 
     `ops` defaults to a run's ops on this machine. The step runs as in the training loop: on a GPU the result of one
     step is read after the next has been enqueued. On a meta device there are no initial weights.
     """
-    layout, device = layout or ParallelismConfig(), mesh.device
+    layout, device, rule = layout or ParallelismConfig(), mesh.device, rule or AdamWConfig()
     ops = ops or select_ops(OpsConfig(), device)
     policy = resolve_precision(PrecisionConfig(Precision[precision]), device)
     model = Model.of(config, policy)
@@ -73,9 +75,9 @@ def build_step(
     materialize(model, parts, device)
     for part in parts if device.type != "meta" else ():
         init_weights(model, part, seed=0)
-    optimizer = build_updates(AdamWConfig(), model, parts, layout, mesh, policy, ops)
+    optimizer = build_updates(rule, model, parts, layout, mesh, policy, ops)
     optimizer_state(optimizer)  # creates the state, so that the first step is like the others
-    if ops.weight_copies and not compile:
+    if ops.weight_copies and writes_copies(optimizer) and not compile:
         copy_weights(parts, mesh, policy)
     runner, loader = StageRunner(parts, mesh, layout), SameBatch(config, mesh, micro_batch, micro_batches)
     state = TrainState(model, runner, optimizer, Schedule(ConstantConfig(), 1000), cast(Loader, loader), {})
@@ -87,7 +89,7 @@ def build_step(
         micro_batch_size=micro_batch,
         sequence_length=config.sequence_length,
     )
-    step = Step(mesh, passes, AdamWConfig().lr, AdamWConfig().clip_norm, Stopping(mesh, StopSignal()))
+    step = Step(mesh, passes, rule.lr, rule.clip_norm, Stopping(mesh, StopSignal()))
     steps = Steps(step, lag_of(optimizer, device, 1 if device.type == "meta" else None))
 
     def take() -> Any:

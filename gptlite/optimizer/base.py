@@ -19,12 +19,13 @@ Closure = Callable[[], float]  # torch's optional argument of `step`, which reco
 @dataclass(frozen=True)
 class BuildContext:
     """Arguments from which a rule builds its optimizer, besides the configuration. `kernels` are the options that
-    select torch's fastest optimizer kernels. See `build_optimizer` for `fused_adam` and `stacked`."""
+    select torch's fastest optimizer kernels. See `build_optimizer` for `fused_adam`, `stacked` and `dtype`."""
 
     groups: list[dict[str, Any]]
     fused_adam: bool
     kernels: dict[str, Any]
     stacked: Mapping[str, tuple[int, tuple[int, ...]]]
+    dtype: torch.dtype
 
 
 class OwnOptimizer(Optimizer):

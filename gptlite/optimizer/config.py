@@ -90,6 +90,10 @@ class OptimizerConfig:
         """Return the number of fp32 state values per parameter element."""
         return self.moments
 
+    def products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
+        """Return the products [m, k] x [k, n], as (m, k, n), of the update of a whole matrix in a block."""
+        return []
+
     def state_bytes(self, shards: Sequence[Shard]) -> int:
         """Return the size in bytes of a rank's state."""
         elements = sum(each.elements * each.count for each in shards)
@@ -243,8 +247,9 @@ class MuonScale(Enum):
 
 
 class MuonDtype(Enum):
-    """Dtype of the Newton-Schulz iteration. bf16 is faster on GPUs."""
+    """Dtype of the Newton-Schulz iteration. `auto` is bf16 in runs whose products are in bf16, else fp32."""
 
+    auto = "auto"
     fp32 = "fp32"
     bf16 = "bf16"
 
@@ -256,7 +261,7 @@ class MuonConfig(OptimizerConfig):
     rule: ClassVar[str] = "gptlite.optimizer.muon"
     adam_kernel: ClassVar[bool] = True  # for the parameters that AdamW steps
     moments: ClassVar[int] = 1
-    update_bytes: ClassVar[int] = 84  # without its matrix products and communication
+    update_bytes: ClassVar[int] = 84  # without its matrix products
     ranges: ClassVar[dict[str, Range]] = {
         **OptimizerConfig.ranges,
         **BETAS_AND_EPS,
@@ -268,12 +273,17 @@ class MuonConfig(OptimizerConfig):
     momentum: float = 0.95
     nesterov: bool = True
     newton_schulz_steps: int = 5
-    newton_schulz_dtype: MuonDtype = MuonDtype.fp32
+    newton_schulz_dtype: MuonDtype = MuonDtype.auto
     scale: MuonScale = MuonScale.match_rms_adamw
     adamw_lr_ratio: float = 1.0  # AdamW's rate as a fraction of `lr`
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+
+    def products(self, rows: int, columns: int) -> list[tuple[int, int, int]]:
+        """Return those of the Newton-Schulz iteration."""
+        low, high = sorted((rows, columns))
+        return [(low, high, low), (low, low, low), (low, low, high)] * self.newton_schulz_steps
 
     def state_bytes(self, shards: Sequence[Shard]) -> int:
         """Return the size in bytes: one moment for a matrix in a block, two moments and a count for the others."""

@@ -64,9 +64,9 @@ class FusedAdamW(FusedStep, AdamW):
 
 
 def writes_copies(optimizer: Optimizer) -> bool:
-    """Return True if a step updates the 16-bit weight copies. Otherwise they would seem valid after a step of torch's
-    fused kernels, which do not change the versions of the weights."""
-    return type(optimizer) in (FusedAdam, FusedAdamW)
+    """Return True if a step updates the 16-bit weight copies, or marks them as stale. Otherwise they would seem valid
+    after a step of torch's fused kernels, which do not change the versions of the weights."""
+    return isinstance(getattr(optimizer, "adamw", optimizer), FusedStep)  # Muon steps what its AdamW does not
 
 
 def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:

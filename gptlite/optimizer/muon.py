@@ -8,7 +8,7 @@ orthogonalizes the whole matrix: see gptlite.parallelism.matrix_gather.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_parameters
+from gptlite.optimizer.base import BuildContext, OwnOptimizer, local_gradients, local_parameters
 from gptlite.optimizer.config import MuonConfig, MuonDtype, MuonScale
 from gptlite.optimizer.fused import FusedAdamW
 from gptlite.optimizer.state import materialized
+from gptlite.parallelism.boxes import cut_like
 from gptlite.parallelism.matrix_gather import change_whole
 from gptlite.parallelism.zero import local_tensor
 
@@ -38,18 +39,10 @@ class Stack:
     groups: int = 1
     sizes: tuple[int, ...] = (1,)
 
-    def change(self, matrix: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the stacked matrix after `change` of its matrices. Those of equal shape are changed together, as
-        [count, rows, columns]."""
-        columns, out = matrix.shape[1], torch.empty_like(matrix)
-        whole, result = (each.view(self.groups, sum(self.sizes), -1, columns) for each in (matrix, out))
-        parts, results = whole.split(self.sizes, 1), result.split(self.sizes, 1)
-        for size in dict.fromkeys(self.sizes):
-            alike = [index for index, each in enumerate(self.sizes) if each == size]
-            changed = change(torch.stack([parts[index].reshape(-1, columns) for index in alike]))
-            for index, each in zip(alike, changed, strict=True):
-                results[index].copy_(each.view_as(parts[index]))
-        return out
+    def matrices(self, stacked: Tensor) -> list[Tensor]:
+        """Return views of the matrices, [groups, size x n, columns] each."""
+        each = stacked.view(self.groups, sum(self.sizes), -1, stacked.shape[-1])
+        return [part.flatten(1, 2) for part in each.split(self.sizes, 1)]
 
 
 def build(config: MuonConfig, context: BuildContext) -> Muon:
@@ -58,7 +51,10 @@ def build(config: MuonConfig, context: BuildContext) -> Muon:
     stacks = {name: Stack(*sizes) for name in names for end, sizes in context.stacked.items() if name.endswith(end)}
     kind, betas = FusedAdamW if context.fused_adam else AdamW, (config.beta1, config.beta2)
     adamw = partial(kind, lr=config.lr, betas=betas, eps=config.eps, **context.kernels)
-    return Muon(context.groups, config, stacks, adamw)
+    bf16 = config.newton_schulz_dtype is MuonDtype.bf16
+    if config.newton_schulz_dtype is MuonDtype.auto:
+        bf16 = context.dtype is torch.bfloat16
+    return Muon(context.groups, config, stacks, adamw, torch.bfloat16 if bf16 else torch.float32)
 
 
 def group_keys(edges: tuple[str, ...], name: str, parameter: nn.Parameter) -> dict[str, Any]:
@@ -70,7 +66,7 @@ class Muon(OwnOptimizer):
     """Muon for groups with `muon`. AdamW steps the others, at `adamw_lr_ratio` times their learning rate.
 
     `stacks` maps the name of a parameter that consists of several matrices to its Stack; `adamw` creates the AdamW
-    optimizer. With the scale `match_rms_adamw`, updates have the RMS of AdamW's: 0.2 sqrt(max(rows, columns)) times the
+    optimizer; `dtype` is that of the Newton-Schulz iteration. With the scale `match_rms_adamw`, updates have the RMS of AdamW's: 0.2 sqrt(max(rows, columns)) times the
     orthogonal matrix (Liu et al. 2025, arXiv:2502.16982, section 2.2). Jordan's original scale is sqrt(max(1, rows /
     columns)).
     """
@@ -81,10 +77,11 @@ class Muon(OwnOptimizer):
         config: MuonConfig,
         stacks: Mapping[str, Stack],
         adamw: Callable[[list[dict[str, Any]]], AdamW],
+        dtype: torch.dtype,
     ) -> None:
         rule = {"momentum": config.momentum, "nesterov": config.nesterov}
         super().__init__(groups, {"lr": config.lr, "weight_decay": 0.0, **rule})
-        self.config, self.stacks = config, stacks
+        self.config, self.stacks, self.dtype = config, stacks, dtype
         self._matrices = {id(p) for group in self.param_groups if group["muon"] for p in group["params"]}
         others = [{key: group[key] for key in ("params", "weight_decay")} for group in self._others()]
         self.adamw = adamw(others) if others else None
@@ -116,35 +113,45 @@ class Muon(OwnOptimizer):
         found = [(name, parameter) for name, parameter in named if parameter.grad is not None]
         if not found:
             return
-        updates = [self._momentum(group, parameter) for _, parameter in found]
+        updates = self._momenta(group, [parameter for _, parameter in found])
         stacks = [self.stacks.get(name, Stack()) for name, _ in found]
         # Collective, also where this rank owns no matrix of the round.
-        change_whole(updates, lambda index, whole: self.orthogonal_update(whole, stacks[index]))
+        change_whole(updates, partial(self._orthogonal, stacks))
         weights = local_parameters(parameter for _, parameter in found)
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(weights, [local_tensor(update) for update in updates], alpha=-group["lr"])
 
-    def _momentum(self, group: dict[str, Any], parameter: nn.Parameter) -> Tensor:
-        """Update the momentum and return the matrix to orthogonalize, sharded like the parameter."""
-        assert parameter.grad is not None
-        momentum, gradient = self.state_of(parameter)["momentum_buffer"], local_tensor(parameter.grad)
-        local_tensor(momentum).lerp_(gradient, 1 - group["momentum"])
-        update = momentum.clone()
-        if group["nesterov"]:
-            local_tensor(update).lerp_(gradient, 1 - group["momentum"])
-        return update
+    def _momenta(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Update the momenta and return the matrices to orthogonalize, sharded like the parameters."""
+        buffers, gradients = self.local_states(parameters, "momentum_buffer"), local_gradients(parameters)
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        weight = 1 - group["momentum"] if group["nesterov"] else 0.0
+        updates = torch._foreach_lerp(buffers, gradients, weight)
+        return [cut_like(parameter, update) for parameter, update in zip(parameters, updates, strict=True)]
 
-    def orthogonal_update(self, whole: Tensor, stack: Stack) -> Tensor:
-        """Return the scaled update [rows, columns] for `whole`, in which each matrix of the stack is orthogonal."""
-        return stack.change(whole, self._orthogonal)
+    def _orthogonal(self, stacks: Sequence[Stack], wholes: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the scaled update for each whole matrix, in which each matrix of its stack is orthogonal. Matrices of
+        equal shape are computed together, tall ones transposed."""
+        updates = {index: torch.empty_like(whole) for index, whole in wholes.items()}
+        alike: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        for index, whole in wholes.items():
+            pairs = zip(*(stacks[index].matrices(each) for each in (whole, updates[index])), strict=True)
+            for source, target in pairs:
+                shape = source.shape[0] * source.shape[1], source.shape[2]
+                alike.setdefault(tuple(sorted(shape)), []).append((source, target))
+        for shape, pairs in alike.items():
+            x = pairs[0][0].new_empty(len(pairs), *shape, dtype=self.dtype)
+            for each, (source, _) in zip(x, pairs, strict=True):
+                matrix = source.reshape(-1, source.shape[2])
+                each.copy_(matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix)
+            for each, (_, target) in zip(newton_schulz(x, self.config.newton_schulz_steps), pairs, strict=True):
+                rows, columns = target.shape[0] * target.shape[1], target.shape[2]
+                target.copy_((each.mT if rows > columns else each).reshape(target.shape)).mul_(self._scale(rows, columns))
+        return updates
 
-    def _orthogonal(self, matrices: Tensor) -> Tensor:
-        rows, columns = matrices.shape[1:]
+    def _scale(self, rows: int, columns: int) -> float:
         match_rms_adamw = self.config.scale is MuonScale.match_rms_adamw
-        scale = 0.2 * max(rows, columns) ** 0.5 if match_rms_adamw else max(1.0, rows / columns) ** 0.5
-        dtype = torch.bfloat16 if self.config.newton_schulz_dtype is MuonDtype.bf16 else torch.float32
-        orthogonal = newton_schulz(matrices.to(dtype), self.config.newton_schulz_steps)
-        return orthogonal.to(matrices.dtype) * scale
+        return 0.2 * max(rows, columns) ** 0.5 if match_rms_adamw else max(1.0, rows / columns) ** 0.5
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:

@@ -14,7 +14,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 @dataclass(frozen=True)
 class Cut:
     """Sharding of one tensor dimension over one mesh axis, split as by torch.chunk: axis name, size and this rank's
-    index."""
+    index. `dim` is -1 for an axis whose ranks hold copies."""
 
     axis: str
     dim: int
@@ -43,18 +43,27 @@ def cuts(tensor: Tensor) -> list[Cut]:
 
     FSDP2 shards what the tensor axis has already sharded, and marks this by a placement with a `split_factor`.
     """
+    # Placements with a split_factor apply last, though their mesh axis comes first.
+    return [cut for _, cut in sorted(_axes(tensor), key=lambda pair: pair[0]) if cut.dim >= 0]
+
+
+def copies(tensor: Tensor) -> list[Cut]:
+    """Return the axes along which several ranks hold the same elements of a tensor; none for a plain tensor."""
+    return [cut for _, cut in _axes(tensor) if cut.dim < 0]
+
+
+def _axes(tensor: Tensor) -> list[tuple[bool, Cut]]:
+    """Return the axes of a tensor's mesh with more than one rank, each with True if its placement applies last."""
     if not isinstance(tensor, DTensor):
         return []
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this rank is not in the tensor's mesh, so it holds no shard")
     names = mesh.mesh_dim_names or [str(axis) for axis in range(mesh.ndim)]
-    axes = [axis for axis, placement in enumerate(tensor.placements) if hasattr(placement, "dim")]
     return [
-        Cut(names[axis], tensor.placements[axis].dim, mesh.size(axis), coordinate[axis], mesh)  # type: ignore[attr-defined]
-        # Placements with a split_factor apply last, though their mesh axis comes first.
-        for axis in sorted(axes, key=lambda axis: hasattr(tensor.placements[axis], "split_factor"))
-        if mesh.size(axis) > 1
+        (hasattr(placement, "split_factor"), Cut(names[i], getattr(placement, "dim", -1), mesh.size(i), at, mesh))
+        for i, (placement, at) in enumerate(zip(tensor.placements, coordinate, strict=True))
+        if mesh.size(i) > 1
     ]
 
 

@@ -1,7 +1,7 @@
 """Gather of whole tensors from shards: each tensor goes to one rank, which changes it and scatters the shards back.
 
-Used by code that needs whole matrices. With N ranks along the sharded axes, N tensors are processed at a time, one per
-rank. So every rank does an equal share of the work, and holds one whole tensor at a time besides its shards.
+Used by code that needs whole matrices. Ranks that hold shards of a tensor, or copies of them, share the work: each
+changes an equal number of whole tensors at a time, as many as fit in `BATCH` elements, and at least one.
 """
 
 from __future__ import annotations
@@ -13,29 +13,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gptlite.parallelism.boxes import Cut, cuts, local_part
+from gptlite.parallelism.boxes import Cut, copies, cuts, local_part
 
-Change = Callable[[int, Tensor], Tensor]  # of the whole tensor with that number, to one of the same shape
+BATCH = 2**24  # elements that a rank changes together: 64 MiB in fp32
+
+Change = Callable[[dict[int, Tensor]], Mapping[int, Tensor]]  # of whole tensors by number, to others of their shapes
 Level = tuple[Cut, tuple[int, ...]]  # a cut, and the shape of what it has cut
 
 
 def change_whole(tensors: Sequence[Tensor], change: Change) -> None:
-    """Replace each tensor by the result of `change` on the whole tensor, in place. Collective over the sharding ranks.
+    """Replace each tensor by the result of `change` on the whole tensor, in place. Collective over the ranks that hold
+    shards or copies.
 
     The whole tensor has the same bits however it was sharded. Only one rank computes the change.
     """
     alike: dict[tuple[str, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        alike.setdefault(tuple(cut.axis for cut in cuts(tensor)), []).append(index)
+        alike.setdefault(tuple(cut.axis for cut in _held_along(tensor)), []).append(index)
     for _, places in sorted(alike.items()):  # sorted: all ranks must run the rounds in the same order
         places.sort(key=lambda index: -tensors[index].numel())  # equal sizes per round: the largest sets its duration
-        ranks = prod(cut.size for cut in cuts(tensors[places[0]]))
-        for start in range(0, len(places), ranks):
-            _round({index: tensors[index] for index in places[start : start + ranks]}, change)
+        ranks = prod(cut.size for cut in _held_along(tensors[places[0]]))
+        while places:
+            several = ranks * max(1, BATCH // max(1, tensors[places[0]].numel()))
+            _round({index: tensors[index] for index in places[:several]}, change)
+            del places[:several]
+
+
+def _held_along(tensor: Tensor) -> list[Cut]:
+    """Return the axes whose ranks share the work of a tensor."""
+    return [*copies(tensor), *cuts(tensor)]
 
 
 def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
-    """Process at most one tensor per rank: gather along one axis after the other, then scatter back in reverse order.
+    """Process an equal number of tensors per rank: gather along one axis after the other, then scatter back in reverse
+    order.
 
     A tensor's owner is given by a coordinate on each axis. Along each axis, ranks exchange the tensors that they hold.
     """
@@ -55,7 +66,7 @@ def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
         held = _collect(held, owners, at, like)
         way.append((owners, at))
         stride *= size
-    held = {index: change(index, whole) for index, whole in held.items()}
+    held = dict(change(held)) if held else held
     for owners, at in reversed(way):
         held = _give_back(held, owners, at, like)
     for index, tensor in tensors.items():
@@ -63,19 +74,22 @@ def _round(tensors: Mapping[int, Tensor], change: Change) -> None:
 
 
 def _levels(tensor: Tensor) -> list[Level]:
-    """Shardings of a tensor, from the last applied to the first."""
+    """Axes with copies of a tensor, then its shardings from the last applied to the first."""
     shape, found = list(tensor.shape), []
     for cut in cuts(tensor):
         found.append((cut, tuple(shape)))
         shape[cut.dim] = cut.lengths(shape[cut.dim])[cut.rank]
-    return found[::-1]
+    return [*((cut, tuple(shape)) for cut in copies(tensor)), *found[::-1]]
 
 
 def _collect(
     held: Mapping[int, Tensor], owners: dict[int, int], at: dict[int, Level], like: Tensor
 ) -> dict[int, Tensor]:
-    """Exchange shards along an axis and concatenate those of the tensors that this rank owns."""
+    """Exchange shards along an axis and concatenate those of the tensors that this rank owns. Copies need no exchange,
+    only a choice."""
     ((cut, _), *_) = at.values()
+    if cut.dim < 0:
+        return {index: held[index] for index in owners if owners[index] == cut.rank}
     sent = [[held[index] for index in owners if owners[index] == rank] for rank in range(cut.size)]
     mine = [index for index in owners if owners[index] == cut.rank]
     shapes = [[_piece(at[index], rank) for index in mine] for rank in range(cut.size)]
@@ -102,12 +116,16 @@ def _give_back(
 
 def _pieces(whole: Tensor, level: Level) -> Sequence[Tensor]:
     cut, shape = level
+    if cut.dim < 0:
+        return [whole] * cut.size
     return whole.split(cut.lengths(shape[cut.dim]), cut.dim)
 
 
 def _piece(level: Level, rank: int) -> tuple[int, ...]:
     """Return the shape of a rank's shard at that level."""
     cut, shape = level
+    if cut.dim < 0:
+        return shape
     return (*shape[: cut.dim], cut.lengths(shape[cut.dim])[rank], *shape[cut.dim + 1 :])
 
 

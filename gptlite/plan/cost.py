@@ -7,6 +7,7 @@ bubble in closed form; communication is overlapped with the passes it can run be
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from operator import mul
 from typing import NamedTuple
 
@@ -17,11 +18,11 @@ from gptlite.parallelism.layout import CONTEXT, splits_backward
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.hardware import Device, Links, device_of, ranks_on_node, waiting_for_cores
 from gptlite.plan.memory import most
-from gptlite.plan.parameters import Alike, Cut, cut, num_blocks, runs, stages
+from gptlite.plan.parameters import Alike, Cut, cut, inventory, num_blocks, runs, stages
 from gptlite.plan.profile import Op, Segment, plain_profile
 from gptlite.plan.timeline import pipeline_seconds
 from gptlite.plan.traffic import among, message_bytes, moved, outside_layers, reductions
-from gptlite.plan.workload import Prediction, RankBytes, Workload
+from gptlite.plan.workload import MASTER, Prediction, RankBytes, Workload
 
 EXPOSED = (CONTEXT, *DATA_AXES)  # axes along which ops of a layer wait: for keys and values, or for statistics
 COPIES = 2  # FSDP2 reads and writes each gathered or reduced tensor once more, to copy it into or out of its buffer
@@ -242,6 +243,7 @@ class Costs:
             shown += total - min(self.cluster.overlap * total, each * (work.micro_batches if often else 1))
         shard = inside.parameters / (work.layout.size("dp_shard") if zero else 1)
         update = device.move(work.optimizer.update_bytes * shard, 12 * (inside.layers + 1))
+        update += _whole_matrices(work, device, Links(self.cluster, work.layout), rank)
         offload, update = self._offloaded(work, device, rank, passes, update)
         exposed = inside.tensor.forward + inside.tensor.backward
         return _Rank(inside.shares, passes.plus(inside.tensor), exposed, shown + data + offload, update)
@@ -268,6 +270,25 @@ class Costs:
             update *= device.bandwidth / (cluster.host_memory_gb_per_second * 1e9 / ranks)
         disk = (traffic.read + traffic.written) / (cluster.disk_gb_per_second * 1e9 / ranks)
         return copies, max(update, disk)
+
+
+def _whole_matrices(work: Workload, device: Device, links: Links, rank: int) -> float:
+    """Return the seconds of products of whole matrices in an update, which the ranks that hold shards or copies of them
+    share, and of sending them there and back (see gptlite.parallelism.matrix_gather)."""
+    held, elements, seconds = inventory(work.model, 1).matrices, 0, 0.0
+    for stage in stages(work, rank):
+        for kind, count in stage.runs:
+            for shape in held[kind]:
+                products = work.optimizer.products(*shape)
+                each = sum(2.0 * m * k * n / device.rate(m, k, n) + device.kernel for m, k, n in products)
+                seconds, elements = seconds + count * each, elements + count * bool(products) * prod(shape)
+    layout, copies = work.layout, work.layout.size("dp_replicate")
+    local, sent = MASTER * elements / layout.size("tp", "dp_shard"), 0.0
+    # Shards go to a matrix's owner and come back. An owner sends its result to all that hold copies.
+    for axis, payload in (("tp", 2 * local / copies), ("dp_shard", 2 * local / copies), ("dp_replicate", local)):
+        if elements and layout.size(axis) > 1:
+            sent += links.once("all_to_all", payload, links.group(axis))
+    return seconds / layout.size("tp", "dp_shard", "dp_replicate") + sent
 
 
 def _outside(work: Workload, links: Links, rank: int) -> _Outside:

@@ -5,7 +5,7 @@ Shapes come from the model itself, built on the meta device; its sharding plan t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptlite.models.config import ModelConfig
-from gptlite.models.spec import ModelSpec, spec_of
+from gptlite.models.spec import Matrices, ModelSpec, spec_of
 from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank
 from gptlite.plan.cache import Same, cached
 from gptlite.plan.walk import pipeline_key
@@ -55,11 +55,12 @@ class Inventory:
 
     `kinds` has those of a block of each kind: one if all blocks are equal (see `repeats`), else as many as blocks.
     `others` has those outside the blocks, keyed by (first, last): whether the pipeline stage is the first, and whether
-    it is the last.
+    it is the last. `matrices` has the whole matrices (rows, columns) of a block of each kind, fused ones apart.
     """
 
     kinds: tuple[tuple[Parameter, ...], ...]
     others: dict[tuple[bool, bool], tuple[Parameter, ...]]
+    matrices: tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,22 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
             part = deepcopy(whole)  # `keep` removes modules in place
             spec.keep(part, config, range(place, place + 1))
             others[ends] = listed(part, few.blocks(part).values(), inside=False)
-    kinds = [listed(whole, [block]) for block in (blocks[-1:] if repeats(model) else blocks)]
-    return Inventory(tuple(kinds), others)
+    of_kinds = blocks[-1:] if repeats(model) else blocks
+    kinds = [listed(whole, [block]) for block in of_kinds]
+    names = {id(each): name for name, each in whole.named_parameters()}
+    matrices = [_matrices(spec.matrices(config), {names[id(p)]: p for p in block.parameters()}) for block in of_kinds]
+    return Inventory(tuple(kinds), others, tuple(matrices))
+
+
+def _matrices(structure: Matrices, block: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
+    """Return the (rows, columns) of a block's matrices that are maps between hidden activations."""
+    found: list[tuple[int, int]] = []
+    for name, each in block.items():
+        if each.ndim == 2 and not name.endswith(structure.edges):
+            fused = structure.fused or {}
+            sizes = next((sizes for end, (_, sizes) in fused.items() if name.endswith(end)), (1,))
+            found += [(each.shape[0] * size // sum(sizes), each.shape[1]) for size in sizes]
+    return tuple(found)
 
 
 def repeats(model: Any) -> bool:

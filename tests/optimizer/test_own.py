@@ -254,16 +254,35 @@ def test_muon_takes_q_k_and_v_apart():
         torch.testing.assert_close(found[rows], alone, **EXACT)
 
 
-def test_a_stack_changes_each_matrix_in_place():
-    """2 groups of 2 rows of queries, 1 of keys, 1 of values, times 2 rows: matrices of equal shape change together."""
-    matrix, shapes = torch.arange(64.0).view(16, 4), []
+def test_a_stack_is_views_of_its_matrices():
+    """2 groups of 2 rows of queries, 1 of keys, 1 of values, times 2 rows."""
+    stacked = torch.arange(64.0).view(16, 4)
+    queries, keys, values = Stack(groups=2, sizes=(2, 1, 1)).matrices(stacked)
+    assert (queries.shape, keys.shape) == ((2, 4, 4), (2, 2, 4))
+    assert torch.equal(queries[1], stacked[8:12])
+    values.zero_()
+    assert not stacked[[6, 7, 14, 15]].any()
 
-    def negative(matrices):
-        shapes.append(tuple(matrices.shape))
-        return -matrices
 
-    assert torch.equal(Stack(groups=2, sizes=(2, 1, 1)).change(matrix, negative), -matrix)
-    assert shapes == [(1, 8, 4), (2, 4, 4)]
+def test_muon_computes_matrices_of_equal_shape_together(monkeypatch):
+    """Tall ones transposed: seven of 6 x 6 (q, k, v and one more, twice, less one), two of 6 x 24."""
+    shapes = []
+
+    def counted(x, steps):
+        shapes.append(tuple(x.shape))
+        return newton_schulz(x, steps)
+
+    monkeypatch.setattr("gptlite.optimizer.muon.newton_schulz", counted)
+    sizes = {"0.attn.qkv.weight": (18, 6), "1.attn.qkv.weight": (18, 6), "proj": (6, 6), "up": (24, 6), "down": (6, 24)}
+    named = [(name, nn.Parameter(start_of(shape))) for name, shape in sizes.items()]
+    optimizer = build_optimizer(MuonConfig(lr=0.02), named, stacked={"attn.qkv.weight": (1, (1, 1, 1))})
+    for _, parameter in named:
+        parameter.grad = gradients_of(parameter.shape)[0]
+    optimizer.step()
+    assert sorted(shapes) == [(2, 6, 24), (7, 6, 6)]
+    for name, parameter in named[2:]:
+        alone = optimized(MuonConfig(lr=0.02), start_of(sizes[name]), gradients_of(sizes[name])[:1])
+        torch.testing.assert_close(parameter.detach(), alone, **EXACT)
 
 
 def test_muon_takes_grouped_queries_apart():

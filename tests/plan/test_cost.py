@@ -9,7 +9,7 @@ from gptlite.errors import ConfigError
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.flops import flops_per_token
 from gptlite.ops.config import Attention
-from gptlite.optimizer.config import AdamWConfig, SGDConfig
+from gptlite.optimizer.config import AdamWConfig, MuonConfig, SGDConfig
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import SCHEDULES, Layout, num_stages, resolve, schedule_refuses, stages_of_rank
 from gptlite.plan.config import ClusterConfig, LinkConfig
@@ -66,6 +66,29 @@ def product(its, rows, inner, columns, itemsize=2):
     """Seconds of [rows, inner] x [inner, columns], each number moved once."""
     moved = (rows * inner + inner * columns + rows * columns) * itemsize
     return its.seconds(Op(MATMUL, moved, 2 * rows * inner * columns, rows, inner, columns))
+
+
+@pytest.mark.parametrize(("world", "keys"), [(1, {}), (8, {"tensor": 2}), (8, {"tensor": 2, "zero": 3}), (8, {})])
+def test_muons_products_are_shared_by_the_ranks_that_hold_a_matrix(world, keys):
+    """A block has q, k, v and the projection of attention, and two matrices of the MLP, which are 4 times as wide."""
+    wide, square = 2 * 2048**2 * (4 * 2048), 2 * 2048**3
+    flops = 16 * 5 * (4 * 3 * square + 2 * (2 * wide + square))
+    found = [predict(replace(work(world, **keys), optimizer=each), IDEAL) for each in (AdamWConfig(), MuonConfig())]
+    assert found[1].optimizer_seconds - found[0].optimizer_seconds == pytest.approx(flops / 1e14 / world, rel=1e-3)
+
+
+def test_muon_sends_shards_to_owners_and_back_and_copies_to_all():
+    muon = {"optimizer": MuonConfig()}
+    links = replace(IDEAL, intra=LinkConfig(gb_per_second=100, latency=0.0, efficiency=1.0))
+    numbers = 4 * 16 * 12 * 2048**2  # bytes of all matrices in fp32
+    for keys, sent in (
+        ({"zero": 1}, 2 * numbers / 8 * 7 / 8),
+        ({}, numbers * 7 / 8),
+        ({"tensor": 2, "zero": 3}, 2 * numbers / 8 * (1 / 2 + 3 / 4)),
+    ):
+        its = replace(work(8, **keys), **muon)
+        seconds = predict(its, links).optimizer_seconds - predict(its, IDEAL).optimizer_seconds
+        assert seconds == pytest.approx(sent / 100e9, rel=1e-3)
 
 
 def test_a_product_is_bound_by_arithmetic_or_by_memory():
