@@ -18,7 +18,7 @@ from gptlite.trainer.signals import StopSignal
 LINES = ("the cat sat on the mat", "a dog ran after the cat", "the mat lay under the dog", "no cat minds a mat")
 TINY = """
 data.tokenizer=byte data.global_batch_size=4 data.micro_batch_size=2
-model.num_layers=2 model.num_heads=2 model.d_model=32 model.sequence_length=32 precision=fp32
+model=gpt-lite model.num_layers=2 model.num_heads=2 model.d_model=32 model.sequence_length=32 precision=fp32
 schedule=constant schedule.warmup_steps=1 trainer.max_steps=8 trainer.log_interval=1
 trainer.eval_samples=8 trainer.sample_tokens=8
 """.split()

@@ -27,7 +27,7 @@ from gptlite.files import try_lock
 ROOT = Path(__file__).parents[1]
 TINY = """
 data=synthetic data.vocab_size=64 data.num_tokens=20000 data.global_batch_size=4 data.micro_batch_size=2
-model.num_layers=2 model.num_heads=2 model.d_model=32 model.sequence_length=16 precision=fp32
+model=gpt-lite model.num_layers=2 model.num_heads=2 model.d_model=32 model.sequence_length=16 precision=fp32
 schedule=constant schedule.warmup_steps=1 trainer.max_steps=4 trainer.eval_samples=4 trainer.sample_tokens=0
 trainer.log_interval=1 checkpoint.interval=1000000
 """.split()

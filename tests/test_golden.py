@@ -17,7 +17,7 @@ WORDS = "the king and queen of a far land sent their old knight to find what no 
 
 RUN = """
 data=text data.tokenizer=byte data.global_batch_size=8 data.micro_batch_size=4
-model.num_layers=4 model.d_model=64 model.sequence_length=64 model.dropout=0.1 precision=fp32
+model=gpt-lite model.num_layers=4 model.d_model=64 model.sequence_length=64 model.dropout=0.1 precision=fp32
 optimizer.lr=1e-3 schedule=constant schedule.warmup_steps=100 trainer.max_steps=101 trainer.log_interval=1
 trainer.eval_interval=0 trainer.eval_samples=8 trainer.sample_tokens=0
 """.split()

@@ -6,8 +6,8 @@ python tools/bench_step.py [sizes=char,lite,gpt2v] [precision=bf16] [compile=fal
 Each contender runs in its own process, set up as by its own train.py, and their steps are interleaved. The floor is
 every matrix product of a step, attention's batched ones included, at its own shape into preallocated buffers, and one
 pass of torch's fused AdamW over the parameters. `others` are timed too: `relu2` and `swiglu` are GPTs of equal matrix
-products with RoPE, RMS norm and QK norm, and a squared ReLU or a gated MLP of 8/3 the width; `muon` steps the GPT of
-before with Muon, `muon_relu2` the other one, and the floor's Newton-Schulz products are given by `muon_floor`. With peer, a
+products with RoPE, RMS norm and QK norm, and a squared ReLU or a gated MLP of 8/3 the width; `muon` steps the first GPT
+with Muon, `muon_relu2` the one with a squared ReLU, and `muon_floor` is the floor with Muon's products. With peer, a
 clone of nanoGPT, its model is timed too: in fp32, which is its CPU mode, and under torch.autocast (bf16; bf16_compile:
 compiled as well).
 """
@@ -58,7 +58,7 @@ def main(arguments: Arguments) -> None:
     for key, known, several in (
         ("sizes", SIZES, True),
         ("peer_modes", ("fp32", "bf16", "bf16_compile"), True),
-        ("others", ("", "relu2", "swiglu", "muon", "muon_relu2"), True),
+        ("others", ("", "relu2", "swiglu", "muon", "muon_relu2", "muon_floor"), True),
         ("precision", ("fp32", "bf16"), False),
         ("ops", ("auto", "fused", "reference"), False),
     ):
@@ -75,7 +75,8 @@ def main(arguments: Arguments) -> None:
             steps = {"gptlite": running.enter_context(elsewhere(our_step, size, arguments))}
             steps["floor"] = running.enter_context(elsewhere(floor_step, size, arguments))
             for other in filter(None, arguments.others.split(",")):
-                steps[other] = running.enter_context(elsewhere(our_step, size, arguments, other))
+                build = floor_step if other == "muon_floor" else our_step
+                steps[other] = running.enter_context(elsewhere(build, size, arguments, other))
             for mode in arguments.peer_modes.split(",") if arguments.peer else ():
                 step = running.enter_context(elsewhere(nanogpt_step, arguments.peer, size, mode))
                 steps[f"nanoGPT {mode}"] = step
@@ -171,9 +172,11 @@ def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], 
     return step
 
 
-def floor_step(size: Size, arguments: Arguments) -> Callable[[], None]:
-    """Return a step of only the matrix products, and a pass over the optimizer's bytes."""
+def floor_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], None]:
+    """Return a step of only the matrix products, with Muon's for `other`, and a pass over the optimizer's bytes."""
     import torch
+
+    from gptlite.optimizer.config import MuonConfig
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
@@ -184,6 +187,10 @@ def floor_step(size: Size, arguments: Arguments) -> Callable[[], None]:
     heads = (size.batch_size * size.num_heads, length, width // size.num_heads)
     for _ in range(size.num_layers):
         products += attention_products(*heads, dtype, device)
+    if other:
+        steps, layers = MuonConfig().newton_schulz_steps, size.num_layers
+        for count, wide in ((4 * layers, width), (2 * layers, 4 * width)):  # q, k, v and their projection; the MLP's
+            products += square_products(count, width, wide, dtype, device) * steps
     count = size.vocab_size * width + length * width + sum(a * b for a, b in layer) * size.num_layers
     parameters = torch.zeros(count, device=device)
     parameters.grad = torch.zeros_like(parameters)
@@ -210,6 +217,19 @@ def linear_products(rows: int, inputs: int, outputs: int, dtype: Any, device: An
         lambda: torch.mm(x, w.t(), out=y),
         lambda: torch.mm(y, w, out=dx),
         lambda: torch.mm(y.t(), x, out=dw),
+    ]
+
+
+def square_products(matrices: int, rows: int, columns: int, dtype: Any, device: Any) -> list[Callable[[], Any]]:
+    """Return x xᵀ, its square, and that times x, as in a step of Newton-Schulz."""
+    import torch
+
+    x, out = (torch.randn(matrices, rows, columns, dtype=dtype, device=device) for _ in range(2))
+    square, fourth = (torch.randn(matrices, rows, rows, dtype=dtype, device=device) for _ in range(2))
+    return [
+        lambda: torch.bmm(x, x.mT, out=square),
+        lambda: torch.bmm(square, square, out=fourth),
+        lambda: torch.bmm(fourth, x, out=out),
     ]
 
 

@@ -29,8 +29,8 @@ def check_clone(folder: str | Path, key: str = "peer") -> None:
         raise ConfigError(f"{key}={folder} has no model.py; give a clone of nanoGPT")
 
 
-def nanogpt_model(folder: str | Path, size: Size, bias: bool = False) -> Any:
-    """Return nanoGPT's model without dropout. Its output is discarded."""
+def nanogpt_model(folder: str | Path, size: Size, bias: bool = False, dropout: float = 0.0) -> Any:
+    """Return nanoGPT's model. Its output is discarded."""
     sys.path.insert(0, str(Path(folder).expanduser()))
     import model as nanogpt  # pyright: ignore[reportMissingImports]
 
@@ -40,7 +40,7 @@ def nanogpt_model(folder: str | Path, size: Size, bias: bool = False) -> Any:
         n_layer=size.num_layers,
         n_head=size.num_heads,
         n_embd=size.d_model,
-        dropout=0.0,
+        dropout=dropout,
         bias=bias,
     )
     with redirect_stdout(StringIO()):

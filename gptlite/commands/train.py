@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gptlite.config import CONF_DIR, SCHEMAS, choices, help_text, register, saved_overrides, typed
+from gptlite.config import CONF_DIR, SCHEMAS, choices, help_text, register, resumed, typed
 from gptlite.config.command_line import pipe_closed
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.messages import refusals
@@ -81,8 +81,7 @@ def command() -> int:
             return sweep(flags, overrides)
         if given := next((each for each in overrides if each.startswith("hydra.sweep.")), None):
             raise ConfigError(f"{given} is only for sweeps; add -m, or give run.dir=... for one run")
-        overrides = [*saved_overrides(overrides), *overrides]
-        sys.argv[1:] = [*flags, *with_model(overrides, print_once)]
+        sys.argv[1:] = [*flags, *with_model(resumed(overrides), print_once)]
         return completions() if COMPLETION & set(flags) else jobs()
 
 

@@ -1,6 +1,6 @@
 """Configuration: schema, composition, checks and serialisation."""
 
-from gptlite.config.compose import help_text, load, load_layout, require_config, typed, with_vocabulary
+from gptlite.config.compose import help_text, load, load_layout, require_config, resumed, typed, with_vocabulary
 from gptlite.config.length import with_epochs
 from gptlite.config.saved import (
     from_yaml,
@@ -28,6 +28,7 @@ __all__ = [
     "read_saved",
     "register",
     "require_config",
+    "resumed",
     "saved_overrides",
     "to_dict",
     "to_yaml",

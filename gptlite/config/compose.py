@@ -12,11 +12,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
+from gptlite.config.changed_presets import changed_presets
 from gptlite.config.checks import check
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.config.messages import refusals, unknown_key
 from gptlite.config.plugins import import_plugins, named_in, refuse_unnamed
-from gptlite.config.saved import saved_overrides
+from gptlite.config.saved import read_saved, saved_file, saved_overrides
 from gptlite.config.schema import CONF_DIR, SCHEMAS, Config, choices, presets_of, register, schema_names
 from gptlite.config.warm_start import with_model
 from gptlite.errors import ConfigError
@@ -38,11 +39,25 @@ def load(overrides: Iterable[str] = (), config_dir: Path = CONF_DIR) -> Config:
         raise ConfigError(f"load takes KEY=VALUE and GROUP=PRESET as strings, and got {flags[0]!r}")
     overrides = with_deepspeed(overrides)
     import_plugins(named_in(overrides))  # first, as plugins add schemas
-    overrides = [*saved_overrides(overrides), *overrides]
-    register()
-    overrides = with_model(overrides)
+    overrides = with_model(resumed(overrides, config_dir))
     with refusals(), _initialized(config_dir):
         return typed(compose("config", overrides=overrides), overrides)
+
+
+def resumed(overrides: list[str], config_dir: Path = CONF_DIR) -> list[str]:
+    """Return the overrides with those of the run in `run.dir` before them, if it exists. Raises ConfigError, see
+    `saved_overrides`.
+
+    Values that today's presets no longer have are overrides, too. A configuration that can't be composed is left for
+    the caller to refuse.
+    """
+    register()
+    if not (found := saved_overrides(overrides)):
+        return overrides
+    saved = read_saved(saved_file(overrides))
+    with refusals(), _initialized(config_dir):
+        more = changed_presets(saved, [*found, *overrides], lambda each: compose("config", overrides=each))
+    return [*more, *found, *overrides]
 
 
 def load_layout(overrides: Iterable[str]) -> ParallelismConfig:

@@ -92,8 +92,7 @@ def saved_overrides(arguments: list[str]) -> list[str]:
     With these, `gptlite train run.dir=outputs/mine` resumes that run with its own configuration. Raises ConfigError if
     it cannot be read, and PluginsNotNamed if it has plugins that have not been imported.
     """
-    given = {argument.partition("=")[0].lstrip("+~"): argument.partition("=")[2] for argument in arguments}
-    saved = Path(given.get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"
+    given, saved = _given(arguments), saved_file(arguments)
     if not given.get("run.dir") or not saved.exists():
         return []
     run = read_saved(saved).run
@@ -109,6 +108,15 @@ def saved_overrides(arguments: list[str]) -> list[str]:
         # The run resumes from its own checkpoints, not from the one it started from.
         kept = {key: c for key, c in kept.items() if key not in ("checkpoint.resume", "checkpoint.load")}
     return list(kept.values())
+
+
+def saved_file(arguments: list[str]) -> Path:
+    """Return the path of the config.yaml in `run.dir`."""
+    return Path(_given(arguments).get("run.dir", "").strip("'\"")).expanduser() / "config.yaml"
+
+
+def _given(arguments: list[str]) -> dict[str, str]:
+    return {argument.partition("=")[0].lstrip("+~"): argument.partition("=")[2] for argument in arguments}
 
 
 def hydra_value(text: str) -> str:

@@ -66,9 +66,9 @@ class Muon(OwnOptimizer):
     """Muon for groups with `muon`. AdamW steps the others, at `adamw_lr_ratio` times their learning rate.
 
     `stacks` maps the name of a parameter that consists of several matrices to its Stack; `adamw` creates the AdamW
-    optimizer; `dtype` is that of the Newton-Schulz iteration. With the scale `match_rms_adamw`, updates have the RMS of AdamW's: 0.2 sqrt(max(rows, columns)) times the
-    orthogonal matrix (Liu et al. 2025, arXiv:2502.16982, section 2.2). Jordan's original scale is sqrt(max(1, rows /
-    columns)).
+    optimizer; `dtype` is that of the Newton-Schulz iteration. With the scale `match_rms_adamw`, updates have the RMS of
+    AdamW's: 0.2 sqrt(max(rows, columns)) times the orthogonal matrix (Liu et al. 2025, arXiv:2502.16982, section 2.2).
+    Jordan's original scale is sqrt(max(1, rows / columns)).
     """
 
     def __init__(
@@ -146,7 +146,9 @@ class Muon(OwnOptimizer):
                 each.copy_(matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix)
             for each, (_, target) in zip(newton_schulz(x, self.config.newton_schulz_steps), pairs, strict=True):
                 rows, columns = target.shape[0] * target.shape[1], target.shape[2]
-                target.copy_((each.mT if rows > columns else each).reshape(target.shape)).mul_(self._scale(rows, columns))
+                target.copy_((each.mT if rows > columns else each).reshape(target.shape)).mul_(
+                    self._scale(rows, columns)
+                )
         return updates
 
     def _scale(self, rows: int, columns: int) -> float:

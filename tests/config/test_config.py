@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from gptlite.config import CONF_DIR, SCHEMAS, from_yaml, load, presets_of, saved
 from gptlite.config.command_line import parse_arguments
 from gptlite.errors import ConfigError
 from gptlite.ops import apex
+from gptlite.optimizer.config import CosineConfig, LionConfig
 
 ROOT = CONF_DIR.parent
 GROUPS = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name[0] not in "._")
@@ -78,7 +80,7 @@ REFUSED = {
     "max_steps=3": "max_steps is not a key; did you mean trainer.max_steps?",
     "model=gpt3-smal": "model=gpt3-smal does not exist; did you mean gpt3-small?",
     "optimizer=adamv": "optimizer=adamv does not exist; did you mean adam?",
-    "optimizer.momentum=0.9": "optimizer.momentum is not a key of the chosen preset",
+    "optimizer.min_trust=0.9": "optimizer.min_trust is not a key of the chosen preset",
     "trainer.max_steps=many": "trainer.max_steps: Value 'many'",
     "model.mlp=gelu": "model.mlp: Invalid value 'gelu'",
     "model.activation=relu": "model.activation is now model.mlp",
@@ -87,7 +89,7 @@ REFUSED = {
     "model.softcap=0": "model.softcap=0 must be above 0; null turns it off",
     "model.windows=[4,-1]": "model.windows=[4, -1]: each must be positive, or 0 for all positions",
     "model.value_embeddings=-1": "model.value_embeddings=-1: it must be 0, for none, or N, for every Nth layer",
-    "model.norm_gain=false": "model.norm_gain=false needs model.norm=rms_norm, not layer_norm",
+    "model.norm=layer_norm": "model.norm_gain=false needs model.norm=rms_norm, not layer_norm",
     "model.num_heads=7": "model.d_model=256 is not divisible by model.num_heads=7",
     "model.dropout=1": "model.dropout=1.0 must be",
     "data.micro_batch_size=5": "data.global_batch_size=16 = data.micro_batch_size=5 x accumulation x data=1 has",
@@ -138,6 +140,24 @@ def test_a_run_folder_remembers_its_command_line(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert "checkpoint.load=weights" not in saved_overrides([f"run.dir={tmp_path}"])
     assert saved_overrides(["run.dir=nowhere"]) == saved_overrides(["seed=1"]) == []
+
+
+def test_a_resumed_run_keeps_its_settings_though_the_presets_have_changed(tmp_path: Path) -> None:
+    """The folder of a default run from before the model and the optimizer of the default changed."""
+    folder = f"run.dir={tmp_path}"
+    then = load(["experiment=gpt-lite-2020", "schedule.decay_fraction=0.3", "run.name=old", folder])
+    then.run.overrides = [folder]
+    (tmp_path / "config.yaml").write_text(to_yaml(then))
+    again = load([folder])
+    again.run.overrides = then.run.overrides
+    assert again == then
+    again = load([folder, "optimizer=lion", "model.d_model=128", "schedule=cosine"])
+    assert (again.model, type(again.optimizer), type(again.schedule)) == (
+        replace(then.model, d_model=128),
+        LionConfig,
+        CosineConfig,
+    )
+    assert load([folder, "model=gpt2"]).model.name == "gpt2"
 
 
 def test_former_keys_of_a_saved_run_are_read(tmp_path: Path) -> None:

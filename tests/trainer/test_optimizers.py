@@ -11,7 +11,7 @@ from gptlite.parity.record import build
 
 SMALL = """
 data=shakespeare_char data.global_batch_size=16 data.micro_batch_size=16 data.sequence_length=32
-model.num_layers=2 model.num_heads=4 model.d_model=64 model.sequence_length=32 model.dropout=0.0
+model=gpt-lite model.num_layers=2 model.num_heads=4 model.d_model=64 model.sequence_length=32 model.dropout=0.0
 schedule=linear schedule.warmup_steps=5 trainer.max_steps=100 precision=fp32 run.dir=unused run.name=x
 """.split()
 LETTERS = 3.31  # nats: the entropy of the letters' frequencies

@@ -28,6 +28,7 @@ CASES = {
     "reference": ["precision=bf16", "ops=reference", "ops.adamw=fused"],
     "linear": ["precision=bf16", "ops.linear=reference"],
     "lion": ["precision=bf16", "optimizer=lion"],
+    "muon": ["precision=bf16", "optimizer=muon"],
     "fp16": ["precision=fp16", "precision.initial_scale_power=24", "precision.hysteresis=1"],
     "amp_o1": ["precision=amp_o1"],
     "amp_o2": ["precision=amp_o2"],
@@ -168,7 +169,7 @@ def test_a_skipped_step_leaves_a_stale_copy_stale(start: Callable) -> None:
 
 @pytest.mark.parametrize(("options", "writes"), [
     ("optimizer=adamw", True), ("optimizer=adam", True), ("optimizer=sgd", False), ("ops.adamw=reference", False),
-    ("precision=bf16_stochastic", False),
+    ("precision=bf16_stochastic", False), ("optimizer=muon", True),
 ])  # fmt: skip
 def test_which_optimizers_write_them(start: Callable, options: str, writes: bool) -> None:
     state, _, _ = start(False, options)

@@ -1,0 +1,42 @@
+"""Presets that have changed since a run was saved: a resumed run keeps the values that it began with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from omegaconf import DictConfig, OmegaConf
+
+from gptlite.config.saved import override_value, to_dict
+from gptlite.config.schema import Config, presets_of, schema_names
+
+SECTIONS = ("model", "data", "optimizer", "schedule")  # what the numbers of a run depend on, apart from its length
+
+
+def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> list[str]:
+    """Return the overrides that give a saved run's values where today's presets have others.
+
+    `overrides` are those of the run and of the resume, and are kept. Values that a run fills in are null in presets,
+    and stay so.
+    """
+    given = {each.partition("=")[0].lstrip("+~") for each in overrides}
+    then, schemas, now = to_dict(saved), schema_names(saved), compose(overrides)
+    chosen = []
+    for group in SECTIONS:
+        preset, same = (
+            schemas[group].removesuffix("_schema"),
+            type(getattr(saved, group)) is OmegaConf.get_type(now[group]),
+        )
+        if group == "model":  # presets of models share a schema, and their name is a value
+            preset = str(then[group].get("name"))
+            same = same and now[group].get("name") == preset
+        if not same and group not in given and preset in presets_of(group):
+            chosen.append(f"{group}={preset}")
+    values = OmegaConf.to_container(compose([*chosen, *overrides]) if chosen else now, resolve=True, enum_to_str=True)
+    assert isinstance(values, dict)
+    return chosen + [
+        f"{section}.{key}={override_value(was)}"
+        for section in SECTIONS
+        if section not in given
+        for key, was in then[section].items()
+        if f"{section}.{key}" not in given and values[section].get(key) not in (None, was)
+    ]
