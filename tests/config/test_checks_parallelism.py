@@ -31,13 +31,14 @@ PRESETS = {
     "tp2_cp2": (1, 2, 1, 2),
 }
 CONTEXT = {"cp2": 2, "cp4": 4, "tp2_cp2": 2}
-NEEDS = {"zero_infinity": ["parallelism.offload_path=/nvme/run1"]}
+NEEDS = {"zero_infinity": ["parallelism.offload_path=/nvme/run1"], "tp8": ["model=gpt-lite"]}
 ZERO = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_cpu_offload": 3, "zero_infinity": 3}
 
 
 def loaded(words):
     """The configuration of overrides; a key without a section is one of parallelism's."""
-    return load([word if word.partition("=")[0].count(".") else f"parallelism.{word}" for word in words.split()])
+    given = [word if word.partition("=")[0].count(".") else f"parallelism.{word}" for word in words.split()]
+    return load(["model=gpt-lite", *given])
 
 
 def refusal(action):

@@ -85,7 +85,7 @@ REFUSED = {
     "model.mlp=gelu": "model.mlp: Invalid value 'gelu'",
     "model.activation=relu": "model.activation is now model.mlp",
     "ops.bias_gelu=fused": "ops.bias_gelu is now ops.activation",
-    "model.kv_heads=3": "model.num_heads=8 is not divisible by model.kv_heads=3; it can be 1, 2, 4, 8",
+    "model.kv_heads=3": "model.num_heads=4 is not divisible by model.kv_heads=3; it can be 1, 2, 4",
     "model.softcap=0": "model.softcap=0 must be above 0; null turns it off",
     "model.windows=[4,-1]": "model.windows=[4, -1]: each must be positive, or 0 for all positions",
     "model.value_embeddings=-1": "model.value_embeddings=-1: it must be 0, for none, or N, for every Nth layer",

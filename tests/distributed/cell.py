@@ -16,7 +16,7 @@ STEPS = 5
 # gradient out of rounding. Clipping and weight decay are strong enough to be seen beside the tolerances.
 BASE = f"""
 data=synthetic data.vocab_size=37 data.num_tokens=20000 data.global_batch_size={GLOBAL_BATCH} trainer.max_steps=1000
-model.num_layers=8 model.num_heads=8 model.d_model=32 model.sequence_length=16 model.dropout=0.1
+model=gpt-lite model.num_layers=8 model.num_heads=8 model.d_model=32 model.sequence_length=16 model.dropout=0.1
 schedule=constant schedule.warmup_steps=9 optimizer.lr=1e-3 optimizer.clip_norm=0.5 optimizer.weight_decay=10
 run.dir=unused run.name=parity
 """.split()

@@ -11,7 +11,7 @@ from gptlite.parallelism.layout import num_stages
 # get less than the others, or nothing.
 BASE = """
 data=synthetic data.vocab_size=37 model.vocab_size=37 data.num_tokens=1000 data.micro_batch_size=1 trainer.max_steps=10
-model.num_heads=4 model.d_model=20 model.sequence_length=12 data.sequence_length=12
+model=gpt-lite model.num_heads=4 model.d_model=20 model.sequence_length=12 data.sequence_length=12
 schedule=constant schedule.warmup_steps=1 precision=fp32 run.name=reshard checkpoint.keep=0
 """.split()
 MICRO_BATCHES = 8  # what every schedule runs on up to four pipeline ranks, and more than six need

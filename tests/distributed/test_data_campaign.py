@@ -15,7 +15,7 @@ RANK = str(Path(__file__).with_name("fed_rank.py"))
 BATCH, STEPS, INTERVAL = 24, 48, 4
 BASE = f"""
 data=tokens data.global_batch_size={BATCH} data.sequence_length=16
-model.num_layers=2 model.num_heads=2 model.d_model=32 model.sequence_length=16
+model=gpt-lite model.num_layers=2 model.num_heads=2 model.d_model=32 model.sequence_length=16
 schedule=constant schedule.warmup_steps={STEPS - 1} optimizer.lr=1e-3 precision=fp32 run.name=campaign
 trainer.max_steps={STEPS} trainer.log_interval=1 trainer.eval_samples=4 trainer.sample_tokens=0
 checkpoint.interval={INTERVAL} checkpoint.keep=0

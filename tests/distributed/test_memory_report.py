@@ -21,7 +21,7 @@ from gptlite.trainer.step import Diverged, Step
 
 BASE = """
 data=synthetic data.vocab_size=500 data.num_tokens=20000 data.global_batch_size=8 data.micro_batch_size=4
-model.num_layers=4 model.num_heads=4 model.d_model=64 model.sequence_length=64 precision=fp32
+model=gpt-lite model.num_layers=4 model.num_heads=4 model.d_model=64 model.sequence_length=64 precision=fp32
 schedule=constant schedule.warmup_steps=0 run.dir=unused run.name=memory
 """.split()
 KEYS = ["memory_parameters_bytes", "memory_gradients_bytes", "memory_optimizer_bytes", "memory_activations_bytes"]

@@ -10,7 +10,7 @@ from plan.truth import BASE, Counted, counted
 
 MODEL = """
 data.vocab_size=500 data.global_batch_size=8 data.micro_batch_size=4
-model.num_layers=4 model.num_heads=4 model.d_model=64 model.sequence_length=64
+model=gpt-lite model.num_layers=4 model.num_heads=4 model.d_model=64 model.sequence_length=64
 """.split()
 SAMPLES = """
 precision=fp32 schedule=constant schedule.warmup_steps=0 run.dir=unused run.name=truth trainer.max_steps=1000

@@ -14,6 +14,7 @@ SMALL = (
     "data.vocab_size=64",
     "data.global_batch_size=4",
     "data.micro_batch_size=2",
+    "model=gpt-lite",
     "model.num_layers=2",
     "model.num_heads=2",
     "model.d_model=32",

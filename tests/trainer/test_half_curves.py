@@ -20,7 +20,7 @@ WITHIN = 0.01  # relative, of every step's loss
 # The default run's text, tokens and schedule; a model and a batch that a CPU without fast fp16 trains in minutes.
 RUN = f"""
 data=shakespeare data.global_batch_size=8 data.micro_batch_size=8 data.sequence_length=64 model.sequence_length=64
-model.num_layers=2 model.num_heads=4 model.d_model=64 optimizer.lr=2e-3 trainer.max_steps={STEPS}
+model=gpt-lite model.num_layers=2 model.num_heads=4 model.d_model=64 optimizer.lr=2e-3 trainer.max_steps={STEPS}
 trainer.log_interval=1 trainer.eval_interval=0 trainer.eval_samples=64 trainer.sample_tokens=0
 """.split()
 
