@@ -1,13 +1,14 @@
 """Time a training step on this machine: forward, backward, clipping, AdamW; medians of interleaved runs.
 
 python tools/bench_step.py [sizes=char,lite,gpt2v] [precision=bf16] [compile=false] [ops=auto] [repeats=15]
-    [peer=PATH_TO_NANOGPT] [peer_modes=fp32,bf16] [others=relu2,swiglu,muon,muon_relu2]
+    [peer=PATH_TO_NANOGPT] [peer_modes=fp32,bf16] [others=relu2,swiglu,muon,muon_relu2,default,muon_floor]
 
 Each contender runs in its own process, set up as by its own train.py, and their steps are interleaved. The floor is
 every matrix product of a step, attention's batched ones included, at its own shape into preallocated buffers, and one
 pass of torch's fused AdamW over the parameters. `others` are timed too: `relu2` and `swiglu` are GPTs of equal matrix
 products with RoPE, RMS norm and QK norm, and a squared ReLU or a gated MLP of 8/3 the width; `muon` steps the first GPT
-with Muon, `muon_relu2` the one with a squared ReLU, and `muon_floor` is the floor with Muon's products. With peer, a
+with Muon, `muon_relu2` the one with a squared ReLU, `default` is the model and the optimizer of the default run, at the
+size gpt-lite, and `muon_floor` is the floor with Muon's products. With peer, a
 clone of nanoGPT, its model is timed too: in fp32, which is its CPU mode, and under torch.autocast (bf16; bf16_compile:
 compiled as well).
 """
@@ -16,7 +17,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -58,7 +59,7 @@ def main(arguments: Arguments) -> None:
     for key, known, several in (
         ("sizes", SIZES, True),
         ("peer_modes", ("fp32", "bf16", "bf16_compile"), True),
-        ("others", ("", "relu2", "swiglu", "muon", "muon_relu2", "muon_floor"), True),
+        ("others", ("", "relu2", "swiglu", "muon", "muon_relu2", "default", "muon_floor"), True),
         ("precision", ("fp32", "bf16"), False),
         ("ops", ("auto", "fused", "reference"), False),
     ):
@@ -149,6 +150,7 @@ def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], 
     import torch
     from real_step import build_step, config_of
 
+    from gptlite.config import load
     from gptlite.models.gpt.config import MLPKind, Norm, Position
     from gptlite.ops.config import Implementation, OpsConfig
     from gptlite.ops.select import select_ops
@@ -160,8 +162,12 @@ def our_step(size: Size, arguments: Arguments, other: str = "") -> Callable[[], 
     how = {"precision": arguments.precision, "compile": arguments.compile}
     ops = select_ops(OpsConfig(Implementation[arguments.ops]), mesh.device)
     modern = {"position": Position.rope, "norm": Norm.rms_norm, "qk_norm": True}
-    mlp, rule = other.removeprefix("muon").removeprefix("_"), MuonConfig() if "muon" in other else AdamWConfig()
-    config = config_of(size, **modern, mlp=MLPKind[mlp]) if mlp else config_of(size)
+    if other == "default":
+        default = load()
+        config, rule = replace(default.model, vocab_size=size.vocab_size), default.optimizer
+    else:
+        mlp, rule = other.removeprefix("muon").removeprefix("_"), MuonConfig() if "muon" in other else AdamWConfig()
+        config = config_of(size, **modern, mlp=MLPKind[mlp]) if mlp else config_of(size)
     take = build_step(config, mesh, size.batch_size, ops=ops, rule=rule, **how)
 
     def step() -> None:

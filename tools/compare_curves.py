@@ -179,7 +179,7 @@ def build(peer: str, arguments: Arguments, rate: float) -> tuple[Any, Any, Calla
 
     drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), arguments.dropout)
     if peer == "gpt2":
-        shape = {"n_embd": SIZE.d_model, "n_layer": SIZE.num_layers, "n_head": SIZE.num_heads}
+        shape: dict[str, Any] = {"n_embd": SIZE.d_model, "n_layer": SIZE.num_layers, "n_head": SIZE.num_heads}
         positions = SIZE.sequence_length
         model: Any = GPT2LMHeadModel(
             GPT2Config(
@@ -187,9 +187,9 @@ def build(peer: str, arguments: Arguments, rate: float) -> tuple[Any, Any, Calla
             )
         )
     else:
-        shape = {"hidden_size": SIZE.d_model, "num_hidden_layers": SIZE.num_layers}
-        heads, wide = {"num_attention_heads": SIZE.num_heads}, {"intermediate_size": -(-8 * SIZE.d_model // 192) * 64}
-        config = LlamaConfig(vocab_size=SIZE.vocab_size, tie_word_embeddings=True, **shape, **heads, **wide)
+        shape: dict[str, Any] = {"hidden_size": SIZE.d_model, "num_hidden_layers": SIZE.num_layers}
+        shape |= {"num_attention_heads": SIZE.num_heads, "intermediate_size": -(-8 * SIZE.d_model // 192) * 64}
+        config = LlamaConfig(vocab_size=SIZE.vocab_size, tie_word_embeddings=True, **shape)
         model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 

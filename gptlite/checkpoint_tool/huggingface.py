@@ -275,7 +275,9 @@ def _fill(ours: Tensor, source: Path, weight: Weight, stored: Stored) -> None:
 def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[str]) -> tuple[list[str], Config]:
     """Return the command-line overrides that select this model, and the checkpoint's configuration."""
     default, overrides = load().model, [as_override(plugins)] if plugins else []
-    if type(default) is not type(model):
+    if type(default) is type(model):
+        overrides.append("optimizer=adamw")  # theirs, not that of the preset that is changed into this model
+    else:
         overrides.append(f"model={spec_of(model).name}_schema")
         default = type(model)()
     names = [field.name for field in dataclasses.fields(model)]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from omegaconf import DictConfig, OmegaConf
 
-from gptlite.config.saved import override_value, to_dict
+from gptlite.config.saved import LENGTHS, override_value, to_dict
 from gptlite.config.schema import Config, presets_of, schema_names
 
-SECTIONS = ("model", "data", "optimizer", "schedule")  # what the numbers of a run depend on, apart from its length
+SECTIONS = ("model", "data", "optimizer", "schedule")  # what the numbers of a run depend on, with its length
 
 
 def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> list[str]:
@@ -33,10 +33,11 @@ def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list
             chosen.append(f"{group}={preset}")
     values = OmegaConf.to_container(compose([*chosen, *overrides]) if chosen else now, resolve=True, enum_to_str=True)
     assert isinstance(values, dict)
+    length = {"max_steps": then["trainer"]["max_steps"]} if given.isdisjoint(LENGTHS) else {}
+    kept = {section: then[section] for section in SECTIONS if section not in given} | {"trainer": length}
     return chosen + [
         f"{section}.{key}={override_value(was)}"
-        for section in SECTIONS
-        if section not in given
-        for key, was in then[section].items()
+        for section, settings in kept.items()
+        for key, was in settings.items()
         if f"{section}.{key}" not in given and values[section].get(key) not in (None, was)
     ]

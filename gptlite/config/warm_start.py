@@ -6,7 +6,7 @@ import dataclasses
 
 from gptlite.config.plugins import PluginsNotNamed
 from gptlite.config.saved import from_yaml, override_value
-from gptlite.config.schema import Config
+from gptlite.config.schema import Config, schema_names
 from gptlite.data.config import SyntheticConfig
 from gptlite.errors import ConfigError
 from gptlite.models.spec import spec_of
@@ -22,7 +22,8 @@ def with_model(overrides: list[str], log: Log | None = None) -> list[str]:
 
 
 def model_overrides(overrides: list[str]) -> list[str]:
-    """Return `model.KEY=VALUE` of the checkpoint named by checkpoint.resume, for each key not in `overrides`.
+    """Return `optimizer=PRESET` and `model.KEY=VALUE` of the checkpoint named by checkpoint.resume, without keys that
+    are in `overrides`.
 
     Empty without checkpoint.load=weights, or if `overrides` choose a preset model=, which the run compares with the
     checkpoint. Also empty if the checkpoint cannot be read, for which the run raises an error. Raises PluginsNotNamed
@@ -36,13 +37,16 @@ def model_overrides(overrides: list[str]) -> list[str]:
 
     try:
         text = (candidates(resume, "checkpoint.resume")[0] / "config.yaml").read_text("utf-8")
-        model = from_yaml(text, f"checkpoint.resume={resume}").model
+        saved = from_yaml(text, f"checkpoint.resume={resume}")
     except PluginsNotNamed:
         raise
     except (ConfigError, OSError, UnicodeDecodeError):
         return []
+    model, optimizer = saved.model, schema_names(saved)["optimizer"].removesuffix("_schema")
     names = [item.name for item in dataclasses.fields(model)]
-    return [f"model.{name}={override_value(getattr(model, name))}" for name in names if f"model.{name}" not in given]
+    values = [f"model.{name}={override_value(getattr(model, name))}" for name in names if f"model.{name}" not in given]
+    # The model's preset, which is not copied, may have chosen it.
+    return [*([f"optimizer={optimizer}"] if "optimizer" not in given else []), *values]
 
 
 def refuse_larger_vocabulary(config: Config, vocab_size: int) -> None:

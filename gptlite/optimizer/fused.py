@@ -66,7 +66,8 @@ class FusedAdamW(FusedStep, AdamW):
 def writes_copies(optimizer: Optimizer) -> bool:
     """Return True if a step updates the 16-bit weight copies, or marks them as stale. Otherwise they would seem valid
     after a step of torch's fused kernels, which do not change the versions of the weights."""
-    return isinstance(getattr(optimizer, "adamw", optimizer), FusedStep)  # Muon steps what its AdamW does not
+    adam = getattr(optimizer, "adamw", optimizer)  # Muon has one, and marks what it steps itself
+    return type(adam) in (FusedAdam, FusedAdamW)
 
 
 def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:

@@ -23,7 +23,14 @@ AUTO = ("checkpoint.resume=auto", "checkpoint.load=all")
 VOCABULARY = 53  # in 128 rows
 SIZES = {"n_layer": 2, "n_head": 3, "n_embd": 24, "n_positions": 16, "vocab_size": VOCABULARY}
 MODEL = [
-    *("model.num_layers=2", "model.num_heads=3", "model.d_model=24", "model.sequence_length=16", "model.name=tiny"),
+    *(
+        "model=gpt-lite",
+        "model.num_layers=2",
+        "model.num_heads=3",
+        "model.d_model=24",
+        "model.sequence_length=16",
+        "model.name=tiny",
+    ),
     *("data=synthetic", f"data.vocab_size={VOCABULARY}", f"model.vocab_size={VOCABULARY}", "data.sequence_length=16"),
 ]
 Save = Callable[..., tuple[Path, GPT]]

@@ -206,7 +206,7 @@ def test_a_micro_batch_left_open_suits_every_size_of_a_ramp():
 @pytest.fixture(scope="module")
 def deep():
     """A configuration of eight layers, to be changed without composing it again."""
-    return load(["model.num_layers=8", "data.micro_batch_size=1", "data.global_batch_size=24"])
+    return load(["model=gpt-lite", "model.num_layers=8", "data.micro_batch_size=1", "data.global_batch_size=24"])
 
 
 def check_changed(config, batch, micro, **layout):

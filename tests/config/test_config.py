@@ -44,6 +44,8 @@ def test_every_preset_composes_and_reads_back(
     if group == "data" and preset == "tokens":
         (tmp_path / "train.idx").touch()
         overrides.append(f"data.path={tmp_path}")
+    if preset == "tp8":
+        overrides.append("model=gpt-lite")  # the default has four heads
     if preset == "zero_infinity":
         overrides.append("parallelism.offload_path=nowhere")
     config = load(overrides)
@@ -63,7 +65,7 @@ def test_an_experiment_overrides_the_defaults_and_is_overridden_by_the_command_l
 
 
 def test_ranks_share_a_head_of_keys_equally_or_not_at_all():
-    heads = ["run.name=heads", "model.num_heads=12", "model.d_model=96"]
+    heads = ["model=gpt-lite", "model.num_heads=12", "model.d_model=96"]
     assert load([*heads, "model.kv_heads=2", "parallelism.tensor=4"]).parallelism.tensor == 4
     assert load([*heads, "model.kv_heads=6", "parallelism.tensor=3"]).parallelism.tensor == 3
     shares = "usable shares of model.num_heads=12 with model.kv_heads=2 = 4"

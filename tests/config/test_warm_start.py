@@ -16,7 +16,6 @@ from gptlite.data.tokenizer import CharTokenizer
 TRAIN = CONF_DIR.parent / "train.py"
 MODEL = (
     "model=gpt2",
-    "model=gpt-lite",
     "model.num_layers=2",
     "model.mlp=relu",
     "model.vocab_size=257",

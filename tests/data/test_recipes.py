@@ -93,10 +93,21 @@ def test_scenes_are_documents_of_names_and_speeches(shakespeare):
 
 def test_held_out_plays_are_in_no_training_file(shakespeare, tmp_path):
     plays = {name: f"### I\n\n**{name}**\nspeaks many words here\n" for name in (*shakespeare.HELD_OUT, "hamlet")}
-    shakespeare.write(plays, shakespeare.RecipeArguments(str(tmp_path), "char", 0))
+    shakespeare.write(plays, shakespeare.Arguments(str(tmp_path), "char", 0))
     assert (tmp_path / "train.txt").read_text() == "hamlet:\nspeaks many words here\n\n"
     assert "hamlet" not in (tmp_path / "val.txt").read_text()
     assert all(name in (tmp_path / "val.txt").read_text() for name in shakespeare.HELD_OUT)
+
+
+def test_settings_are_chosen_on_a_play_that_is_in_neither_part_otherwise(shakespeare, tmp_path):
+    names = (*shakespeare.HELD_OUT, "hamlet", "othello")
+    plays = {name: f"### I\n\n**{name}**\nspeaks many words here\n" for name in names}
+    shakespeare.write(plays, shakespeare.Arguments(str(tmp_path), "char", 0, selection="othello"))
+    train, val = ((tmp_path / f"{part}.txt").read_text() for part in ("train", "val"))
+    assert (train, val) == tuple(f"{name}:\nspeaks many words here\n\n" for name in ("hamlet", "othello"))
+    for wrong in ("pericles", "otello"):
+        with pytest.raises(ConfigError, match=f"selection={wrong} is not a play to choose on; give one of hamlet"):
+            shakespeare.write(plays, shakespeare.Arguments(str(tmp_path), "char", 0, selection=wrong))
 
 
 def test_chapters_are_documents(kjv):

@@ -33,7 +33,8 @@ LAYERS, WIDTH = 12, 64
 BLOCK = 12 * WIDTH**2 + 13 * WIDTH  # parameters
 BASE = f"""
 data=synthetic data.vocab_size=64 data.num_tokens=5000 data.micro_batch_size=1
-model=gpt-lite model.num_layers={LAYERS} model.num_heads=4 model.d_model={WIDTH} model.sequence_length=16 data.sequence_length=2
+model=gpt-lite
+model.num_layers={LAYERS} model.num_heads=4 model.d_model={WIDTH} model.sequence_length=16 data.sequence_length=2
 model.vocab_multiple=1
 schedule=constant schedule.warmup_steps=0 run.dir=unused run.name=memory
 """.split()

@@ -30,7 +30,8 @@ VOCABULARY, STEPS = 37, 2
 # high, so that weights move.
 RUN = f"""
 data=synthetic data.vocab_size={VOCABULARY} data.num_tokens=2000 data.global_batch_size=8 data.micro_batch_size=2
-model=gpt-lite model.num_layers=4 model.num_heads=2 model.d_model=16 model.sequence_length=16 model.vocab_multiple=1 model.init_std=0.2
+model=gpt-lite
+model.num_layers=4 model.num_heads=2 model.d_model=16 model.sequence_length=16 model.vocab_multiple=1 model.init_std=0.2
 data.sequence_length=16 schedule=constant schedule.warmup_steps=1 optimizer.lr=3e-2 trainer.max_steps={STEPS}
 trainer.eval_samples=8 trainer.sample_tokens=0 precision=fp32 run.name=readers
 """.split()

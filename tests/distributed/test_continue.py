@@ -81,7 +81,8 @@ def _digest(*tensors: Any) -> str:
 # gradient a whole step. 12 samples a batch: for 1, 2, 3, 4 or 6 data ranks.
 BASE = """
 data=synthetic data.vocab_size=37 data.num_tokens=8000 data.global_batch_size=12 data.sequence_length=16
-model=gpt-lite model.num_layers=5 model.num_heads=4 model.d_model=32 model.sequence_length=16 model.dropout=0.1 model.vocab_multiple=1
+model=gpt-lite
+model.num_layers=5 model.num_heads=4 model.d_model=32 model.sequence_length=16 model.dropout=0.1 model.vocab_multiple=1
 schedule=constant schedule.warmup_steps=29 optimizer.lr=3e-4 precision=fp32 run.name=continue
 trainer.max_steps=30 trainer.log_interval=1 trainer.eval_interval=10 trainer.eval_samples=12 trainer.sample_tokens=0
 checkpoint.interval=15 checkpoint.keep=0

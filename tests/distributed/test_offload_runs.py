@@ -73,7 +73,7 @@ def test_a_killed_run_leaves_nothing_in_the_folder_and_goes_on_from_its_checkpoi
 
 def refused(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        planned(load([f"{P}offload=nvme", *overrides]), None)
+        planned(load(["optimizer=adamw", f"{P}offload=nvme", *overrides]), None)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -119,6 +119,6 @@ class NotElementwiseConfig(OptimizerConfig):
 
 
 def test_an_optimizer_that_is_not_elementwise_keeps_its_state_out_of_files(tmp_path: Path):
-    config = load([f"{P}offload=nvme", f"{P}offload_path={tmp_path}"])
+    config = load(["optimizer=adamw", f"{P}offload=nvme", f"{P}offload_path={tmp_path}"])
     with pytest.raises(ConfigError, match=r"optimizer=notelementwise does not allow; use parallelism.offload=cpu, or"):
         check(replace(config, optimizer=NotElementwiseConfig()))

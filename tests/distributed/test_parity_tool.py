@@ -16,7 +16,14 @@ from gptlite.parity.record import recorded
 from gptlite.parity.worker import compare_run, save_reference
 
 TOOL = CONF_DIR.parent / "tools" / "parity.py"
-TINY = ("model.num_layers=2", "model.num_heads=2", "model.d_model=32", "model.sequence_length=16", "model.dropout=0.1")
+TINY = (
+    "model=gpt-lite",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.d_model=32",
+    "model.sequence_length=16",
+    "model.dropout=0.1",
+)
 
 
 def call(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

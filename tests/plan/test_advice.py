@@ -13,6 +13,7 @@ from gptlite.plan.memory import most
 from gptlite.plan.planning import workload_of
 
 RUN = (
+    "model=gpt-lite",
     "data=synthetic",
     "model.vocab_size=512",
     "precision=fp32",

@@ -14,7 +14,14 @@ from gptlite.plan.memory import most
 from gptlite.plan.planning import fixed_keys, limited, make_plan
 from gptlite.plan.report import report_largest, train_command
 
-GIVEN = ["data=synthetic", "data.vocab_size=300", "data.global_batch_size=8", "model.d_model=128", "precision=fp32"]
+GIVEN = [
+    "model=gpt-lite",
+    "data=synthetic",
+    "data.vocab_size=300",
+    "data.global_batch_size=8",
+    "model.d_model=128",
+    "precision=fp32",
+]
 NODE = ["cluster=dgx-h100", "cluster.devices_per_node=4", "cluster.memory_gib=3"]
 
 

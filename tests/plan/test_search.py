@@ -19,7 +19,14 @@ from gptlite.plan.search import ERROR, distinct, equals, layouts, search, worklo
 from gptlite.plan.timeline import order
 from gptlite.plan.traffic import file_bytes
 
-MODEL = ["data=synthetic", "model=gpt-lite", "model.num_layers=4", "model.num_heads=8", "model.d_model=256", "model.sequence_length=128"]
+MODEL = [
+    "data=synthetic",
+    "model=gpt-lite",
+    "model.num_layers=4",
+    "model.num_heads=8",
+    "model.d_model=256",
+    "model.sequence_length=128",
+]
 BATCH = ["data.global_batch_size=32"]
 CLUSTER = ["cluster=dgx-h100", "cluster.devices_per_node=4"]
 

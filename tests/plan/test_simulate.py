@@ -23,7 +23,7 @@ from plan.truth import BASE, Counted, counted, workload
 
 # Small blocks of 64 x 64 weights and 128 tokens: activations are what there is most of.
 MODEL = """
-data.vocab_size=200 model.num_heads=4 model.d_model=64 model.sequence_length=64 data.micro_batch_size=2
+data.vocab_size=200 model=gpt-lite model.num_heads=4 model.d_model=64 model.sequence_length=64 data.micro_batch_size=2
 """.split()
 CLOSE = 0.05  # of activations
 LAYOUTS = {

@@ -190,7 +190,7 @@ def test_verify_names_each_damage(tool, steps):
 
 
 def test_verify_and_export_name_weights_that_are_not_finite(tool, tmp_path):
-    sizes = ("model.num_layers=1", "model.num_heads=1", "model.d_model=8", "model.sequence_length=8")
+    sizes = ("model=gpt-lite", "model.num_layers=1", "model.num_heads=1", "model.d_model=8", "model.sequence_length=8")
     config = load(["data=synthetic", "data.vocab_size=9", "data.sequence_length=8", "model.vocab_size=9", *sizes])
     tensors = model_tensors(Model.of(config.model), [GPT(config.model)])
     tensors["model.final_norm.weight"].detach()[5] = torch.nan

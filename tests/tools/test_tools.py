@@ -80,7 +80,7 @@ def test_eval_takes_a_prepared_folder_and_its_name(trained: Path, text: Path, tm
         ("bench_preprocess", ["tokenizer=byte", "text=nowhere"], "text=nowhere"),
         ("bench_step", ["others=moun"], "others=moun"),
         ("compare_nanogpt", ["peer=nowhere"], "peer=nowhere"),
-        ("compare_curves", ["peers=gpt2,bert"], "peers=gpt2,bert: bert unknown"),
+        ("compare_curves", ["nanogpt=nowhere", "peers=gpt2,bert"], "peers=gpt2,bert: bert unknown"),
         ("compare_curves", ["nanogpt=nowhere"], "nanogpt=nowhere has no model.py"),
     ],
 )

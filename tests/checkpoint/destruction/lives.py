@@ -16,7 +16,7 @@ from checkpoint.destruction.points import Points
 # As little of everything as there can be; a warm-up of one step, so that trainer.max_steps changes no number.
 TINY = [
     *("data=synthetic", "data.vocab_size=64", "data.num_tokens=20000", "data.global_batch_size=4"),
-    *("data.micro_batch_size=2", "model.num_layers=2", "model.num_heads=2", "model.d_model=32"),
+    *("data.micro_batch_size=2", "model=gpt-lite", "model.num_layers=2", "model.num_heads=2", "model.d_model=32"),
     *("model.sequence_length=16", "schedule=constant", "schedule.warmup_steps=1", "precision=fp32"),
     *("trainer.max_steps=100000", "trainer.eval_samples=4", "trainer.eval_interval=0", "trainer.sample_tokens=0"),
     *("trainer.log_interval=1", "run.name=x"),
