@@ -41,7 +41,7 @@ class Arguments:
     """Command-line arguments."""
 
     peers: str = "nanogpt,gpt2,llama"
-    nanogpt: str = "???"
+    nanogpt: str = ""
     rates: str = "1e-3,3e-3"
     dropout: float = 0.0
     seeds: str = "1234,1"
@@ -73,16 +73,21 @@ def main(arguments: Arguments) -> None:
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     for seed in seeds:
         for name, words in ((FORMER, ["experiment=gpt-lite-2020"]), (OURS, [])):
-            folder = output / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+            folder = folder_of(output, name, seed)
             done(f"{name}, seed {seed}", lambda folder=folder, words=words, seed=seed: our_run(folder, seed, words))
     minutes = arguments.minutes or curves[f"{FORMER}, seed {seeds[0]}"][-1][0]
-    per_nat = bits_per_nat(output / f"{FORMER.replace(', ', '-').replace(' ', '-')}-{seeds[0]}")
+    per_nat = bits_per_nat(folder_of(output, FORMER, seeds[0]))
     for peer in peers:
         for rate in map(float, arguments.rates.split(",")):
             name = f"{PEERS[peer]}, rate {rate:g}, dropout {arguments.dropout:g}"
             done(name, lambda peer=peer, rate=rate: peer_run(peer, arguments, rate, 60 * minutes, per_nat))
     draw(curves, output / "curves.png")
     print(f"picture: {output / 'curves.png'}")
+
+
+def folder_of(output: Path, name: str, seed: int) -> Path:
+    """Return the folder of one of our runs."""
+    return output / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
 
 
 def our_run(folder: Path, seed: int, words: list[str]) -> Curve:

@@ -275,18 +275,20 @@ class Costs:
 def _whole_matrices(work: Workload, device: Device, links: Links, rank: int) -> float:
     """Return the seconds of products of whole matrices in an update, which the ranks that hold shards or copies of them
     share, and of sending them there and back (see gptlite.parallelism.matrix_gather)."""
+    if not work.optimizer.products(1, 1):
+        return 0.0
     held, elements, seconds = inventory(work.model, 1).matrices, 0, 0.0
     for stage in stages(work, rank):
         for kind, count in stage.runs:
             for shape in held[kind]:
                 products = work.optimizer.products(*shape)
                 each = sum(2.0 * m * k * n / device.rate(m, k, n) + device.kernel for m, k, n in products)
-                seconds, elements = seconds + count * each, elements + count * bool(products) * prod(shape)
+                seconds, elements = seconds + count * each, elements + count * prod(shape)
     layout, copies = work.layout, work.layout.size("dp_replicate")
     local, sent = MASTER * elements / layout.size("tp", "dp_shard"), 0.0
     # Shards go to a matrix's owner and come back. An owner sends its result to all that hold copies.
     for axis, payload in (("tp", 2 * local / copies), ("dp_shard", 2 * local / copies), ("dp_replicate", local)):
-        if elements and layout.size(axis) > 1:
+        if layout.size(axis) > 1:
             sent += links.once("all_to_all", payload, links.group(axis))
     return seconds / layout.size("tp", "dp_shard", "dp_replicate") + sent
 
