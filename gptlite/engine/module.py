@@ -77,7 +77,7 @@ class ModuleSpec(ModelSpec[ModuleConfig]):
             raise TypeError(f"loss(output, target) returned {found}; return a tensor of one number, the mean")
         return mean.float() * self.count(inputs.targets)
 
-    def count(self, targets: Tensor) -> Tensor:
+    def count(self, targets: Tensor) -> Tensor | int:
         """Return the number of targets: all of floating-point ones, else those other than -100."""
         return (targets == targets).sum() if targets.is_floating_point() else super().count(targets)
 

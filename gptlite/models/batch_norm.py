@@ -96,6 +96,11 @@ def sync_batch_norms(part: nn.Module, mesh: Mesh) -> None:
             setattr(part.get_submodule(path), last, SyncedBatchNorm.of(module, mesh))
 
 
+def has_batch_norm(part: nn.Module) -> bool:
+    """Return True if a part's loss depends on how many samples are in a micro-batch of all data ranks."""
+    return any(isinstance(module, SyncedBatchNorm) for module in part.modules())
+
+
 def tracking_once(block: nn.Module, forward: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
     """Return a function that makes, for one forward pass, a `forward` whose repetitions leave running statistics as
     they are."""

@@ -66,6 +66,10 @@ class Model:
             out = self.spec.scores(part, x, inputs)
         return out if out.shape == (*inputs.targets.shape, 2) else out.to(self.dtype)  # activations, as in `forward`
 
+    def count(self, targets: Tensor) -> Tensor:
+        """Return the number of losses of these targets, a 0-dim tensor on their device: see ModelSpec.count."""
+        return torch.as_tensor(self.spec.count(targets), device=targets.device)
+
     def check_pass(self, x: Any, targets: Tensor) -> None:
         """Raise ConfigError if a forward pass on inputs of these shapes fails, its loss is not one number, or the loss
         does not record the metrics that the spec declares.

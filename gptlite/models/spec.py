@@ -224,8 +224,11 @@ class ModelSpec(Generic[C]):
 
         return scores(self, part, x, inputs.targets)
 
-    def count(self, targets: Tensor) -> Tensor:
-        """Return the number of losses that `forward` sums for these targets; by default of targets other than -100."""
+    def count(self, targets: Tensor) -> Tensor | int:
+        """Return the number of losses that `forward` sums for these targets; by default of targets other than -100.
+
+        A sample whose target has several numbers but one loss needs its own: `len(targets)`.
+        """
         from gptlite.ops.cross_entropy import IGNORE
 
         return (targets != IGNORE).sum()

@@ -25,6 +25,7 @@ from gptlite.data.order_log import OrderRow, note_order, note_spike
 from gptlite.data.tokenizer import Tokenizer
 from gptlite.errors import ConfigError
 from gptlite.files import existing, try_lock, unwritable, write_whole
+from gptlite.models.batch_norm import has_batch_norm
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.rank_sync import from_all, from_main
@@ -82,8 +83,10 @@ class RunFolder:
                 self.log(line)
             if not self.resume_from.resolve().is_relative_to(self.path.resolve()):
                 state.wandb_id = None  # that tracker's run belongs to the folder it was started in
+        batch = ", and by more if data.micro_batch_size times the data ranks changes: batch norm's mean is over these"
+        rounding = f"by rounding{batch if any(map(has_batch_norm, state.parts)) else ''}"
         for change in changes * (not weights_only):  # a new run has no curve to go on with
-            self.log(f"resuming with a change: {change}; losses may differ from an uninterrupted run's by rounding")
+            self.log(f"resuming with a change: {change}; losses may differ from an uninterrupted run's {rounding}")
         self.log(f"{'weights' if weights_only else 'resuming'} from {self.resume_from}")
 
     def complete(self, state: TrainState) -> bool:

@@ -110,7 +110,7 @@ def evaluate(
             inputs = Inputs(batch.targets, documents=batch.documents, metrics=found, tokens=batch.tokens)
             loss = runner.run(batch.tokens, partial(_forward, model, inputs), shapes, model.dtype)
             if loss is not None and counts and batch.counted:
-                values = torch.stack([loss.double(), model.spec.count(batch.targets).double()])
+                values = torch.stack([loss.double(), model.count(batch.targets).double()])
                 sums += torch.cat([values, metric_values(model.spec, found, values.device)]) if names else values
             if progress is not None:
                 progress.add(1)

@@ -99,7 +99,7 @@ class Step:
         loader, before = state.loader, state.progress
         batches = [loader.batch(before.consumed, index) for index in range(loader.micro_batches(before.consumed))]
         # Before the passes, which divide each micro-batch's loss by it.
-        valid = torch.stack([state.model.spec.count(batch.targets) for batch in batches]).sum()
+        valid = torch.stack([state.model.count(batch.targets) for batch in batches]).sum()
         all_reduce(valid, self.mesh, DATA_AXES)
         # With decisions, the host's scale is a step behind that of the device.
         scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0

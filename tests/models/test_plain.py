@@ -3,6 +3,7 @@
 import pickle
 import re
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -271,6 +272,17 @@ def test_what_an_opened_dataset_has_to_be(monkeypatch):
 def test_targets_that_are_no_classes_need_a_loss():
     with pytest.raises(TypeError, match=r"Bad\.loss: cross entropy needs logits .* or the spec a `loss`"):
         Bad().forward(nn.Sequential(nn.Linear(4, 3)), torch.zeros(2, 4), Inputs(torch.zeros(2)))
+
+
+def test_the_number_of_losses_may_be_a_number(tmp_path, monkeypatch):
+    assert train_example("mlp", str(tmp_path / "tensor")) == 0
+    spec = import_module("examples.mlp").MLPSpec
+    monkeypatch.setattr(spec, "count", lambda self, targets: len(targets), raising=False)
+    assert train_example("mlp", str(tmp_path / "number")) == 0
+    assert curve(tmp_path / "number") == curve(tmp_path / "tensor")
+    monkeypatch.setattr(spec, "count", lambda self, targets: 2 * len(targets))
+    assert train_example("mlp", str(tmp_path / "twice")) == 0
+    assert curve(tmp_path / "twice")[0] == pytest.approx(curve(tmp_path / "number")[0] / 2)
 
 
 def test_models_and_data_that_do_not_fit_are_refused():
