@@ -374,7 +374,7 @@ class WSDConfig(ScheduleConfig):
     of the steps."""
 
     min_ratio: float = 0.0
-    decay_fraction: float = 0.2
+    decay_fraction: float = 0.5
     decay_steps: int | None = None  # the last step of the decay; null: trainer.max_steps
 
 
