@@ -143,6 +143,7 @@ def _parallelism(config: Config) -> None:
     layout = config.parallelism
     _context(config)
     _tensor(config)
+    _expert(config)
     _pipeline(config)
     _offload(config)
     if layout.activation_checkpointing is ActivationCheckpointing.offload:
@@ -224,6 +225,26 @@ def _tensor(config: Config) -> None:
             raise ConfigError(f"{key}{value} is not divisible by parallelism.tensor={tensor}; try {listed(degrees)}")
     if (rows := spec.table_rows(config.model)) is not None and tensor > rows:
         raise ConfigError(f"parallelism.tensor={tensor} is more than the vocabulary's {rows} rows; use at most {rows}")
+
+
+def _expert(config: Config) -> None:
+    experts, degree = spec_of(config.model).experts(config.model), config.parallelism.expert
+    if degree == 1:
+        return
+    if experts is None:
+        raise ConfigError(
+            f"parallelism.expert={degree}: the model has no experts; use parallelism.expert=1, or model=moe-lite"
+        )
+    if experts % degree:
+        raise ConfigError(
+            f"model.moe.experts={experts} is not divisible by parallelism.expert={degree}; "
+            f"try parallelism.expert={listed(divisors(experts))}"
+        )
+    if config.trainer.compile:
+        raise ConfigError(
+            f"trainer.compile=true cannot run with parallelism.expert={degree}, whose exchanges differ in size from "
+            "step to step; use trainer.compile=false"
+        )
 
 
 def _no_axis(config: Config, axis: str, why: str) -> str:

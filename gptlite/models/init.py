@@ -6,7 +6,8 @@ and gets the same values as the whole tensor would, on a CPU and on a GPU.
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,29 +33,34 @@ def init_weights(model: Model, part: nn.Module, seed: int) -> None:
 
 
 def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:
-    """Fill this rank's shard of a parameter with the values that the whole parameter has there.
-
-    With more than two dims only the first may be sharded. Raises ValueError if another one is.
-    """
+    """Fill this rank's shard of a parameter with the values that the whole parameter has there."""
     if not isinstance(parameter, DTensor):
         draw_normal_(parameter, std, seed, name)
         return
-    shape, offset = local_box(parameter)
-    if parameter.ndim != 2:
-        if shape[1:] != tuple(parameter.shape[1:]):
-            raise ValueError(f"{name} of {parameter.ndim} dims is sharded along a dim other than the first")
-        draw_normal_(parameter.to_local(), std, seed, name, offset=offset[0] * math.prod(shape[1:]))
+    _, offset = local_box(parameter)
+    if (target := parameter.to_local()).numel():
+        _draw_part_(target, tuple(parameter.shape), offset, partial(draw_normal_, std=std, seed=seed, name=name))
+
+
+def _draw_part_(
+    target: Tensor, whole: tuple[int, ...], at: tuple[int, ...], draw: Callable[..., None], offset: int = 0
+) -> None:
+    """Fill the part of a tensor of shape `whole` that begins at the indices `at`. `offset`: the tensor's own first
+    element in the parameter."""
+    size = math.prod(whole[1:])
+    if tuple(target.shape[1:]) == whole[1:]:
+        draw(target, offset=offset + at[0] * size)
         return
-    (rows, columns), (row, column) = shape, offset
-    width, target = parameter.shape[1], parameter.to_local()
-    if columns == width:
-        draw_normal_(target, std, seed, name, offset=row * width)
+    if target.ndim > 2:
+        for index, each in enumerate(target):
+            _draw_part_(each, whole[1:], at[1:], draw, offset + (at[0] + index) * size)
         return
     # Counters run along whole rows, of which this rank has some columns.
-    for start in range(0, rows, step := max(1, BLOCK // width)):
-        block = target.new_empty(min(step, rows - start), width)
-        draw_normal_(block, std, seed, name, offset=(row + start) * width)
-        target[start : start + step] = block[:, column : column + columns]
+    rows, columns = target.shape
+    for start in range(0, rows, step := max(1, BLOCK // size)):
+        block = target.new_empty(min(step, rows - start), size)
+        draw(block, offset=offset + (at[0] + start) * size)
+        target[start : start + step] = block[:, at[1] : at[1] + columns]
 
 
 def draw_normal_(parameter: Tensor, std: float, seed: int, name: str, offset: int = 0) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gptlite.models.batch_norm import sync_batch_norms, tracking_once
+from gptlite.models.experts import Experts
 from gptlite.models.layers import Head, LayerNorm, Linear, RMSNorm
 from gptlite.models.metrics import Recording
 from gptlite.models.model import Model
@@ -21,6 +22,7 @@ from gptlite.ops.weight_copies import keep_copies
 from gptlite.parallelism.activation_offload import ActivationOffload
 from gptlite.parallelism.config import ActivationCheckpointing, ParallelismConfig
 from gptlite.parallelism.context import ContextAxis, context_axis
+from gptlite.parallelism.expert import expert_axis
 from gptlite.parallelism.layout import CONTEXT, num_stages, splits_backward, stages_of_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import OnePart, Pipeline, add_across_ends
@@ -40,7 +42,7 @@ from gptlite.parallelism.zero import shard
 from gptlite.precision import Policy
 
 IN_BLOCKS = (Linear, ColumnParallelLinear, RowParallelLinear)
-MULTIPLYING = (*IN_BLOCKS, Head, VocabParallelHead)
+MULTIPLYING = (*IN_BLOCKS, Experts, Head, VocabParallelHead)
 NORMS = (LayerNorm, RMSNorm)
 # Ops whose results selective checkpointing keeps: linear layers and SDPA. Pointwise ops are cheap to recompute, and so,
 # for the memory they need, are materialized attention scores (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
@@ -72,10 +74,14 @@ def parallelize(
     axis = tensor_axis(mesh, config.sequence, overlap=not (split_backward or compile))
     # Recomputation repeats the gather as well, and compiled code does not support memory that is resized.
     context = context_axis(mesh, config.activation_checkpointing is ActivationCheckpointing.none and not compile)
-    mode = config.activation_checkpointing
+    mode, among = config.activation_checkpointing, expert_axis(mesh)
     for part in parts:
         if axis is not None:
             _cut_tensors(model, part, axis)
+        experts = [module for module in part.modules() if isinstance(module, Experts)]
+        if among is not None:
+            for module in experts:
+                module.share_(among)
         sync_batch_norms(part, mesh)
         if split_backward:
             _plain_products(part)
@@ -91,7 +97,7 @@ def parallelize(
         set_dtypes(model, part, policy, recomputes=mode.recomputes)
         # Under autocast products cast their operands, so parameters are gathered in their own dtype.
         gathered = policy.gather_dtype if model.autocast is None else policy.parameter_dtype
-        shard(part, _gathered_alone(model, part, blocks), mesh, config, gathered, policy.reduce_dtype)
+        shard(part, _gathered_alone(model, part, blocks), mesh, config, gathered, policy.reduce_dtype, experts)
         if not policy.master_weights:
             keep_fp32_gradients(part)
     return parts
@@ -175,7 +181,7 @@ def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> No
     """Sum the gradients that no layer sums: over the tensor axis those of sequence slices and of modules of heads, and
     a tied parameter's over both ends of the pipeline.
 
-    Call it once per step, after ZeRO's reduction and before clipping.
+    Call it once per step, after ZeRO's reduction and before clipping. It also ends the model's own step.
     """
     for part in parts:
         axis = axis_of(part)
@@ -186,6 +192,7 @@ def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> No
     if mesh.size("pp") > 1:
         for first, last in model.tied_copies(parts):
             add_across_ends(first, last, mesh)
+    model.spec.end_step(parts, mesh)
 
 
 def _cut_blocks(model: Model, whole: nn.Module, mesh: Mesh, config: ParallelismConfig) -> list[nn.Module]:
@@ -239,6 +246,8 @@ def _shared(layer: Any, cut: Cut, axis: TensorAxis) -> nn.Module:
             return RowParallelLinear(layer, axis)
         case Cut.features:
             return ColumnParallelEmbedding(layer, axis)
+        case Cut.experts:
+            return layer.cut_(axis)
         case Cut.vocabulary if isinstance(layer, Head):
             return VocabParallelHead(layer, axis)
         case Cut.vocabulary:
@@ -288,7 +297,8 @@ def _keep_for_both_halves() -> tuple[Any, Any]:
 def is_kept(op: object) -> bool:
     """Return True if selective checkpointing keeps the op's result."""
     # By name, since our ops exist only once the kernels are loaded, and names of fp8 products vary by torch version.
-    return op in KEPT or str(op).startswith(("gptlite.attention", "aten._scaled_mm", "torch_attn._varlen_attn"))
+    kept = ("gptlite.attention", "gptlite.grouped_product", "aten._scaled_mm", "torch_attn._varlen_attn")
+    return op in KEPT or str(op).startswith(kept)
 
 
 def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gptlite.models.sampling import Sampling
     from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
+    from gptlite.parallelism.mesh import Mesh
     from gptlite.parallelism.stage_runner import StageRunner
     from gptlite.precision import Policy
 
@@ -39,10 +40,13 @@ class Cut(Enum):
     row = "row"  # each takes some of a linear layer's inputs, and the results are added up
     features = "features"  # each has some columns of an embedding
     vocabulary = "vocabulary"  # each has some rows of an embedding, or of the head over it
+    experts = "experts"  # each has some hidden units of every expert, and the results are added up
 
     @property
     def dims(self) -> dict[str, int]:
         """`{parameter: sharded dim}` of such a layer; other parameters are replicated."""
+        if self is Cut.experts:
+            return {"up": 1, "down": 2}
         return {"weight": 1} if self in (Cut.row, Cut.features) else {"weight": 0, "bias": 0}
 
 
@@ -62,12 +66,13 @@ class Constant:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Matrix structure that Muon needs: `edges`, name suffixes of matrices that AdamW steps (embeddings, the head), and
+    """Matrix structure that Muon needs: `edges`, name suffixes of matrices that AdamW steps (embeddings, the head);
     `fused`, `{name suffix: (groups, relative rows of each matrix in a group)}` of parameters that consist of several
-    matrices."""
+    matrices; `batched`, name suffixes of parameters [number, rows, columns] with a matrix of each expert."""
 
     edges: tuple[str, ...] = ()
     fused: Mapping[str, tuple[int, tuple[int, ...]]] | None = None
+    batched: tuple[str, ...] = ()
 
 
 class ModelSpec(Generic[C]):
@@ -121,6 +126,11 @@ class ModelSpec(Generic[C]):
     def takes_context(self, config: C) -> bool:
         """Return True if attention supports sequences shared among ranks; False: parallelism.context > 1 is refused."""
         return False
+
+    def experts(self, config: C) -> int | None:
+        """Return the number of experts of a layer, which parallelism.expert must divide; None: parallelism.expert > 1
+        is refused."""
+        return None
 
     def table_rows(self, config: C) -> int | None:
         """Return the number of embedding rows, which the tensor axis shards; None if it is not known yet."""
@@ -273,6 +283,12 @@ class ModelSpec(Generic[C]):
 
     def prepare(self, part: nn.Module, policy: Policy, recomputes: bool) -> None:
         """Set up a part for a precision policy, once. `recomputes`: its blocks are recomputed in the backward pass."""
+
+    def begin_step(self, parts: Sequence[nn.Module], upstream: Tensor) -> None:
+        """Prepare parts for a step. `upstream`: the gradient with respect to a sum of losses, a 0-dim tensor."""
+
+    def end_step(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+        """Update what depends on the whole step, after its last backward pass. Called on all ranks."""
 
     def generate(
         self,

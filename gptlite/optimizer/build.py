@@ -23,6 +23,7 @@ def build_optimizer(
     edges: Sequence[str] = (),
     stacked: Mapping[str, tuple[int, tuple[int, ...]]] | None = None,
     dtype: torch.dtype = torch.float32,
+    batched: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
     """Return the optimizer of `config` over named parameters (`model.named_parameters()`), without frozen ones.
 
@@ -30,16 +31,17 @@ def build_optimizer(
     carries `names`, in the order of its `params`. The tensors of a group are on one mesh, since multi-tensor kernels do
     not accept a mix of meshes.
 
-    The module `config.rule` builds the optimizer. If the rule has `group_keys(edges, name, parameter)`, groups are
+    The module `config.rule` builds the optimizer. If the rule has `group_keys(edges, batched, name, parameter)`, groups are
     split further by the returned values. `fused_adam` selects our kernel for Adam and AdamW; it must be loaded. Muon
     leaves matrices whose names end in one of `edges` to AdamW, since they are not linear maps between hidden
     activations. `stacked` maps name endings of fused parameters to (groups, relative rows of each matrix in a
-    group), by which Muon splits them. `dtype` is that of the model's products, in which Muon's are, too, if it is bf16.
+    group), by which Muon splits them; `batched` are name endings of parameters [number, rows, columns] that consist of
+    a matrix of each expert. `dtype` is that of the model's products, in which Muon's are, too, if it is bf16.
     Raises ValueError if nothing is trainable.
     """
     rule = import_module(config.rule)
     keys = getattr(rule, "group_keys", None)
-    groups = _parameter_groups(parameters, config.weight_decay, keys and partial(keys, tuple(edges)))
+    groups = _parameter_groups(parameters, config.weight_decay, keys and partial(keys, tuple(edges), tuple(batched)))
     fused = all(parameter.device.type in FUSED_DEVICES for group in groups for parameter in group["params"])
     kernels: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     return rule.build(config, BuildContext(groups, fused_adam, kernels, stacked or {}, dtype))

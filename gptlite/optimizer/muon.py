@@ -40,7 +40,10 @@ class Stack:
     sizes: tuple[int, ...] = (1,)
 
     def matrices(self, stacked: Tensor) -> list[Tensor]:
-        """Return views of the matrices, [groups, size x n, columns] each."""
+        """Return views of the matrices, [groups, size x n, columns] each; of stacked [experts, rows, columns], those of
+        one expert after the other."""
+        if stacked.ndim == 3:
+            return [matrix for each in stacked for matrix in self.matrices(each)]
         each = stacked.view(self.groups, sum(self.sizes), -1, stacked.shape[-1])
         return [part.flatten(1, 2) for part in each.split(self.sizes, 1)]
 
@@ -57,9 +60,12 @@ def build(config: MuonConfig, context: BuildContext) -> Muon:
     return Muon(context.groups, config, stacks, adamw, torch.bfloat16 if bf16 else torch.float32)
 
 
-def group_keys(edges: tuple[str, ...], name: str, parameter: nn.Parameter) -> dict[str, Any]:
+def group_keys(
+    edges: tuple[str, ...], batched: tuple[str, ...], name: str, parameter: nn.Parameter
+) -> dict[str, Any]:
     """Return `{"muon": True}` for a parameter that Muon itself steps, `{"muon": False}` for one that AdamW steps."""
-    return {"muon": parameter.ndim == 2 and not name.endswith(edges)}
+    matrix = parameter.ndim == 2 and not name.endswith(edges)
+    return {"muon": matrix or (parameter.ndim == 3 and name.endswith(batched))}
 
 
 class Muon(OwnOptimizer):

@@ -7,7 +7,7 @@ other axes.
 from dataclasses import dataclass
 from typing import Literal
 
-CONTEXT = "cp"
+CONTEXT, EXPERT = "cp", "ep"
 DATA = "dp"  # the kind of both data axes
 WORLD = "world"  # all ranks: a kind of collective, not an axis
 
@@ -48,10 +48,20 @@ TABLE: tuple[Axis, ...] = (
         over=("dp_replicate", "dp_shard"),
         files=("gptlite/parallelism/context.py",),
     ),
+    Axis(
+        *(EXPERT, "expert", "expert", "the experts", EXPERT),
+        over=("dp_replicate", "dp_shard"),
+        factor=False,
+        files=("gptlite/parallelism/expert.py",),
+    ),
     Axis("tp", "tensor", "tensor", "every matrix", "tp", alike="uncut", files=("gptlite/parallelism/tensor.py",)),
 )
 AXES = tuple(axis.name for axis in TABLE if not axis.over)  # the dimensions of the mesh
 DATA_AXES = tuple(axis.name for axis in TABLE if axis.kind == DATA)
+# Dimensions of a second mesh over the same ranks, for the parameters of experts. The data ranks that are left to an
+# expert replicate or shard it, as the data axes do with other parameters.
+EXPERT_DATA_AXES = "edp_replicate", "edp_shard"
+EXPERT_AXES = ("pp", *EXPERT_DATA_AXES, EXPERT, "tp")
 
 
 def every_axis() -> tuple[Axis, ...]:

@@ -38,6 +38,7 @@ class ParallelismConfig:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1  # data ranks that share the experts of a layer; each keeps its own tokens
     data: int | None = None
     dp_replicate: int = 1  # copies of the shards; the other data / dp_replicate ranks shard (HSDP)
     zero: int = 0  # what data ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.parallelism.axes import AXES, CONTEXT, DATA_AXES, every_axis, folded
+from gptlite.parallelism.axes import AXES, CONTEXT, DATA_AXES, EXPERT, every_axis, folded
 from gptlite.parallelism.config import ParallelismConfig
 
 ONE_RANK = "one rank"  # the description of its layout
@@ -53,6 +53,13 @@ class Layout:
     def sharing(self) -> int:
         """Number of data ranks that share each sample."""
         return math.prod([self.degrees[axis.name] for axis in folded() if axis.factor])
+
+    @property
+    def expert_sizes(self) -> tuple[int, ...]:
+        """Sizes of the experts' mesh, in the order of EXPERT_AXES."""
+        (copies, shards), degree = (self.size(axis) for axis in DATA_AXES), self.size(EXPERT)
+        data = (copies, shards // degree) if shards > 1 else (copies // degree, 1)
+        return self.size("pp"), *data, degree, self.size("tp")
 
     @property
     def context(self) -> int:
@@ -172,11 +179,13 @@ def resolve(config: ParallelismConfig, world: int) -> Layout:
     degrees["dp_replicate"], degrees["dp_shard"] = (ranks, 1) if config.zero == 0 else (replicate, ranks // replicate)
     layout = Layout(tuple(degrees[name] for name in AXES), tuple(degrees[axis.name] for axis in folded()))
     for axis in folded():
-        ranks, degree = layout.size(*axis.over), layout.size(axis.name)
+        # Experts are shared by ranks that would shard them, so that each copy of the shards has them all.
+        shared = axis.over[-1:] if axis.name == EXPERT and layout.size("dp_shard") > 1 else axis.over
+        ranks, degree = layout.size(*shared), layout.size(axis.name)
         if ranks % degree:
             raise ConfigError(
                 f"parallelism.{axis.key}={degree} does not divide the {ranks} rank{'s' * (ranks > 1)} of "
-                f"{' x '.join(axis.over)}; try parallelism.{axis.key}={listed(divisors(ranks))}"
+                f"{' x '.join(shared)}; try parallelism.{axis.key}={listed(divisors(ranks))}"
             )
     return layout
 
@@ -220,10 +229,11 @@ def wanted_world(config: ParallelismConfig, gpus: int) -> int:
     inner, replicate = _inner(config), config.dp_replicate
     if config.data is not None:
         return inner * config.data
+    sharing = config.expert // math.gcd(config.expert, config.context)  # data ranks of one set of experts
     if config.zero == 0 and (replicate > 1 or not config.spread):
-        return inner * replicate
+        return inner * math.lcm(replicate, sharing)
     shards = gpus // (inner * replicate) if gpus else 2
-    return inner * replicate * max(shards, 1)
+    return inner * replicate * max(shards // sharing, 1) * sharing
 
 
 def chunk_starts(length: int, size: int, rank: int) -> tuple[int, int]:

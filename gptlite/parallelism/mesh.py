@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gptlite.parallelism.axes import AXES, Alike, alike, folded
+from gptlite.parallelism.axes import AXES, EXPERT, EXPERT_AXES, Alike, alike, folded
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, resolve
 from gptlite.parallelism.process_group import join_alone, leave
@@ -20,7 +20,8 @@ class Mesh:
     """Axis degrees, this rank's coordinates, and the process groups along the axes.
 
     With one rank there is nothing to communicate, so no process group exists and `device_mesh` is None, unless FSDP2
-    offloads. `folded_groups` maps the name of each folded axis with more than one rank to its group.
+    offloads. `folded_groups` maps the name of each folded axis with more than one rank to its group. `expert_mesh` has
+    the dimensions EXPERT_AXES; None if the expert degree is 1.
     """
 
     device: torch.device
@@ -29,6 +30,7 @@ class Mesh:
     device_mesh: DeviceMesh | None = None
     # A dict has no hash.
     folded_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, hash=False)
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def world_size(self) -> int:
@@ -60,7 +62,8 @@ class Mesh:
 
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Every process group of the mesh, of one rank or several. Raises ValueError on one device."""
-        return [*map(self.group, AXES), *self.folded_groups.values()]
+        experts = [] if self.expert_mesh is None else [self.expert_mesh.get_group(axis) for axis in EXPERT_AXES]
+        return [*map(self.group, AXES), *self.folded_groups.values(), *experts]
 
     def along(self, *axes: str) -> DeviceMesh:
         """This rank's sub-mesh of some axes. Raises ValueError on one device."""
@@ -130,9 +133,13 @@ def mesh_over_world(device: torch.device, layout: Layout, rank: int) -> Mesh:
     # Axes of one rank too, so that every axis has a name and a group.
     device_mesh = DeviceMesh(device.type, ranks.view(layout.sizes), mesh_dim_names=AXES)
     groups = {}
-    for axis in (axis.name for axis in folded() if layout.size(axis.name) > 1):
+    experts = None
+    if layout.size(EXPERT) > 1:
+        experts = DeviceMesh(device.type, ranks.view(layout.expert_sizes), mesh_dim_names=EXPERT_AXES)
+        groups[EXPERT] = experts.get_group(EXPERT)
+    for axis in (axis.name for axis in folded() if layout.size(axis.name) > 1 and axis.name not in groups):
         lines = ranks.view(-1, layout.size(axis), layout.stride(axis)).transpose(1, 2).flatten(0, 1).tolist()
         # The same description as DeviceMesh uses; flight_recorder.axis_of parses it.
         # Collective: every rank creates the groups of all lines, in the same order.
         groups[axis], _ = dist.new_subgroups_by_enumeration(lines, group_desc=f"mesh_{axis}")
-    return Mesh(device, layout, rank, device_mesh, groups)
+    return Mesh(device, layout, rank, device_mesh, groups, experts)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gptlite.parallelism.axes import AXES, Alike, alike
+from gptlite.parallelism.axes import AXES, EXPERT, Alike, alike
 from gptlite.parallelism.boxes import local_part
 from gptlite.parallelism.collectives import all_reduce, gather_objects
 from gptlite.parallelism.mesh import Mesh
-from gptlite.parallelism.tensor import is_cut
+from gptlite.parallelism.tensor import is_cut, of_experts
 
 ROW = 256  # 64-bit words that are summed before weighting
 MORE = 3  # maximum number of differing parameters to name, including the first
@@ -29,11 +29,19 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], tied: Sequence[str]
     `tied` (the same names on all ranks) have copies on the first and the last pipeline part. The message names the
     first one that differs, and the ranks.
     """
-    named = list(parameters)
+    # Data ranks hold different experts: each rank's are a parameter of their own, of which others have no copy.
+    mine, degree = (mesh.coordinate(EXPERT), mesh.size(EXPERT))
+    given = [(name, tensor, of_experts(tensor)) for name, tensor in parameters]
+    named = [(f"{name} (part {mine} of {degree})" if apart else name, tensor) for name, tensor, apart in given]
+    every = [
+        f"{name} (part {part} of {degree})" if apart else name
+        for name, _, apart in given
+        for part in range(degree if apart else 1)
+    ]
     # One small tensor crosses the network, not the parameters.
     hashes = torch.stack([fingerprint(local_part(tensor)) for _, tensor in named]).to(mesh.device)
     whole = [name for name, tensor in named if not is_cut(tensor)]
-    copies: dict[Alike, Sequence[str]] = {"all": [name for name, _ in named], "uncut": whole, "tied": tied}
+    copies: dict[Alike, Sequence[str]] = {"all": every, "uncut": whole, "tied": tied}
     tables = {axis: names for which, names in copies.items() for axis in alike(which)}
     found: dict[tuple[str, str], list[int]] = {}
     for axis, names in tables.items():

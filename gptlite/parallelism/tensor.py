@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import all_gather_single, reduce_scatter_single
 
@@ -98,6 +99,11 @@ def cut(parameter: Tensor, axis: TensorAxis, dim: int) -> nn.Parameter:
     """Shard a parameter along `dim` over the axis, as torch.chunk does, and return it as a DTensor parameter."""
     # src_data_rank=None: every rank has the whole parameter, so nothing is communicated.
     return nn.Parameter(distribute_tensor(parameter.detach(), axis.mesh, [Shard(dim)], src_data_rank=None))
+
+
+def of_experts(parameter: Tensor) -> bool:
+    """Return True if a parameter is sharded over the expert axis, in the experts' mesh."""
+    return isinstance(parameter, DTensor) and EXPERT in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def is_cut(parameter: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from gptlite.parallelism.axes import DATA_AXES
+from gptlite.parallelism.axes import DATA_AXES, EXPERT_DATA_AXES
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.point_to_point import PairwiseAllGather, PairwiseReduceScatter
@@ -34,6 +34,7 @@ def shard(
     config: ParallelismConfig,
     dtype: torch.dtype,
     reduce_dtype: torch.dtype = torch.float32,
+    experts: Sequence[nn.Module] = (),
 ) -> None:
     """Shard a model part over the data axes, in place.
 
@@ -41,7 +42,8 @@ def shard(
     which FSDP2 keeps in host memory with its gradient, as it does with several shards.
 
     `blocks` are gathered and reduced `bucket_layers` at a time, and the rest of the part together. Parameters are
-    gathered in `dtype`, gradients reduced in `reduce_dtype`.
+    gathered in `dtype`, gradients reduced in `reduce_dtype`. `experts`, modules in blocks whose parameters are sharded
+    over the expert axis, are gathered and reduced by themselves, over the data ranks of their own mesh.
     """
     offloads = config.offload is not Offload.none
     if mesh.fsdp_size == 1 and not offloads:  # FSDP2 would keep a second copy of the parameters even on one rank
@@ -52,7 +54,12 @@ def shard(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offloads else OffloadPolicy()
-    split = partial(fully_shard, mesh=mesh.along(*axes), mp_policy=policy, offload_policy=place)
+    split = partial(fully_shard, mp_policy=policy, offload_policy=place)
+    if mesh.expert_mesh is not None:
+        data = mesh.expert_mesh[EXPERT_DATA_AXES if hybrid else EXPERT_DATA_AXES[1:]]
+        for module in experts:
+            split(module, mesh=data, reshard_after_forward=config.zero == 3)
+    split = partial(split, mesh=mesh.along(*axes))
     size = config.bucket_layers
     buckets = [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
     for bucket in buckets:
@@ -63,7 +70,8 @@ def shard(
         # Gradients are sums over the tokens of the global batch: nothing is averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # the default, PREMUL_SUM, is not supported by gloo
-        if mesh.device.type == "cpu" and mesh.size("dp_shard") > 1:  # gloo's own collectives are slower
+        among = mesh.layout.expert_sizes[2] if module in experts else mesh.size("dp_shard")
+        if mesh.device.type == "cpu" and among > 1:  # gloo's own collectives are slower
             module.set_custom_all_gather(PairwiseAllGather())  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(PairwiseReduceScatter())  # type: ignore[arg-type]
     if config.zero == 3 and config.prefetch > 1:

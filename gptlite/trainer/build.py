@@ -47,7 +47,8 @@ def build_updates(
     """Build the optimizer of materialized parts, wrapped for stochastic rounding and offload if configured."""
     weights = [named for part in parts for named in model.named_weights(part)]
     matrices = model.spec.matrices(model.config)
-    optimizer = build_optimizer(config, weights, ops.adamw, matrices.edges, matrices.fused, policy.compute_dtype)
+    structure = matrices.edges, matrices.fused
+    optimizer = build_optimizer(config, weights, ops.adamw, *structure, policy.compute_dtype, matrices.batched)
     if not policy.master_weights:
         optimizer = round_steps(optimizer, seed)
     return offload_state(optimizer, parallelism, mesh)

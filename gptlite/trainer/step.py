@@ -16,11 +16,12 @@ from gptlite.optimizer.fused import FusedStep, clip_and_step
 from gptlite.optimizer.rounded import set_step
 from gptlite.optimizer.schedule import set_lr
 from gptlite.parallelism.axes import CONTEXT, DATA_AXES
+from gptlite.parallelism.boxes import copies
 from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.host_copy import HostCopy, to_device
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
-from gptlite.parallelism.tensor import is_cut
+from gptlite.parallelism.tensor import is_cut, of_experts
 from gptlite.trainer.decisions import Decisions
 from gptlite.trainer.loss_scale import SCALE_VALUES
 from gptlite.trainer.signals import Stopping
@@ -105,6 +106,8 @@ class Step:
         scale = decisions.scale if decisions else state.scaler.scale if state.scaler else 1.0
         if not state.model.spec.keyed_dropout:
             self._seed(loader.stream.seed, before.step)
+        divisor = valid / scale if state.scaler else valid
+        state.model.spec.begin_step(state.parts, 1 / divisor)
         total = self.passes.run(
             MicroBatches(
                 [batch.tokens for batch in batches],
@@ -112,7 +115,7 @@ class Step:
                 [batch.sample_ids for batch in batches],
                 [batch.documents for batch in batches if batch.documents is not None] or None,
             ),
-            valid / scale if state.scaler else valid,  # the loss is divided by this, and so multiplied by the scale
+            divisor,  # the loss is divided by this, and so multiplied by the scale
         )
         finish_gradients(state.model, state.parts, self.mesh)
         if inspect is not None:
@@ -209,9 +212,9 @@ class Step:
         mesh = self.mesh
         computes = mesh.is_first("uncut")
         # Count each gradient element on only one of the ranks that hold it.
-        counted = state.weights() if mesh.is_first("all") else ()
+        counted = (p for p in state.weights() if _counts(p, mesh))
         # fp64: the square of a norm above 1.8e19 would overflow fp32.
-        square = local_grad_norm((p for p in counted if computes or is_cut(p)), fused).double() ** 2
+        square = local_grad_norm(counted, fused).double() ** 2
         loss = total.double() if computes else torch.zeros_like(total, dtype=torch.float64)
         words = to_device(self.stopping.words(), loss.device)  # in the same all-reduce, so that stopping costs no other
         parts = [torch.stack([loss, square.to(loss.device)]), words]
@@ -229,6 +232,13 @@ class _About:
     after: Progress
     samples: int
     lr: float
+
+
+def _counts(parameter: Tensor, mesh: Mesh) -> bool:
+    """Return True on one of the ranks that hold the same shard of a parameter."""
+    if of_experts(parameter):  # on a mesh of its own
+        return all(cut.rank == 0 for cut in copies(parameter))
+    return mesh.is_first("all") and (mesh.is_first("uncut") or is_cut(parameter))
 
 
 def _known(result: StepResult) -> StepResult:

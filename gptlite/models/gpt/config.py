@@ -5,6 +5,7 @@ from enum import Enum
 
 from gptlite.models.config import ModelConfig
 
+WIDTH_MULTIPLE = 16  # default widths of experts are rounded down to it, for aligned products
 FFN_MULTIPLE = 64  # default widths of gated MLPs are rounded up to it, so that tensor degrees divide them
 
 
@@ -40,6 +41,39 @@ class MLPKind(Enum):
     def gated(self) -> bool:
         """True for a kind with a second projection."""
         return self in (MLPKind.swiglu, MLPKind.geglu)
+
+
+class Score(Enum):
+    """Scores of the experts, from the router's logits: softmax (Mixtral, OLMoE, Qwen3), or sigmoid (DeepSeek-V3)."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
+@dataclass
+class MoEConfig:
+    """A mixture of experts in place of the MLP (Shazeer et al. 2017, arXiv:1701.06538), without limits to an expert's
+    tokens; off with 0 experts.
+
+    A token goes to the `top_k` experts of highest score, and their outputs are added up, weighted by the scores. Three
+    terms balance the experts' loads, each independent of micro-batches and layout. `bias_rate`: the step of a bias,
+    added to the scores only to choose experts, that rises for those with less than the mean load of the global batch
+    (arXiv:2408.15664). `sequence_loss`: the coefficient of a loss on each sequence's balance (DeepSeek-V3,
+    arXiv:2412.19437, equation 17). `z_loss`: the coefficient of the squared log-sum-exp of the logits (ST-MoE,
+    arXiv:2202.08906, equation 5). Losses are means over tokens, summed over the layers; the reported loss excludes
+    them. Experts have no biases.
+    """
+
+    experts: int = 0
+    top_k: int = 2
+    d_ff: int | None = None  # width of an expert; null: model.d_ff / (top_k + shared), as many FLOPs as a dense MLP
+    shared: int = 0  # experts that all tokens take, each as wide as the others
+    every: int = 1  # every Nth layer, from the Nth on, has experts, the others an MLP
+    score: Score = Score.softmax
+    renormalize: bool = True  # a token's weights sum to 1
+    bias_rate: float = 1e-3
+    sequence_loss: float = 0.0
+    z_loss: float = 0.0
 
 
 @dataclass
@@ -79,6 +113,7 @@ class GPTConfig(ModelConfig):
     value_embeddings: int = 0  # every Nth layer, ending with the last, mixes v with a table of the tokens; 0: none
     qk_norm: bool = False  # RMS norm of each query and key head, before RoPE
     mlp: MLPKind = MLPKind.gelu_tanh
+    moe: MoEConfig = field(default_factory=MoEConfig)
     bias: bool = True
     dropout: float = 0.0  # embedding, residual and attention dropout
     tied_embeddings: bool = True
@@ -97,7 +132,28 @@ class GPTConfig(ModelConfig):
     @property
     def up_size(self) -> int:
         """Number of outputs of the MLP's first layer."""
-        return self.ffn_size * (2 if self.mlp.gated else 1)
+        return self.up_width(self.ffn_size)
+
+    def up_width(self, hidden: int) -> int:
+        """Return the number of outputs of the first layer of an MLP with a hidden layer of that width."""
+        return hidden * (2 if self.mlp.gated else 1)
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert's hidden layer."""
+        if self.moe.d_ff is not None:
+            return self.moe.d_ff
+        even = self.ffn_size // (self.moe.top_k + self.moe.shared)
+        return max(WIDTH_MULTIPLE, even // WIDTH_MULTIPLE * WIDTH_MULTIPLE)
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer has experts instead of an MLP."""
+        return self.moe.experts > 0 and (layer + 1) % self.moe.every == 0
+
+    @property
+    def moe_layers(self) -> int:
+        """Number of layers with experts."""
+        return self.num_layers // self.moe.every if self.moe.experts else 0
 
     @property
     def num_kv_heads(self) -> int:

@@ -4,11 +4,9 @@ from gptlite.models.gpt.config import GPTConfig, Norm, Position
 
 
 def matmul_parameters(config: GPTConfig) -> int:
-    """Return the number of weights that multiply every token: the blocks' four matrices and the head, without
-    embeddings, norms and biases."""
-    return config.num_layers * _layer_matrices(config) + config.d_model * (
-        config.vocab_size or config.padded_vocab_size
-    )
+    """Return the number of weights that multiply a token: the blocks' matrices, of experts those of the chosen ones,
+    and the head, without embeddings, norms and biases."""
+    return _matrices(config) + config.d_model * (config.vocab_size or config.padded_vocab_size)
 
 
 def flops_per_token(config: GPTConfig, sequence_length: int) -> int:
@@ -27,11 +25,18 @@ def layer_flops(config: GPTConfig, sequence_length: int | None = None) -> int:
     length = sequence_length or config.sequence_length
     seen = [min(config.window(layer) or length, length) for layer in range(config.num_layers)]
     keys = sum(2 * each - each * each / length for each in seen) / config.num_layers
-    return 6 * _layer_matrices(config) + round(6 * config.query_size * keys)
+    return round(6 * _matrices(config) / config.num_layers + 6 * config.query_size * keys)
 
 
-def _layer_matrices(config: GPTConfig) -> int:
-    return config.d_model * (config.qkv_size + config.query_size + config.up_size + config.ffn_size)
+def _matrices(config: GPTConfig, *, all_experts: bool = False) -> int:
+    """Return the number of weights in the blocks' matrices, by default without the experts that a token does not
+    take."""
+    moe, dense = config.moe, config.num_layers - config.moe_layers
+    hidden = dense * (config.up_size + config.ffn_size)
+    number = moe.shared + (moe.experts if all_experts else moe.top_k)
+    expert = config.up_width(config.expert_size) + config.expert_size
+    hidden += config.moe_layers * (moe.experts + number * expert)
+    return config.d_model * (config.num_layers * (config.qkv_size + config.query_size) + hidden)
 
 
 def head_flops(config: GPTConfig) -> int:
@@ -45,10 +50,12 @@ def num_parameters(config: GPTConfig) -> int:
     width, rows = config.d_model, config.padded_vocab_size
     norm = width * (config.norm_gain + (config.bias and config.norm is Norm.layer_norm))
     heads = 2 * config.head_width if config.qk_norm and config.norm_gain else 0
-    biases = config.qkv_size + config.up_size + 2 * width if config.bias else 0
+    mlp_biases = (config.num_layers - config.moe_layers) * (config.up_size + width)
+    biases = config.num_layers * (config.qkv_size + width) + mlp_biases if config.bias else 0
     embeddings = rows * width * (1 if config.tied_embeddings else 2)
     positions = config.sequence_length * width if config.position is Position.learned else 0
     for layer in range(config.num_layers):
         embeds, residual = config.has_value_embedding(layer), config.has_value_residual(layer)
         embeddings += rows * config.kv_size * embeds + (1 + embeds + residual) * (embeds or residual)
-    return embeddings + positions + config.num_layers * (_layer_matrices(config) + biases + 2 * norm + heads) + norm
+    matrices = _matrices(config, all_experts=True)
+    return embeddings + positions + matrices + biases + config.num_layers * (2 * norm + heads) + norm

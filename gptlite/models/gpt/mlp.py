@@ -1,5 +1,6 @@
 """Position-wise MLP."""
 
+import torch
 from torch import Tensor, nn
 
 from gptlite.models.gpt.config import GPTConfig
@@ -9,17 +10,17 @@ from gptlite.ops.select import Ops
 
 
 class MLP(nn.Module):
-    """MLP with a hidden layer of width d_ff: x [B, S, d] -> [B, S, d].
+    """MLP with a hidden layer of `width` units: x [B, S, d] -> [B, S, d].
 
     Rows 2i and 2i + 1 of a gated `up` are the gate and the value of hidden unit i, so that a tensor-parallel shard of
     whole units is one contiguous block of rows.
     """
 
-    def __init__(self, config: GPTConfig, ops: Ops) -> None:
+    def __init__(self, config: GPTConfig, ops: Ops, *, width: int, bias: bool) -> None:
         super().__init__()
         self.kind, self.fused = config.mlp.value, ops.activation
-        self.up = Linear(config.d_model, config.up_size, bias=config.bias, fused=ops.linear)
-        self.down = Linear(config.ffn_size, config.d_model, bias=config.bias, fused=ops.linear)
+        self.up = Linear(config.d_model, config.up_width(width), bias=bias, fused=ops.linear)
+        self.down = Linear(width, config.d_model, bias=bias, fused=ops.linear)
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """Return the MLP's output. Without `bias` the bias of the last layer is left to the next op."""
@@ -27,3 +28,7 @@ class MLP(nn.Module):
         projected = self.up.project(x).to(x.dtype)
         hidden = bias_activation(projected, self.up.local_bias(x.dtype), self.kind, self.fused)
         return self.down(hidden) if bias else self.down.project(hidden)
+
+    def local_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the last layer's bias in a compute dtype."""
+        return self.down.local_bias(dtype)

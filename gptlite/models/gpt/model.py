@@ -14,6 +14,7 @@ from gptlite.models.gpt.attention import CausalSelfAttention, ContextCut, Sequen
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig, Norm, Position
 from gptlite.models.gpt.mlp import MLP
+from gptlite.models.gpt.moe import MoE
 from gptlite.models.gpt.values import parted, with_values
 from gptlite.models.layers import Head, LayerNorm, RMSNorm
 from gptlite.ops.attention import Spans
@@ -83,7 +84,11 @@ class Block(nn.Module):
         self.attn_norm = _norm(config, ops)
         self.attn = CausalSelfAttention(config, ops, layer)
         self.mlp_norm = _norm(config, ops)
-        self.mlp = MLP(config, ops)
+        self.mlp: MLP | MoE
+        if config.has_experts(layer):
+            self.mlp = MoE(config, ops)
+        else:
+            self.mlp = MLP(config, ops, width=config.ffn_size, bias=config.bias)
 
     def forward(
         self,
@@ -114,7 +119,7 @@ class Block(nn.Module):
         if not self.deferred_add:
             out = x + dropout(added, self.dropout, mlp_key, self.fused_dropout)
         else:
-            bias = self.mlp.down.local_bias(x.dtype)
+            bias = self.mlp.local_bias(x.dtype)
             # A copy: ZeRO frees a block's parameters after its forward pass.
             out = Stream(x, added, None if bias is None else bias.clone(), mlp_key)
         return out if given is None else (out, given)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from gptlite.errors import ConfigError
 from gptlite.models.gpt.activations import block_bytes, head_bytes, scores_bytes
 from gptlite.models.gpt.config import GPTConfig, Norm, Position
+from gptlite.models.gpt.experts import check_experts, experts_words, mlp_sizes
 from gptlite.models.gpt.flops import head_flops, layer_flops
 from gptlite.models.spec import Constant, Cut, Matrices, ModelSpec, Normal
 from gptlite.parallelism.layout import divisors, listed
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
     from gptlite.models.sampling import Sampling
     from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
+    from gptlite.parallelism.mesh import Mesh
     from gptlite.parallelism.stage_runner import StageRunner
     from gptlite.precision import Policy
 
 # Two per layer are added to the residual stream, whose variance would grow with depth: see `initial`.
-RESIDUAL_PROJECTIONS = ("attn.proj.weight", "mlp.down.weight")
-EDGES = ("token_embedding.weight", "position_embedding.weight", "head.weight", "values.embedding.weight")
+RESIDUAL_PROJECTIONS = ("attn.proj.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
+EDGES = (
+    *("token_embedding.weight", "position_embedding.weight", "head.weight", "values.embedding.weight"),
+    "mlp.router.weight",
+)
 
 
 class GPTSpec(ModelSpec[GPTConfig]):
@@ -62,6 +67,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
             )
         if not config.norm_gain and config.norm is not Norm.rms_norm:
             raise ConfigError(f"model.norm_gain=false needs model.norm=rms_norm, not {config.norm.value}")
+        check_experts(config)
         if any(window < 0 for window in config.windows):
             raise ConfigError(f"model.windows={config.windows}: each must be positive, or 0 for all positions")
         if config.value_embeddings < 0:
@@ -79,7 +85,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return config.num_layers
 
     def equal_blocks(self, config: GPTConfig) -> bool:
-        return not config.mixed_layers
+        return not config.mixed_layers and config.moe_layers in (0, config.num_layers)
 
     def takes_tokens(self, config: GPTConfig) -> bool:
         return config.value_embeddings > 0
@@ -95,9 +101,12 @@ class GPTSpec(ModelSpec[GPTConfig]):
 
         most = max(size for size in divisors(heads) if all(map(shares, divisors(size))))
         if most == keys < heads:
-            return {"model.kv_heads": keys, "model.d_ff": config.ffn_size}
+            return {"model.kv_heads": keys} | mlp_sizes(config)
         key = f"usable shares of model.num_heads={heads} with model.kv_heads={keys}"
-        return {"model.num_heads" if most == heads else key: most, "model.d_ff": config.ffn_size}
+        return {"model.num_heads" if most == heads else key: most} | mlp_sizes(config)
+
+    def experts(self, config: GPTConfig) -> int | None:
+        return config.moe.experts or None
 
     def table_rows(self, config: GPTConfig) -> int | None:
         return None if config.vocab_size is None else config.padded_vocab_size
@@ -105,7 +114,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
     def product_sizes(self, config: GPTConfig) -> dict[str, int]:
         # The heads' width divides those of the fused projection and of its output.
         heads = {"model.head_dim": config.head_width} if config.qkv_size != 3 * config.d_model else {}
-        return {"model.d_model": config.d_model, "model.d_ff": config.ffn_size} | heads
+        return {"model.d_model": config.d_model} | mlp_sizes(config) | heads  # the experts' own are not in fp8
 
     def norms_have_biases(self, config: GPTConfig) -> bool:
         return config.bias and config.norm is Norm.layer_norm
@@ -134,7 +143,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
         shared = "" if config.kv_heads is None else f" ({config.kv_heads} of keys)"
         return (
             f"{config.num_layers} layers, {config.num_heads} heads{shared}, d {config.d_model}, "
-            f"vocabulary {config.vocab_size} in {config.padded_vocab_size} rows"
+            f"vocabulary {config.vocab_size} in {config.padded_vocab_size} rows{experts_words(config)}"
         )
 
     def huggingface(self) -> Sequence[Adapter[GPTConfig]]:
@@ -173,6 +182,9 @@ class GPTSpec(ModelSpec[GPTConfig]):
             "layers.*.attn.proj": Cut.row,
             "layers.*.mlp.up": Cut.column,
             "layers.*.mlp.down": Cut.row,
+            "layers.*.mlp.experts": Cut.experts,
+            "layers.*.mlp.shared.up": Cut.column,
+            "layers.*.mlp.shared.down": Cut.row,
         }
 
     def tied(self, config: GPTConfig) -> Mapping[str, str]:
@@ -192,10 +204,28 @@ class GPTSpec(ModelSpec[GPTConfig]):
         scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(RESIDUAL_PROJECTIONS) else 1.0
         return Normal(config.init_std * scale)
 
+    def buffers(self, config: GPTConfig, ops: Ops, seed: int) -> dict[str, Tensor]:
+        import torch
+
+        names = [f"layers.{layer}.mlp.router" for layer in range(config.num_layers) if config.has_experts(layer)]
+        zeros = torch.zeros(config.moe.experts)
+        return {f"{name}.{each}": zeros for name in names for each in ("bias", "load")}
+
     def prepare(self, part: nn.Module, policy: Policy, recomputes: bool) -> None:
         from gptlite.models.gpt.model import prepare
 
         prepare(part, policy, recomputes)
+
+    def begin_step(self, parts: Sequence[nn.Module], upstream: Tensor) -> None:
+        from gptlite.models.experts import routers
+
+        for router in (router for part in parts for router in routers(part)):
+            router.upstream = upstream
+
+    def end_step(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+        from gptlite.models.experts import balance
+
+        balance(parts, mesh)
 
     def generate(
         self,
@@ -216,4 +246,6 @@ class GPTSpec(ModelSpec[GPTConfig]):
         fused: dict[str, tuple[int, tuple[int, ...]]] = {"attn.qkv.weight": (config.num_kv_heads, (queries, 1, 1))}
         if config.mlp.gated:
             fused["mlp.up.weight"] = (config.ffn_size, (1, 1))
-        return Matrices(edges=EDGES, fused=fused)
+            fused["mlp.experts.up"] = (config.expert_size, (1, 1))
+            fused["mlp.shared.up.weight"] = (config.moe.shared * config.expert_size, (1, 1))
+        return Matrices(edges=EDGES, fused=fused, batched=("mlp.experts.up", "mlp.experts.down"))

@@ -1,0 +1,205 @@
+"""Mixture of experts without dropped tokens: router, experts, and the balance of their loads.
+
+Every number here is one of tokens, sequences or the global batch, never of a micro-batch or a rank, so that all layouts
+agree. Shapes: B sequences of S positions (s of them on this rank), d features, E experts, K chosen for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gptlite.ops.bias_activation import bias_activation
+from gptlite.ops.experts import Dispatch, grouped_linear
+from gptlite.parallelism.axes import DATA_AXES
+from gptlite.parallelism.collectives import all_reduce
+from gptlite.parallelism.context import ContextAxis
+from gptlite.parallelism.expert import ExpertAxis
+from gptlite.parallelism.mesh import Mesh
+from gptlite.parallelism.tensor import TensorAxis, axis_of, cut, enter, leave, local
+
+
+class Router(nn.Module):
+    """Choice of K experts for each token: x [B, s, d] -> weights fp32 and numbers int64, both [B, s, K].
+
+    Logits and scores are fp32. `bias` [E] is added to the scores to choose experts, but not to weigh them. `load` [E]
+    counts the tokens of each expert in a step, in the backward pass, which runs once for each micro-batch even if the
+    forward pass is repeated.
+    """
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(
+        self, width: int, experts: int, top_k: int, *, sigmoid: bool, renormalize: bool, bias_rate: float
+    ) -> None:
+        super().__init__()
+        self.top_k, self.sigmoid, self.renormalize, self.bias_rate = top_k, sigmoid, renormalize, bias_rate
+        self.sequence_loss = self.z_loss = 0.0
+        self.tensor_axis: TensorAxis | None = None
+        self.context: ContextAxis | None = None
+        self.upstream: Tensor | None = None  # the gradient of a sum of losses, in training
+        self.weight = nn.Parameter(torch.empty(experts, width))
+        self.register_buffer("bias", torch.zeros(experts))
+        self.register_buffer("load", torch.zeros(experts, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        # Weights in the activations' dtype, as ZeRO gathers them; the product in fp32.
+        logits = F.linear(x.float(), self.weight.to(x.dtype).float())
+        scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+        # A stable sort takes the first of equal scores; topk takes any.
+        ranked = (scores.detach() + self.bias).sort(dim=-1, descending=True, stable=True).indices
+        chosen = ranked[..., : self.top_k]
+        weights = scores.gather(-1, chosen)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.training and weights.requires_grad:
+            weights = _Counted.apply(weights, self._losses(logits, scores, chosen), chosen, self.load, self.upstream)
+        return weights, chosen
+
+    def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return this rank's part of the router's losses, summed over tokens."""
+        total = logits.new_zeros(())
+        if self.z_loss:
+            total = total + self.z_loss * logits.logsumexp(-1).square().sum()
+        if self.sequence_loss:
+            counts = torch.zeros_like(scores).scatter_(-1, chosen, 1.0).sum(1)  # [B, E]
+            length = scores.shape[1]
+            for group, size in self._sequence_groups():
+                dist.all_reduce(counts, group=group)
+                length *= size
+            shares = counts * scores.shape[-1] / (self.top_k * length)  # 1 for equal loads
+            total = total + self.sequence_loss * (shares * (scores / scores.sum(-1, keepdim=True)).sum(1)).sum()
+        return total
+
+    def _sequence_groups(self) -> list[tuple[dist.ProcessGroup, int]]:
+        """Return the groups of ranks that share each sequence, and their sizes."""
+        tensor, context = self.tensor_axis, self.context
+        found = [] if tensor is None or not tensor.sequence else [(tensor.group, tensor.size)]
+        return found if context is None or context.whole else [*found, (context.group, context.size)]
+
+
+class _Counted(torch.autograd.Function):
+    """Identity of the router's weights. The backward pass counts the chosen experts, and gives the router's losses
+    their gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, losses: Tensor, chosen: Tensor, load: Tensor, upstream: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(chosen)
+        ctx.load, ctx.upstream = load, upstream
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        (chosen,) = ctx.saved_tensors
+        ctx.load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+        losses = grad.new_zeros(()) if ctx.upstream is None else ctx.upstream.to(grad)
+        return grad, losses, None, None, None
+
+
+class Experts(nn.Module):
+    """Experts of a layer: x [B, s, d], weights and `chosen` [B, s, K] -> the weighted sum of the experts' outputs.
+
+    `up` [E, u, d] and `down` [E, d, f] are the experts' matrices, stacked; with a gated activation, rows 2i and 2i + 1
+    of an expert's `up` are gate and value of unit i, as in the dense MLP. A tensor-parallel rank has some hidden units
+    of every expert.
+    """
+
+    matmul_dtype: torch.dtype | None = None
+
+    def __init__(self, experts: int, width: int, up: int, hidden: int, activation: str, *, fused: bool) -> None:
+        super().__init__()
+        self.axis: TensorAxis | None = None
+        self.shared_by: ExpertAxis | None = None
+        self.activation, self.fused = activation, fused
+        self.up = nn.Parameter(torch.empty(experts, up, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+
+    def cut_(self, axis: TensorAxis) -> Experts:
+        """Keep this rank's hidden units, and return the module."""
+        self.axis, self.up, self.down = axis, cut(self.up, axis, 1), cut(self.down, axis, 2)
+        return self
+
+    def share_(self, axis: ExpertAxis) -> None:
+        """Keep this rank's experts. Call it on the meta device, after `cut_`."""
+        dims = (None, None) if self.axis is None else (1, 2)
+        self.shared_by, self.up, self.down = axis, axis.cut(self.up, dims[0]), axis.cut(self.down, dims[1])
+
+    def forward(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, beside: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Return the experts' sum, and with `beside` added to it what that returns for x, computed while rows are
+        exchanged."""
+        dtype, given = x.dtype, x
+        x = x.to(self.matmul_dtype or dtype)
+        if self.axis is not None:
+            # Each rank has a part of every output, so gradients with respect to the weights are summed over the ranks.
+            x, weights, chosen = (enter(each, self.axis) for each in (x, weights, chosen))
+        dispatch = Dispatch.of(chosen.flatten(0, 1), self.up.shape[0])
+        rows = dispatch.rows(x.flatten(0, 1))
+        if self.shared_by is None:
+            rows, added = self._outputs(rows, dispatch.ends), beside and beside(given)
+        else:
+            sent, received, arrived = self._sizes(dispatch, self.shared_by)
+            rows, pending = self.shared_by.exchange(rows, sent, received)
+            added = beside and beside(given)
+            _wait(pending)
+            mine = Dispatch.of(arrived.unsqueeze(1), self.up.shape[0] // self.shared_by.size)
+            rows = mine.choices(self._outputs(mine.rows(rows), mine.ends))
+            rows, pending = self.shared_by.exchange(rows, received, sent)
+            _wait(pending)
+        out = dispatch.combined(rows, weights.flatten(0, 1)).view_as(x)
+        out = (out if self.axis is None else leave(out, self.axis)).to(dtype)
+        return out if added is None else out + added
+
+    def _outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return the experts' outputs for rows sorted by expert."""
+        hidden = grouped_linear(rows, local(self.up), ends)
+        hidden = bias_activation(hidden, None, self.activation, self.fused)
+        return grouped_linear(hidden, local(self.down), ends)
+
+    def _sizes(self, dispatch: Dispatch, axis: ExpertAxis) -> tuple[list[int], list[int], Tensor]:
+        """Return the number of rows for each rank and from each, and the local expert of each row that arrives."""
+        counts = dispatch.ends.long().diff(prepend=dispatch.ends.new_zeros(1)).view(axis.size, -1)
+        arriving = axis.counts(counts)
+        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        experts = torch.arange(counts.shape[1], device=counts.device).repeat(axis.size)
+        return sent, received, experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
+
+
+def _wait(pending: list[dist.Work]) -> None:
+    for work in pending:
+        work.wait()
+
+
+def routers(part: nn.Module) -> list[Router]:
+    """Return the routers of a part, in order."""
+    return [module for module in part.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def balance(parts: Sequence[nn.Module], mesh: Mesh) -> None:
+    """Move the routers' biases against the loads of the step's global batch, and reset the counts. Collective.
+
+    Loads are integers, so that all layouts agree to the bit.
+    """
+    for part in parts:
+        found = routers(part)
+        if not found:
+            continue
+        loads = all_reduce(torch.stack([router.load for router in found]), mesh, DATA_AXES)
+        axis = axis_of(part)
+        if axis is not None and axis.sequence:
+            dist.all_reduce(loads, group=axis.group)
+        for router, load in zip(found, loads, strict=True):
+            router.bias += router.bias_rate * (load.sum() - load * len(load)).sign()
+            router.load.zero_()

@@ -1,0 +1,142 @@
+"""Linear layers of experts: rows sorted by expert, each multiplied by the weight of its own.
+
+Shapes: T tokens, each with K chosen experts; N = T K rows, sorted by expert; E experts; `ends` int32 [E], the end of
+each expert's rows. Nothing here depends on the values on the host, so that a GPU is not waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from gptlite.ops.weight_copies import as_dtype
+
+ALIGNMENT = 16  # bytes: torch's grouped products take only strides that are multiples of it
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Order of the rows of `chosen`, int64 [T, K], by expert. Equal experts stay in the order of the tokens.
+
+    `order` [N]: which of the T K choices each row is; `place` [N]: the row of each choice.
+    """
+
+    order: Tensor
+    place: Tensor
+    ends: Tensor
+    top_k: int
+
+    @classmethod
+    def of(cls, chosen: Tensor, experts: int) -> Dispatch:
+        """Sort the choices."""
+        flat = chosen.flatten()
+        ranked, order = flat.sort(stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        ends = torch.searchsorted(ranked, torch.arange(experts, device=order.device), right=True, out_int32=True)
+        return cls(order, place, ends, chosen.shape[-1])
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return the rows [N, d] of tokens x [T, d]."""
+        return _Rows.apply(x, self)
+
+    def choices(self, rows: Tensor) -> Tensor:
+        """Return the rows [N, d] in the order of the choices."""
+        return _Choices.apply(rows, self)
+
+    def combined(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Return each token's sum [T, d] of its rows [N, d], with fp32 `weights` [T, K]. The sum is in fp32, in the
+        order of the choices."""
+        choices = self.choices(rows).unflatten(0, (-1, self.top_k))
+        return (choices * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, fused: bool = True) -> Tensor:
+    """Return x [N, in] times the transposed weights [E, out, in] of each row's expert, [N, out], in x's dtype.
+
+    `fused`: torch's grouped products, where sizes are aligned; else a loop over the experts, which waits for `ends`.
+    """
+    weight = as_dtype(weight, x.dtype)
+    if not fused or any(size * x.element_size() % ALIGNMENT for size in weight.shape[1:]):
+        return _by_loop(x, weight, ends)
+    return _GroupedLinear.apply(x, weight, ends)
+
+
+def _by_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    stops = ends.tolist()
+    pieces = [x[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+    return torch.cat([F.linear(piece, each) for piece, each in zip(pieces, weight, strict=True)])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return grouped_product(x, weight.mT, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):
+        x, weight, ends = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = grouped_product(dy, weight, ends) if ctx.needs_input_grad[0] else None
+        dweight = grouped_product(dy.t(), x, ends) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None
+
+
+# An op of its own, since torch's has no formula for FLOPs and runs on the meta device only in bf16.
+@torch.library.custom_op("gptlite::grouped_product", mutates_args=())
+def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return the products of consecutive groups, which end at `ends`: of rows of a [N, k] with b [E, k, m], [N, m]; or
+    of columns of a [n, N] with rows of b [N, m], [E, n, m]."""
+    if not a.numel():  # no rows, of any expert
+        return _grouped_shape(a, b, ends).zero_()
+    return F.grouped_mm(a, b, offs=ends)
+
+
+def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return an empty tensor for the products."""
+    if b.ndim == 3:
+        return a.new_empty(a.shape[0], b.shape[2])
+    return a.new_empty(len(ends), a.shape[0], b.shape[1])
+
+
+grouped_product.register_fake(_grouped_shape)
+
+
+@register_flop_formula(torch.ops.gptlite.grouped_product)
+def _grouped_flops(a: Any, b: Any, ends: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * a[0] * a[1] * b[-1]
+
+
+class _Rows(torch.autograd.Function):
+    """Rows [N, d] of tokens [T, d]. The backward pass sums a token's gradients in the order of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return x[dispatch.order // dispatch.top_k]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        return grad[ctx.dispatch.place].unflatten(0, (-1, ctx.dispatch.top_k)).sum(1), None
+
+
+class _Choices(torch.autograd.Function):
+    """Rows [N, d] in the order of the choices. The backward pass is a gather too, not an atomic sum."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return rows[dispatch.place]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        return grad[ctx.dispatch.order], None
