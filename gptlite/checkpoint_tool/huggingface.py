@@ -34,6 +34,7 @@ from gptlite.files import write_synced
 from gptlite.invocation import command
 from gptlite.models.config import ModelConfig
 from gptlite.models.huggingface import Adapter, Weight
+from gptlite.models.model import Model
 from gptlite.models.registry import SPECS
 from gptlite.models.spec import spec_of
 from gptlite.progress import Log
@@ -195,6 +196,7 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
         if weight.ours is not None:  # several of theirs may be rows of one of ours
             ours = tensors.setdefault(f"model.{weight.ours}", ours)
         _fill(ours, source, weight, stored[each])
+    tensors |= {f"model.{name}": value for name, value in Model.of(model).initial_buffers().items()}
     with _errors_of_the_disk(f"run_dir={run_dir}"):
         step = Checkpointer(CheckpointConfig(keep=0), run_dir).save(tensors, _META, to_yaml(config), None, log, beside)
     words = ", ".join(sorted(Path(name).name for name in beside))
@@ -281,8 +283,7 @@ def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[st
         overrides.append(f"model={spec_of(model).name}_schema")
         default = type(model)()
     names = [field.name for field in dataclasses.fields(model)]
-    changed = [key for key in names if getattr(model, key) != getattr(default, key)]
-    overrides += [f"model.{key}={override_value(getattr(model, key))}" for key in changed]
+    overrides += [f"model.{key}={override_value(value)}" for key, value in _changed(model, default)]
     # train.py requires these keys if the model has no default. This checkpoint is not trained, so any value will do.
     unknown = [f"{key}=1" for mine, key in DEFAULTS_OF_MODELS.items() if mine not in names]
     config = load([*overrides, *unknown, f"run.name={name}", f"run.dir={hydra_value(str(run_dir))}"])
@@ -292,6 +293,16 @@ def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[st
         raise ConfigError(f"the {spec_of(model).name} model has no number of token ids; add `vocab_size` to its spec")
     data = TextConfig(**batches, path=NO_TOKENIZER, tokenizer=NO_TOKENIZER, vocab_size=vocab_size)
     return overrides, dataclasses.replace(config, data=data)
+
+
+def _changed(model: Any, default: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys whose values are not the default's, those of nested dataclasses by their path."""
+    for field in dataclasses.fields(model):
+        value, other = getattr(model, field.name), getattr(default, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _changed(value, other, f"{prefix}{field.name}.")
+        elif value != other:
+            yield prefix + field.name, value
 
 
 @contextmanager

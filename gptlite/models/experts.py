@@ -30,7 +30,7 @@ class Router(nn.Module):
 
     Logits and scores are fp32. `bias` [E] is added to the scores to choose experts, but not to weigh them. `load` [E]
     counts the tokens of each expert in a step, in the backward pass, which runs once for each micro-batch even if the
-    forward pass is repeated.
+    forward pass is repeated; after the step it has the sums over all ranks.
     """
 
     bias: Tensor
@@ -186,9 +186,16 @@ def routers(part: nn.Module) -> list[Router]:
     return [module for module in part.modules() if isinstance(module, Router)]
 
 
+def begin(parts: Sequence[nn.Module], upstream: Tensor) -> None:
+    """Prepare the routers for a step, with the gradient of a sum of losses."""
+    for router in (router for part in parts for router in routers(part)):
+        router.upstream = upstream
+        router.load.zero_()
+
+
 @torch.no_grad()
 def balance(parts: Sequence[nn.Module], mesh: Mesh) -> None:
-    """Move the routers' biases against the loads of the step's global batch, and reset the counts. Collective.
+    """Sum the loads of the step over the ranks, and move the routers' biases against them. Collective.
 
     Loads are integers, so that all layouts agree to the bit.
     """
@@ -202,4 +209,4 @@ def balance(parts: Sequence[nn.Module], mesh: Mesh) -> None:
             dist.all_reduce(loads, group=axis.group)
         for router, load in zip(found, loads, strict=True):
             router.bias += router.bias_rate * (load.sum() - load * len(load)).sign()
-            router.load.zero_()
+            router.load.copy_(load)

@@ -148,6 +148,12 @@ class Model:
                 if name not in module._non_persistent_buffers_set:  # torch has no public way to ask
                     yield f"{path}.{name}" if path else name, buffer
 
+    def initial_buffers(self) -> dict[str, Tensor]:
+        """Return `{name: initial value}` of the buffers of the whole model that a checkpoint stores."""
+        names = [name for name, _ in self.named_buffers(self.build(Ops(), 0))]
+        values = self.spec.buffers(self.config, Ops(), 0) if names else {}
+        return {name: values[name].clone() for name in names}
+
     def tie(self, part: nn.Module) -> None:
         """Tie parameters again in a part that holds both: a move to another device separates them."""
         for copy, owner in self.tied.items():

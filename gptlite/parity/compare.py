@@ -19,6 +19,7 @@ from torch import Tensor
 from gptlite.parity.gather import Box, Whole
 from gptlite.parity.record import StepRecord
 
+BUFFERS = 1e-4  # the limit of buffers in fp32, such as running statistics and the loads of experts
 # A gradient below this fraction of its tensor's root mean square is rounding error. In bf16 key biases stay below
 # 1.1e-4, while the median of query biases is 5e-3.
 ROUNDING = 2**-12
@@ -56,7 +57,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Difference:
-    """A distance beyond its limit. `what` is loss, gradient norm, gradient, value, copies or report."""
+    """A distance beyond its limit. `what` is loss, gradient norm, gradient, value, buffer, copies or report."""
 
     step: int
     what: str
@@ -151,13 +152,19 @@ def _judged(step: StepRecord, reference: StepRecord, found: Distances, limits: L
         if not error <= limit:
             yield Difference(step.step, what, "", error, limit)
     yield from tensors("value", "values", limits.value)
+    if not limits.rms:  # in 16 bits rounding moves a token to another expert, and a count by 1
+        for name, error in _each(_relative_norm, step.buffers, reference.buffers).items():
+            if not error <= BUFFERS:
+                where = _where(step.buffers.get(name), reference.buffers.get(name))
+                yield Difference(step.step, "buffer", name, error, BUFFERS, where)
     yield from _copies(step)
 
 
 def _copies(step: StepRecord) -> Iterator[Difference]:
     """Yield differences between the copies of a tensor on several ranks. Copies must be bit-identical, or they would
     drift apart."""
-    for what, wholes in (("copies of the gradient", step.gradients), ("copies of the value", step.values)):
+    kinds = (("gradient", step.gradients), ("value", step.values), ("buffer", step.buffers))
+    for what, wholes in ((f"copies of the {kind}", wholes) for kind, wholes in kinds):
         for name, whole in wholes.items():
             for each in whole.disagreements:
                 ranks = f"ranks {each.ranks[0]} and {each.ranks[1]} differ in {_rows(each.box, whole.value)}"

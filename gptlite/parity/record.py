@@ -22,7 +22,8 @@ from gptlite.trainer.step import Step
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step: its loss and gradient norm, every gradient (reduced, not clipped) and every updated value.
+    """One optimizer step: its loss and gradient norm, every gradient (reduced, not clipped), every updated value, and
+    every buffer after it.
 
     Tensors are whole and keyed by global name, in the order of the model. `reports` is every rank's (loss, gradient
     norm, rate).
@@ -35,6 +36,7 @@ class StepRecord:
     gradients: dict[str, Whole]
     values: dict[str, Whole]
     reports: list[tuple[float, float, float]] = field(default_factory=list)
+    buffers: dict[str, Whole] = field(default_factory=dict)
 
 
 def record(config: Config, steps: int, mesh: Mesh | None = None) -> list[StepRecord]:
@@ -60,11 +62,13 @@ def recorded(config: Config, steps: int, mesh: Mesh | None = None) -> Iterator[S
         for _ in range(steps):
             result = take_step(state, inspect)
             values = gather(state.named_parameters())
+            buffers = gather(named for part in state.parts for named in part.named_buffers())
             reports = gather_objects(mesh, (result.loss, result.grad_norm, result.lr))
-            if gradients is None or values is None:
+            if gradients is None or values is None or buffers is None:
                 yield None
             else:
-                yield StepRecord(state.step, result.loss, result.grad_norm, result.lr, gradients, values, reports)
+                numbers = state.step, result.loss, result.grad_norm, result.lr
+                yield StepRecord(*numbers, gradients, values, reports, buffers)
 
 
 def build(config: Config, mesh: Mesh) -> tuple[TrainState, Step]:

@@ -9,7 +9,17 @@ import safetensors.torch
 import torch
 from checkpoint.huggingface_models import Save, committed, restored
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from gptlite.checkpoint_tool.huggingface import export, import_
 from gptlite.errors import ConfigError
@@ -24,11 +34,15 @@ SIZES = {
 }
 SCALED = {"rope_type": "llama3", "rope_theta": 5e3, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED |= {"original_max_position_embeddings": 16}
+QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": []}
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "llama_3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": SCALED, "num_key_value_heads": 1}),
     "llama_heads": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 10, "rope_parameters": {"rope_theta": 1e6}}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN3_MOE | {"norm_topk_prob": True}),
+    "qwen3_moe_step": (Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN3_MOE | {"decoder_sparse_step": 2}),
 }
 TINY = [
     *("model.num_layers=2", "model.num_heads=4", "model.kv_heads=2", "model.d_model=24", "model.sequence_length=64"),

@@ -14,14 +14,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from distributed import moe_cells
 from distributed.cell import Cell
 from gptlite.data import build
 from gptlite.data.loader import Loader
-from gptlite.models import init, parallelize
+from gptlite.models import experts, init, parallelize
 from gptlite.models.gpt import attention
 from gptlite.models.gpt import model as gpt
 from gptlite.ops.inputs import Inputs
-from gptlite.parallelism import boxes, collectives, context, pipeline, tensor, zero
+from gptlite.parallelism import boxes, collectives, context, expert, pipeline, tensor, zero
 from gptlite.run import build as run_build
 from gptlite.trainer import build as trainer_build
 from gptlite.trainer import step
@@ -102,6 +103,10 @@ def _counted_here(value: torch.Tensor, mesh: Any, axes: Any = None, op: str = "s
     return value if value.dtype == torch.int64 else collectives.all_reduce(value, mesh, axes, op)
 
 
+def _local(value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return value
+
+
 def _own_norm(value: torch.Tensor, mesh: Any, axes: Any = None, op: str = "sum") -> torch.Tensor:
     mine = value[1].clone() if value.ndim else None
     collectives.all_reduce(value, mesh, axes, op)
@@ -163,6 +168,26 @@ def _no_decay_on_later_ranks(config: Any, *others: Any) -> Any:
     return _build_optimizer(replace(config, weight_decay=0.0) if dist.get_rank() else config, *others)
 
 
+def _own_rows_twice(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    out, *others = _exchange_backward(ctx, grad)
+    return out * ctx.axis.size, *others
+
+
+def _entered_alone(x: torch.Tensor, axis: Any) -> torch.Tensor:
+    """`enter` without the sum of the gradients of the router's weights."""
+    return x if x.shape[-1] == moe_cells.TOP_K else tensor.enter(x, axis)
+
+
+def _counted_forward(ctx: Any, weights: Any, losses: Any, chosen: Any, load: Any, upstream: Any) -> Any:
+    load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+    return _count_forward(ctx, weights, losses, chosen, load, upstream)
+
+
+def _without_experts(parameter: torch.Tensor, mesh: Any) -> bool:
+    return not tensor.of_experts(parameter) and _counts(parameter, mesh)
+
+
+_exchange_backward, _count_forward, _counts = expert._Exchange.backward, experts._Counted.forward, step._counts
 _sum_sliced_gradients, _key, _batch = tensor.sum_sliced_gradients, gpt.Block._key, Loader.batch
 _set_requires_all_reduce = zero.FSDPModule.set_requires_all_reduce
 _build_loader, _build_optimizer = run_build.build_loader, trainer_build.build_optimizer
@@ -217,6 +242,23 @@ BUGS: dict[str, Bug] = {
         SHARDED, ((pipeline, "before_backward", _never_last),)
     ),
     "context: the valid tokens are those of one chunk": Bug(CONTEXT, ((step, "all_reduce", _of_one_data_rank),)),
+    "expert: gradients of tokens are multiplied by the degree": Bug(
+        moe_cells.EXPERT, ((expert._Exchange, "backward", staticmethod(_own_rows_twice)),)
+    ),
+    "expert: the norm misses the experts": Bug(
+        moe_cells.EXPERT, ((step, "_counts", _without_experts),), "gradient norm"
+    ),
+    "expert: the router's gradient is that of a rank's hidden units": Bug(
+        moe_cells.SLICED, ((experts, "enter", _entered_alone),)
+    ),
+    "expert: loads are counted again in recomputation": Bug(
+        moe_cells.RECOMPUTED,
+        ((experts._Counted, "forward", staticmethod(_counted_forward)),),
+        "buffer of layers.1.mlp.router.load",
+    ),
+    "expert: loads are those of one rank": Bug(
+        moe_cells.EXPERT, ((experts, "all_reduce", _local),), "buffer of layers.1.mlp.router.bias"
+    ),
     "data: the valid tokens are those of one rank": Bug(DATA, ((step, "all_reduce", _counted_here),)),
     "data: every rank reads the samples of rank 0": Bug(DATA, ((run_build, "build_loader", _loader_of_rank_0),)),
     "data: samples are numbered within the rank": Bug(DATA, ((Loader, "batch", _numbered_in_the_rank),)),

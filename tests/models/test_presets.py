@@ -25,7 +25,7 @@ ROWS = [
     if line.startswith("| `")
 ]
 TABLE, IMPORTED = ([row for row in ROWS if len(row) == columns] for columns in (9, 5))
-OUR_OWN = {"gpt-lite", "gpt-lite-modern"}
+OUR_OWN = {"gpt-lite", "gpt-lite-modern", "moe-lite"}
 
 
 def preset(name: str) -> GPTConfig:

@@ -48,8 +48,9 @@ OF_GPT2 = {
 }
 
 
-def unlike(config: GPTConfig, values: Mapping[str, Any], mlp: set[MLPKind]) -> list[str]:
-    """Return `model.key=value` for each key whose value is not that in `values`, and the MLP if it is not in `mlp`.
+def unlike(config: GPTConfig, values: Mapping[str, Any], mlp: set[MLPKind], moe: bool = False) -> list[str]:
+    """Return `model.key=value` for each key whose value is not that in `values`, the MLP if it is not in `mlp`, and the
+    number of experts unless the class has `moe`.
 
     A number of heads or a width that equals its default is the default, as null is.
     """
@@ -59,6 +60,7 @@ def unlike(config: GPTConfig, values: Mapping[str, Any], mlp: set[MLPKind]) -> l
         config = replace(config, head_dim=None)
     found = {key: getattr(config, key) for key, value in values.items() if getattr(config, key) != value}
     found |= {} if config.mlp in mlp else {"mlp": config.mlp}
+    found |= {"moe.experts": config.moe.experts} if config.moe.experts and not moe else {}
     return [f"model.{key}={getattr(value, 'value', value)}" for key, value in found.items()]
 
 

@@ -50,27 +50,30 @@ class Llama(Adapter[GPTConfig]):
         padded, unpadded = (config.padded_vocab_size, width), partial(rows, count=config.vocab_size)
         yield Weight("model.embed_tokens.weight", table, "token_embedding.weight", padded, unpadded)
         for layer in range(config.num_layers):
-            yield from self._layer(config, f"model.layers.{layer}.", f"layers.{layer}.")
+            yield from self._layer(config, layer, f"model.layers.{layer}.", f"layers.{layer}.")
         yield Weight("model.norm.weight", (width,), "final_norm.weight", (width,))
         if not config.tied_embeddings:
             yield Weight("lm_head.weight", table, "head.weight", padded, unpadded)
 
-    def _layer(self, config: GPTConfig, theirs: str, ours: str) -> Iterator[Weight]:
-        width, head, inner = config.d_model, config.head_width, config.ffn_size
-        queries, keys = config.query_size, config.num_kv_heads * head
-        qkv, up = (config.qkv_size, width), (config.up_size, width)
+    def _layer(self, config: GPTConfig, layer: int, theirs: str, ours: str) -> Iterator[Weight]:
+        width, head = config.d_model, config.head_width
+        queries, keys, qkv = config.query_size, config.num_kv_heads * head, (config.qkv_size, width)
         for name, size, place in (("q", queries, slice(-2)), ("k", keys, -2), ("v", keys, -1)):
             view = partial(_of_heads, kv_heads=config.num_kv_heads, width=head, place=place)
             yield Weight(f"{theirs}self_attn.{name}_proj.weight", (size, width), f"{ours}attn.qkv.weight", qkv, view)
         yield Weight(f"{theirs}self_attn.o_proj.weight", (width, queries), f"{ours}attn.proj.weight", (width, queries))
         for name in ("q_norm", "k_norm") if config.qk_norm else ():
             yield Weight(f"{theirs}self_attn.{name}.weight", (head,), f"{ours}attn.{name}.weight", (head,))
-        for place, name in enumerate(("gate", "up")):
-            view = partial(_of_pairs, place=place)
-            yield Weight(f"{theirs}mlp.{name}_proj.weight", (inner, width), f"{ours}mlp.up.weight", up, view)
-        yield Weight(f"{theirs}mlp.down_proj.weight", (width, inner), f"{ours}mlp.down.weight", (width, inner))
+        yield from self._mlp(config, layer, theirs, ours)
         yield Weight(f"{theirs}input_layernorm.weight", (width,), f"{ours}attn_norm.weight", (width,))
         yield Weight(f"{theirs}post_attention_layernorm.weight", (width,), f"{ours}mlp_norm.weight", (width,))
+
+    def _mlp(self, config: GPTConfig, layer: int, theirs: str, ours: str) -> Iterator[Weight]:
+        width, inner, up = config.d_model, config.ffn_size, (config.up_size, config.d_model)
+        for place, name in enumerate(("gate", "up")):
+            view = partial(of_pairs, place=place)
+            yield Weight(f"{theirs}mlp.{name}_proj.weight", (inner, width), f"{ours}mlp.up.weight", up, view)
+        yield Weight(f"{theirs}mlp.down_proj.weight", (width, inner), f"{ours}mlp.down.weight", (width, inner))
 
     def differences(self, config: GPTConfig) -> list[str]:
         return unlike(config, OF_LLAMA | {"qk_norm": self.qk_norm}, mlp={MLPKind.swiglu})
@@ -175,6 +178,6 @@ def _of_heads(ours: Tensor, kv_heads: int, width: int, place: int | slice) -> Te
     return ours.unflatten(0, (kv_heads, -1, width))[:, place]
 
 
-def _of_pairs(ours: Tensor, place: int) -> Tensor:
+def of_pairs(ours: Tensor, place: int) -> Tensor:
     """Return every second row, from `place` on."""
     return ours[place::2]

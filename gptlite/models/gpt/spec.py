@@ -149,8 +149,9 @@ class GPTSpec(ModelSpec[GPTConfig]):
     def huggingface(self) -> Sequence[Adapter[GPTConfig]]:
         from gptlite.models.gpt.huggingface import GPT2
         from gptlite.models.gpt.huggingface_llama import Llama, Qwen3
+        from gptlite.models.gpt.huggingface_moe import Mixtral, Qwen3MoE
 
-        return GPT2(), Llama(), Qwen3()
+        return GPT2(), Llama(), Qwen3(), Mixtral(), Qwen3MoE()
 
     def build(self, config: GPTConfig, ops: Ops, seed: int) -> GPT:
         from gptlite.models.gpt.model import GPT
@@ -217,10 +218,9 @@ class GPTSpec(ModelSpec[GPTConfig]):
         prepare(part, policy, recomputes)
 
     def begin_step(self, parts: Sequence[nn.Module], upstream: Tensor) -> None:
-        from gptlite.models.experts import routers
+        from gptlite.models.experts import begin
 
-        for router in (router for part in parts for router in routers(part)):
-            router.upstream = upstream
+        begin(parts, upstream)
 
     def end_step(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         from gptlite.models.experts import balance

@@ -1,0 +1,115 @@
+"""Conversion of a GPT with experts to Hugging Face's Mixtral and Qwen3-MoE.
+
+Their files store the matrices of each expert by themselves; here those of a layer are one tensor. Neither class has a
+bias for the selection of experts, so a model that was balanced by one is refused, and an imported model has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gptlite.errors import ConfigError
+from gptlite.models.gpt.config import GPTConfig, MLPKind, MoEConfig, Score
+from gptlite.models.gpt.huggingface import unlike, whole
+from gptlite.models.gpt.huggingface_llama import OF_LLAMA, Llama, of_pairs
+from gptlite.models.huggingface import Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class WithExperts(Llama):
+    """A Llama with experts. `block` is the name of a layer's experts, `matrices` those of an expert's gate, up and down
+    projection."""
+
+    block: str
+    matrices: tuple[str, str, str]
+
+    def _mlp(self, config: GPTConfig, layer: int, theirs: str, ours: str) -> Iterator[Weight]:
+        if not config.has_experts(layer):
+            yield from super()._mlp(config, layer, theirs, ours)
+            return
+        width, inner, experts = config.d_model, config.expert_size, config.moe.experts
+        up, down = (experts, config.up_width(inner), width), (experts, width, inner)
+        router = (experts, width)
+        yield Weight(f"{theirs}{self.block}.gate.weight", router, f"{ours}mlp.router.weight", router)
+        for expert in range(experts):
+            prefix, (*pair, last) = f"{theirs}{self.block}.experts.{expert}.", self.matrices
+            for place, name in enumerate(pair):
+                view = partial(_of_expert, expert=expert, place=place)
+                yield Weight(f"{prefix}{name}.weight", (inner, width), f"{ours}mlp.experts.up", up, view)
+            view = partial(_of_expert, expert=expert)
+            yield Weight(f"{prefix}{last}.weight", (width, inner), f"{ours}mlp.experts.down", down, view)
+
+    def differences(self, config: GPTConfig) -> list[str]:
+        moe = config.moe
+        found = unlike(config, OF_LLAMA | {"qk_norm": self.qk_norm}, mlp={MLPKind.swiglu}, moe=True)
+        if not moe.experts:
+            return [*found, "model.moe.experts=0"]
+        values = {"shared": 0, "score": Score.softmax, "bias_rate": 0.0} | self.of_moe()
+        differ = {key: each for key, value in values.items() if (each := getattr(moe, key)) != value}
+        return [*found, *(f"model.moe.{key}={getattr(value, 'value', value)}" for key, value in differ.items())]
+
+    def of_moe(self) -> dict[str, Any]:
+        """Return the values of MoEConfig that every model of the class has."""
+        return {}
+
+
+class Mixtral(WithExperts):
+    """Hugging Face's Mixtral."""
+
+    model_type = "mixtral"
+    model_class = "MixtralForCausalLM"
+    title = "Mixtral"
+    block = "block_sparse_moe"
+    matrices = ("w1", "w3", "w2")
+
+    def of_moe(self) -> dict[str, Any]:
+        return {"every": 1, "renormalize": True}
+
+    def to_json(self, config: GPTConfig, torch_dtype: str, eod: int | None) -> dict[str, Any]:
+        moe = {"num_local_experts": config.moe.experts, "num_experts_per_tok": config.moe.top_k}
+        moe |= {"intermediate_size": config.expert_size, "sliding_window": None, "router_jitter_noise": 0.0}
+        return super().to_json(config, torch_dtype, eod) | moe
+
+    def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
+        if content.get("sliding_window") is not None:
+            raise ConfigError(f"config.json: sliding_window={content['sliding_window']}: only null can be imported")
+        config = super().from_json(content, name)
+        numbers = {"experts": whole(content, "num_local_experts"), "top_k": whole(content, "num_experts_per_tok")}
+        moe = MoEConfig(d_ff=whole(content, "intermediate_size"), bias_rate=0.0, **numbers)
+        return replace(config, moe=moe)
+
+
+class Qwen3MoE(WithExperts):
+    """Hugging Face's Qwen3-MoE."""
+
+    model_type = "qwen3_moe"
+    model_class = "Qwen3MoeForCausalLM"
+    title = "Qwen3-MoE"
+    qk_norm = True
+    block = "mlp"
+    matrices = ("gate_proj", "up_proj", "down_proj")
+
+    def to_json(self, config: GPTConfig, torch_dtype: str, eod: int | None) -> dict[str, Any]:
+        moe = {"num_experts": config.moe.experts, "num_experts_per_tok": config.moe.top_k, "mlp_only_layers": []}
+        moe |= {"moe_intermediate_size": config.expert_size, "norm_topk_prob": config.moe.renormalize}
+        return super().to_json(config, torch_dtype, eod) | moe | {"decoder_sparse_step": config.moe.every}
+
+    def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
+        if content.get("mlp_only_layers"):
+            raise ConfigError(f"config.json: mlp_only_layers={content['mlp_only_layers']}: only [] can be imported")
+        config = super().from_json(content, name)
+        experts = "num_experts" if "num_experts" in content else "num_local_experts"
+        numbers = {"experts": whole(content, experts), "top_k": whole(content, "num_experts_per_tok")}
+        numbers |= {"d_ff": whole(content, "moe_intermediate_size"), "every": content.get("decoder_sparse_step", 1)}
+        moe = MoEConfig(renormalize=bool(content.get("norm_topk_prob", False)), bias_rate=0.0, **numbers)
+        return replace(config, moe=moe)
+
+
+def _of_expert(ours: Tensor, expert: int, place: int | None = None) -> Tensor:
+    """Return an expert's matrix, or of gate and up projection in pairs of rows the one at `place`."""
+    return ours[expert] if place is None else of_pairs(ours[expert], place)

@@ -1,0 +1,28 @@
+"""Every layout of a mixture of experts trains as one process does, with the same loads."""
+
+import pytest
+from marking import marked
+
+from distributed.moe_cells import BALANCES, CELLS, DEGREES, HYBRID
+from distributed.parity_cells import Pool, judge
+from gptlite.parity.report import row
+
+QUICK = (37, 70)  # tensor, context and expert parallelism with ZeRO, and a pipeline
+ORDER = [*QUICK, *(index for index in range(len(CELLS)) if index not in QUICK)]
+
+
+@pytest.mark.parametrize(
+    "cell", marked([CELLS[index] for index in ORDER] + [HYBRID], quick=2, slow=6, name=lambda cell: cell.id)
+)
+def test_a_layout_trains_as_one_process_does(cell, pool: Pool):
+    result = pool.run(cell, timeout=240)
+    same, words = judge(pool.references, cell, result)
+    assert same, "\n".join([words, *map(row, result.comparisons)])
+
+
+def test_the_matrix_is_large_and_meets_every_axis_and_way_of_balancing():
+    assert len({cell.id for cell in CELLS}) == len(CELLS) >= 80
+    assert {cell.world for cell in CELLS} == {8}
+    assert {cell.shared for cell in CELLS} == set(BALANCES)
+    assert {(c.tensor, c.pipeline, c.context, c.data) for c in CELLS} == set(DEGREES)
+    assert {(c.more, c.zero) for c in CELLS} == {((f"parallelism.expert={e}",), z) for e in (1, 2, 4, 8) for z in range(4)}
