@@ -39,7 +39,7 @@ class TensorboardSink:
     def write(self, row: Mapping[str, Any]) -> None:
         """Write each value as a scalar named by its key."""
         for key, value in row.items():
-            if key != "step" and value is not None:
+            if key != "step" and value is not None and not isinstance(value, list):
                 self._writer.add_scalar(key, value, global_step=row["step"])
 
     def rewind(self, step: int) -> None:

@@ -77,8 +77,9 @@ class WandbSink:
         return self._run.id
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Log one row without its None values, which W&B would show as numbers."""
-        self._run.log({key: value for key, value in row.items() if value is not None})
+        """Log one row without its None values, which W&B would show as numbers, and without lists."""
+        shown = {key: value for key, value in row.items() if value is not None and not isinstance(value, list)}
+        self._run.log(shown)
 
     def rewind(self, step: int) -> None:
         """Do nothing: W&B keeps its rows, and the following ones repeat their steps, as after a resume."""

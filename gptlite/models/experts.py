@@ -6,7 +6,7 @@ agree. Shapes: B sequences of S positions (s of them on this rank), d features, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,12 @@ class Router(nn.Module):
 
     Logits and scores are fp32. `bias` [E] is added to the scores to choose experts, but not to weigh them. `load` [E]
     counts the tokens of each expert in a step, in the backward pass, which runs once for each micro-batch even if the
-    forward pass is repeated; after the step it has the sums over all ranks.
+    forward pass is repeated, and `losses` sums the router's losses; after the step both have the sums over all ranks.
     """
 
     bias: Tensor
     load: Tensor
+    losses: Tensor
 
     def __init__(
         self, width: int, experts: int, top_k: int, *, sigmoid: bool, renormalize: bool, bias_rate: float
@@ -45,9 +46,10 @@ class Router(nn.Module):
         self.tensor_axis: TensorAxis | None = None
         self.context: ContextAxis | None = None
         self.upstream: Tensor | None = None  # the gradient of a sum of losses, in training
-        self.weight = nn.Parameter(torch.empty(experts, width))
+        self.weight = _drawn(experts, width)
         self.register_buffer("bias", torch.zeros(experts))
         self.register_buffer("load", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("losses", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # Weights in the activations' dtype, as ZeRO gathers them; the product in fp32.
@@ -60,7 +62,7 @@ class Router(nn.Module):
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.training and weights.requires_grad:
-            weights = _Counted.apply(weights, self._losses(logits, scores, chosen), chosen, self.load, self.upstream)
+            weights = _Counted.apply(weights, self._losses(logits, scores, chosen), chosen, self)
         return weights, chosen
 
     def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
@@ -90,20 +92,20 @@ class _Counted(torch.autograd.Function):
     their gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weights: Tensor, losses: Tensor, chosen: Tensor, load: Tensor, upstream: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(chosen)
-        ctx.load, ctx.upstream = load, upstream
+    def forward(ctx: Any, weights: Tensor, losses: Tensor, chosen: Tensor, router: Router) -> Tensor:
+        ctx.save_for_backward(chosen, losses)
+        ctx.router = router
         return weights.view_as(weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):
-        (chosen,) = ctx.saved_tensors
-        ctx.load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
-        losses = grad.new_zeros(()) if ctx.upstream is None else ctx.upstream.to(grad)
-        return grad, losses, None, None, None
+        chosen, losses = ctx.saved_tensors
+        router: Router = ctx.router
+        router.load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+        router.losses += losses
+        upstream = torch.zeros_like(losses) if router.upstream is None else router.upstream.to(losses)
+        return grad, upstream, None, None
 
 
 class Experts(nn.Module):
@@ -121,8 +123,7 @@ class Experts(nn.Module):
         self.axis: TensorAxis | None = None
         self.shared_by: ExpertAxis | None = None
         self.activation, self.fused = activation, fused
-        self.up = nn.Parameter(torch.empty(experts, up, width))
-        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        self.up, self.down = _drawn(experts, up, width), _drawn(experts, width, hidden)
 
     def cut_(self, axis: TensorAxis) -> Experts:
         """Keep this rank's hidden units, and return the module."""
@@ -157,7 +158,7 @@ class Experts(nn.Module):
             rows = mine.choices(self._outputs(mine.rows(rows), mine.ends))
             rows, pending = self.shared_by.exchange(rows, received, sent)
             _wait(pending)
-        out = dispatch.combined(rows, weights.flatten(0, 1)).view_as(x)
+        out = dispatch.combined(rows, weights)
         out = (out if self.axis is None else leave(out, self.axis)).to(dtype)
         return out if added is None else out + added
 
@@ -181,6 +182,11 @@ def _wait(pending: list[dist.Work]) -> None:
         work.wait()
 
 
+def _drawn(*shape: int) -> nn.Parameter:
+    """Return a parameter of N(0, 1 / fan-in), for a module that is used by itself."""
+    return nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5)
+
+
 def routers(part: nn.Module) -> list[Router]:
     """Return the routers of a part, in order."""
     return [module for module in part.modules() if isinstance(module, Router)]
@@ -191,6 +197,7 @@ def begin(parts: Sequence[nn.Module], upstream: Tensor) -> None:
     for router in (router for part in parts for router in routers(part)):
         router.upstream = upstream
         router.load.zero_()
+        router.losses.zero_()
 
 
 @torch.no_grad()
@@ -203,10 +210,24 @@ def balance(parts: Sequence[nn.Module], mesh: Mesh) -> None:
         found = routers(part)
         if not found:
             continue
-        loads = all_reduce(torch.stack([router.load for router in found]), mesh, DATA_AXES)
+        # fp64, in which the loads are exact, so that one collective sums everything.
+        sums = torch.stack([torch.cat([router.load.double(), router.losses[None]]) for router in found])
+        all_reduce(sums, mesh, DATA_AXES)
         axis = axis_of(part)
         if axis is not None and axis.sequence:
-            dist.all_reduce(loads, group=axis.group)
-        for router, load in zip(found, loads, strict=True):
+            dist.all_reduce(sums, group=axis.group)
+        for router, (*_, losses), load in zip(found, sums, sums[:, :-1].long(), strict=True):
             router.bias += router.bias_rate * (load.sum() - load * len(load)).sign()
             router.load.copy_(load)
+            router.losses.copy_(losses)
+
+
+@torch.no_grad()
+def loads_of(found: Mapping[int, Router], shape: tuple[int, int], mesh: Mesh) -> Tensor:
+    """Return the step's loads and losses of all routers, of which this rank has `found` by their number among the
+    layers with experts: fp64 [layers, E + 1], the last column of losses summed over tokens. `shape`: layers and E.
+    Collective."""
+    table = torch.zeros(shape[0], shape[1] + 1, dtype=torch.float64, device=mesh.device)
+    for row, router in found.items():
+        table[row] = torch.cat([router.load.double(), router.losses[None]])
+    return all_reduce(table, mesh, ("pp",))

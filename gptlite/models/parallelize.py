@@ -177,11 +177,12 @@ def build_passes(
 
 
 @torch.no_grad()
-def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> torch.Tensor | None:
     """Sum the gradients that no layer sums: over the tensor axis those of sequence slices and of modules of heads, and
     a tied parameter's over both ends of the pipeline.
 
-    Call it once per step, after ZeRO's reduction and before clipping. It also ends the model's own step.
+    Call it once per step, after ZeRO's reduction and before clipping. It also ends the model's own step,
+    and returns what ModelSpec.end_step returns.
     """
     for part in parts:
         axis = axis_of(part)
@@ -192,7 +193,7 @@ def finish_gradients(model: Model, parts: Sequence[nn.Module], mesh: Mesh) -> No
     if mesh.size("pp") > 1:
         for first, last in model.tied_copies(parts):
             add_across_ends(first, last, mesh)
-    model.spec.end_step(parts, mesh)
+    return model.spec.end_step(model.config, parts, mesh)
 
 
 def _cut_blocks(model: Model, whole: nn.Module, mesh: Mesh, config: ParallelismConfig) -> list[nn.Module]:

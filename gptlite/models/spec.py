@@ -287,8 +287,12 @@ class ModelSpec(Generic[C]):
     def begin_step(self, parts: Sequence[nn.Module], upstream: Tensor) -> None:
         """Prepare parts for a step. `upstream`: the gradient with respect to a sum of losses, a 0-dim tensor."""
 
-    def end_step(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
-        """Update what depends on the whole step, after its last backward pass. Called on all ranks."""
+    def end_step(self, config: C, parts: Sequence[nn.Module], mesh: Mesh) -> Tensor | None:
+        """Update what depends on the whole step, after its last backward pass. Called on all ranks.
+
+        Returns the loads of a mixture of experts, the same on all ranks: fp64 [layers with experts, E + 1], the tokens
+        of each expert and in the last column the router's losses, summed over tokens.
+        """
 
     def generate(
         self,

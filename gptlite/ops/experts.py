@@ -50,10 +50,10 @@ class Dispatch:
         return _Choices.apply(rows, self)
 
     def combined(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return each token's sum [T, d] of its rows [N, d], with fp32 `weights` [T, K]. The sum is in fp32, in the
+        """Return each token's sum [..., d] of its rows [N, d], with fp32 `weights` [..., K]. The sum is in fp32, in the
         order of the choices."""
-        choices = self.choices(rows).unflatten(0, (-1, self.top_k))
-        return (choices * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+        choices = self.choices(rows).unflatten(0, weights.shape)
+        return (choices * weights.unsqueeze(-1)).sum(-2).to(rows.dtype)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, fused: bool = True) -> Tensor:

@@ -60,9 +60,7 @@ def build(config: MuonConfig, context: BuildContext) -> Muon:
     return Muon(context.groups, config, stacks, adamw, torch.bfloat16 if bf16 else torch.float32)
 
 
-def group_keys(
-    edges: tuple[str, ...], batched: tuple[str, ...], name: str, parameter: nn.Parameter
-) -> dict[str, Any]:
+def group_keys(edges: tuple[str, ...], batched: tuple[str, ...], name: str, parameter: nn.Parameter) -> dict[str, Any]:
     """Return `{"muon": True}` for a parameter that Muon itself steps, `{"muon": False}` for one that AdamW steps."""
     matrix = parameter.ndim == 2 and not name.endswith(edges)
     return {"muon": matrix or (parameter.ndim == 3 and name.endswith(batched))}

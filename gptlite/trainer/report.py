@@ -17,6 +17,7 @@ from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import StepResult
 
+EXPERT_LOADS = "expert_loads"  # tokens of each expert by layer, in a row
 COMM = "comm_seconds_"  # and the axis, in a row
 
 
@@ -59,6 +60,8 @@ class Reporter:
         row |= {TRAIN_METRIC + name: mean for name, mean in result.metrics.items()}
         if result.loss_scale is not None and state.scaler is not None:
             row |= {"loss_scale": result.loss_scale, "skipped_steps": state.scaler.skipped}
+        if result.experts is not None:
+            row |= {EXPERT_LOADS: result.experts.tokens, "router_losses": result.experts.losses}
         row["tokens"] = result.tokens
         if self.epoch is not None:
             row["epoch"] = round(result.stop / self.epoch, 4)

@@ -23,6 +23,7 @@ from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.pipeline import MicroBatches, OnePart, Pipeline
 from gptlite.parallelism.tensor import is_cut, of_experts
 from gptlite.trainer.decisions import Decisions
+from gptlite.trainer.loads import Loads
 from gptlite.trainer.loss_scale import SCALE_VALUES
 from gptlite.trainer.signals import Stopping
 from gptlite.trainer.state import Progress, TrainState
@@ -45,7 +46,8 @@ class StepResult:
 
     Loss and norm are unscaled; `loss_scale` is set with loss scaling, and a step that overflowed was `skipped`. `step`
     is its number, from 1; its global batch has `samples` samples, from position `begin` up to `stop`; `tokens` is the
-    run's total, including this step. `metrics` are the means of the model's own metrics over the batch's targets.
+    run's total, including this step. `metrics` are the means of the model's own metrics over the batch's targets, and
+    of a mixture of experts those of `experts`, its loads.
     """
 
     loss: float
@@ -59,6 +61,7 @@ class StepResult:
     samples: int = 0
     tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    experts: Loads | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class Step:
             ),
             divisor,  # the loss is divided by this, and so multiplied by the scale
         )
-        finish_gradients(state.model, state.parts, self.mesh)
+        loads = finish_gradients(state.model, state.parts, self.mesh)
         if inspect is not None:
             inspect(state)
         forward = self.passes.forward
@@ -125,6 +128,8 @@ class Step:
         norm, sums = self._settle(state, total, own)
         if own is not None:  # the same on all ranks, so not summed
             sums = torch.cat([sums, valid.to(sums)[None]])
+        if loads is not None:
+            sums = torch.cat([sums.double(), loads.flatten()])
         lr, size = self.peak_lr * state.schedule.factor(before.step), loader.schedule.size(before.consumed)
         after = Progress(
             before.step + 1,
@@ -132,7 +137,7 @@ class Step:
             # Ranks that share sequences hold only a slice each, so the local length is multiplied by their number.
             before.tokens + size * batches[0].length * self.mesh.size(CONTEXT),
         )
-        about = _About(before, after, size, lr)
+        about = _About(before, after, size, lr, None if loads is None else (loads.shape[0], loads.shape[1]))
         if decisions is None:
             result = self._result(state, about, sums.tolist())
             if not result.skipped:
@@ -176,7 +181,11 @@ class Step:
 
     def _result(self, state: TrainState, about: "_About", values: list[float]) -> StepResult:
         """Return the result from the sums over all ranks. Raises Diverged."""
-        names, scaler, metrics = state.model.spec.metrics, state.scaler, {}
+        names, scaler, metrics, experts = state.model.spec.metrics, state.scaler, {}, None
+        if about.loads is not None:
+            rows, columns = about.loads
+            values, table = values[: -rows * columns], values[-rows * columns :]
+            experts = Loads.of(table, columns, about.after.tokens - about.before.tokens)
         if names:
             *values, valid = values
             values, sums = values[: -len(names)], values[-len(names) :]
@@ -198,7 +207,8 @@ class Step:
             stop=about.after.consumed,
             samples=about.samples,
             tokens=about.after.tokens,
-            metrics=metrics,
+            metrics=metrics | (experts.metrics() if experts else {}),
+            experts=experts,
         )
 
     def _settle(self, state: TrainState, total: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -232,6 +242,7 @@ class _About:
     after: Progress
     samples: int
     lr: float
+    loads: tuple[int, int] | None  # the shape of the table of a mixture of experts
 
 
 def _counts(parameter: Tensor, mesh: Mesh) -> bool:

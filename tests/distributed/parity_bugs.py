@@ -178,9 +178,9 @@ def _entered_alone(x: torch.Tensor, axis: Any) -> torch.Tensor:
     return x if x.shape[-1] == moe_cells.TOP_K else tensor.enter(x, axis)
 
 
-def _counted_forward(ctx: Any, weights: Any, losses: Any, chosen: Any, load: Any, upstream: Any) -> Any:
-    load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
-    return _count_forward(ctx, weights, losses, chosen, load, upstream)
+def _counted_forward(ctx: Any, weights: Any, losses: Any, chosen: Any, router: Any) -> Any:
+    router.load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+    return _count_forward(ctx, weights, losses, chosen, router)
 
 
 def _without_experts(parameter: torch.Tensor, mesh: Any) -> bool:

@@ -69,6 +69,9 @@ def drawn(key: str, shape: torch.Size, filling: str) -> Tensor:
 def held(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that this rank trains with, by key: of a tied embedding both copies, if it has them."""
     state.tensors()  # makes the optimizer's
+    for part in state.parts:
+        for name, buffer in state.model.named_buffers(part):
+            yield f"model.{name}", buffer
     for group in state.optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             yield f"model.{name}", parameter.detach()

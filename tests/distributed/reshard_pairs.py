@@ -19,6 +19,7 @@ MODELS = {
     "tied": ["model.tied_embeddings=true", "model.vocab_multiple=1"],
     "tied-padded": ["model.tied_embeddings=true", "model.vocab_multiple=64"],
     "untied": ["model.tied_embeddings=false", "model.vocab_multiple=1"],
+    "experts": ["model.vocab_multiple=1", "model.moe.experts=8", "model.moe.d_ff=8", "model.moe.shared=1"],
     "values": ["model.value_residual=true", "model.value_embeddings=2", "model.kv_heads=2"],
 }
 
@@ -35,6 +36,7 @@ class Layout:
     replicate: int = 1
     virtual: int | None = None  # stages of a pipeline rank
     context: int = 1
+    expert: int = 1
 
     @property
     def world(self) -> int:
@@ -49,7 +51,7 @@ class Layout:
     def id(self) -> str:
         words = [f"tp{self.tensor}"] * (self.tensor > 1) + [f"pp{self.pipeline}_{self.schedule}"] * (self.pipeline > 1)
         words += [f"virtual{self.virtual}"] * (self.virtual is not None)
-        words += [f"cp{self.context}"] * (self.context > 1)
+        words += [f"cp{self.context}"] * (self.context > 1) + [f"ep{self.expert}"] * (self.expert > 1)
         words += [f"dp{self.data}" + f"x{self.replicate}" * (self.replicate > 1)] * (self.data > 1)
         words += [f"zero{self.zero}"] * (self.data * self.context > 1 or self.zero > 0)
         return "_".join(words) or "single"
@@ -57,7 +59,7 @@ class Layout:
     def overrides(self) -> list[str]:
         """Of train.py."""
         keys = {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data, "zero": self.zero}
-        keys |= {"dp_replicate": self.replicate, "context": self.context}
+        keys |= {"dp_replicate": self.replicate, "context": self.context, "expert": self.expert}
         if self.pipeline > 1:
             keys |= {"schedule": self.schedule, "virtual_stages": "null" if self.virtual is None else self.virtual}
         return [f"parallelism.{key}={value}" for key, value in keys.items()]
@@ -180,6 +182,15 @@ CONTEXT = [
     Pair(Layout(context=2, data=4, zero=3, replicate=2), Layout(tensor=4, context=2), "untied"),
 ]
 
-ALL = [*SMALL, *_far_apart(), *CONTEXT]
-QUICK = [*SMALL[:3], *CONTEXT[:1]]
-SLOW = [*SMALL[3:], *ALL[len(SMALL) : -len(CONTEXT) : 10], *CONTEXT[1:4]]  # the rest are long
+EXPERTS = [
+    Pair(Layout(data=2, zero=3, expert=2), Layout(tensor=2, data=2, expert=2), "experts"),
+    Pair(SINGLE, Layout(data=4, zero=3, expert=2), "experts"),
+    Pair(Layout(data=4, expert=4), SINGLE, "experts"),
+    Pair(Layout(tensor=2, data=4, zero=3, expert=4), Layout(pipeline=2, data=4, zero=1, expert=2), "experts"),
+    Pair(Layout(data=8, zero=2, expert=8), Layout(data=3, zero=3), "experts"),
+    Pair(Layout(pipeline=2, context=2, data=2, expert=2), Layout(data=8, zero=3, replicate=2, expert=2), "experts"),
+]
+
+ALL = [*SMALL, *_far_apart(), *CONTEXT, *EXPERTS]
+QUICK = [*SMALL[:3], *CONTEXT[:1], *EXPERTS[:1]]
+SLOW = [*SMALL[3:], *_far_apart()[::10], *CONTEXT[1:4], *EXPERTS[1:3]]  # the rest are long

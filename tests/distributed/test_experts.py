@@ -25,4 +25,6 @@ def test_the_matrix_is_large_and_meets_every_axis_and_way_of_balancing():
     assert {cell.world for cell in CELLS} == {8}
     assert {cell.shared for cell in CELLS} == set(BALANCES)
     assert {(c.tensor, c.pipeline, c.context, c.data) for c in CELLS} == set(DEGREES)
-    assert {(c.more, c.zero) for c in CELLS} == {((f"parallelism.expert={e}",), z) for e in (1, 2, 4, 8) for z in range(4)}
+    assert {(c.more, c.zero) for c in CELLS} == {
+        ((f"parallelism.expert={e}",), z) for e in (1, 2, 4, 8) for z in range(4)
+    }

@@ -209,8 +209,8 @@ class GPTSpec(ModelSpec[GPTConfig]):
         import torch
 
         names = [f"layers.{layer}.mlp.router" for layer in range(config.num_layers) if config.has_experts(layer)]
-        zeros = torch.zeros(config.moe.experts)
-        return {f"{name}.{each}": zeros for name in names for each in ("bias", "load")}
+        sizes = {"bias": config.moe.experts, "load": config.moe.experts, "losses": ()}
+        return {f"{name}.{key}": torch.zeros(size) for name in names for key, size in sizes.items()}
 
     def prepare(self, part: nn.Module, policy: Policy, recomputes: bool) -> None:
         from gptlite.models.gpt.model import prepare
@@ -222,10 +222,17 @@ class GPTSpec(ModelSpec[GPTConfig]):
 
         begin(parts, upstream)
 
-    def end_step(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
-        from gptlite.models.experts import balance
+    def end_step(self, config: GPTConfig, parts: Sequence[nn.Module], mesh: Mesh) -> Tensor | None:
+        if not config.moe_layers:
+            return None
+        from gptlite.models.experts import balance, loads_of
 
         balance(parts, mesh)
+        blocks = {number: block for part in parts for number, block in self.blocks(part).items()}
+        found = {
+            number // config.moe.every: blocks[number].mlp.router for number in blocks if config.has_experts(number)
+        }
+        return loads_of(found, (config.moe_layers, config.moe.experts), mesh)  # type: ignore[arg-type]
 
     def generate(
         self,
