@@ -12,6 +12,7 @@ SUBCOMMANDS = {
     "prune": Subcommand("gptlite.checkpoint_tool.prune", ("RUN",)),
     "export": Subcommand("gptlite.checkpoint_tool.export", ("RUN_OR_STEP", "TARGET")),
     "import": Subcommand("gptlite.checkpoint_tool.import_", ("FOLDER", "RUN_DIR")),
+    "upcycle": Subcommand("gptlite.checkpoint_tool.upcycle", ("RUN_OR_STEP", "RUN_DIR")),
 }
 
 HELP = """\
@@ -24,6 +25,7 @@ List, verify, compare and remove checkpoints of runs, and convert them from and 
   prune RUN keep=K             removes all but the newest K
   export RUN_OR_STEP TARGET    writes the weights as a Hugging Face folder
   import FOLDER RUN_DIR        creates a checkpoint from a folder of Hugging Face or Meta
+  upcycle RUN_OR_STEP RUN_DIR  creates a mixture of experts, each a copy of the dense MLP
 
 A RUN is a run folder or its checkpoints folder, a STEP is a folder such as step-00000100. Options are key=value;
 `gptlite checkpoint SUBCOMMAND --help` lists them.

@@ -48,7 +48,7 @@ NO_TOKENIZER = "none"  # see compare.py; training from these weights sets the to
 # Keys whose default is the model's value, if the model has such a key.
 DEFAULTS_OF_MODELS = {"peak_lr": "optimizer.lr", "sequence_length": "data.sequence_length"}
 # Metadata of a checkpoint (trainer/state.py) before the first step.
-_META: dict[str, Any] = {
+FIRST_META: dict[str, Any] = {
     "step": 0,
     "consumed_samples": 0,
     "tokens": 0,
@@ -198,7 +198,9 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
         _fill(ours, source, weight, stored[each])
     tensors |= {f"model.{name}": value for name, value in Model.of(model).initial_buffers().items()}
     with _errors_of_the_disk(f"run_dir={run_dir}"):
-        step = Checkpointer(CheckpointConfig(keep=0), run_dir).save(tensors, _META, to_yaml(config), None, log, beside)
+        step = Checkpointer(CheckpointConfig(keep=0), run_dir).save(
+            tensors, FIRST_META, to_yaml(config), None, log, beside
+        )
     words = ", ".join(sorted(Path(name).name for name in beside))
     log(f"imported {source} to {step}; kept for an export: {words}")
     log("its tokenizer is not used: the training data must have the same token ids")

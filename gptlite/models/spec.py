@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from gptlite.errors import ConfigError
 from gptlite.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -131,6 +132,11 @@ class ModelSpec(Generic[C]):
         """Return the number of experts of a layer, which parallelism.expert must divide; None: parallelism.expert > 1
         is refused."""
         return None
+
+    def upcycled(self, config: C, experts: int, top_k: int) -> tuple[C, dict[str, str]]:
+        """Return the configuration with that many experts, each a copy of the dense MLP, and `{parameter of all experts:
+        parameter that each copies}`. Raises ConfigError for a model that cannot have them."""
+        raise ConfigError(f"the {self.name} model has no experts; a mixture can be made of a GPT")
 
     def table_rows(self, config: C) -> int | None:
         """Return the number of embedding rows, which the tensor axis shards; None if it is not known yet."""

@@ -34,8 +34,8 @@ def build_optimizer(
     The module `config.rule` builds the optimizer. If the rule has `group_keys(edges, batched, name, parameter)`, groups
     are split further by the returned values. `fused_adam` selects our kernel for Adam and AdamW; it must be loaded.
     Muon leaves matrices whose names end in one of `edges` to AdamW, since they are not linear maps between hidden
-    activations. `stacked` maps name endings of fused parameters to (groups, relative rows of each matrix in a group), by
-    which Muon splits them; `batched` are name endings of parameters [number, rows, columns] with a matrix of each
+    activations. `stacked` maps name endings of fused parameters to (groups, relative rows of each matrix in a group),
+    by which Muon splits them; `batched` are name endings of parameters [number, rows, columns] with a matrix of each
     expert. `dtype` is that of the model's products, in which Muon's are, too, if it is bf16.
     Raises ValueError if nothing is trainable.
     """

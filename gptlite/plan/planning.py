@@ -143,7 +143,13 @@ def thrifty_space(config: Config, cluster: ClusterConfig, **least: object) -> Sp
 
 
 def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> Space:
-    """Return the search space of a configuration: every key but the `fixed` ones."""
+    """Return the search space of a configuration: every key but the `fixed` ones. Raises ConfigError for
+    parallelism.expert > 1."""
+    if config.parallelism.expert > 1:
+        raise ConfigError(
+            f"parallelism.expert={config.parallelism.expert}: the planner does not describe the expert axis; plan with "
+            "parallelism.expert=1"
+        )
     config = with_planned_vocabulary(config)[0]
     work = Workload(
         model=config.model,

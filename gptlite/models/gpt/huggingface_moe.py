@@ -79,8 +79,12 @@ class Mixtral(WithExperts):
         if content.get("sliding_window") is not None:
             raise ConfigError(f"config.json: sliding_window={content['sliding_window']}: only null can be imported")
         config = super().from_json(content, name)
-        numbers = {"experts": whole(content, "num_local_experts"), "top_k": whole(content, "num_experts_per_tok")}
-        moe = MoEConfig(d_ff=whole(content, "intermediate_size"), bias_rate=0.0, **numbers)
+        moe = MoEConfig(
+            experts=whole(content, "num_local_experts"),
+            top_k=whole(content, "num_experts_per_tok"),
+            d_ff=whole(content, "intermediate_size"),
+            bias_rate=0.0,
+        )
         return replace(config, moe=moe)
 
 
@@ -103,10 +107,14 @@ class Qwen3MoE(WithExperts):
         if content.get("mlp_only_layers"):
             raise ConfigError(f"config.json: mlp_only_layers={content['mlp_only_layers']}: only [] can be imported")
         config = super().from_json(content, name)
-        experts = "num_experts" if "num_experts" in content else "num_local_experts"
-        numbers = {"experts": whole(content, experts), "top_k": whole(content, "num_experts_per_tok")}
-        numbers |= {"d_ff": whole(content, "moe_intermediate_size"), "every": content.get("decoder_sparse_step", 1)}
-        moe = MoEConfig(renormalize=bool(content.get("norm_topk_prob", False)), bias_rate=0.0, **numbers)
+        moe = MoEConfig(
+            experts=whole(content, "num_experts" if "num_experts" in content else "num_local_experts"),
+            top_k=whole(content, "num_experts_per_tok"),
+            d_ff=whole(content, "moe_intermediate_size"),
+            every=int(content.get("decoder_sparse_step", 1)),
+            renormalize=bool(content.get("norm_topk_prob", False)),
+            bias_rate=0.0,
+        )
         return replace(config, moe=moe)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gptlite.errors import ConfigError
 from gptlite.models.gpt.activations import block_bytes, head_bytes, scores_bytes
-from gptlite.models.gpt.config import GPTConfig, Norm, Position
+from gptlite.models.gpt.config import GPTConfig, MoEConfig, Norm, Position
 from gptlite.models.gpt.experts import check_experts, experts_words, mlp_sizes
 from gptlite.models.gpt.flops import head_flops, layer_flops
 from gptlite.models.spec import Constant, Cut, Matrices, ModelSpec, Normal
@@ -107,6 +108,17 @@ class GPTSpec(ModelSpec[GPTConfig]):
 
     def experts(self, config: GPTConfig) -> int | None:
         return config.moe.experts or None
+
+    def upcycled(self, config: GPTConfig, experts: int, top_k: int) -> tuple[GPTConfig, dict[str, str]]:
+        if config.moe.experts:
+            raise ConfigError(f"model.moe.experts={config.moe.experts}: the model has experts already")
+        if config.bias:
+            raise ConfigError("model.bias=true: experts have no biases, so the MLP's would be lost; train without them")
+        moe = MoEConfig(experts=experts, top_k=top_k, d_ff=config.ffn_size)
+        found = replace(config, moe=moe)
+        self.check(found)
+        places = [f"layers.{layer}.mlp" for layer in range(config.num_layers)]
+        return found, {f"{each}.experts.{name}": f"{each}.{name}.weight" for each in places for name in ("up", "down")}
 
     def table_rows(self, config: GPTConfig) -> int | None:
         return None if config.vocab_size is None else config.padded_vocab_size
@@ -225,14 +237,12 @@ class GPTSpec(ModelSpec[GPTConfig]):
     def end_step(self, config: GPTConfig, parts: Sequence[nn.Module], mesh: Mesh) -> Tensor | None:
         if not config.moe_layers:
             return None
-        from gptlite.models.experts import balance, loads_of
+        from gptlite.models.experts import balance, loads_of, routers
 
         balance(parts, mesh)
         blocks = {number: block for part in parts for number, block in self.blocks(part).items()}
-        found = {
-            number // config.moe.every: blocks[number].mlp.router for number in blocks if config.has_experts(number)
-        }
-        return loads_of(found, (config.moe_layers, config.moe.experts), mesh)  # type: ignore[arg-type]
+        found = {number // config.moe.every: routers(block)[0] for number, block in blocks.items() if routers(block)}
+        return loads_of(found, (config.moe_layers, config.moe.experts), mesh)
 
     def generate(
         self,
