@@ -134,7 +134,7 @@ class ModelSpec(Generic[C]):
         return None
 
     def upcycled(self, config: C, experts: int, top_k: int) -> tuple[C, dict[str, str]]:
-        """Return the configuration with that many experts, each a copy of the dense MLP, and `{parameter of all experts:
+        """Return the configuration with that many experts, each a copy of the dense MLP, and `{parameter of experts:
         parameter that each copies}`. Raises ConfigError for a model that cannot have them."""
         raise ConfigError(f"the {self.name} model has no experts; a mixture can be made of a GPT")
 

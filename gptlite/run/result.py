@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-RESULT, CURVES = "result.json", "curves.png"  # in the run folder
+RESULT, CURVES, EXPERTS = "result.json", "curves.png", "experts.png"  # in the run folder
 
 
 @dataclass(frozen=True)

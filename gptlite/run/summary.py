@@ -20,6 +20,7 @@ from gptlite.invocation import command
 from gptlite.metrics.console import banner, format_bytes, format_duration
 from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.plot import plot_curves
+from gptlite.metrics.plot_experts import plot_loads
 from gptlite.models.sampling import Sampling
 from gptlite.optimizer.schedule import Schedule
 from gptlite.optimizer.streamed import OffloadFailed
@@ -29,7 +30,7 @@ from gptlite.parallelism.replicas import ReplicasDiffer
 from gptlite.parallelism.watchdog import RankStuck, Watch
 from gptlite.progress import counted
 from gptlite.run.folder import RunFolder, SaveFailed
-from gptlite.run.result import CURVES
+from gptlite.run.result import CURVES, EXPERTS
 from gptlite.trainer.loop import Ending, Outcome
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.spike import Spiked
@@ -193,6 +194,8 @@ def _close(
         lines += reporter.memory.offloaded()
     if reporter.speeds:
         lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / CURVES))))
+        if (picture := plot_loads(run.path / "metrics.jsonl", run.path / EXPERTS)) is not None:
+            lines.append(("expert loads", str(picture)))
     more = [as_override(config.plugins)] if config.plugins else []
     if outcome.ending is Ending.done:
         more.append(config.trainer.doubled)

@@ -9,6 +9,7 @@ import torch
 from gptlite.metrics.console import TRAIN_METRIC, VAL_METRIC, eval_line, step_line
 from gptlite.metrics.memory import memory_bytes
 from gptlite.metrics.meter import Throughput
+from gptlite.metrics.plot_experts import EXPERT_LOADS
 from gptlite.metrics.sinks import Sink
 from gptlite.metrics.usage import Usage
 from gptlite.trainer.eval import Evaluation
@@ -17,7 +18,6 @@ from gptlite.trainer.spike import Spike
 from gptlite.trainer.state import TrainState
 from gptlite.trainer.step import StepResult
 
-EXPERT_LOADS = "expert_loads"  # tokens of each expert by layer, in a row
 COMM = "comm_seconds_"  # and the axis, in a row
 
 

@@ -1,0 +1,118 @@
+"""Time a layer of experts on this machine: grouped products, a loop over experts, one product of equal FLOPs.
+
+python tools/bench_experts.py [experts=8] [top_k=2] [d_model=384] [d_ff=768] [tokens=2048] [layers=6] [precision=bf16]
+    [repeats=15]
+
+Forward and backward; medians of interleaved calls. `products` are an expert's two, without the activation. `dispatch`
+is the sort of the choices, the rows to the experts and the weighted sum back; its share is of a step, forward and
+backward, of a GPT of that many layers (vocabulary 8192, 6 heads, sequences of 256).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from timing import in_turn, seconds
+
+from gptlite.config.command_line import run_tool
+from gptlite.errors import ConfigError
+
+
+@dataclass
+class Arguments:
+    """Command-line arguments."""
+
+    experts: int = 8
+    top_k: int = 2
+    d_model: int = 384
+    d_ff: int = 768
+    tokens: int = 2048
+    layers: int = 6
+    precision: str = "bf16"
+    repeats: int = 15
+
+
+def main(arguments: Arguments) -> None:
+    """Print the times and ratios. Raises ConfigError for numbers that do not fit each other."""
+    if arguments.precision not in ("fp32", "bf16"):
+        raise ConfigError(f"precision={arguments.precision} is not one of fp32, bf16")
+    if arguments.tokens % 256 or arguments.tokens < 256:
+        raise ConfigError(f"tokens={arguments.tokens} is not a multiple of 256, the length of a sequence")
+    if not 1 <= arguments.top_k <= arguments.experts:
+        raise ConfigError(f"top_k={arguments.top_k} must be from 1 to experts={arguments.experts}")
+    calls = contenders(arguments)
+    found = in_turn({name: lambda call=call: seconds(call) for name, call in calls.items()}, arguments.repeats)
+    times = {name: median(each) for name, each in found.items()}
+    for name, each in times.items():
+        print(f"{name:18s} {1e3 * each:9.2f} ms")
+    print(f"grouped over loop             {times['grouped'] / times['loop']:.2f} of the time")
+    print(f"grouped against one product   {times['one product'] / times['grouped']:.2f} of its speed")
+    print(f"dispatch in a step            {arguments.layers * times['dispatch'] / times['step']:.1%}")
+
+
+def contenders(arguments: Arguments) -> dict[str, Callable[[], Any]]:
+    """Return the calls to time."""
+    import torch
+    import torch.nn.functional as F
+
+    from gptlite.models.gpt.config import GPTConfig, MoEConfig, Norm, Position
+    from gptlite.models.gpt.model import GPT, prepare
+    from gptlite.ops.config import OpsConfig
+    from gptlite.ops.experts import Dispatch, grouped_linear
+    from gptlite.ops.select import select_ops
+    from gptlite.precision import Precision, PrecisionConfig, resolve_precision
+
+    torch.manual_seed(0)
+    a, cpu = arguments, torch.device("cpu")
+    dtype = torch.bfloat16 if a.precision == "bf16" else torch.float32
+    x = torch.randn(a.tokens, a.d_model, dtype=dtype)
+    up, down = (
+        torch.randn(a.experts, a.d_ff, a.d_model, dtype=dtype),
+        torch.randn(a.experts, a.d_model, a.d_ff, dtype=dtype),
+    )
+    weights, chosen = torch.randn(a.tokens, a.experts).softmax(-1).topk(a.top_k)
+    dispatch = Dispatch.of(chosen, a.experts)
+    rows = dispatch.rows(x)
+
+    def both(forward: Callable[..., Any], *inputs: Any) -> Callable[[], None]:
+        leaves = [each.clone().requires_grad_() for each in inputs]
+
+        def call() -> None:
+            out = forward(*leaves)
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+        return call
+
+    def experts(fused: bool) -> Callable[..., Any]:
+        return lambda rows, up, down: grouped_linear(
+            grouped_linear(rows, up, dispatch.ends, fused), down, dispatch.ends, fused
+        )
+
+    def dispatched(x: Any, weights: Any) -> Any:
+        each = Dispatch.of(chosen, a.experts)
+        return each.combined(each.rows(x), weights)
+
+    moe = MoEConfig(experts=a.experts, top_k=a.top_k, d_ff=a.d_ff)
+    sizes = {"num_layers": a.layers, "num_heads": 6, "d_model": a.d_model, "vocab_size": 8192, "sequence_length": 256}
+    kind = {"position": Position.rope, "norm": Norm.rms_norm, "bias": False}
+    model = GPT(GPTConfig(moe=moe, **sizes, **kind), select_ops(OpsConfig(), cpu))
+    policy = resolve_precision(PrecisionConfig(dtype=Precision(a.precision)), cpu)
+    prepare(model, policy, recomputes=False)
+    tokens = torch.randint(8192, (a.tokens // 256, 256))
+
+    def step() -> None:
+        model(tokens, tokens).backward()
+        model.zero_grad(set_to_none=True)
+
+    return {
+        "grouped": both(experts(True), rows, up, down),
+        "loop": both(experts(False), rows, up, down),
+        "one product": both(lambda rows, up, down: F.linear(F.linear(rows, up), down), rows, up[0], down[0]),
+        "dispatch": both(dispatched, x, weights),
+        "step": step,
+    }
+
+
+if __name__ == "__main__":
+    run_tool(main, Arguments, __doc__)
