@@ -23,7 +23,7 @@ from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, 
 from gptlite.checkpoint.load import load_tensors, not_finite, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
 from gptlite.checkpoint_tool.meta import PARAMS, is_meta, open_meta
-from gptlite.config import Config, from_yaml, hydra_value, load, override_value, to_yaml
+from gptlite.config import Config, from_yaml, hydra_value, leaves, load, override_value, to_yaml
 from gptlite.config.plugins import as_override, import_plugins
 from gptlite.data.config import DataConfig, TextConfig
 from gptlite.data.export_tokenizer import tokenizer_files
@@ -276,6 +276,12 @@ def _fill(ours: Tensor, source: Path, weight: Weight, stored: Stored) -> None:
     view.copy_(theirs.reshape(view.shape))
 
 
+def changed(model: ModelConfig, default: ModelConfig) -> list[tuple[str, Any]]:
+    """Return the keys whose values are not the default's, and the values."""
+    values = dict(leaves(default))
+    return [(key, value) for key, value in leaves(model) if values[key] != value]
+
+
 def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[str]) -> tuple[list[str], Config]:
     """Return the command-line overrides that select this model, and the checkpoint's configuration."""
     default, overrides = load().model, [as_override(plugins)] if plugins else []
@@ -285,7 +291,7 @@ def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[st
         overrides.append(f"model={spec_of(model).name}_schema")
         default = type(model)()
     names = [field.name for field in dataclasses.fields(model)]
-    overrides += [f"model.{key}={override_value(value)}" for key, value in _changed(model, default)]
+    overrides += [f"model.{key}={override_value(value)}" for key, value in changed(model, default)]
     # train.py requires these keys if the model has no default. This checkpoint is not trained, so any value will do.
     unknown = [f"{key}=1" for mine, key in DEFAULTS_OF_MODELS.items() if mine not in names]
     config = load([*overrides, *unknown, f"run.name={name}", f"run.dir={hydra_value(str(run_dir))}"])
@@ -295,16 +301,6 @@ def _composed(model: ModelConfig, name: str, run_dir: Path, plugins: Sequence[st
         raise ConfigError(f"the {spec_of(model).name} model has no number of token ids; add `vocab_size` to its spec")
     data = TextConfig(**batches, path=NO_TOKENIZER, tokenizer=NO_TOKENIZER, vocab_size=vocab_size)
     return overrides, dataclasses.replace(config, data=data)
-
-
-def _changed(model: Any, default: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys whose values are not the default's, those of nested dataclasses by their path."""
-    for field in dataclasses.fields(model):
-        value, other = getattr(model, field.name), getattr(default, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _changed(value, other, f"{prefix}{field.name}.")
-        elif value != other:
-            yield prefix + field.name, value
 
 
 @contextmanager

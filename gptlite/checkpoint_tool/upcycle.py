@@ -18,15 +18,13 @@ from gptlite.checkpoint.checkpointer import Checkpointer
 from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import read_manifest
-from gptlite.checkpoint_tool.huggingface import FIRST_META
+from gptlite.checkpoint_tool.huggingface import FIRST_META, changed
 from gptlite.checkpoint_tool.places import one_checkpoint
-from gptlite.config import from_yaml, hydra_value, to_yaml
+from gptlite.config import from_yaml, hydra_value, override_value, to_yaml
 from gptlite.errors import ConfigError
 from gptlite.invocation import command
-from gptlite.models.init import draw_box_
+from gptlite.models.init import init_weight_
 from gptlite.models.model import Model
-from gptlite.models.spec import Constant, Normal
-from gptlite.ops.select import Ops
 from gptlite.progress import log
 
 
@@ -47,8 +45,7 @@ def run(paths: list[str], options: Options) -> int:
     config = from_yaml(read_config(step), step)
     dense = Model.of(config.model)
     found, copies = dense.spec.upcycled(config.model, options.experts, options.top_k)
-    keys = [f"model.moe.{key}={value}" for key, value in (("experts", options.experts), ("top_k", options.top_k))]
-    keys.append(f"model.moe.d_ff={found.moe.d_ff}")
+    keys = [f"model.{key}={override_value(value)}" for key, value in changed(found, config.model)]
     overrides = [*config.run.overrides, *keys]
     where = replace(config.run, dir=str(run_dir), name=run_dir.name, overrides=overrides)
     new = replace(config, model=found, run=where)
@@ -63,17 +60,12 @@ def run(paths: list[str], options: Options) -> int:
 def _tensors(step: Path, model: Model, copies: dict[str, str], experts: int, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the new model by key: those of the dense one, copies for each expert, and new ones."""
     stored = read_manifest(step).tensors
-    for name, parameter in model.named_weights(model.build(Ops(), 0)):
-        key = f"model.{copies.get(name, name)}"
-        value = torch.empty(parameter.shape)
+    for name, shape in model.shapes().items():
+        key, value = f"model.{copies.get(name, name)}", torch.empty(shape)
         if key not in stored:
-            match model.spec.initial(model.config, name, tuple(parameter.shape)):
-                case Constant(number):
-                    value.fill_(number)
-                case Normal(std):
-                    draw_box_(value, std, seed, name)
+            init_weight_(model, name, value, seed)
         elif name in copies:
-            one = torch.empty(parameter.shape[1:])
+            one = torch.empty(shape[1:])
             load_tensors(step, {key: one}, strict=False, log=log)
             value.copy_(one.expand(experts, *one.shape))
         else:

@@ -5,6 +5,7 @@ from gptlite.config.length import with_epochs
 from gptlite.config.saved import (
     from_yaml,
     hydra_value,
+    leaves,
     override_value,
     read_saved,
     saved_overrides,
@@ -21,6 +22,7 @@ __all__ = [
     "from_yaml",
     "help_text",
     "hydra_value",
+    "leaves",
     "load",
     "load_layout",
     "override_value",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -38,6 +39,14 @@ def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list
     return chosen + [
         f"{section}.{key}={override_value(was)}"
         for section, settings in kept.items()
-        for key, was in settings.items()
-        if f"{section}.{key}" not in given and values[section].get(key) not in (None, was)
+        for key, was in _leaves(settings).items()
+        if f"{section}.{key}" not in given and _leaves(values[section]).get(key) not in (None, was)
     ]
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a section by key, those of nested sections by their path."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,16 @@ def hydra_value(text: str) -> str:
     if re.fullmatch(r"[\w./:+~@-]+", text):
         return text
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a section and their values, those of nested dataclasses by their path."""
+    for item in fields(section):
+        value = getattr(section, item.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, value
 
 
 def override_value(value: Any) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from gptlite.config.plugins import PluginsNotNamed
-from gptlite.config.saved import from_yaml, override_value
+from gptlite.config.saved import from_yaml, leaves, override_value
 from gptlite.config.schema import Config, schema_names
 from gptlite.data.config import SyntheticConfig
 from gptlite.errors import ConfigError
@@ -43,8 +41,7 @@ def model_overrides(overrides: list[str]) -> list[str]:
     except (ConfigError, OSError, UnicodeDecodeError):
         return []
     model, optimizer = saved.model, schema_names(saved)["optimizer"].removesuffix("_schema")
-    names = [item.name for item in dataclasses.fields(model)]
-    values = [f"model.{name}={override_value(getattr(model, name))}" for name in names if f"model.{name}" not in given]
+    values = [f"model.{key}={override_value(value)}" for key, value in leaves(model) if f"model.{key}" not in given]
     # The model's preset, which is not copied, may have chosen it.
     return [*([f"optimizer={optimizer}"] if "optimizer" not in given else []), *values]
 

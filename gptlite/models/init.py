@@ -25,11 +25,16 @@ def init_weights(model: Model, part: nn.Module, seed: int) -> None:
     """Fill a part with the model's own initial values, or defaults by shape: see ModelSpec.initial."""
     with torch.no_grad():
         for name, parameter in model.named_weights(part):
-            match model.spec.initial(model.config, name, tuple(parameter.shape)):
-                case Constant(value):
-                    parameter.fill_(value)
-                case Normal(std):
-                    draw_box_(parameter, std, seed, name)
+            init_weight_(model, name, parameter, seed)
+
+
+def init_weight_(model: Model, name: str, parameter: Tensor, seed: int) -> None:
+    """Fill this rank's shard of one parameter, see init_weights."""
+    match model.spec.initial(model.config, name, tuple(parameter.shape)):
+        case Constant(value):
+            parameter.fill_(value)
+        case Normal(std):
+            draw_box_(parameter, std, seed, name)
 
 
 def draw_box_(parameter: Tensor, std: float, seed: int, name: str) -> None:

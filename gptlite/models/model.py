@@ -148,6 +148,10 @@ class Model:
                 if name not in module._non_persistent_buffers_set:  # torch has no public way to ask
                     yield f"{path}.{name}" if path else name, buffer
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return `{name: shape}` of the whole model's parameters, a tied one once."""
+        return {name: tuple(weight.shape) for name, weight in self.named_weights(self.build(Ops(), 0))}
+
     def initial_buffers(self) -> dict[str, Tensor]:
         """Return `{name: initial value}` of the buffers of the whole model that a checkpoint stores."""
         names = [name for name, _ in self.named_buffers(self.build(Ops(), 0))]

@@ -53,6 +53,7 @@ TABLE: tuple[Axis, ...] = (
         over=("dp_replicate", "dp_shard"),
         factor=False,
         files=("gptlite/parallelism/expert.py",),
+        waits="tokens",
     ),
     Axis("tp", "tensor", "tensor", "every matrix", "tp", alike="uncut", files=("gptlite/parallelism/tensor.py",)),
 )

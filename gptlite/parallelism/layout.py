@@ -28,6 +28,8 @@ class Layout:
     def __post_init__(self) -> None:
         if len(self.sizes) != len(AXES):
             raise ValueError(f"{len(self.sizes)} sizes, but the axes are {', '.join(AXES)}")
+        # Degrees of folded axes that are left out are 1.
+        object.__setattr__(self, "folded", (*self.folded, *[1] * (len(folded()) - len(self.folded))))
 
     @cached_property
     def degrees(self) -> dict[str, int]:

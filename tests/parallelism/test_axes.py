@@ -3,7 +3,7 @@
 import linecache
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from gptlite.config import load
 from gptlite.config.checks import check
 from gptlite.errors import ConfigError
 from gptlite.parallelism import axes, flight_recorder, stack_sampling
-from gptlite.parallelism.axes import Axis, kinds
+from gptlite.parallelism.axes import kinds
 from gptlite.parallelism.comm_time import summary
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import Layout, resolve
@@ -25,29 +25,7 @@ from gptlite.parallelism.mesh import Mesh, build_mesh
 from gptlite.parallelism.torch_private import imagined_world
 
 CPU = torch.device("cpu")
-EXPERTS = Axis(
-    *("ep", "expert", "expert", "the experts", "ep"),
-    over=("dp_shard",),
-    factor=False,
-    files=("gptlite/parallelism/expert.py",),
-    waits="tokens",
-)
-
-
-@dataclass
-class WithExperts(ParallelismConfig):
-    """The configuration that such a row is for."""
-
-    expert: int = 1
-
-
-TWELVE = WithExperts(tensor=2, pipeline=2, zero=1, expert=3)  # on 24 ranks: pipeline 2 x data 6 x tensor 2
-
-
-@pytest.fixture
-def experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table with a row for experts, folded over the ranks that shard."""
-    monkeypatch.setattr(axes, "TABLE", (*axes.TABLE, EXPERTS))
+TWELVE = ParallelismConfig(tensor=2, pipeline=2, zero=1, expert=3)  # on 24 ranks: pipeline 2 x data 6 x tensor 2
 
 
 def test_each_axis_is_described_in_the_docs():
@@ -69,26 +47,28 @@ def test_a_row_says_what_is_there():
         assert ",".join(axis.over) in ",".join(axes.AXES)
 
 
-@pytest.mark.usefixtures("experts")
 def test_a_folded_axis_regroups_the_ranks_of_a_layout():
     layout, plain = resolve(TWELVE, 24), resolve(replace(TWELVE, expert=1), 24)
     assert layout == Layout((2, 1, 6, 2), (1, 3))
+    assert layout.expert_sizes == (2, 1, 2, 3, 2)
     assert (layout.size("ep"), layout.size("cp"), plain.size("ep")) == (3, 1, 1)
     # Its degree neither multiplies the world nor makes ranks read the same samples.
     assert (layout.world_size, layout.data_size, layout.fsdp_size) == (24, 6, 6)
-    assert layout.describe(TWELVE) == "pipeline 2 x data 6 (zero 1) x tensor 2 x expert 3, 1f1b"
+    assert layout.describe(TWELVE) == "pipeline 2 x data 6 (zero 1) x expert 3 x tensor 2, 1f1b"
     assert plain.describe(TWELVE) == "pipeline 2 x data 6 (zero 1) x tensor 2, 1f1b"
 
 
-@pytest.mark.usefixtures("experts")
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (
-            WithExperts(zero=1, expert=4),
+            ParallelismConfig(zero=1, expert=4),
             "=4 does not divide the 6 ranks of dp_shard; try parallelism.expert=1, 2, 3, 6",
         ),
-        (WithExperts(expert=2), "=2 does not divide the 1 rank of dp_shard; try parallelism.expert=1"),
+        (
+            ParallelismConfig(expert=4),
+            "=4 does not divide the 6 ranks of dp_replicate x dp_shard; try parallelism.expert=1",
+        ),
     ],
 )
 def test_a_folded_axis_that_does_not_fit_its_ranks_is_refused(config, message):
@@ -97,15 +77,13 @@ def test_a_folded_axis_that_does_not_fit_its_ranks_is_refused(config, message):
     assert str(refusal.value).startswith(f"parallelism.expert{message}")
 
 
-def test_the_degree_of_a_row_is_checked(request):
+def test_the_degree_of_a_row_is_checked():
     config = load([])
-    request.getfixturevalue("experts")
     with pytest.raises(ConfigError, match=r"^parallelism.expert=0 must be at least 1$"):
-        check(replace(config, parallelism=WithExperts(expert=0)))
+        check(replace(config, parallelism=ParallelismConfig(expert=0)))
 
 
 @pytest.mark.filterwarnings("ignore:Set timeout")
-@pytest.mark.usefixtures("experts")
 def test_a_folded_axis_has_groups_of_neighbours():
     for rank in range(24):
         stage, tensor = rank // 12, rank % 2
@@ -122,19 +100,17 @@ def test_a_folded_axis_has_groups_of_neighbours():
         assert flight_recorder.axis_of({"process_group": ["0", described]}) == "ep"
 
 
-@pytest.mark.usefixtures("experts")
 def test_a_folded_axis_and_one_that_shares_sequences_take_the_same_ranks():
-    layout = resolve(WithExperts(context=2, zero=3, expert=4), 8)
+    layout = resolve(ParallelismConfig(context=2, zero=3, expert=4), 8)
     places = [
         (layout.data_rank(rank), layout.coordinate(rank, "cp"), layout.coordinate(rank, "ep")) for rank in range(8)
     ]
     assert places == [(rank // 2, rank % 2, rank % 4) for rank in range(8)]
-    assert layout.describe(WithExperts(zero=3)) == "data 4 (zero 3) x context 2 x expert 4"
+    assert layout.describe(ParallelismConfig(zero=3)) == "data 4 (zero 3) x context 2 x expert 4"
 
 
-@pytest.mark.usefixtures("experts")
 def test_a_kind_of_axis_more_is_timed():
-    assert tuple(kinds()) == ("ep", "tp", "cp", "pp", "dp", "world")
+    assert tuple(kinds()) == ("tp", "ep", "cp", "pp", "dp", "world")
     mesh = Mesh(CPU, Layout((1, 1, 4, 1), (1, 2)))
     shares = torch.zeros(4, 6)
     shares[:, 0] = torch.tensor([0.5, 0.0, 0.5, 0.0])
@@ -146,7 +122,6 @@ def test_a_kind_of_axis_more_is_timed():
     assert (row["comm_seconds_ep"], row["slowest_rank_ep"]) == (2.5, 1)
 
 
-@pytest.mark.usefixtures("experts")
 def test_a_rank_that_waits_in_the_file_of_a_row_waits_along_its_axis():
     file, source = f"{stack_sampling.PACKAGE}parallelism/expert.py", "def exchange(work):\n    work.wait()\n"
     linecache.cache[file] = (len(source), None, [*source.splitlines(True)], file)
