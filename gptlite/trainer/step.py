@@ -222,7 +222,8 @@ class Step:
         mesh = self.mesh
         computes = mesh.is_first("uncut")
         # Count each gradient element on only one of the ranks that hold it.
-        counted = (p for p in state.weights() if _counts(p, mesh))
+        first = mesh.is_first("all")
+        counted = (p for p in state.weights() if _counts(p, first, computes))
         # fp64: the square of a norm above 1.8e19 would overflow fp32.
         square = local_grad_norm(counted, fused).double() ** 2
         loss = total.double() if computes else torch.zeros_like(total, dtype=torch.float64)
@@ -245,11 +246,12 @@ class _About:
     loads: tuple[int, int] | None  # the shape of the table of a mixture of experts
 
 
-def _counts(parameter: Tensor, mesh: Mesh) -> bool:
-    """Return True on one of the ranks that hold the same shard of a parameter."""
+def _counts(parameter: Tensor, first: bool, computes: bool) -> bool:
+    """Return True on one of the ranks that hold the same shard of a parameter. `first` and `computes`: this rank is the
+    first of those with all parameters, and of those with parameters that the tensor axis does not shard."""
     if of_experts(parameter):  # on a mesh of its own
         return all(cut.rank == 0 for cut in copies(parameter))
-    return mesh.is_first("all") and (mesh.is_first("uncut") or is_cut(parameter))
+    return first and (computes or is_cut(parameter))
 
 
 def _known(result: StepResult) -> StepResult:

@@ -183,8 +183,8 @@ def _counted_forward(ctx: Any, weights: Any, losses: Any, chosen: Any, router: A
     return _count_forward(ctx, weights, losses, chosen, router)
 
 
-def _without_experts(parameter: torch.Tensor, mesh: Any) -> bool:
-    return not tensor.of_experts(parameter) and _counts(parameter, mesh)
+def _without_experts(parameter: torch.Tensor, *whether: bool) -> bool:
+    return not tensor.of_experts(parameter) and _counts(parameter, *whether)
 
 
 _exchange_backward, _count_forward, _counts = expert._Exchange.backward, experts._Counted.forward, step._counts
