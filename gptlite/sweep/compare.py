@@ -17,6 +17,7 @@ from gptlite.sweep.folder import OK, Record
 
 Row = dict[str, Any]  # a cell's record and figures, by the columns of sweep.csv
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
+ROUNDING = 0.01  # losses of the same run on other layouts differ less, even in 16 bits
 ALIKE = 0.05  # speeds closer than this are equal: a measurement on a busy machine resolves no smaller difference
 FEWEST = 4  # cells needed for a meaningful rank correlation
 MOST_PASSES = 20_000  # of a timeline; more take long to compute and cannot be told apart in a picture
@@ -68,8 +69,16 @@ class Comparison:
     @property
     def judged_by(self) -> str:
         """Criterion such as `validation loss, since optimizer.lr changes the numbers`."""
+        if not self.axes and self.losses_apart > ROUNDING:
+            return f"{self.title}; losses differ by {self.losses_apart:.1%}, as batch norm does over other micro-batches"
         verb = "change" if len(self.axes) > 1 else "changes"
         return f"{self.title}, since {' and '.join(self.axes) or 'no axis'} {verb} the numbers"
+
+    @property
+    def losses_apart(self) -> float:
+        """Largest difference between the cells' losses, as a fraction of the largest loss; 0 without losses."""
+        losses = [row["loss"] for row in self.rows if row["status"] == OK and row["loss"] is not None]
+        return (max(losses) - min(losses)) / abs(max(losses)) if losses and max(losses) else 0.0
 
     @property
     def best_words(self) -> str:

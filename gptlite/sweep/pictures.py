@@ -18,7 +18,7 @@ from gptlite.metrics.console import format_bytes, format_count
 from gptlite.metrics.jsonl import read_rows
 from gptlite.metrics.plot import INK, STYLE
 from gptlite.plan.pictures import MEMORY, TIME, draw_timeline
-from gptlite.sweep.compare import SPEED, Comparison, Row, bubble_share, schedule_words, timeline_of
+from gptlite.sweep.compare import ROUNDING, SPEED, Comparison, Row, bubble_share, schedule_words, timeline_of
 from gptlite.sweep.folder import OK
 from gptlite.sweep.table import shorten
 
@@ -166,6 +166,8 @@ def _losses(figure: Figure, found: Comparison, folder: Path) -> str:
     if found.axes:
         return f"Cells that differ in {' or '.join(found.axes)} train different models."
     same = "Every cell trains the same model: the curves coincide up to rounding."
+    if found.losses_apart > ROUNDING:
+        same = f"Every cell trains the same model, but losses differ by {found.losses_apart:.1%}."
     return f"{same} Distances below {SAME:g} are drawn at that value."
 
 

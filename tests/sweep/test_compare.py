@@ -163,6 +163,8 @@ def test_layouts_are_judged_by_speed_and_noise_is_called_so() -> None:
     assert found.best_words == "tp2: 103 tokens/s, 1.03 times single's, which is within the noise"
     assert found.judged_by == "speed, since no axis changes the numbers"
     assert best_of(record(0, "a"), record(1, "b")) == "a"  # of equal ones
+    found = compare([record(0, "single", result={"loss": 3.0}), record(1, "pp2", result={"loss": 2.9})])
+    assert found.judged_by == "speed; losses differ by 3.3%, as batch norm does over other micro-batches"
     assert best_of(*sweep(), record(6, "fast", status=FAILED, result={"tokens_per_second": 9e9})) == "ddp"
     assert best_of(sweep()[3]) is None
 
