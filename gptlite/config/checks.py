@@ -363,6 +363,9 @@ def _batch_problem(config: Config, data_size: int) -> str:
     sizes = [s for s in divisors(batch // data_size) if fits(batch, s)] if batch % data_size == 0 else []
     tries = [f"data.micro_batch_size={listed(sizes, 'or')}"] if sizes else []
     tries.append(f"data.global_batch_size={listed(_nearest(batch, step, lambda b: fits(b, micro or 1)), 'or')}")
+    fewer = [size for size in divisors(data_size)[:-1] if runs_batch(layout, batch, micro or 1, size)]
+    if layout.data == data_size and fewer:  # a degree that was given, or that a resumed run has
+        tries.append(f"parallelism.data={listed(fewer, 'or')}")
     return f"data.global_batch_size={batch} = {problem}; try {', or '.join(tries)}"
 
 
