@@ -229,6 +229,11 @@ def _tensor(config: Config) -> None:
 
 def _expert(config: Config) -> None:
     experts, degree = spec_of(config.model).experts(config.model), config.parallelism.expert
+    if experts is not None and config.trainer.compile:
+        raise ConfigError(
+            f"trainer.compile=true cannot run with model.moe.experts={experts}, whose rows differ in number from step "
+            "to step; use trainer.compile=false"
+        )
     if degree == 1:
         return
     if experts is None:
@@ -239,11 +244,6 @@ def _expert(config: Config) -> None:
         raise ConfigError(
             f"model.moe.experts={experts} is not divisible by parallelism.expert={degree}; "
             f"try parallelism.expert={listed(divisors(experts))}"
-        )
-    if config.trainer.compile:
-        raise ConfigError(
-            f"trainer.compile=true cannot run with parallelism.expert={degree}, whose exchanges differ in size from "
-            "step to step; use trainer.compile=false"
         )
 
 

@@ -59,18 +59,18 @@ class Dispatch:
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, fused: bool = True) -> Tensor:
     """Return x [N, in] times the transposed weights [E, out, in] of each row's expert, [N, out], in x's dtype.
 
-    `fused`: torch's grouped products, where sizes are aligned; else a loop over the experts, which waits for `ends`.
+    `fused`: grouped products; else the reference, a loop over the experts under autograd.
     """
     weight = as_dtype(weight, x.dtype)
-    if not fused or any(size * x.element_size() % ALIGNMENT for size in weight.shape[1:]):
-        return _by_loop(x, weight, ends)
-    return _GroupedLinear.apply(x, weight, ends)
+    if fused:
+        return _GroupedLinear.apply(x, weight, ends)
+    return torch.cat([F.linear(x[rows], each) for rows, each in zip(_groups(ends), weight, strict=True)])
 
 
-def _by_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _groups(ends: Tensor) -> list[slice]:
+    """Return the rows of each expert. Waits for `ends`."""
     stops = ends.tolist()
-    pieces = [x[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
-    return torch.cat([F.linear(piece, each) for piece, each in zip(pieces, weight, strict=True)])
+    return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -93,10 +93,18 @@ class _GroupedLinear(torch.autograd.Function):
 @torch.library.custom_op("gptlite::grouped_product", mutates_args=())
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return the products of consecutive groups, which end at `ends`: of rows of a [N, k] with b [E, k, m], [N, m]; or
-    of columns of a [n, N] with rows of b [N, m], [E, n, m]."""
+    of columns of a [n, N] with rows of b [N, m], [E, n, m]. A loop where torch has no grouped product."""
     if not a.numel():  # no rows, of any expert
         return _grouped_shape(a, b, ends).zero_()
-    return F.grouped_mm(a, b, offs=ends)
+    if a.dtype != torch.float64 and _aligned(a) and _aligned(b):
+        return F.grouped_mm(a, b, offs=ends)
+    if b.ndim == 3:
+        return torch.cat([a[rows] @ each for rows, each in zip(_groups(ends), b, strict=True)])
+    return torch.stack([a[:, rows] @ b[rows] for rows in _groups(ends)])
+
+
+def _aligned(tensor: Tensor) -> bool:
+    return all(step * tensor.element_size() % ALIGNMENT == 0 for step in tensor.stride() if step != 1)
 
 
 def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

@@ -70,7 +70,9 @@ class Comparison:
     def judged_by(self) -> str:
         """Criterion such as `validation loss, since optimizer.lr changes the numbers`."""
         if not self.axes and self.losses_apart > ROUNDING:
-            return f"{self.title}; losses differ by {self.losses_apart:.1%}, as batch norm does over other micro-batches"
+            return (
+                f"{self.title}; losses differ by {self.losses_apart:.1%}, as batch norm does over other micro-batches"
+            )
         verb = "change" if len(self.axes) > 1 else "changes"
         return f"{self.title}, since {' and '.join(self.axes) or 'no axis'} {verb} the numbers"
 

@@ -23,16 +23,16 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
     normed = config.qkv_size if config.qk_norm else 0  # the norms of heads keep their input; rotation alone keeps none
     # Of layers that mix values, another copy and the embedding's rows.
     mixed = round(config.mixed_layers / config.num_layers * (config.qkv_size + config.kv_size))
-    inner = config.up_size + config.ffn_size
+    inner, rows = _inner(config, 1), _rows(config, batch.itemsize)
     between = ranks if batch.sequence else 1
     if recompute == "full":
         return batch.tokens * width * batch.itemsize // between
     if recompute == "selective":
-        elements = width / between + (config.qkv_size + config.up_size) / ranks + 2 * width
+        elements = width / between + (config.qkv_size + _inner(config, 0)) / ranks + rows + 2 * width
         if batch.attention not in WRITTEN_OUT and not config.dropout:
             elements += config.query_size / ranks
         return round(batch.tokens * elements * batch.itemsize)
-    elements = 4 * width / between + (config.qkv_size + normed + mixed + config.query_size + inner) / ranks
+    elements = 4 * width / between + rows + (config.qkv_size + normed + mixed + config.query_size + inner) / ranks
     masks, scores = 0.0, config.num_heads / ranks * batch.keys
     if config.dropout:
         elements += 2 * scores
@@ -42,6 +42,21 @@ def block_bytes(config: GPTConfig, batch: MicroBatch, recompute: str = "none") -
     ):
         elements += scores
     return round(batch.tokens * (elements * batch.itemsize + masks))
+
+
+def _inner(config: GPTConfig, outputs: int) -> float:
+    """Return the mean number of elements that a layer's MLP or experts keep of a token in their hidden layer, which the
+    tensor axis divides: those before the activation, and `outputs` times those after it."""
+    share, moe, expert = config.moe_layers / config.num_layers, config.moe, config.expert_size
+    chosen = (moe.top_k + moe.shared) * (config.up_width(expert) + outputs * expert)
+    return (1 - share) * (config.up_size + outputs * config.ffn_size) + share * chosen
+
+
+def _rows(config: GPTConfig, itemsize: int) -> float:
+    """Return the mean number of elements of a token that a layer of experts keeps besides: rows to and from the experts,
+    and three fp32 copies of the scores."""
+    share, moe = config.moe_layers / config.num_layers, config.moe
+    return share * (2 * moe.top_k * config.d_model + 3 * moe.experts * 4 / itemsize)
 
 
 def scores_bytes(config: GPTConfig, batch: MicroBatch) -> int:
