@@ -87,6 +87,7 @@ schedule=constant schedule.warmup_steps=29 optimizer.lr=3e-4 precision=fp32 run.
 trainer.max_steps=30 trainer.log_interval=1 trainer.eval_interval=10 trainer.eval_samples=12 trainer.sample_tokens=0
 checkpoint.interval=15 checkpoint.keep=0
 """.split()
+EXPERTS = "model.moe.experts=4 model.moe.d_ff=32 model.moe.bias_rate=0.01 model.moe.z_loss=1e-3".split()
 HALF, END = 15, 30
 EQUAL = ("step", "loss", "grad_norm", "lr", "tokens", "val_loss", "val_bits_per_byte")  # of a row, what repeats
 CLOSE = 1e-5  # relative
@@ -94,17 +95,19 @@ CLOSE = 1e-5  # relative
 
 @dataclass(frozen=True)
 class Run:
-    """A layout, and how many samples of a data rank go through it at once."""
+    """A layout, how many samples of a data rank go through it at once, and whether the model has experts."""
 
     layout: Layout
     micro: int
+    experts: bool = False
 
     @property
     def id(self) -> str:
-        return f"{self.layout.id}_micro{self.micro}"
+        return f"{self.layout.id}_micro{self.micro}{'_experts' * self.experts}"
 
     def overrides(self) -> list[str]:
-        return [*BASE, *self.layout.overrides(), f"data.micro_batch_size={self.micro}"]
+        more = EXPERTS if self.experts else ()
+        return [*BASE, *more, *self.layout.overrides(), f"data.micro_batch_size={self.micro}"]
 
 
 class Trainer:
@@ -158,6 +161,7 @@ ALONE, ZERO3 = Run(SINGLE, 12), other(data=2, zero=3, micro=6)
 SAME = [
     ALONE,
     ZERO3,
+    Run(Layout(data=2, zero=1, expert=2), 6, experts=True),
     other(pipeline=2, data=2, zero=2, schedule="zbv", micro=3),
     other(tensor=2, data=2, zero=1, micro=3),
     other(tensor=2, pipeline=2, micro=3),
@@ -172,7 +176,7 @@ def path(case: tuple[Sequence[Run]]) -> str:
     return "-to-".join(run.id for run in case[0])
 
 
-@pytest.mark.parametrize("run", marked(SAME, slow=2, name=lambda run: run.id))
+@pytest.mark.parametrize("run", marked(SAME, slow=3, name=lambda run: run.id))
 def test_more_steps_on_the_same_layout_are_the_same_bits(run: Run, trainer: Trainer, tmp_path: Path):
     whole, cut = trainer.whole(run), tmp_path / "cut"
     trainer.train(run, cut, stop_at=HALF)
@@ -189,6 +193,8 @@ def test_more_steps_on_the_same_layout_are_the_same_bits(run: Run, trainer: Trai
 CHANGED = [
     (ALONE, other(data=2, zero=3, micro=3)),
     (ZERO3, other(tensor=2, pipeline=2, micro=3)),
+    (Run(Layout(data=2, zero=1, expert=2), 6, True), Run(Layout(data=4, zero=3, expert=4), 3, True)),
+    (Run(Layout(data=4, zero=3, expert=2), 3, True), Run(Layout(tensor=2, context=2, expert=2), 4, True)),
     (other(pipeline=2, data=2, micro=3), other(data=3, zero=2, micro=2)),
     (other(data=4, zero=3, micro=3), Run(SINGLE, 4)),
     (ALONE, other(tensor=2, data=2, zero=3, micro=2)),
@@ -204,7 +210,7 @@ CHANGED = [
 ]
 
 
-@pytest.mark.parametrize("runs", marked([(each,) for each in CHANGED], slow=2, name=path))
+@pytest.mark.parametrize("runs", marked([(each,) for each in CHANGED], slow=3, name=path))
 def test_more_steps_on_another_layout_are_the_same_to_rounding(runs: tuple[Run, Run], trainer: Trainer, tmp_path: Path):
     before, after = runs
     whole = trainer.whole(before)
