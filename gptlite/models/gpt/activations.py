@@ -53,8 +53,8 @@ def _inner(config: GPTConfig, outputs: int) -> float:
 
 
 def _rows(config: GPTConfig, itemsize: int) -> float:
-    """Return the mean number of elements of a token that a layer of experts keeps besides: the rows to and from experts,
-    and three fp32 copies of the scores."""
+    """Return the mean elements per token that layers of experts keep besides: rows to and from the experts, and three
+    fp32 copies of the scores."""
     share, moe = config.moe_layers / config.num_layers, config.moe
     return share * (2 * moe.top_k * config.d_model + 3 * moe.experts * 4 / itemsize)
 
