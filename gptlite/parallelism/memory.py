@@ -30,6 +30,7 @@ from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.layout import stages_per_rank
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.state_file import InFiles
+from gptlite.parallelism.tensor import of_experts
 from gptlite.parallelism.zero import local_tensor, sharded_modules
 
 MASTER = 4  # bytes of a master weight or an accumulated gradient: fp32
@@ -60,7 +61,7 @@ def predicted_state(
     copied = [p for p in shards_of(optimizer) if engine and (zero < 3 or id(p) not in blocks)]
     shards, whole = MASTER * _elements(shards_of(optimizer)), MASTER * whole_elements(optimizer, mesh)
     mine = sum(storage_sizes(map(local_tensor, shards_of(optimizer))).values())
-    gathered = itemsize * _elements(copied) * mesh.size("dp_shard")
+    gathered = itemsize * _whole_elements(copied, mesh)
     accumulated = 0 if micro_batches == 1 else whole if zero < 2 else shards  # one micro-batch has none to accumulate
     moments = sum(storage_sizes(state_of(optimizer)).values())
     in_backward = StateBytes(mine + gathered, accumulated, moments)
@@ -70,7 +71,13 @@ def predicted_state(
 def whole_elements(optimizer: Optimizer, mesh: Mesh) -> int:
     """Return the number of parameters in this rank's parts before ZeRO shards them, including the padding to equal
     shards."""
-    return _elements(shards_of(optimizer)) * mesh.size("dp_shard")
+    return _whole_elements(shards_of(optimizer), mesh)
+
+
+def _whole_elements(shards: Iterable[Tensor], mesh: Mesh) -> int:
+    """Return the elements of parameters before ZeRO shards them. Fewer ranks shard a rank's experts."""
+    ranks = {False: mesh.size("dp_shard"), True: mesh.layout.expert_sizes[2]}
+    return sum(_elements([shard]) * ranks[of_experts(shard)] for shard in shards)
 
 
 def paper_bytes_a_parameter(zero: int, shards: int, itemsize: int) -> float:
