@@ -107,6 +107,7 @@ WIDER = {
     PACKAGE / "models" / "gpt" / "spec.py": "parallelism precision",  # for types alone
     PACKAGE / "models" / "gpt" / "model.py": "precision",  # for types alone
     PACKAGE / "models" / "experts.py": "parallelism",
+    PACKAGE / "models" / "heads_norm.py": "parallelism",
     PACKAGE / "models" / "batch_norm.py": "parallelism",  # statistics over the data ranks
     PACKAGE / "models" / "init.py": "parallelism",  # which box of a weight is this rank's
     PACKAGE / "models" / "gpt" / "generate.py": "parallelism",  # through the parts of a pipeline

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gptlite.models.batch_norm import sync_batch_norms, tracking_once
 from gptlite.models.experts import Experts
+from gptlite.models.heads_norm import HeadsNorm
 from gptlite.models.layers import Head, LayerNorm, Linear, RMSNorm
 from gptlite.models.metrics import Recording
 from gptlite.models.model import Model
@@ -241,6 +242,8 @@ def _cut_tensors(model: Model, part: nn.Module, axis: TensorAxis) -> None:
 
 def _shared(layer: Any, cut: Cut, axis: TensorAxis) -> nn.Module:
     match cut:
+        case Cut.column if isinstance(layer, HeadsNorm):
+            return layer.cut_(axis)
         case Cut.column:
             return ColumnParallelLinear(layer, axis)
         case Cut.row:

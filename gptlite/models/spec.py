@@ -37,7 +37,7 @@ C = TypeVar("C", bound=ModelConfig)
 class Cut(Enum):
     """Sharding of a layer of gptlite.models.layers over the tensor axis."""
 
-    column = "column"  # each computes some of a linear layer's outputs
+    column = "column"  # each computes some of a linear layer's outputs, or has the gains of its heads
     row = "row"  # each takes some of a linear layer's inputs, and the results are added up
     features = "features"  # each has some columns of an embedding
     vocabulary = "vocabulary"  # each has some rows of an embedding, or of the head over it

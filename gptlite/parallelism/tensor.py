@@ -238,6 +238,11 @@ def enter(x: Tensor, axis: TensorAxis) -> Tensor:
     return (_Gather if axis.sequence else _Copy).apply(x, axis)
 
 
+def summed(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Sum the ranks' x. Each rank's loss depends on the sum, so the backward pass sums the gradients too."""
+    return _Copy.apply(_Sum.apply(x, axis), axis)
+
+
 def leave(x: Tensor, axis: TensorAxis) -> Tensor:
     """Sum the ranks' x [B, S, d] and return the sum, or with sequence parallelism this rank's slice of it."""
     return (_Scatter if axis.sequence else _Sum).apply(x, axis)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gptlite.models.gpt.cache import LayerCache
 from gptlite.models.gpt.config import GPTConfig
 from gptlite.models.gpt.values import ValueMix
+from gptlite.models.heads_norm import HeadsNorm
 from gptlite.models.layers import Linear, RMSNorm
 from gptlite.ops.attention import Spans, causal_attention, heads, packed_causal_attention
 from gptlite.ops.dropout import DropoutKey
@@ -73,10 +74,15 @@ class CausalSelfAttention(nn.Module):
         self.context: ContextCut | None = None  # set if sequences are sharded over ranks
         self.qkv = Linear(config.d_model, config.qkv_size, bias=config.bias, fused=ops.linear)
         self.proj = Linear(config.query_size, config.d_model, bias=config.bias, fused=ops.linear)
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
+        self.q_norm: RMSNorm | HeadsNorm | None = None
+        self.k_norm: RMSNorm | HeadsNorm | None = None
+        if config.qk_norm and config.qk_norm_heads:
             norm = {"gain": config.norm_gain, "of_heads": True}
             self.q_norm, self.k_norm = (RMSNorm(self.head_width, config.norm_eps, **norm) for _ in range(2))
+        elif config.qk_norm:
+            sizes = self.head_width, config.norm_eps
+            self.q_norm = HeadsNorm(config.num_heads, *sizes, gain=config.norm_gain)
+            self.k_norm = HeadsNorm(config.num_kv_heads, *sizes, gain=config.norm_gain)
         self.gives_values = config.value_residual and layer == 0
         mixes = config.has_value_residual(layer) or config.has_value_embedding(layer)
         self.values = ValueMix(config, layer) if mixes else None
@@ -145,7 +151,10 @@ class CausalSelfAttention(nn.Module):
 
     def _positioned(self, qkv: Tensor, rotary: Angles | None) -> Tensor:
         """Return qkv with normed and rotated queries and keys."""
-        if self.q_norm is None or self.k_norm is None:
+        if isinstance(self.q_norm, HeadsNorm) and isinstance(self.k_norm, HeadsNorm):
+            q, k, v = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1:, :]
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], -2)
+        if not isinstance(self.q_norm, RMSNorm) or not isinstance(self.k_norm, RMSNorm):
             return rope(qkv, rotary, fused=self.fused_rope)
         gains = _gain(self.q_norm, qkv.dtype), _gain(self.k_norm, qkv.dtype)
         return rope(qkv, rotary, gains, self.q_norm.eps, self.fused_rope)

@@ -112,6 +112,7 @@ class GPTConfig(ModelConfig):
     value_residual: bool = False  # v of each later layer is mixed with the first layer's
     value_embeddings: int = 0  # every Nth layer, ending with the last, mixes v with a table of the tokens; 0: none
     qk_norm: bool = False  # RMS norm of each query and key head, before RoPE
+    qk_norm_heads: bool = True  # false: of all query heads together, and of all key heads (OLMo 2, OLMoE)
     mlp: MLPKind = MLPKind.gelu_tanh
     moe: MoEConfig = field(default_factory=MoEConfig)
     bias: bool = True

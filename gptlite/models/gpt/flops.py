@@ -49,7 +49,8 @@ def num_parameters(config: GPTConfig) -> int:
     set."""
     width, rows = config.d_model, config.padded_vocab_size
     norm = width * (config.norm_gain + (config.bias and config.norm is Norm.layer_norm))
-    heads = 2 * config.head_width if config.qk_norm and config.norm_gain else 0
+    heads = 2 * config.head_width if config.qk_norm_heads else config.query_size + config.kv_size
+    heads = heads if config.qk_norm and config.norm_gain else 0
     mlp_biases = (config.num_layers - config.moe_layers) * (config.up_size + width)
     biases = config.num_layers * (config.qkv_size + width) + mlp_biases if config.bias else 0
     embeddings = rows * width * (1 if config.tied_embeddings else 2)

@@ -26,7 +26,7 @@ FIXED = {
 # Values of this model that a Llama has.
 OF_LLAMA = {
     **{"position": Position.rope, "norm": Norm.rms_norm, "norm_gain": True, "bias": False, "dropout": 0.0},
-    **{"softcap": None, "windows": [], "value_residual": False, "value_embeddings": 0},
+    **{"softcap": None, "windows": [], "value_residual": False, "value_embeddings": 0, "qk_norm_heads": True},
 }
 SCALING = {
     "rope_scaling": "factor",
@@ -62,8 +62,9 @@ class Llama(Adapter[GPTConfig]):
             view = partial(_of_heads, kv_heads=config.num_kv_heads, width=head, place=place)
             yield Weight(f"{theirs}self_attn.{name}_proj.weight", (size, width), f"{ours}attn.qkv.weight", qkv, view)
         yield Weight(f"{theirs}self_attn.o_proj.weight", (width, queries), f"{ours}attn.proj.weight", (width, queries))
-        for name in ("q_norm", "k_norm") if config.qk_norm else ():
-            yield Weight(f"{theirs}self_attn.{name}.weight", (head,), f"{ours}attn.{name}.weight", (head,))
+        for name, size in (("q_norm", queries), ("k_norm", keys)) if config.qk_norm else ():
+            shape = (head if config.qk_norm_heads else size,)
+            yield Weight(f"{theirs}self_attn.{name}.weight", shape, f"{ours}attn.{name}.weight", shape)
         yield from self._mlp(config, layer, theirs, ours)
         yield Weight(f"{theirs}input_layernorm.weight", (width,), f"{ours}attn_norm.weight", (width,))
         yield Weight(f"{theirs}post_attention_layernorm.weight", (width,), f"{ours}mlp_norm.weight", (width,))

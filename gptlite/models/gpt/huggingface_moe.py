@@ -1,6 +1,6 @@
-"""Conversion of a GPT with experts to Hugging Face's Mixtral and Qwen3-MoE.
+"""Conversion of a GPT with experts to Hugging Face's Mixtral, Qwen3-MoE and OLMoE.
 
-Their files store the matrices of each expert by themselves; here those of a layer are one tensor. Neither class has a
+Their files store the matrices of each expert by themselves; here those of a layer are one tensor. No class has a
 bias for the selection of experts, so a model that was balanced by one is refused, and an imported model has none.
 """
 
@@ -25,6 +25,7 @@ class WithExperts(Llama):
     """A Llama with experts. `block` is the name of a layer's experts, `matrices` those of an expert's gate, up and down
     projection."""
 
+    qk_norm_heads = True
     block: str
     matrices: tuple[str, str, str]
 
@@ -46,10 +47,11 @@ class WithExperts(Llama):
 
     def differences(self, config: GPTConfig) -> list[str]:
         moe = config.moe
-        found = unlike(config, OF_LLAMA | {"qk_norm": self.qk_norm}, mlp={MLPKind.swiglu}, moe=True)
+        values = OF_LLAMA | {"qk_norm": self.qk_norm, "qk_norm_heads": self.qk_norm_heads}
+        found = unlike(config, values, mlp={MLPKind.swiglu}, moe=True)
         if not moe.experts:
             return [*found, "model.moe.experts=0"]
-        values = {"shared": 0, "score": Score.softmax, "bias_rate": 0.0} | self.of_moe()
+        values = {"shared": 0, "score": Score.softmax, "bias_rate": 0.0, **self.of_moe()}
         differ = {key: each for key, value in values.items() if (each := getattr(moe, key)) != value}
         return [*found, *(f"model.moe.{key}={getattr(value, 'value', value)}" for key, value in differ.items())]
 
@@ -116,6 +118,38 @@ class Qwen3MoE(WithExperts):
             bias_rate=0.0,
         )
         return replace(config, moe=moe)
+
+
+class OLMoE(WithExperts):
+    """Hugging Face's OLMoE, which normalizes queries and keys over all heads together."""
+
+    model_type = "olmoe"
+    model_class = "OlmoeForCausalLM"
+    title = "OLMoE"
+    qk_norm, qk_norm_heads = True, False
+    block = "mlp"
+    matrices = ("gate_proj", "up_proj", "down_proj")
+
+    def of_moe(self) -> dict[str, Any]:
+        return {"every": 1}
+
+    def to_json(self, config: GPTConfig, torch_dtype: str, eod: int | None) -> dict[str, Any]:
+        moe = {"num_experts": config.moe.experts, "num_experts_per_tok": config.moe.top_k, "clip_qkv": None}
+        moe |= {"intermediate_size": config.expert_size, "norm_topk_prob": config.moe.renormalize}
+        return super().to_json(config, torch_dtype, eod) | moe
+
+    def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
+        if content.get("clip_qkv") is not None:
+            raise ConfigError(f"config.json: clip_qkv={content['clip_qkv']}: only null can be imported")
+        config = super().from_json(content, name)
+        moe = MoEConfig(
+            experts=whole(content, "num_experts"),
+            top_k=whole(content, "num_experts_per_tok"),
+            d_ff=whole(content, "intermediate_size"),
+            renormalize=bool(content.get("norm_topk_prob", False)),
+            bias_rate=0.0,
+        )
+        return replace(config, moe=moe, qk_norm_heads=False)
 
 
 def _of_expert(ours: Tensor, expert: int, place: int | None = None) -> Tensor:

@@ -98,7 +98,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
             """Return True if ranks beyond the heads of keys can share one equally: see CausalSelfAttention."""
             rows = (heads // keys + 2) * config.head_width  # of a group
             equally = ranks % keys == 0 and rows % (ranks // keys) == 0
-            return keys % ranks == 0 or (equally and not config.mixed_layers)
+            return keys % ranks == 0 or (equally and not config.mixed_layers and config.qk_norm_heads)
 
         most = max(size for size in divisors(heads) if all(map(shares, divisors(size))))
         if most == keys < heads:
@@ -161,9 +161,9 @@ class GPTSpec(ModelSpec[GPTConfig]):
     def huggingface(self) -> Sequence[Adapter[GPTConfig]]:
         from gptlite.models.gpt.huggingface import GPT2
         from gptlite.models.gpt.huggingface_llama import Llama, Qwen3
-        from gptlite.models.gpt.huggingface_moe import Mixtral, Qwen3MoE
+        from gptlite.models.gpt.huggingface_moe import Mixtral, OLMoE, Qwen3MoE
 
-        return GPT2(), Llama(), Qwen3(), Mixtral(), Qwen3MoE()
+        return GPT2(), Llama(), Qwen3(), Mixtral(), Qwen3MoE(), OLMoE()
 
     def build(self, config: GPTConfig, ops: Ops, seed: int) -> GPT:
         from gptlite.models.gpt.model import GPT
@@ -187,7 +187,8 @@ class GPTSpec(ModelSpec[GPTConfig]):
         return batch, length, config.stage_width
 
     def cuts(self, config: GPTConfig) -> Mapping[str, Cut]:
-        return {
+        norms = {"layers.*.attn.q_norm": Cut.column, "layers.*.attn.k_norm": Cut.column}
+        return (norms if config.qk_norm and not config.qk_norm_heads else {}) | {
             "token_embedding": Cut.vocabulary,
             "head": Cut.vocabulary,
             "layers.*.attn.qkv": Cut.column,
