@@ -216,7 +216,7 @@ def balance(parts: Sequence[nn.Module], mesh: Mesh) -> None:
         axis = axis_of(part)
         if axis is not None and axis.sequence:
             dist.all_reduce(sums, group=axis.group)
-        for router, (*_, losses), load in zip(found, sums, sums[:, :-1].long(), strict=True):
+        for router, losses, load in zip(found, sums[:, -1], sums[:, :-1].long(), strict=True):
             router.bias += router.bias_rate * (load.sum() - load * len(load)).sign()
             router.load.copy_(load)
             router.losses.copy_(losses)
