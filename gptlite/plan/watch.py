@@ -53,7 +53,7 @@ LOOKUPS = {"embedding", "index", "gather", "index_select"}  # read as much of th
 WRITES = {"copy_", "zero_", "fill_"}  # overwrite their first argument without reading it
 SILENT = ("c10d", "_c10d_functional", "prim")
 # Index of the left factor among the arguments; the right one follows it.
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "weight_gradient": 0}
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "weight_gradient": 0, "grouped_product": 0}
 SCORES = {  # index of the queries; the keys follow them, or are packed with them
     "_scaled_dot_product_flash_attention_for_cpu": 0,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 1,
