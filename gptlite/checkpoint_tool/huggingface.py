@@ -196,7 +196,7 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
         if weight.ours is not None:  # several of theirs may be rows of one of ours
             ours = tensors.setdefault(f"model.{weight.ours}", ours)
         _fill(ours, source, weight, stored[each])
-    tensors |= {f"model.{name}": value for name, value in Model.of(model).initial_buffers().items()}
+    tensors = {f"model.{name}": value for name, value in Model.of(model).initial_buffers().items()} | tensors
     with _errors_of_the_disk(f"run_dir={run_dir}"):
         step = Checkpointer(CheckpointConfig(keep=0), run_dir).save(
             tensors, FIRST_META, to_yaml(config), None, log, beside

@@ -301,7 +301,7 @@ def _keep_for_both_halves() -> tuple[Any, Any]:
 def is_kept(op: object) -> bool:
     """Return True if selective checkpointing keeps the op's result."""
     # By name, since our ops exist only once the kernels are loaded, and names of fp8 products vary by torch version.
-    kept = ("gptlite.attention", "gptlite.grouped_product", "aten._scaled_mm", "torch_attn._varlen_attn")
+    kept = ("gptlite.attention", "gptlite_experts.grouped_product", "aten._scaled_mm", "torch_attn._varlen_attn")
     return op in KEPT or str(op).startswith(kept)
 
 

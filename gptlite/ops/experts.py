@@ -89,8 +89,8 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dweight, None
 
 
-# An op of its own, since torch's has no formula for FLOPs and runs on the meta device only in bf16.
-@torch.library.custom_op("gptlite::grouped_product", mutates_args=())
+# An op of its own, not of the kernels' library, since torch's has no formula for FLOPs and runs on the meta device only in bf16.
+@torch.library.custom_op("gptlite_experts::grouped_product", mutates_args=())
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return the products of consecutive groups, which end at `ends`: of rows of a [N, k] with b [E, k, m], [N, m]; or
     of columns of a [n, N] with rows of b [N, m], [E, n, m]. A loop where torch has no grouped product."""
@@ -117,7 +117,7 @@ def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 grouped_product.register_fake(_grouped_shape)
 
 
-@register_flop_formula(torch.ops.gptlite.grouped_product)
+@register_flop_formula(torch.ops.gptlite_experts.grouped_product)
 def _grouped_flops(a: Any, b: Any, ends: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * a[0] * a[1] * b[-1]
 

@@ -227,7 +227,8 @@ def test_every_choice_that_a_refused_batch_names_would_do(deep):
                 key, _, values = choice.partition("=")
                 for value in map(int, values.replace(" or ", ", ").split(", ")):
                     sizes = (value, micro) if key == "data.global_batch_size" else (batch, value)
-                    check_changed(deep, *sizes, **layout)
+                    changed = {"data": value} if key == "parallelism.data" else {}
+                    check_changed(deep, *((batch, micro) if changed else sizes), **layout | changed)
                     tried += 1
     assert tried > 300
 

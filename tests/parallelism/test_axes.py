@@ -113,7 +113,7 @@ def test_a_kind_of_axis_more_is_timed():
     assert tuple(kinds()) == ("tp", "ep", "cp", "pp", "dp", "world")
     mesh = Mesh(CPU, Layout((1, 1, 4, 1), (1, 2)))
     shares = torch.zeros(4, 6)
-    shares[:, 0] = torch.tensor([0.5, 0.0, 0.5, 0.0])
+    shares[:, tuple(kinds()).index("ep")] = torch.tensor([0.5, 0.0, 0.5, 0.0])
     row = summary(shares, mesh, 10.0)
     assert list(row) == [
         *("comm_seconds_ep", "comm_seconds_dp", "comm_seconds_world"),
