@@ -245,6 +245,13 @@ def _expert(config: Config) -> None:
             f"model.moe.experts={experts} is not divisible by parallelism.expert={degree}; "
             f"try parallelism.expert={listed(divisors(experts))}"
         )
+    if config.parallelism.activation_checkpointing is ActivationCheckpointing.selective:
+        # FSDP2 gathers the experts inside a block, by other ops when the block is recomputed than in the forward pass,
+        # and selective checkpointing counts these.
+        raise ConfigError(
+            f"parallelism.activation_checkpointing=selective cannot run with parallelism.expert={degree}; use "
+            "parallelism.activation_checkpointing=full or none"
+        )
 
 
 def _no_axis(config: Config, axis: str, why: str) -> str:

@@ -89,8 +89,8 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dweight, None
 
 
-# An op of its own, since torch's has no formula for FLOPs and runs on the meta device only in bf16. Its namespace is not
-# that of the kernels' library.
+# An op of its own, since torch's has no formula for FLOPs and runs on the meta device only in bf16. Its namespace is
+# not that of the kernels' library.
 @torch.library.custom_op("gptlite_experts::grouped_product", mutates_args=())
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return the products of consecutive groups, which end at `ends`: of rows of a [N, k] with b [E, k, m], [N, m]; or
