@@ -23,6 +23,7 @@ from gptlite.checkpoint.huggingface import INDEX, PICKLE, Stored, open_weights, 
 from gptlite.checkpoint.load import load_tensors, not_finite, read_config
 from gptlite.checkpoint.manifest import read_file, read_manifest
 from gptlite.checkpoint_tool.meta import PARAMS, is_meta, open_meta
+from gptlite.checkpoint_tool.places import refuse_used
 from gptlite.config import Config, from_yaml, hydra_value, leaves, load, override_value, to_yaml
 from gptlite.config.plugins import as_override, import_plugins
 from gptlite.data.config import DataConfig, TextConfig
@@ -179,8 +180,7 @@ def import_(source: Path, run_dir: Path, *, plugins: Sequence[str] = (), log: Lo
             f"source={source} holds no config.json; give a folder that save_pretrained wrote, or one of Meta's with "
             f"{PARAMS}"
         )
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise ConfigError(f"run_dir={run_dir} exists; nothing is overwritten, give a new folder")
+    refuse_used("run_dir", run_dir)
     import_plugins(plugins)
     name = ("meta-" if meta else "hf-") + re.sub(r"[^\w.-]", "-", source.resolve().name)
     content, adapter, stored = open_meta(source) if meta else _opened(source)

@@ -7,7 +7,6 @@ gptlite train checkpoint.resume=RUN_DIR checkpoint.load=weights model=... model.
 """
 
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from gptlite.checkpoint.config import CheckpointConfig
 from gptlite.checkpoint.load import load_tensors, read_config
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint_tool.huggingface import FIRST_META, changed
-from gptlite.checkpoint_tool.places import one_checkpoint
+from gptlite.checkpoint_tool.places import one_checkpoint, refuse_used
 from gptlite.config import from_yaml, hydra_value, override_value, to_yaml
-from gptlite.errors import ConfigError
 from gptlite.invocation import command
 from gptlite.models.init import init_weight_
 from gptlite.models.model import Model
@@ -40,16 +38,17 @@ def run(paths: list[str], options: Options) -> int:
     """Write the new checkpoint and print its folder. Raises ConfigError for a model that cannot have experts, and if
     RUN_DIR is not empty."""
     step, run_dir = one_checkpoint(paths[0]), Path(paths[1]).expanduser()
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise ConfigError(f"RUN_DIR={run_dir} exists; nothing is overwritten, give a new folder")
+    refuse_used("RUN_DIR", run_dir)
     config = from_yaml(read_config(step), step)
     dense = Model.of(config.model)
     found, copies = dense.spec.upcycled(config.model, options.experts, options.top_k)
     keys = [f"model.{key}={override_value(value)}" for key, value in changed(found, config.model)]
-    overrides = [*config.run.overrides, *keys]
+    # The folder and the start of the dense run are not those of the new one.
+    kept = [each for each in config.run.overrides if not each.lstrip("+~").startswith(("run.", "checkpoint."))]
+    overrides = [*kept, *keys]
     where = replace(config.run, dir=str(run_dir), name=run_dir.name, overrides=overrides)
     new = replace(config, model=found, run=where)
-    tensors = dict(_tensors(step, Model.of(found), copies, options.experts, config.seed))
+    tensors = _tensors(step, Model.of(found), copies, config.seed)
     written = Checkpointer(CheckpointConfig(keep=0), run_dir).save(tensors, FIRST_META, to_yaml(new), None, log)
     start = [f"checkpoint.resume={hydra_value(str(run_dir))}", "checkpoint.load=weights"]
     log(f"train from it with: {command('train')} {shlex.join([*start, *overrides])}")
@@ -57,19 +56,15 @@ def run(paths: list[str], options: Options) -> int:
     return 0
 
 
-def _tensors(step: Path, model: Model, copies: dict[str, str], experts: int, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the new model by key: those of the dense one, copies for each expert, and new ones."""
-    stored = read_manifest(step).tensors
-    for name, shape in model.shapes().items():
-        key, value = f"model.{copies.get(name, name)}", torch.empty(shape)
-        if key not in stored:
-            init_weight_(model, name, value, seed)
-        elif name in copies:
-            one = torch.empty(shape[1:])
-            load_tensors(step, {key: one}, strict=False, log=log)
-            value.copy_(one.expand(experts, *one.shape))
-        else:
-            load_tensors(step, {key: value}, strict=False, log=log)
-        yield f"model.{name}", value
-    for name, buffer in model.initial_buffers().items():
-        yield f"model.{name}", buffer
+def _tensors(step: Path, model: Model, copies: dict[str, str], seed: int) -> dict[str, Tensor]:
+    """Return the tensors of the new model by key: those of the dense one, copies for each expert, and new ones."""
+    stored, shapes = read_manifest(step).tensors, model.shapes()
+    sources = {name: f"model.{copies.get(name, name)}" for name in shapes}
+    dense = {key: torch.empty(stored[key]["shape"]) for key in sources.values() if key in stored}
+    load_tensors(step, dense, strict=False, log=log)
+    found = {f"model.{name}": value for name, value in model.initial_buffers().items()}
+    for name, shape in shapes.items():
+        if (value := dense.get(sources[name])) is None:
+            init_weight_(model, name, value := torch.empty(shape), seed)
+        found[f"model.{name}"] = value.expand(shape).contiguous()  # a copy for each expert
+    return found

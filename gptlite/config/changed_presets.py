@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from omegaconf import DictConfig, OmegaConf
 
+from gptlite.checkpoint.compare import flatten
 from gptlite.config.saved import LENGTHS, override_value, to_dict
 from gptlite.config.schema import Config, presets_of, schema_names
 
@@ -39,14 +39,6 @@ def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list
     return chosen + [
         f"{section}.{key}={override_value(was)}"
         for section, settings in kept.items()
-        for key, was in _leaves(settings).items()
-        if f"{section}.{key}" not in given and _leaves(values[section]).get(key) not in (None, was)
+        for key, was in flatten(settings).items()
+        if f"{section}.{key}" not in given and flatten(values[section]).get(key) not in (None, was)
     ]
-
-
-def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a section by key, those of nested sections by their path."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found

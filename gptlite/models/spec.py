@@ -290,7 +290,7 @@ class ModelSpec(Generic[C]):
     def prepare(self, part: nn.Module, policy: Policy, recomputes: bool) -> None:
         """Set up a part for a precision policy, once. `recomputes`: its blocks are recomputed in the backward pass."""
 
-    def begin_step(self, parts: Sequence[nn.Module], upstream: Tensor) -> None:
+    def begin_step(self, config: C, parts: Sequence[nn.Module], upstream: Tensor) -> None:
         """Prepare parts for a step. `upstream`: the gradient with respect to a sum of losses, a 0-dim tensor."""
 
     def end_step(self, config: C, parts: Sequence[nn.Module], mesh: Mesh) -> Tensor | None:

@@ -194,8 +194,8 @@ def _close(
         lines += reporter.memory.offloaded()
     if reporter.speeds:
         lines.append(("curves", str(plot_curves(run.path / "metrics.jsonl", run.path / CURVES))))
-        if (picture := plot_loads(run.path / "metrics.jsonl", run.path / EXPERTS)) is not None:
-            lines.append(("expert loads", str(picture)))
+        if state.model.spec.experts(state.model.config) is not None:
+            lines.append(("expert loads", str(plot_loads(run.path / "metrics.jsonl", run.path / EXPERTS))))
     more = [as_override(config.plugins)] if config.plugins else []
     if outcome.ending is Ending.done:
         more.append(config.trainer.doubled)

@@ -110,7 +110,7 @@ class Step:
         if not state.model.spec.keyed_dropout:
             self._seed(loader.stream.seed, before.step)
         divisor = valid / scale if state.scaler else valid
-        state.model.spec.begin_step(state.parts, 1 / divisor)
+        state.model.spec.begin_step(state.model.config, state.parts, 1 / divisor)
         total = self.passes.run(
             MicroBatches(
                 [batch.tokens for batch in batches],

@@ -28,6 +28,9 @@ class WithExperts(Llama):
     qk_norm_heads = True
     block: str
     matrices: tuple[str, str, str]
+    width = "intermediate_size"  # the key of an expert's width
+    renormalizes = False  # without a key norm_topk_prob
+    unsupported: tuple[str, str]  # a key without a counterpart here, and its only value
 
     def _mlp(self, config: GPTConfig, layer: int, theirs: str, ours: str) -> Iterator[Weight]:
         if not config.has_experts(layer):
@@ -59,6 +62,21 @@ class WithExperts(Llama):
         """Return the values of MoEConfig that every model of the class has."""
         return {}
 
+    def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
+        """Return the model that a config.json describes. Raises ConfigError with the key for what this model lacks."""
+        key, only = self.unsupported
+        if content.get(key) not in (None, []):
+            raise ConfigError(f"config.json: {key}={content[key]}: only {only} can be imported")
+        moe = MoEConfig(
+            experts=whole(content, "num_experts" if "num_experts" in content else "num_local_experts"),
+            top_k=whole(content, "num_experts_per_tok"),
+            d_ff=whole(content, self.width),
+            every=int(content.get("decoder_sparse_step", 1)),
+            renormalize=bool(content.get("norm_topk_prob", self.renormalizes)),
+            bias_rate=0.0,
+        )
+        return replace(super().from_json(content, name), moe=moe, qk_norm_heads=self.qk_norm_heads)
+
 
 class Mixtral(WithExperts):
     """Hugging Face's Mixtral."""
@@ -68,6 +86,8 @@ class Mixtral(WithExperts):
     title = "Mixtral"
     block = "block_sparse_moe"
     matrices = ("w1", "w3", "w2")
+    renormalizes = True
+    unsupported = "sliding_window", "null"
 
     def of_moe(self) -> dict[str, Any]:
         return {"every": 1, "renormalize": True}
@@ -76,18 +96,6 @@ class Mixtral(WithExperts):
         moe = {"num_local_experts": config.moe.experts, "num_experts_per_tok": config.moe.top_k}
         moe |= {"intermediate_size": config.expert_size, "sliding_window": None, "router_jitter_noise": 0.0}
         return super().to_json(config, torch_dtype, eod) | moe
-
-    def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
-        if content.get("sliding_window") is not None:
-            raise ConfigError(f"config.json: sliding_window={content['sliding_window']}: only null can be imported")
-        config = super().from_json(content, name)
-        moe = MoEConfig(
-            experts=whole(content, "num_local_experts"),
-            top_k=whole(content, "num_experts_per_tok"),
-            d_ff=whole(content, "intermediate_size"),
-            bias_rate=0.0,
-        )
-        return replace(config, moe=moe)
 
 
 class Qwen3MoE(WithExperts):
@@ -99,25 +107,13 @@ class Qwen3MoE(WithExperts):
     qk_norm = True
     block = "mlp"
     matrices = ("gate_proj", "up_proj", "down_proj")
+    width = "moe_intermediate_size"
+    unsupported = "mlp_only_layers", "[]"
 
     def to_json(self, config: GPTConfig, torch_dtype: str, eod: int | None) -> dict[str, Any]:
         moe = {"num_experts": config.moe.experts, "num_experts_per_tok": config.moe.top_k, "mlp_only_layers": []}
         moe |= {"moe_intermediate_size": config.expert_size, "norm_topk_prob": config.moe.renormalize}
         return super().to_json(config, torch_dtype, eod) | moe | {"decoder_sparse_step": config.moe.every}
-
-    def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
-        if content.get("mlp_only_layers"):
-            raise ConfigError(f"config.json: mlp_only_layers={content['mlp_only_layers']}: only [] can be imported")
-        config = super().from_json(content, name)
-        moe = MoEConfig(
-            experts=whole(content, "num_experts" if "num_experts" in content else "num_local_experts"),
-            top_k=whole(content, "num_experts_per_tok"),
-            d_ff=whole(content, "moe_intermediate_size"),
-            every=int(content.get("decoder_sparse_step", 1)),
-            renormalize=bool(content.get("norm_topk_prob", False)),
-            bias_rate=0.0,
-        )
-        return replace(config, moe=moe)
 
 
 class OLMoE(WithExperts):
@@ -129,6 +125,7 @@ class OLMoE(WithExperts):
     qk_norm, qk_norm_heads = True, False
     block = "mlp"
     matrices = ("gate_proj", "up_proj", "down_proj")
+    unsupported = "clip_qkv", "null"
 
     def of_moe(self) -> dict[str, Any]:
         return {"every": 1}
@@ -137,19 +134,6 @@ class OLMoE(WithExperts):
         moe = {"num_experts": config.moe.experts, "num_experts_per_tok": config.moe.top_k, "clip_qkv": None}
         moe |= {"intermediate_size": config.expert_size, "norm_topk_prob": config.moe.renormalize}
         return super().to_json(config, torch_dtype, eod) | moe
-
-    def from_json(self, content: Mapping[str, Any], name: str) -> GPTConfig:
-        if content.get("clip_qkv") is not None:
-            raise ConfigError(f"config.json: clip_qkv={content['clip_qkv']}: only null can be imported")
-        config = super().from_json(content, name)
-        moe = MoEConfig(
-            experts=whole(content, "num_experts"),
-            top_k=whole(content, "num_experts_per_tok"),
-            d_ff=whole(content, "intermediate_size"),
-            renormalize=bool(content.get("norm_topk_prob", False)),
-            bias_rate=0.0,
-        )
-        return replace(config, moe=moe, qk_norm_heads=False)
 
 
 def _of_expert(ours: Tensor, expert: int, place: int | None = None) -> Tensor:

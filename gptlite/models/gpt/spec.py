@@ -230,7 +230,9 @@ class GPTSpec(ModelSpec[GPTConfig]):
 
         prepare(part, policy, recomputes)
 
-    def begin_step(self, parts: Sequence[nn.Module], upstream: Tensor) -> None:
+    def begin_step(self, config: GPTConfig, parts: Sequence[nn.Module], upstream: Tensor) -> None:
+        if not config.moe_layers:
+            return
         from gptlite.models.experts import begin
 
         begin(parts, upstream)
