@@ -14,7 +14,9 @@ from gptlite.errors import ConfigError
 def test_experts_start_as_copies_of_the_dense_mlp(tmp_path: Path, capsys, more):
     step, dense = committed(tmp_path)("model.bias=false", *more)
     assert run([str(step), str(tmp_path / "moe")], Options(experts=4, top_k=3)) == 0
-    folder = Path(capsys.readouterr().out.splitlines()[-1])
+    told = capsys.readouterr()
+    folder = Path(told.out.splitlines()[-1])
+    assert "run.dir=" not in told.out + told.err  # of the dense run, whose folder training would go on in
     model, tokens = restored(folder), torch.randint(VOCABULARY, (2, 16))
     experts = model.layers["1"].mlp.experts  # type: ignore[union-attr]
     assert experts.up.shape[0] == model.config.moe.experts == 4
