@@ -23,6 +23,7 @@ from gptlite.parallelism.context import ContextAxis
 from gptlite.parallelism.expert import ExpertAxis
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.tensor import TensorAxis, axis_of, cut, enter, leave, local
+from gptlite.parallelism.torch_private import has_values
 
 
 class Router(nn.Module):
@@ -117,6 +118,7 @@ class Experts(nn.Module):
     """
 
     matmul_dtype: torch.dtype | None = None
+    imbalance = 1.0  # rows that arrive over those that are sent, where tensors have no values
 
     def __init__(self, experts: int, width: int, up: int, hidden: int, activation: str, *, fused: bool) -> None:
         super().__init__()
@@ -172,9 +174,18 @@ class Experts(nn.Module):
         """Return the number of rows for each rank and from each, and the local expert of each row that arrives."""
         counts = dispatch.ends.long().diff(prepend=dispatch.ends.new_zeros(1)).view(axis.size, -1)
         arriving = axis.counts(counts)
+        if not has_values(counts):  # in the planner
+            rows = len(dispatch.order)
+            arrived = counts.new_empty(round(self.imbalance * rows))
+            return _even(rows, axis.size), _even(len(arrived), axis.size), arrived
         sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
         experts = torch.arange(counts.shape[1], device=counts.device).repeat(axis.size)
         return sent, received, experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
+
+
+def _even(rows: int, ranks: int) -> list[int]:
+    """Return as many rows for each rank, the first ones having one more if they do not divide."""
+    return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
 
 
 def _wait(pending: list[dist.Work]) -> None:

@@ -246,6 +246,13 @@ class MuonScale(Enum):
     original = "original"
 
 
+class NewtonSchulz(Enum):
+    """Coefficients of the Newton-Schulz iteration: equal ones in each step, or those of Polar Express."""
+
+    quintic = "quintic"
+    polar_express = "polar_express"
+
+
 class MuonDtype(Enum):
     """Dtype of the Newton-Schulz iteration. `auto` is bf16 in runs whose products are in bf16, else fp32."""
 
@@ -272,6 +279,7 @@ class MuonConfig(OptimizerConfig):
 
     momentum: float = 0.95
     nesterov: bool = True
+    newton_schulz: NewtonSchulz = NewtonSchulz.quintic
     newton_schulz_steps: int = 5
     newton_schulz_dtype: MuonDtype = MuonDtype.auto
     scale: MuonScale = MuonScale.match_rms_adamw

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from gptlite.errors import ConfigError, did_you_mean
-from gptlite.parallelism.axes import AXES, CONTEXT, DATA_AXES, EXPERT, every_axis, folded
+from gptlite.parallelism.axes import (
+    AXES,
+    CONTEXT,
+    DATA_AXES,
+    EXPERT,
+    EXPERT_AXES,
+    EXPERT_DATA_AXES,
+    every_axis,
+    folded,
+)
 from gptlite.parallelism.config import ParallelismConfig
 
 ONE_RANK = "one rank"  # the description of its layout
@@ -33,8 +42,11 @@ class Layout:
 
     @cached_property
     def degrees(self) -> dict[str, int]:
-        """Degree of each axis, by its name."""
-        return dict(zip((*AXES, *(axis.name for axis in folded())), (*self.sizes, *self.folded), strict=True))
+        """Degree of each axis, by its name, those of the experts' data axes included."""
+        found = dict(zip((*AXES, *(axis.name for axis in folded())), (*self.sizes, *self.folded), strict=True))
+        (copies, shards), among = (found[axis] for axis in DATA_AXES), found[EXPERT]
+        data = (copies, shards // among) if shards > 1 else (copies // among, 1)
+        return found | dict(zip(EXPERT_DATA_AXES, data, strict=True))
 
     @cached_property
     def world_size(self) -> int:
@@ -59,9 +71,7 @@ class Layout:
     @property
     def expert_sizes(self) -> tuple[int, ...]:
         """Sizes of the experts' mesh, in the order of EXPERT_AXES."""
-        (copies, shards), degree = (self.size(axis) for axis in DATA_AXES), self.size(EXPERT)
-        data = (copies, shards // degree) if shards > 1 else (copies // degree, 1)
-        return self.size("pp"), *data, degree, self.size("tp")
+        return tuple(self.degrees[axis] for axis in EXPERT_AXES)
 
     @property
     def context(self) -> int:
@@ -74,6 +84,8 @@ class Layout:
 
     def stride(self, axis: str) -> int:
         """Difference between the rank numbers of neighbours along an axis."""
+        if axis in EXPERT_DATA_AXES:
+            return math.prod(self.expert_sizes[EXPERT_AXES.index(axis) + 1 :])
         # A folded axis takes the fastest part of the axes under it.
         last = next((each.over[-1] for each in folded() if each.name == axis), axis)
         return math.prod(self.sizes[AXES.index(last) + 1 :])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gptlite.parallelism.axes import AXES, EXPERT, EXPERT_AXES, Alike, alike, folded
+from gptlite.parallelism.axes import AXES, EXPERT, EXPERT_AXES, EXPERT_DATA_AXES, Alike, alike, folded
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, resolve
 from gptlite.parallelism.process_group import join_alone, leave
@@ -59,6 +59,12 @@ class Mesh:
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """The process groups of the axes that have more than one rank, the folded ones last."""
         return {axis: self.group(axis) for axis in AXES if self.size(axis) > 1} | self.folded_groups
+
+    def expert_groups(self) -> dict[str, dist.ProcessGroup]:
+        """The process groups of the data axes of the experts' mesh that have more than one rank."""
+        if self.expert_mesh is None:
+            return {}
+        return {axis: self.expert_mesh.get_group(axis) for axis in EXPERT_DATA_AXES if self.size(axis) > 1}
 
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Every process group of the mesh, of one rank or several. Raises ValueError on one device."""

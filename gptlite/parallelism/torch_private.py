@@ -14,6 +14,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch._C import _autograd
 from torch._C._profiler import RecordScope, _EventType
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input
@@ -337,6 +338,11 @@ class _Held:
 
     def wait(self) -> None:
         """Do nothing, as there is no communication."""
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return False for a tensor on the meta device, and for one that stands for a tensor on another."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def is_last_sum(tensor: Tensor) -> bool:

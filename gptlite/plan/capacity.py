@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import ActivationCheckpointing, Offload, ParallelismConfig
 from gptlite.parallelism.layout import rule
 from gptlite.plan.config import ClusterConfig
@@ -71,8 +72,10 @@ def least_bytes(work: Workload) -> float:
 
 def _state_bytes(work: Workload, copies: int) -> float:
     kept = 0 if work.parallelism.offload is Offload.nvme else work.optimizer.moments
-    cut = work.layout.size("tp") * work.layout.size("pp") * work.layout.size("dp_shard")
-    return MASTER * (copies + kept) * num_parameters(work.model) / cut
+    layout = work.layout
+    # Without ZeRO, data ranks that share experts hold copies of all else.
+    among = layout.size(EXPERT) if layout.size("dp_shard") == 1 else 1
+    return MASTER * (copies + kept) * num_parameters(work.model, among) / layout.size("tp", "pp", "dp_shard")
 
 
 def _on_device(size: float, cluster: ClusterConfig, world: int, words: str) -> str:

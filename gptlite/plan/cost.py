@@ -12,7 +12,7 @@ from operator import mul
 from typing import NamedTuple
 
 from gptlite.models.spec import spec_of
-from gptlite.parallelism.axes import DATA_AXES
+from gptlite.parallelism.axes import DATA_AXES, EXPERT, EXPERT_DATA_AXES
 from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import CONTEXT, splits_backward
 from gptlite.plan.config import ClusterConfig
@@ -24,7 +24,8 @@ from gptlite.plan.timeline import pipeline_seconds
 from gptlite.plan.traffic import among, message_bytes, moved, outside_layers, reductions
 from gptlite.plan.workload import MASTER, Prediction, RankBytes, Workload
 
-EXPOSED = (CONTEXT, *DATA_AXES)  # axes along which ops of a layer wait: for keys and values, or for statistics
+# Axes along which ops of a layer wait: for keys and values, rows of experts, or statistics.
+EXPOSED = (CONTEXT, EXPERT, *DATA_AXES)
 COPIES = 2  # FSDP2 reads and writes each gathered or reduced tensor once more, to copy it into or out of its buffer
 COPY_OPS = 12  # kernels that one FSDP2 collective launches
 
@@ -102,20 +103,18 @@ class Part(NamedTuple):
 
 class _Inside(NamedTuple):
     """Work of a rank inside its layers, per micro-batch. `tensor` is exposed communication along the tensor axis and is
-    not part of `passes`; `parameters` is the number that the rank holds. `shares`: of each of its stages in the
-    work."""
+    not part of `passes`. `shares`: of each of its stages in the work."""
 
     layers: int
     shares: list[float]
     passes: Passes
     tensor: Passes
-    parameters: int
 
 
 class _Outside(NamedTuple):
     """Seconds of a step's collectives outside the layers, grouped by the pass they can overlap with, and the bytes and
     number of collectives that FSDP2 copies for. `again`: seconds, bytes and collectives of one more gradient
-    reduction."""
+    reduction. `stepped`: elements of the parameters that the rank steps."""
 
     step: float
     forward: float
@@ -123,6 +122,7 @@ class _Outside(NamedTuple):
     copied: float
     count: int
     again: tuple[float, float, int]
+    stepped: int
 
 
 class _Rank(NamedTuple):
@@ -187,7 +187,7 @@ class Costs:
         if hardware not in self._devices:
             self._devices[hardware] = device_of(self.cluster, *hardware)
         device = self._devices[hardware]
-        degrees = layout.size("tp"), layout.context, layout.size("pp") == 1, config.sequence
+        degrees = layout.size("tp"), layout.context, layout.size(EXPERT), layout.size("pp") == 1, config.sequence
         model = *degrees, config.activation_checkpointing, work.micro_batch_size, work.sharded
         if plain_profile(work).sums_data:
             model = *model, layout
@@ -226,7 +226,7 @@ class Costs:
         sent = whole.tensor
         share = 0.0 if splits_backward(work.parallelism) else 2 / 3 if work.parallelism.sequence else 1.0
         hidden = self.cluster.overlap * min(sent.backward * share, passes.forward / 2) if share else 0.0
-        return _Inside(layers, shares, passes, sent.plus(whole.context).plus(Passes(0.0, -hidden)), parameters)
+        return _Inside(layers, shares, passes, sent.plus(whole.context).plus(Passes(0.0, -hidden)))
 
     def _rank(self, work: Workload, device: Device, rank: int, inside: _Inside, outside: _Outside) -> _Rank:
         passes, more, zero = inside.passes, reductions(work) - 1, work.parallelism.zero
@@ -241,8 +241,7 @@ class Costs:
             (outside.backward + seconds, passes.backward, zero >= 2),
         ):
             shown += total - min(self.cluster.overlap * total, each * (work.micro_batches if often else 1))
-        shard = inside.parameters / (work.layout.size("dp_shard") if zero else 1)
-        update = device.move(work.optimizer.update_bytes * shard, 12 * (inside.layers + 1))
+        update = device.move(work.optimizer.update_bytes * outside.stepped, 12 * (inside.layers + 1))
         update += _whole_matrices(work, device, Links(self.cluster, work.layout), rank)
         offload, update = self._offloaded(work, device, rank, passes, update)
         exposed = inside.tensor.forward + inside.tensor.backward
@@ -280,10 +279,10 @@ def _whole_matrices(work: Workload, device: Device, links: Links, rank: int) -> 
     held, elements, seconds = inventory(work.model, 1).matrices, 0, 0.0
     for stage in stages(work, rank):
         for kind, count in stage.runs:
-            for shape in held[kind]:
+            for *shape, number in held[kind]:
                 products = work.optimizer.products(*shape)
                 each = sum(2.0 * m * k * n / device.rate(m, k, n) + device.kernel for m, k, n in products)
-                seconds, elements = seconds + count * each, elements + count * prod(shape)
+                seconds, elements = seconds + count * number * each, elements + count * number * prod(shape)
     layout, copies = work.layout, work.layout.size("dp_replicate")
     local, sent = MASTER * elements / layout.size("tp", "dp_shard"), 0.0
     # Shards go to a matrix's owner and come back. An owner sends its result to all that hold copies.
@@ -296,13 +295,14 @@ def _whole_matrices(work: Workload, device: Device, links: Links, rank: int) -> 
 def _outside(work: Workload, links: Links, rank: int) -> _Outside:
     sent = outside_layers(work, rank)
     step = sum(links.seconds(each) for each in sent if each.phase == "step")
-    data = [each for each in sent if each.axis in DATA_AXES]
+    data = [each for each in sent if each.axis in (*DATA_AXES, *EXPERT_DATA_AXES)]
     forward, backward = ([each for each in data if each.phase == phase] for phase in ("forward", "backward"))
     again = [each for each in backward if each.kind == "reduce_scatter"]
     seconds = [sum(map(links.seconds, some)) for some in (forward, backward, again)]
     copied = [sum(COPIES * each.payload * each.count for each in some) for some in (forward + backward, again)]
     counts = [sum(each.count for each in some) for some in (data, again)]
-    return _Outside(step, seconds[0], seconds[1], copied[0], counts[0], (seconds[2], copied[1], counts[1]))
+    stepped = sum(stage.sharded(work.layout.size("dp_shard")) for stage in stages(work, rank))
+    return _Outside(step, seconds[0], seconds[1], copied[0], counts[0], (seconds[2], copied[1], counts[1]), stepped)
 
 
 def model_seconds(work: Workload, device: Device, links: Links) -> list[Part]:

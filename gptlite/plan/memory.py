@@ -15,10 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from gptlite.optimizer.config import Shard
+from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import rule, splits_backward
 from gptlite.plan.cache import cached
-from gptlite.plan.parameters import Stage, copies, cut, shard_elements, stages
+from gptlite.plan.parameters import Stage, copies, cut, expert_shards, gathered_elements, stages
 from gptlite.plan.profile import Segment, halves_of, profile_of
 from gptlite.plan.traffic import buffers_bytes, message_bytes
 from gptlite.plan.walk import Turn, turns
@@ -86,8 +87,8 @@ class ModelState:
     def __init__(self, work: Workload, stage: Stage) -> None:
         shards, zero = work.layout.size("dp_shard"), work.parallelism.zero
         size = MASTER * stage.sharded(shards)
-        whole = shard_elements(stage.others, shards) if zero == 3 else stage.sharded(shards)
-        self.gathered = work.gather_item * shards * whole * work.sharded
+        blocks = 0 if zero == 3 else sum(count * stage.bucket([kind], shards) for kind, count in stage.runs)
+        self.gathered = work.gather_item * (gathered_elements(stage.others, shards) + blocks) * work.sharded
         self.done = 0 if work.on_host else size  # offload moves reduced gradients to the host
         self.reduced, self.frees, self.first = self.done, zero == 3, stage.first
         if zero < 2:
@@ -180,7 +181,7 @@ def _key(work: Workload, stage: Stage, tp_rank: int) -> tuple[object, ...]:
     """Return the fields that `passes_of` depends on."""
     config, layout = work.parallelism, work.layout
     degrees = layout.size("tp"), layout.context, layout.size("dp_shard"), layout.size("pp") == 1, work.sharded
-    degrees = *degrees, layout.data_size > 1
+    degrees = *degrees, layout.size(EXPERT), layout.data_size > 1
     how = config.zero, config.sequence, config.activation_checkpointing, splits_backward(config), config.bucket_layers
     numbers = work.micro_batch_size, work.micro_batches == 1, config.offload is Offload.none, work.half_sums
     return work.same, stage.runs, stage.first, stage.last, tp_rank, *degrees, *how, *numbers
@@ -210,17 +211,31 @@ def passes_of(work: Workload, stage: Stage, tp_rank: int) -> Passes:
     return found
 
 
+class _Reduction(NamedTuple):
+    """Gradients that FSDP2 reduces together: their bytes unsharded and as a pass makes them, and the number of
+    shards."""
+
+    size: int
+    gradients: int
+    shards: int
+
+
 class _Bucket(NamedTuple):
     """Blocks that FSDP2 gathers and reduces together, and the number of equal buckets in a row. In bytes: the bucket
-    gathered, its gradients unsharded (`reduced`) and as a pass makes them, and `ahead`: what is prefetched during its
-    backward pass. 0 if FSDP2 does not handle them."""
+    gathered, `ahead`: what is prefetched during its backward pass, and `without`: the bucket gathered without the
+    experts that ranks share. 0 if FSDP2 does not handle them. `reductions`: of such experts, then of the rest."""
 
     kinds: tuple[int, ...]
     times: int
     gathered: int
-    reduced: int
-    gradients: int
     ahead: int
+    without: int
+    reductions: tuple[_Reduction, ...]
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients as a pass makes them."""
+        return sum(each.gradients for each in self.reductions)
 
 
 class _Stage:
@@ -238,7 +253,7 @@ class _Stage:
         config, self.shards, sharded = work.parallelism, work.layout.size("dp_shard"), work.sharded
         self.work, self.stage, self.profile = work, stage, profile_of(work, tp_rank)
         comes_and_goes = sharded and (self.shards > 1 or config.offload is not Offload.none)
-        others = self.shards * shard_elements(stage.others, self.shards) * sharded
+        others = gathered_elements(stage.others, self.shards) * sharded
         self.others, self.others_gathered = others * work.reduce_item, others * work.gather_item
         self.frees = config.zero == 3 and comes_and_goes
         held = work.gather_item if sharded else work.stored  # bytes of a parameter as a layer uses it
@@ -247,11 +262,22 @@ class _Stage:
         self.holds = sharded and (self.often or held < work.reduce_item)
         self.buckets = list[_Bucket]()
         for kinds, times in stage.buckets(config.bucket_layers):
-            whole = self.shards * stage.bucket(kinds, self.shards) * sharded
-            elements = sum(parameter.elements for kind in kinds for parameter in stage.kinds[kind])
-            sizes = whole * work.gather_item * comes_and_goes, whole * work.reduce_item, elements * held * self.holds
-            before = next((each.gathered for each in reversed(self.buckets) if each.gathered), sizes[0])
-            self.buckets.append(_Bucket(kinds, times, *sizes, ahead=sizes[0] if times > 1 else before))
+            whole = stage.bucket(kinds, self.shards) * sharded
+            gathered = whole * work.gather_item * comes_and_goes
+            # While the experts that ranks share are gathered, what is prefetched is without those.
+            without = stage.bucket(kinds, self.shards, experts=False) * work.gather_item * (gathered > 0)
+            before = next((each.without for each in reversed(self.buckets) if each.gathered), without)
+            ahead, parameters = without if times > 1 else before, [each for kind in kinds for each in stage.kinds[kind]]
+            reductions = tuple(
+                _Reduction(
+                    sum(each.gathered(self.shards) for each in some) * work.reduce_item * sharded,
+                    sum(each.elements for each in some) * held * self.holds,
+                    expert_shards(self.shards, some[0].among),
+                )
+                for some in ([p for p in parameters if (p.among > 1) == experts] for experts in (True, False))
+                if some
+            )
+            self.buckets.append(_Bucket(kinds, times, gathered, ahead, without, reductions))
         self.gathered = sum(each.gathered * each.times for each in self.buckets)
         self.gradients = sum(each.gradients * each.times for each in self.buckets)
 
@@ -259,7 +285,7 @@ class _Stage:
     def carried(self) -> int:
         """Bytes of a pass's last reduction, whose buffer is held until the stage's next one begins."""
         split = splits_backward(self.work.parallelism)
-        sizes = [each.reduced for each in self.buckets if each.reduced]
+        sizes = [each.reductions[-1].size for each in self.buckets if each.reductions[-1].size]
         if not sizes or (self.others and not split):
             return self.others
         return sizes[-1 if split else 0]
@@ -268,15 +294,14 @@ class _Stage:
         """Return a segment's bytes, with the gradients as in every pass but the first."""
         return segment.tape(self.added, self.holds, given)
 
-    def reduction(self, size: int, grads: int) -> list[int]:
-        """Return the tape of reducing gradients to shards, which are model state; the input is held until the next
-        reduction.
+    def reduction(self, size: int, grads: int, shards: int) -> list[int]:
+        """Return the tape of a _Reduction to shards, which are model state; the input is held until the next reduction.
 
         The result is accumulated into the shards themselves, or into separate ones of the reduction dtype.
         """
-        received = size - size // self.shards if self.work.device == "cpu" else 0
+        received = size - size // shards if self.work.device == "cpu" else 0
         if self.work.reduce_item < MASTER:
-            received += size // self.shards
+            received += size // shards
         return [size, -grads, received, -received] if size else []
 
     def blocks(self, kinds: Iterable[int], backward: bool, added: bool, given: bool) -> list[int]:
@@ -289,11 +314,12 @@ class _Stage:
 
     def at_once(self) -> list[int]:
         """Return the tape of all reductions in sequence, as done when no hook of the backward pass starts them."""
-        tape, before = self.reduction(self.others, 0), self.others
+        tape, before = self.reduction(self.others, 0, self.shards), self.others
         for bucket in self.buckets:
-            for _ in range(bucket.times if bucket.reduced else 0):
-                tape += [-before, *self.reduction(bucket.reduced, bucket.gradients)]
-                before = bucket.reduced
+            for each in bucket.reductions * bucket.times:
+                if each.size:
+                    tape += [-before, *self.reduction(*each)]
+                    before = each.size
         return tape
 
     def forward_passes(self) -> tuple[int, int, int]:
@@ -327,21 +353,22 @@ class _Stage:
         begun, before, given = 0, 0, stage.last
         for bucket in reversed(self.buckets):
             gathered, ahead = (each * self.frees * (not split) for each in (bucket.gathered, bucket.ahead))
-            size = bucket.reduced * (reduces and not split)
+            reductions = [each for each in bucket.reductions if each.size and reduces and not split]
             for count in (1, bucket.times - 1):
                 each = [gathered + ahead, *self.blocks(reversed(bucket.kinds), True, self.added, given)]
                 each.append(-gathered)
-                if size:
+                for reduction in reductions:
                     begun = begun or len(tape) + len(each)
-                    each += [-before, *self.reduction(size, bucket.gradients)]
+                    each += [-before, *self.reduction(*reduction)]
+                    before = reduction.size
                 tape += repeated([*each, -ahead], count)
-                before, given = size or before, True
+                given = True
         tape += [-whole, *(self.tape(profile.begin_back) if stage.first else ())]
         begun = begun or len(tape)
         if reduces and split:
             tape += self.at_once()
         elif reduces and self.others:
-            tape += [-before, *self.reduction(self.others, 0)]
+            tape += [-before, *self.reduction(self.others, 0, self.shards)]
         return _taken(tape, -kept, begun if reduces else None)
 
     def halves(self, reduces: bool, kept: int) -> tuple[Taken, Taken]:

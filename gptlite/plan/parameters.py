@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gptlite.models.config import ModelConfig
 from gptlite.models.spec import Matrices, ModelSpec, spec_of
+from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.layout import num_stages, split_layers, stages_of_rank
 from gptlite.plan.cache import Same, cached
 from gptlite.plan.walk import pipeline_key
@@ -32,12 +33,14 @@ class Parameter(NamedTuple):
     """One parameter on a tensor rank: `rows` (its first dim, which FSDP2 cuts) of `width` elements each.
 
     `cut`: sharded over the tensor axis, else replicated. `tied`: shared with another parameter of the whole model.
+    `among`: the expert degree for the rank's own experts, else 1; so many fewer ranks shard them.
     """
 
     rows: int
     width: int
     cut: bool
     tied: bool = False
+    among: int = 1
 
     @property
     def elements(self) -> int:
@@ -45,8 +48,22 @@ class Parameter(NamedTuple):
         return self.rows * self.width
 
     def shard(self, shards: int) -> int:
-        """Return the elements of the longest shard; FSDP2 pads the others to it."""
-        return -(-self.rows // shards) * self.width
+        """Return the elements of the longest of `shards` over all data ranks; FSDP2 pads the others to it."""
+        return -(-self.rows // expert_shards(shards, self.among)) * self.width
+
+    def gathered(self, shards: int) -> int:
+        """Return the elements of all of its shards."""
+        return expert_shards(shards, self.among) * self.shard(shards)
+
+
+class Group(NamedTuple):
+    """Groups of parameters that FSDP2 gathers and reduces together: elements of a group's shard, number of such groups,
+    True if they are in blocks, and the `among` of the parameters."""
+
+    elements: int
+    number: int
+    block: bool
+    among: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,12 +72,14 @@ class Inventory:
 
     `kinds` has those of a block of each kind: one if all blocks are equal (see `repeats`), else as many as blocks.
     `others` has those outside the blocks, keyed by (first, last): whether the pipeline stage is the first, and whether
-    it is the last. `matrices` has the whole matrices (rows, columns) of a block of each kind, fused ones apart.
+    it is the last. `matrices` has the whole matrices (rows, columns, number of such) of a block of each kind, fused
+    ones apart. `loads` has the values that the ranks sum in a step to balance the experts of a block of each kind.
     """
 
     kinds: tuple[tuple[Parameter, ...], ...]
     others: dict[tuple[bool, bool], tuple[Parameter, ...]]
-    matrices: tuple[tuple[tuple[int, int], ...], ...]
+    matrices: tuple[tuple[tuple[int, int, int], ...], ...]
+    loads: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -68,7 +87,7 @@ class Stage:
     """One part of the model: its blocks, and its parameters outside them.
 
     `kinds` has the parameters of each kind of block. `others` are gathered and reduced together, blocks in buckets. A
-    part that is both first and last holds a tied parameter once.
+    part that is both first and last holds a tied parameter once. `loads`: see Inventory, of all blocks.
     """
 
     number: int
@@ -77,6 +96,7 @@ class Stage:
     others: tuple[Parameter, ...]
     first: bool
     last: bool
+    loads: int = 0
 
     @property
     def layers(self) -> int:
@@ -104,15 +124,22 @@ class Stage:
         chunks = [tuple(kinds[start : start + size]) for start in range(0, len(kinds), size)]
         return [(chunk, len(list(equal))) for chunk, equal in groupby(chunks)]
 
-    def bucket(self, kinds: Iterable[int], shards: int) -> int:
-        """Return the elements of the longest shard of a bucket."""
-        return sum(shard_elements(self.kinds[kind], shards) for kind in kinds)
+    def bucket(self, kinds: Iterable[int], shards: int, *, experts: bool = True) -> int:
+        """Return the elements of a gathered bucket, with or without the experts that ranks share."""
+        held = (self.kinds[kind] if experts else _share(self.kinds[kind], False) for kind in kinds)
+        return sum(gathered_elements(each, shards) for each in held)
 
-    def groups(self, bucket_layers: int, shards: int) -> list[tuple[int, int, bool]]:
-        """Return FSDP2's groups: elements of a group's shard, number of such groups, and True if they are of blocks. In
-        order: the other parameters, the buckets."""
-        buckets = [(self.bucket(kinds, shards), number, True) for kinds, number in self.buckets(bucket_layers)]
-        return [each for each in [(shard_elements(self.others, shards), 1, False), *buckets] if each[0]]
+    def groups(self, bucket_layers: int, shards: int) -> list[Group]:
+        """Return FSDP2's groups, in order: the experts of each block, the other parameters, the buckets."""
+
+        def elements(kinds: Iterable[int], experts: bool) -> int:
+            return sum(shard_elements(_share(self.kinds[kind], experts), shards) for kind in kinds)
+
+        among = max((each.among for kind in self.kinds for each in kind), default=1)
+        experts = [Group(elements([kind], True), count, True, among) for kind, count in self.runs] if among > 1 else []
+        others = Group(shard_elements(self.others, shards), 1, False)
+        buckets = [Group(elements(kinds, False), number, True) for kinds, number in self.buckets(bucket_layers)]
+        return [each for each in [*experts, others, *buckets] if each.elements]
 
     def parameters(self) -> list[Parameter]:
         """Return all parameters of the stage."""
@@ -127,13 +154,24 @@ class Stage:
 def stages(work: Workload, pp_rank: int, tp_rank: int = 0) -> list[Stage]:
     """Return the stages of a pipeline rank, first to last."""
     config, total = work.parallelism, num_stages(work.parallelism)
-    layers, held = cut(work).layers, inventory(work.model, work.layout.size("tp"), tp_rank)
+    layers = cut(work).layers
+    held = inventory(work.model, work.layout.size("tp"), tp_rank, work.layout.size(EXPERT))
     found = []
     for number in stages_of_rank(config, pp_rank):
         first, last = number == 0, number == total - 1
         others = held.others.get((first, last), ())
-        found.append(Stage(number, runs(work.model, layers[number]), held.kinds, others, first, last))
+        mine = runs(work.model, layers[number])
+        found.append(Stage(number, mine, held.kinds, others, first, last, _loads(mine, held)))
     return found
+
+
+def all_loads(work: Workload) -> int:
+    """Return the number of values that describe the loads of all of a model's experts in a step."""
+    return _loads(runs(work.model, range(num_blocks(work.model))), inventory(work.model, 1))
+
+
+def _loads(blocks: Runs, held: Inventory) -> int:
+    return sum(count * held.loads[kind] for kind, count in blocks)
 
 
 def copies(held: list[Stage]) -> list[Parameter]:
@@ -144,9 +182,10 @@ def copies(held: list[Stage]) -> list[Parameter]:
     return [] if whole else [each for each in ends[0].others if each.tied]
 
 
-@cached(lambda model, tensor, tp_rank=0: (Same(model), tensor, tp_rank))
-def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
-    """Return the parameters of a model of any depth, on a rank of the tensor axis."""
+@cached(lambda model, tensor, tp_rank=0, expert=1: (Same(model), tensor, tp_rank, expert))
+def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0, expert: int = 1) -> Inventory:
+    """Return the parameters of a model of any depth, on a rank of the tensor axis and one of the expert axis."""
+    from gptlite.models.experts import Experts, routers
     from gptlite.models.model import Model
     from gptlite.models.parallelize import layers_to_cut
     from gptlite.ops.select import Ops
@@ -155,6 +194,7 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
     whole, spec, config = few.build(Ops(), 0), few.spec, few.config
     layers = layers_to_cut(few, whole) if tensor > 1 else ()
     dims = {f"{name}.{each}": dim for name, cut in layers for each, dim in cut.dims.items()}
+    experts = {id(each) for module in whole.modules() if isinstance(module, Experts) for each in module.parameters()}
     tied = {*spec.tied(config), *spec.tied(config).values()}
 
     def local(name: str, parameter: Tensor) -> Parameter:
@@ -162,7 +202,8 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
         if dim is not None:  # cut as by torch.chunk: the last ranks may have less
             longest = -(-shape[dim] // tensor)
             shape[dim] = max(0, min(longest, shape[dim] - tp_rank * longest))
-        return Parameter(shape[0], prod(shape[1:]), dim is not None, name in tied)
+        among = expert if id(parameter) in experts else 1
+        return Parameter(shape[0] // among, prod(shape[1:]), dim is not None, name in tied, among)
 
     def listed(part: nn.Module, blocks: Iterable[nn.Module], inside: bool = True) -> tuple[Parameter, ...]:
         """Return the parameters of a part that are in the given blocks, or those that are not."""
@@ -180,17 +221,20 @@ def inventory(model: ModelConfig, tensor: int, tp_rank: int = 0) -> Inventory:
     kinds = [listed(whole, [block]) for block in of_kinds]
     names = {id(each): name for name, each in whole.named_parameters()}
     matrices = [_matrices(spec.matrices(config), {names[id(p)]: p for p in block.parameters()}) for block in of_kinds]
-    return Inventory(tuple(kinds), others, tuple(matrices))
+    loads = [sum(len(each.load) + 1 for each in routers(block)) for block in of_kinds]
+    return Inventory(tuple(kinds), others, tuple(matrices), tuple(loads))
 
 
-def _matrices(structure: Matrices, block: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
-    """Return the (rows, columns) of a block's matrices that are maps between hidden activations."""
-    found: list[tuple[int, int]] = []
+def _matrices(structure: Matrices, block: Mapping[str, Tensor]) -> tuple[tuple[int, int, int], ...]:
+    """Return the (rows, columns, number) of a block's matrices that are maps between hidden activations."""
+    found: list[tuple[int, int, int]] = []
     for name, each in block.items():
-        if each.ndim == 2 and not name.endswith(structure.edges):
-            fused = structure.fused or {}
+        if (each.ndim == 2 and not name.endswith(structure.edges)) or (
+            each.ndim == 3 and name.endswith(structure.batched)
+        ):
+            fused, (*experts, rows, columns) = structure.fused or {}, each.shape
             sizes = next((sizes for end, (_, sizes) in fused.items() if name.endswith(end)), (1,))
-            found += [(each.shape[0] * size // sum(sizes), each.shape[1]) for size in sizes]
+            found += [(rows * size // sum(sizes), columns, prod(experts)) for size in sizes]
     return tuple(found)
 
 
@@ -212,10 +256,10 @@ def with_blocks(model: Any, blocks: int) -> Any:
     return replace(model, **{spec_of(model).blocks_key: blocks}) if repeats(model) else model
 
 
-@cached(Same)
-def num_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters of the whole model."""
-    held = inventory(model, 1)
+@cached(lambda model, expert=1: (Same(model), expert))
+def num_parameters(model: ModelConfig, expert: int = 1) -> int:
+    """Return the number of parameters of the whole model, or of a part with 1 / `expert` of its experts."""
+    held = inventory(model, 1, 0, expert)
     return Stage(0, runs(model, range(num_blocks(model))), held.kinds, held.others[True, True], True, True).sharded(1)
 
 
@@ -247,7 +291,25 @@ def cut(work: Workload) -> Cut:
     return Cut(layers, held, kinds, {kind: kinds.index(kind) for kind in kinds})
 
 
+def expert_shards(shards: int, among: int) -> int:
+    """Return the number of data ranks that shard parameters of which `among` ranks hold different ones, if `shards`
+    shard all others."""
+    return max(1, shards // among)
+
+
 @lru_cache
 def shard_elements(parameters: tuple[Parameter, ...], shards: int) -> int:
     """Return the elements of the longest shard of each parameter, summed."""
     return sum(parameter.shard(shards) for parameter in parameters)
+
+
+@lru_cache
+def gathered_elements(parameters: tuple[Parameter, ...], shards: int) -> int:
+    """Return the elements of all shards of each parameter, summed."""
+    return sum(parameter.gathered(shards) for parameter in parameters)
+
+
+@lru_cache
+def _share(parameters: tuple[Parameter, ...], experts: bool) -> tuple[Parameter, ...]:
+    """Return the parameters of experts that ranks share, or the others."""
+    return tuple(each for each in parameters if (each.among > 1) == experts)

@@ -32,8 +32,8 @@ from gptlite.progress import Log
 MOST_NODES = 4096  # limit of the search for a number of nodes that fits the model
 # Fields that the search chooses, in the order of a candidate's overrides; the others remain the user's.
 CHOSEN = (
-    *("tensor", "sequence", "context", "pipeline", "schedule", "virtual_stages", "data", "dp_replicate", "zero"),
-    *("activation_checkpointing", "offload", "offload_path"),
+    *("tensor", "sequence", "context", "expert", "pipeline", "schedule", "virtual_stages", "data", "dp_replicate"),
+    *("zero", "activation_checkpointing", "offload", "offload_path"),
 )
 
 
@@ -143,13 +143,7 @@ def thrifty_space(config: Config, cluster: ClusterConfig, **least: object) -> Sp
 
 
 def space_of(config: Config, cluster: ClusterConfig, fixed: frozenset[str]) -> Space:
-    """Return the search space of a configuration: every key but the `fixed` ones. Raises ConfigError for
-    parallelism.expert > 1."""
-    if config.parallelism.expert > 1:
-        raise ConfigError(
-            f"parallelism.expert={config.parallelism.expert}: the planner does not describe the expert axis; plan with "
-            "parallelism.expert=1"
-        )
+    """Return the search space of a configuration: every key but the `fixed` ones."""
     config = with_planned_vocabulary(config)[0]
     work = Workload(
         model=config.model,

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from math import lcm
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gptlite.errors import ConfigError
 from gptlite.models.batch_norm import SyncedBatchNorm
+from gptlite.models.experts import Experts
 from gptlite.models.model import Model
 from gptlite.models.spec import spec_of
 from gptlite.ops.inputs import Inputs
+from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.parallelism.torch_private import flash_attention_only, stage_backward_input, stage_backward_weight
@@ -190,12 +193,13 @@ def _record_half(work: Workload, blocks: range, end: bool) -> tuple[Segment, Seg
 
 @contextmanager
 def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
-    """Yield the model with that many blocks, sharded over the ranks of the tensor and the context axis. Raises
+    """Yield the model with that many blocks, sharded over the tensor, the context and the expert axis. Raises
     ConfigError if the model cannot run without values."""
     tensor, context, policy = work.layout.size("tp"), work.layout.context, policy_of(work)
     # Two data ranks stand for any number: what they sum inside the model is as large.
     data = 2 if work.layout.data_size > 1 and not spec_of(work.model).casts else 1
-    layout = Layout((1, 1, data * context, tensor), (context,))
+    expert = work.layout.size(EXPERT)
+    layout = Layout((1, 1, lcm(data * context, expert), tensor), (context, expert))
     with mesh_of(layout, tp_rank) as mesh:
         model = Model.of(with_blocks(work.model, blocks), policy)
         # Without data ranks, so that FSDP2 does not wrap the model.
@@ -204,6 +208,8 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
         for each in module.modules():
             if isinstance(each, SyncedBatchNorm):
                 each.mesh = mesh
+            elif isinstance(each, Experts):
+                each.imbalance = work.imbalance
         _own_parameters(model, module, policy if work.sharded else None)
         if work.layout.size("pp") == 1:  # in a pipeline both ends have a copy instead
             model.tie(module)

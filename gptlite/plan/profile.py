@@ -8,17 +8,18 @@ requested size is recorded itself. No torch here.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from gptlite.parallelism.axes import DATA_AXES
+from gptlite.parallelism.axes import DATA_AXES, EXPERT
 from gptlite.parallelism.config import ActivationCheckpointing
 from gptlite.parallelism.layout import Layout, splits_backward
 from gptlite.plan.cache import cached
-from gptlite.plan.workload import Transfer, Workload
+from gptlite.plan.workload import SETTLED, Transfer, Workload
 
 PLAIN, GRADIENT, ADDED, UPSTREAM = "plain", "gradient", "added", "upstream"
 MATMUL, ATTENTION, MOVE = "matmul", "attention", "move"
@@ -149,7 +150,7 @@ def _between(one: Any, two: Any, share: float) -> Any:
 def _key(work: Workload, tp_rank: int = 0) -> tuple[object, ...]:
     """Return the fields that a profile depends on."""
     config, layout = work.parallelism, work.layout
-    degrees = layout.size("tp"), layout.context, layout.size("pp") == 1, work.sharded
+    degrees = layout.size("tp"), layout.context, layout.size(EXPERT), layout.size("pp") == 1, work.sharded
     how = config.sequence, config.activation_checkpointing, splits_backward(config), layout.data_size > 1
     return work.same, work.micro_batch_size, *degrees, *how, tp_rank
 
@@ -183,7 +184,7 @@ def _scaled(work: Workload, of: Callable[[Workload], Any]) -> Any:
     lambda work: (
         work.same,
         work.layout.size("tp"),
-        work.layout.context,
+        work.layout.folded,
         work.parallelism.sequence,
         work.micro_batch_size,
     )
@@ -196,5 +197,6 @@ def plain_profile(work: Workload) -> Profile:
     config = replace(
         work.parallelism, activation_checkpointing=ActivationCheckpointing.none, schedule="1f1b", pipeline=2
     )
-    degrees = (2, 1, 2 * work.layout.context, work.layout.size("tp"))
-    return profile_of(replace(work, parallelism=config, layout=Layout(degrees, work.layout.folded)))
+    degrees = (2, 1, math.lcm(2 * work.layout.context, work.layout.size(EXPERT)), work.layout.size("tp"))
+    work = replace(work, parallelism=config, layout=Layout(degrees, work.layout.folded))
+    return profile_of(work.balanced(SETTLED))

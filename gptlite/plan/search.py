@@ -255,7 +255,7 @@ def distinct(found: Found, count: int) -> list[Candidate]:
 
 def _kind(each: Candidate) -> tuple[int, ...]:
     config = each.work.parallelism
-    return config.tensor, config.pipeline, config.context, each.work.layout.data_size, config.zero
+    return config.tensor, config.pipeline, config.context, config.expert, each.work.layout.data_size, config.zero
 
 
 def _speed(each: Candidate) -> tuple[float, int]:
@@ -302,9 +302,12 @@ def layouts(space: Space, cluster: ClusterConfig, world: int) -> Iterator[Parall
     axes = space.values("tensor", heads), space.values("pipeline", depths), _contexts(space, world)
     for tensor, pipeline, context in product(*axes):
         inner = tensor * pipeline * context
-        if world % inner == 0 and base.data in (None, world // inner):
-            degrees = replace(base, tensor=tensor, pipeline=pipeline, context=context, data=world // inner)
-            yield from _ways(degrees, space, node)
+        if world % inner or base.data not in (None, world // inner):
+            continue
+        sharing = [d for d in divisors(spec.experts(model) or 1) if world // (tensor * pipeline) % d == 0]
+        for expert in space.values("expert", sharing):
+            degrees = replace(base, tensor=tensor, pipeline=pipeline, context=context, expert=expert)
+            yield from _ways(replace(degrees, data=world // inner), space, node)
 
 
 def _contexts(space: Space, world: int) -> list[int]:

@@ -29,6 +29,7 @@ from gptlite.data.batches import BatchSchedule
 from gptlite.data.loader import Batch, Loader
 from gptlite.data.samples import SampleBatch
 from gptlite.kernels.library import Loaded, load
+from gptlite.models.experts import Experts
 from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, materialize
 from gptlite.ops.config import LOGIT_BYTES, PRODUCTS, SOFTMAX_BYTES, Attention, CrossEntropy
@@ -236,6 +237,8 @@ def watched_step(work: Workload, rank: int, micro_batches: int) -> StepWatch:
         model = Model.of(work.model, policy)
         device_mesh = replace(mesh, device=torch.device(work.device))  # the device selects ZeRO's collectives
         parts = build_parts(model, work.parallelism, device_mesh, policy, ops_of(work))
+        for experts in (module for part in parts for module in part.modules() if isinstance(module, Experts)):
+            experts.imbalance = work.imbalance
         watch = StepWatch(mesh, work.device)
         for module in (module for part in parts for module in sharded_modules(part)):
             if work.device == "cpu" and mesh.size("dp_shard") > 1:

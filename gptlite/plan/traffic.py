@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from math import prod
 
 from gptlite.models.spec import spec_of
-from gptlite.parallelism.axes import DATA_AXES
+from gptlite.parallelism.axes import DATA_AXES, EXPERT_DATA_AXES
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout, num_stages, splits_backward, stages_of_rank
 from gptlite.plan.cache import cached
-from gptlite.plan.parameters import Parameter, Stage, copies, cut, stages
+from gptlite.plan.parameters import Parameter, Stage, all_loads, copies, cut, stages
 from gptlite.plan.profile import halves_of, profile_of
 from gptlite.plan.walk import gathers
 from gptlite.plan.workload import MASTER, Transfer, Workload
@@ -72,8 +72,12 @@ def _outside(work: Workload, held: list[Stage], pp_rank: int, times: int) -> Ite
     for copy in copies(held) if work.layout.size("pp") > 1 else ():
         for kind in ("send", "recv"):
             yield Transfer("pp", kind, 2, copy.shard(work.layout.size("dp_shard")) * MASTER, 1, "step")
-    for axis in ("dp_replicate", "dp_shard"):
+    for axis in DATA_AXES:
         yield Transfer(axis, "all_reduce", work.layout.size(axis), VALID, 1, "step")
+    balancing = (*DATA_AXES, "tp") if work.parallelism.sequence else DATA_AXES
+    for stage, axis in product(held, balancing):
+        yield Transfer(axis, "all_reduce", work.layout.size(axis), SUM * stage.loads, 1, "step")
+    yield Transfer("pp", "all_reduce", work.layout.size("pp"), SUM * all_loads(work), 1, "step")
     settled = SETTLED + SUM * len(spec_of(work.model).metrics)
     yield Transfer("world", "all_reduce", work.layout.world_size, settled, 1, "step")
 
@@ -82,10 +86,11 @@ def _passes(work: Workload, stage: Stage, tp_rank: int) -> Iterator[Transfer]:
     """Yield the transfers of a stage's passes along the tensor and the context axis, for each micro-batch."""
     if work.layout.size("tp", "dp_replicate", "dp_shard") == 1:  # the context axis is folded over these
         return
-    profile, found = profile_of(work, tp_rank), Counter[Transfer]()
+    # The ranks send as much as they receive in sum, so the mean rank's rows are balanced.
+    profile, found = profile_of(work.balanced(1.0), tp_rank), Counter[Transfer]()
     split = splits_backward(work.parallelism) and not stage.first
     if split:
-        found = halves_of(work, stage.blocks).sent(stage.units, stage.last)
+        found = halves_of(work.balanced(1.0), stage.blocks).sent(stage.units, stage.last)
     numbers = stage.first, *(dict(stage.runs).get(kind, 0) for kind in range(len(profile.blocks))), stage.last
     for (forward, backward), times in zip(profile.pairs, numbers, strict=True):
         for sent in (*forward.sent, *(() if split else backward.sent)):
@@ -107,19 +112,21 @@ def _data(work: Workload, stage: Stage, pp_rank: int, reduced: int) -> Iterator[
     reductions."""
     if work.layout.fsdp_size == 1:
         return
-    shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
+    shards = work.layout.size("dp_shard")
     groups, count = stage.groups(work.parallelism.bucket_layers, shards), work.micro_batches
-    for elements, number, block in groups:
-        whole, size = shards * elements * work.gather_item, elements * work.reduce_item
+    for elements, number, block, among in groups:
+        copy, cut = EXPERT_DATA_AXES if among > 1 else DATA_AXES
+        ranks = work.layout.size(cut)
+        whole, size = ranks * elements * work.gather_item, elements * work.reduce_item
         for phase, times in gathered(work, pp_rank, stage.number, block).items():
-            yield Transfer("dp_shard", "all_gather", shards, whole, number * times, phase)
-        yield Transfer("dp_shard", "reduce_scatter", shards, shards * size, number * reduced, "backward")
-        yield Transfer("dp_replicate", "all_reduce", copies, size, number, "backward")
+            yield Transfer(cut, "all_gather", ranks, whole, number * times, phase)
+        yield Transfer(cut, "reduce_scatter", ranks, ranks * size, number * reduced, "backward")
+        yield Transfer(copy, "all_reduce", work.layout.size(copy), size, number, "backward")
     in_turn = work.layout.size("pp") == 1 or (stage.last and work.parallelism.schedule == "1f1b")
-    if in_turn and count > 1 and not stage.others and sum(number for _, number, _ in groups) > 1:
+    if in_turn and count > 1 and not stage.others and sum(each.number for each in groups) > 1:
         # With a backward pass after each forward pass, FSDP2 prefetches at the first bucket's backward pass what ran
         # before it: the last bucket of the previous micro-batch. The next forward pass uses it.
-        again, whole = count - 1 if work.parallelism.zero == 3 else 1, shards * groups[-1][0] * work.gather_item
+        again, whole = count - 1 if work.parallelism.zero == 3 else 1, shards * groups[-1].elements * work.gather_item
         yield Transfer("dp_shard", "all_gather", shards, whole, again, "backward")
         yield Transfer("dp_shard", "all_gather", shards, whole, 1 - again, "forward")
 
@@ -199,7 +206,7 @@ def moved(work: Workload, pp_rank: int, tp_rank: int = 0) -> Moved:
     shards, copies = work.layout.size("dp_shard"), work.layout.size("dp_replicate")
     to_device = to_host = 0
     for stage in stages(work, pp_rank, tp_rank):
-        for elements, number, block in stage.groups(work.parallelism.bucket_layers, shards):
+        for elements, number, block, _ in stage.groups(work.parallelism.bucket_layers, shards):
             times = sum(gathered(work, pp_rank, stage.number, block).values())
             to_device += work.stored * elements * number * times
             to_host += MASTER * elements * number * (reductions(work) if copies == 1 else 1)

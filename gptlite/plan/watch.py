@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gptlite.models.parallelize import is_kept
+from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import held_messages, is_last_sum, shapes_unseen, watched_resizes
 from gptlite.plan.profile import ATTENTION, MATMUL, MOVE, Op
@@ -87,7 +88,10 @@ class Watch(TorchDispatchMode):
         self.log: list[Change | Op | Transfer] = []
         self.phase, self.world = "step", False
         self._counted = counted
-        self._axes = {group.group_name: axis for axis, group in mesh.groups().items()}
+        # Axes over the same ranks may share a group, which counts as the first of them.
+        groups = reversed((mesh.groups() | mesh.expert_groups()).items())
+        self._axes = {group.group_name: axis for axis, group in groups}
+        self._experts = mesh.folded_groups[EXPERT].group_name if mesh.size(EXPERT) > 1 else None
         self._storages: dict[int, tuple[int, int, Any]] = {}  # number, bytes and a weak reference, by address
         self._count = 0
         self._copied = GLOO_COPIES if device == "cpu" else ()
@@ -140,8 +144,11 @@ class Watch(TorchDispatchMode):
     def sent(self, group: dist.ProcessGroup, kind: str, payload: int) -> None:
         """Record one transfer of this phase."""
         axis = "world" if self.world else self._axes.get(group.group_name, "world")
+        if kind == "all_to_all" and group.group_name == self._experts:
+            axis = EXPERT
         ranks = 2 if kind in MESSAGES else group.size()
-        self.log.append(Transfer(axis, kind, ranks, float(payload), 1, self.phase))
+        if ranks > 1:
+            self.log.append(Transfer(axis, kind, ranks, float(payload), 1, self.phase))
 
     def _transferred(self, name: str, args: Any) -> int:
         """Record a collective, and return the temporary memory that it needs."""

@@ -3,7 +3,7 @@ time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,12 +11,17 @@ from gptlite.models.config import ModelConfig
 from gptlite.models.spec import spec_of
 from gptlite.ops.config import Attention
 from gptlite.optimizer.config import OptimizerConfig
+from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.layout import Layout, accumulation
 from gptlite.plan.cache import Same
 
 MASTER = 4  # bytes of an fp32 number
 INDEX = 8  # bytes of a token id, int64
+# Rows of a rank's experts over the mean: at the fullest, for memory, and once loads are settled, for time. moe-lite's
+# first 400 steps, 95th percentile of layers and steps: 1.2 with two ranks, 1.6 with four, 2.2 with eight of an expert
+# each; at their end 1.03 to 1.1 (docs/moe.md).
+FULLEST, SETTLED = 1.5, 1.1
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Workload:
     dtype: fp32, bf16 or fp16, of compute. attention: the path that a run's `ops` would select. device: cuda or cpu.
     master_weights: parameters are fp32 between steps, not bf16. amp: Apex's level o1 or o2, or empty. half_sums:
     gradients are summed over data ranks in the compute dtype, not in fp32. sample: None for a model that reads tokens.
+    imbalance: with expert parallelism, the rows of a rank's experts over the mean of all ranks.
     """
 
     model: ModelConfig
@@ -55,12 +61,17 @@ class Workload:
     amp: str = ""
     half_sums: bool = False
     sample: Sample | None = None
+    imbalance: float = FULLEST
 
     @cached_property
     def same(self) -> tuple[object, ...]:
         """Fields that the layouts of a search share, as part of a cache key."""
-        numbers = self.dtype, self.attention, self.device, self.master_weights, self.amp
+        numbers = self.dtype, self.attention, self.device, self.master_weights, self.amp, self.imbalance
         return Same(self.model), self.sequence_length, self.sample, *numbers
+
+    def balanced(self, imbalance: float) -> Workload:
+        """Return the workload with another imbalance, if its layout has an expert axis."""
+        return self if self.layout.size(EXPERT) == 1 else replace(self, imbalance=imbalance)
 
     @property
     def stored(self) -> int:

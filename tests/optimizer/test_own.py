@@ -18,10 +18,11 @@ from gptlite.optimizer.config import (
     MuonConfig,
     MuonDtype,
     MuonScale,
+    NewtonSchulz,
     OptimizerConfig,
     SGDConfig,
 )
-from gptlite.optimizer.muon import EPS, QUINTIC, Stack, newton_schulz
+from gptlite.optimizer.muon import EPS, QUINTIC, Stack, coefficients, newton_schulz
 
 STEPS = 6
 SHAPES = [(6, 5), (5, 7), (5,)]
@@ -139,6 +140,9 @@ def quintic(x: Tensor, steps: int) -> Tensor:
     return u @ torch.diag(s) @ v
 
 
+FIVE = [QUINTIC] * 5
+
+
 def muon(config: MuonConfig, x: Tensor, gradients: list[Tensor]) -> Tensor:
     """Jordan et al. 2024, for one matrix."""
     x, buffer = x.double(), torch.zeros_like(x).double()
@@ -198,10 +202,29 @@ def test_newton_schulz_in_fp32_is_within_1e_4_of_float64():
         for seed in range(3):
             x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
             expected = quintic(x.double(), 5)
-            assert (newton_schulz(x, 5).double() - expected).abs().max() < 1e-4
-    singular = torch.linalg.svdvals(newton_schulz(torch.randn(32, 64, generator=torch.Generator().manual_seed(3)), 5))
+            assert (newton_schulz(x, FIVE).double() - expected).abs().max() < 1e-4
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
+    singular = torch.linalg.svdvals(newton_schulz(x, FIVE))
     assert 0.6 < singular.min() < singular.max() < 1.3  # "between 0.7 and 1.2", of values not too small
-    assert not newton_schulz(torch.zeros(3, 4), 5).any()
+    assert not newton_schulz(torch.zeros(3, 4), FIVE).any()
+
+
+@pytest.mark.parametrize(("steps", "low", "high"), [(5, 0.85, 1.15), (8, 0.999, 1.001)])
+def test_polar_express_brings_singular_values_near_1(steps, low, high):
+    values = torch.logspace(-3, 0, 1000, dtype=torch.float64)
+    config = MuonConfig(newton_schulz=NewtonSchulz.polar_express, newton_schulz_steps=steps)
+    for a, b, c in coefficients(config):
+        values = a * values + b * values**3 + c * values**5
+    assert low < values.min() < values.max() < high
+
+
+def test_polar_express_is_nearer_to_orthogonal_in_as_many_steps():
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    quintics, polar = (
+        (newton_schulz(x, coefficients(MuonConfig(newton_schulz=kind))) - u @ v).norm() for kind in NewtonSchulz
+    )
+    assert polar < 0.7 * quintics
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (96, 256), (256, 96)])
@@ -210,9 +233,9 @@ def test_newton_schulz_in_bf16_is_as_near_to_float64_as_torchs(shape):
     ours, theirs = [], []
     for seed in range(3):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        expected = newton_schulz(x.double(), 5)
+        expected = newton_schulz(x.double(), FIVE)
         torchs = _zeropower_via_newtonschulz(x.float(), QUINTIC, 5, EPS)
-        for found, errors in ((newton_schulz(x, 5), ours), (torchs, theirs)):
+        for found, errors in ((newton_schulz(x, FIVE), ours), (torchs, theirs)):
             errors.append(((found.double() - expected).norm() / expected.norm()).item())
     assert max(ours) < 0.02
     assert sum(ours) < 1.1 * sum(theirs)

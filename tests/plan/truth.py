@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gptlite.config import Config, with_vocabulary
 from gptlite.ops.select import select_ops
 from gptlite.parallelism import point_to_point
+from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.layout import AXES, resolve
 from gptlite.parallelism.memory_watch import MemoryWatch, where_backward_begins
 from gptlite.parallelism.mesh import Mesh, build_mesh
@@ -173,7 +174,9 @@ class Recorder(TorchDispatchMode):
         self.counts: Counter[tuple[str, str, int, int, str]] = Counter()
         self.asked: Counter[tuple[str, int]] = Counter()  # the pipeline's messages, as its stages ask for them
         self.sent: Counter[tuple[str, int]] = Counter()  # and as they are seen
-        self._axes = {group.group_name: axis for axis, group in mesh.groups().items()}
+        groups = reversed((mesh.groups() | mesh.expert_groups()).items())  # axes over the same ranks may share one
+        self._axes = {group.group_name: axis for axis, group in groups}
+        self._experts = mesh.folded_groups[EXPERT].group_name if mesh.size(EXPERT) > 1 else None
         self._phase, self._inside = "step", False
         self._open = ExitStack()
 
@@ -201,7 +204,12 @@ class Recorder(TorchDispatchMode):
         kind = KINDS[name]
         group = next(group for arg in args if (group := _group(arg)) is not None)
         # An axis as long as the world shares its group: the step's own sum is known by where it is taken.
-        axis = "world" if self._phase == WORLD_PHASE else self._axes[group.group_name]
+        axis = "world" if self._phase == WORLD_PHASE else self._axes.get(group.group_name)
+        if kind == "all_to_all" and group.group_name == self._experts:
+            axis = EXPERT
+        if group.size() == 1:  # of the experts' mesh, an axis of one rank
+            return
+        assert axis is not None
         phase = "step" if self._phase == WORLD_PHASE else self._phase
         whole = args[1] if kind in ("reduce_scatter", "all_to_all") else args[0]
         payload = sum(_bytes(tensor) for tensor in (whole if isinstance(whole, list) else [whole]))
