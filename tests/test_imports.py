@@ -169,8 +169,9 @@ def test_the_root_configuration_takes_only_config_classes_from_rooms():
     assert taken  # else the filter has a hole
     inside = [f for f in taken if not (f.module + ".").startswith(tuple(f"{room}config." for room in rooms))]
     models = ["gptlite.data.registry", "gptlite.models.registry"]
-    others = ["gptlite.optimizer.registry", "gptlite.precision.PrecisionConfig"]
-    assert [f.module for f in inside] == [*models, *others]
+    optimizer = [f"gptlite.optimizer.{each}" for each in ("registry", "schedule_config")]
+    others = ["gptlite.optimizer.schedule_config.ScheduleConfig", "gptlite.precision.PrecisionConfig"]
+    assert [f.module for f in inside] == [*models, *optimizer, *others]
 
 
 def test_only_the_composition_knows_the_whole_configuration():

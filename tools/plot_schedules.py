@@ -14,7 +14,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
 from gptlite.files import replacing
-from gptlite.optimizer.config import (
+from gptlite.optimizer.schedule import Schedule
+from gptlite.optimizer.schedule_config import (
     ConstantConfig,
     CosineConfig,
     InverseSqrtConfig,
@@ -23,7 +24,6 @@ from gptlite.optimizer.config import (
     WarmupConfig,
     WSDConfig,
 )
-from gptlite.optimizer.schedule import Schedule
 
 COLORS = ("#1f5fbf", "#d9822b")
 INK, MUTED, GRID, SHADE = "#1c1c1c", "#6b6b6b", "#e6e6e6", "#f1f4f9"

@@ -17,9 +17,10 @@ from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, copy_weights, materialize
 from gptlite.ops.config import OpsConfig
 from gptlite.ops.select import Ops, select_ops
-from gptlite.optimizer.config import AdamWConfig, ConstantConfig, OptimizerConfig
+from gptlite.optimizer.config import AdamWConfig, OptimizerConfig
 from gptlite.optimizer.fused import writes_copies
 from gptlite.optimizer.schedule import Schedule
+from gptlite.optimizer.schedule_config import ConstantConfig
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.parallelism.mesh import Mesh

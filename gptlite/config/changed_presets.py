@@ -10,7 +10,7 @@ from gptlite.checkpoint.compare import flatten
 from gptlite.config.saved import LENGTHS, override_value, to_dict
 from gptlite.config.schema import Config, presets_of, schema_names
 
-SECTIONS = ("model", "data", "optimizer", "schedule")  # what the numbers of a run depend on, with its length
+SECTIONS = ("model", "data", "optimizer", "schedule")  # what the numbers of a run depend on, beside its length
 
 
 def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list[str]], DictConfig]) -> list[str]:
@@ -34,8 +34,9 @@ def changed_presets(saved: Config, overrides: list[str], compose: Callable[[list
             chosen.append(f"{group}={preset}")
     values = OmegaConf.to_container(compose([*chosen, *overrides]) if chosen else now, resolve=True, enum_to_str=True)
     assert isinstance(values, dict)
-    length = {"max_steps": then["trainer"]["max_steps"]} if given.isdisjoint(LENGTHS) else {}
-    kept = {section: then[section] for section in SECTIONS if section not in given} | {"trainer": length}
+    trainer = ["eval_interval", *(["max_steps"] if given.isdisjoint(LENGTHS) else [])]
+    kept = {section: then[section] for section in SECTIONS if section not in given}
+    kept["trainer"] = {key: then["trainer"][key] for key in trainer}
     return chosen + [
         f"{section}.{key}={override_value(was)}"
         for section, settings in kept.items()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
-from collections.abc import Callable
 from operator import attrgetter
 
+from gptlite.config.batch import batch_problem, check_batch
 from gptlite.config.length import check_length
 from gptlite.config.schema import Config, schema_names
-from gptlite.data.batches import batch_schedule
 from gptlite.data.check import check_settings as check_data
 from gptlite.errors import ConfigError, did_you_mean
 from gptlite.metrics.sinks import check as check_logger
@@ -25,19 +23,14 @@ from gptlite.parallelism.config import ActivationCheckpointing, Offload
 from gptlite.parallelism.layout import (
     Layout,
     divisors,
-    largest_micro_batch,
     listed,
     num_stages,
     resolve,
     rule,
-    runs_batch,
-    schedule_refuses,
     stages_per_rank,
-    wanted_world,
 )
 from gptlite.precision import Precision, check_precision
 
-MAX_STEP_TOKENS = 2**31  # twenty times the largest published batches; a larger value is probably a typo
 FP8_MULTIPLE = 16  # required by the hardware of each dimension of a matrix product
 SOME, FINITE = sys.float_info.min, sys.float_info.max  # bounds of a finite number above zero
 AT_LEAST_1, OFF_AT_0 = "must be at least 1", "must not be negative; 0 turns it off"
@@ -82,7 +75,7 @@ def check_layout(config: Config) -> None:
     """Check the settings that depend on the layout and on the micro-batch size. Raises ConfigError."""
     layout = config.parallelism
     _parallelism(config)
-    _batch(config)
+    check_batch(config)
     _fp8(config)
     _master_weights(config)
     check_placement(config.optimizer, layout.zero, layout.tensor, layout.offload.value)
@@ -92,7 +85,7 @@ def check_world(config: Config, world: int) -> Layout:
     """Return the layout of a run on `world` ranks. Raises ConfigError, one line, if the degrees do not divide it, or
     the batch sizes do not fit it."""
     layout = resolve(config.parallelism, world)
-    if problem := _batch_problem(config, layout.data_size):
+    if problem := batch_problem(config, layout.data_size):
         raise ConfigError(problem)
     return layout
 
@@ -229,11 +222,6 @@ def _tensor(config: Config) -> None:
 
 def _expert(config: Config) -> None:
     experts, degree = spec_of(config.model).experts(config.model), config.parallelism.expert
-    if experts is not None and config.trainer.compile:
-        raise ConfigError(
-            f"trainer.compile=true cannot run with model.moe.experts={experts}, whose rows differ in number from step "
-            "to step; use trainer.compile=false"
-        )
     if degree == 1:
         return
     if experts is None:
@@ -244,13 +232,6 @@ def _expert(config: Config) -> None:
         raise ConfigError(
             f"model.moe.experts={experts} is not divisible by parallelism.expert={degree}; "
             f"try parallelism.expert={listed(divisors(experts))}"
-        )
-    if config.parallelism.activation_checkpointing is ActivationCheckpointing.selective:
-        # FSDP2 gathers the experts inside a block, by other ops when the block is recomputed than in the forward pass,
-        # and selective checkpointing counts these.
-        raise ConfigError(
-            f"parallelism.activation_checkpointing=selective cannot run with parallelism.expert={degree}; use "
-            "parallelism.activation_checkpointing=full or none"
         )
 
 
@@ -331,77 +312,6 @@ def _pipeline(config: Config) -> None:
             f"trainer.compile=true: the backward pass of a compiled block cannot be split, as parallelism.schedule="
             f"{layout.schedule} does; use trainer.compile=false, or parallelism.schedule=interleaved_1f1b or 1f1b"
         )
-
-
-def _batch(config: Config) -> None:
-    data, layout = config.data, config.parallelism
-    if (tokens := data.global_batch_size * data.sequence_length) > MAX_STEP_TOKENS:
-        raise ConfigError(f"data.global_batch_size={data.global_batch_size} is {tokens:,} tokens per step; lower it")
-    if layout.data is not None:
-        check_world(config, wanted_world(layout, gpus=0))
-        return
-    # The number of ranks is not known yet, so refuse only what no number of them can run.
-    most = data.global_batch_size // (data.micro_batch_size or 1)
-    problems = [_batch_problem(config, data_size) for data_size in (1, max(most, 1))]  # the extremes
-    if all(problems):
-        raise ConfigError(problems[0])
-
-
-def _batch_problem(config: Config, data_size: int) -> str:
-    """Return the reason why the batch cannot be split over `data_size` data-parallel ranks, with the equation; empty if
-    it can, or if its size is not known yet."""
-    if config.data.handed_over:
-        return ""
-    batch, micro, layout = config.data.global_batch_size, config.data.micro_batch_size, config.parallelism
-
-    def fits(batch: int, micro: int) -> bool:
-        return runs_batch(layout, batch, micro, data_size)
-
-    if largest_micro_batch(layout, [batch], data_size) if micro is None else fits(batch, micro):
-        return _ramp_problem(config, data_size)
-    step = (micro or 1) * data_size
-    if batch % step:
-        size = "data.micro_batch_size" + ("" if micro is None else f"={micro}")
-        problem = f"{size} x accumulation x data={data_size} has no integer solution for accumulation"
-    else:
-        count = batch // step
-        problem = f"data.micro_batch_size={micro or 1} x accumulation={count} x data={data_size}: "
-        problem += schedule_refuses(layout, count)
-    sizes = [s for s in divisors(batch // data_size) if fits(batch, s)] if batch % data_size == 0 else []
-    tries = [f"data.micro_batch_size={listed(sizes, 'or')}"] if sizes else []
-    tries.append(f"data.global_batch_size={listed(_nearest(batch, step, lambda b: fits(b, micro or 1)), 'or')}")
-    fewer = [size for size in divisors(data_size)[:-1] if runs_batch(layout, batch, micro or 1, size)]
-    if layout.data == data_size and fewer:  # a degree that was given, or that a resumed run has
-        tries.append(f"parallelism.data={listed(fewer, 'or')}")
-    return f"data.global_batch_size={batch} = {problem}; try {', or '.join(tries)}"
-
-
-def _ramp_problem(config: Config, data_size: int) -> str:
-    """Return the reason why a size in the batch ramp cannot be split over the data-parallel ranks; empty if all can.
-    data.global_batch_size itself must be valid."""
-    data, layout, micro = config.data, config.parallelism, config.data.micro_batch_size or 1
-    sizes = batch_schedule(data.global_batch_size, data.batch_ramp).sizes()
-    if data.micro_batch_size is None and largest_micro_batch(layout, sizes, data_size):
-        return ""
-    size = next((size for size in sizes if not runs_batch(layout, size, micro, data_size)), None)
-    if size is None:
-        return ""
-    unit = micro * data_size
-    words = f"data.batch_ramp={data.batch_ramp} has a global batch of {size}"
-    if size % unit:
-        return (
-            f"{words}, not divisible by data.micro_batch_size={micro} x data={data_size}; "
-            f"take a first size and an increment that are multiples of {unit}"
-        )
-    why = schedule_refuses(layout, size // unit)
-    return f"{words}: {why}; take a larger first size, or an increment that all sizes can run with"
-
-
-def _nearest(value: int, step: int, fits: Callable[[int], bool]) -> list[int]:
-    """Return the multiples of `step` nearest to `value`, below and above, for which `fits` is true."""
-    below = next((n for n in range(value // step * step, 0, -step) if fits(n)), None)
-    above = next(n for n in itertools.count(value // step * step + step, step) if fits(n))
-    return [above] if below is None else [below, above]
 
 
 def _trainer(config: Config) -> None:

@@ -23,7 +23,9 @@ from gptlite.models.config import ModelConfig
 from gptlite.ops.config import OpsConfig
 from gptlite.optimizer import config as optimizers
 from gptlite.optimizer import registry as optimizer_registry
-from gptlite.optimizer.config import OptimizerConfig, ScheduleConfig
+from gptlite.optimizer import schedule_config as schedules
+from gptlite.optimizer.config import OptimizerConfig
+from gptlite.optimizer.schedule_config import ScheduleConfig
 from gptlite.parallelism.config import ParallelismConfig
 from gptlite.plan.config import ClusterConfig
 from gptlite.precision import PrecisionConfig
@@ -91,12 +93,12 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "data": data_registry.SCHEMAS,
     "optimizer": optimizer_registry.SCHEMAS,
     "schedule": {
-        "constant_schema": optimizers.ConstantConfig,
-        "cosine_schema": optimizers.CosineConfig,
-        "linear_schema": optimizers.LinearConfig,
-        "wsd_schema": optimizers.WSDConfig,
-        "inverse_sqrt_schema": optimizers.InverseSqrtConfig,
-        "warmup_schema": optimizers.WarmupConfig,
+        "constant_schema": schedules.ConstantConfig,
+        "cosine_schema": schedules.CosineConfig,
+        "linear_schema": schedules.LinearConfig,
+        "wsd_schema": schedules.WSDConfig,
+        "inverse_sqrt_schema": schedules.InverseSqrtConfig,
+        "warmup_schema": schedules.WarmupConfig,
     },
     "trainer": {"trainer_schema": TrainerConfig},
     "checkpoint": {"checkpoint_schema": CheckpointConfig},

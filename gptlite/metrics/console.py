@@ -19,6 +19,11 @@ def format_count(number: float) -> str:
     return _scaled(number, 1000, ("", "k", "M", "B", "T"))
 
 
+def format_parameters(count: int, idle: int = 0) -> str:
+    """Format a model's size: `10.5M parameters`, of a mixture of experts `10.5M parameters, 4.19M active`."""
+    return f"{format_count(count)} parameters{f', {format_count(count - idle)} active' if idle else ''}"
+
+
 def format_bytes(number: float) -> str:
     """Format a size in binary units: `512 B`, `1.50 KiB`, `0.98 GiB`. The next unit starts at 1000, to keep three
     digits."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gptlite.models.batch_norm import sync_batch_norms, tracking_once
-from gptlite.models.experts import Experts
+from gptlite.models.experts import Experts, Router
 from gptlite.models.heads_norm import HeadsNorm
 from gptlite.models.layers import Head, LayerNorm, Linear, RMSNorm
 from gptlite.models.metrics import Recording
@@ -38,7 +38,7 @@ from gptlite.parallelism.tensor import (
     sum_sliced_gradients,
     tensor_axis,
 )
-from gptlite.parallelism.torch_private import KeptForAll, compile_block, keep_fp32_gradients
+from gptlite.parallelism.torch_private import KeptForAll, OnlyKept, compile_block, keep_fp32_gradients
 from gptlite.parallelism.zero import shard
 from gptlite.precision import Policy
 
@@ -89,10 +89,14 @@ def parallelize(
         if context is not None:
             _set_axis(part, "context", context)
         offload, blocks = ActivationOffload(), list(model.blocks(part).values())
+        if compile:  # experts read their rows' numbers, and routers count loads, which would be compiled anew each time
+            for module in part.modules():
+                if isinstance(module, Experts | Router):
+                    module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         for block in blocks:
             if mode is ActivationCheckpointing.offload:
                 offload.wrap(block, first=block is blocks[0])
-            _recompute(block, mode, split_backward, keyed=model.spec.keyed_dropout)
+            _recompute(block, mode, split_backward, among is not None, keyed=model.spec.keyed_dropout)
             if compile:
                 compile_block(block)  # keeps the module, and so the parameters' names
         set_dtypes(model, part, policy, recomputes=mode.recomputes)
@@ -273,15 +277,17 @@ def _plain_products(part: nn.Module) -> None:
             module.fused = False
 
 
-def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: bool, keyed: bool) -> None:
-    """Wrap a block's forward method in checkpointing; the parameters keep their names. Dropout is replayed from its
-    key, or if it is not `keyed` from the generator's state."""
+def _recompute(
+    block: nn.Module, mode: ActivationCheckpointing, split_backward: bool, gathers: bool, *, keyed: bool
+) -> None:
+    """Wrap a block's forward method in checkpointing; the parameters keep their names. `gathers`: ZeRO gathers some of
+    them inside the block. Dropout is replayed from its key, or if it is not `keyed` from the generator's state."""
     if not mode.recomputes:
         return
     once = tracking_once(block, block.forward)
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=not keyed)
     if mode is ActivationCheckpointing.selective:
-        run = partial(run, context_fn=_keep_for_both_halves if split_backward else _keep)
+        run = partial(run, context_fn=partial(_keep, split_backward, gathers))
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:  # torch.compile does not trace into a partial
         return run(once(), *args, **kwargs)
@@ -289,13 +295,12 @@ def _recompute(block: nn.Module, mode: ActivationCheckpointing, split_backward: 
     block.forward = recomputed  # type: ignore[method-assign]
 
 
-def _keep() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_policy)
-
-
-def _keep_for_both_halves() -> tuple[Any, Any]:
-    forward, backward = _keep()
-    return forward, KeptForAll(backward)
+def _keep(split_backward: bool, gathers: bool) -> tuple[Any, Any]:
+    """Return the contexts of a selective forward pass and of its recomputation."""
+    forward, backward = create_selective_checkpoint_contexts(_policy)
+    if gathers:
+        forward, backward = OnlyKept(forward, is_kept), OnlyKept(backward, is_kept)
+    return forward, KeptForAll(backward) if split_backward else backward
 
 
 def is_kept(op: object) -> bool:

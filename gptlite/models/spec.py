@@ -133,6 +133,10 @@ class ModelSpec(Generic[C]):
         is refused."""
         return None
 
+    def idle_parameters(self, config: C) -> int:
+        """Return the number of parameters of the experts that a token does not take."""
+        return 0
+
     def upcycled(self, config: C, experts: int, top_k: int) -> tuple[C, dict[str, str]]:
         """Return the configuration with that many experts, each a copy of the dense MLP, and `{parameter of experts:
         parameter that each copies}`. Raises ConfigError for a model that cannot have them."""

@@ -3,19 +3,9 @@
 from gptlite.errors import ConfigError
 from gptlite.ops import apex
 from gptlite.optimizer import torchao
-from gptlite.optimizer.config import (
-    AdamW8bitConfig,
-    ApexAdamConfig,
-    ApexLambConfig,
-    CosineConfig,
-    LinearConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    WarmupConfig,
-    WSDConfig,
-    require,
-)
+from gptlite.optimizer.config import AdamW8bitConfig, ApexAdamConfig, ApexLambConfig, OptimizerConfig, require
 from gptlite.optimizer.schedule import resolve_warmup_steps
+from gptlite.optimizer.schedule_config import CosineConfig, LinearConfig, ScheduleConfig, WarmupConfig, WSDConfig
 
 # Alternatives to Apex's optimizers.
 INSTEAD = {"optimizer=apex_adam": "optimizer=adamw", "optimizer=apex_lamb": "optimizer=lamb"}

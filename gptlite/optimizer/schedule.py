@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gptlite.optimizer.config import (
+from gptlite.optimizer.schedule_config import (
     ConstantConfig,
     CosineConfig,
     InverseSqrtConfig,

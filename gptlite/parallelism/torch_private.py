@@ -20,7 +20,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input
 from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 autograd: Any = _autograd  # its type stub is incomplete
 
@@ -237,6 +237,37 @@ class KeptForAll:
 
     def __exit__(self, *error: Any) -> Any:
         return self._context.__exit__(*error)
+
+
+class OnlyKept(TorchDispatchMode):
+    """Context of selective checkpointing that sees only the ops whose results it keeps.
+
+    torch's own counts every op, and raises an error if a recomputation runs others than the forward pass did. FSDP2
+    does if it gathers parameters inside a block.
+    """
+
+    def __init__(self, context: Any, keeps: Callable[[object], bool]) -> None:
+        super().__init__()
+        self._context, self._keeps = context, keeps
+
+    @property
+    def storage(self) -> Any:
+        """The kept results."""
+        return self._context.storage
+
+    @storage.setter
+    def storage(self, value: Any) -> None:
+        self._context.storage = value
+
+    def __enter__(self) -> Any:
+        if hasattr(self._context, "func_counter"):  # not in torch 2.11
+            self._context.func_counter.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._keeps(func):
+            return self._context.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -285,7 +285,7 @@ class _Stage:
     def carried(self) -> int:
         """Bytes of a pass's last reduction, whose buffer is held until the stage's next one begins."""
         split = splits_backward(self.work.parallelism)
-        sizes = [each.reductions[-1].size for each in self.buckets if each.reductions[-1].size]
+        sizes = [last.size for each in self.buckets for last in each.reductions[-1:] if last.size]
         if not sizes or (self.others and not split):
             return self.others
         return sizes[-1 if split else 0]

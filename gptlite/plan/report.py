@@ -13,7 +13,7 @@ from pathlib import Path
 from gptlite.config import Config
 from gptlite.files import write_whole
 from gptlite.invocation import arguments, command
-from gptlite.metrics.console import WIDTH, banner, format_bytes, format_count, format_duration, table
+from gptlite.metrics.console import WIDTH, banner, format_bytes, format_count, format_duration, format_parameters, table
 from gptlite.models.spec import spec_of
 from gptlite.parallelism.config import Offload
 from gptlite.plan.capacity import GIB, MEMORY_ERROR
@@ -36,10 +36,10 @@ INDENT = "    "  # of the layout's description below its figures
 
 def report(plan: Plan, top: int, tokens: float | None = None) -> str:
     """Return the banner, the table of the `top` layouts and the command that trains the best."""
-    found, work = plan.found, plan.best.work
+    found, work, spec = plan.found, plan.best.work, spec_of(plan.best.work.model)
     guessed = f" (assumed: {plan.assumed})" * bool(plan.assumed)
     lines = [
-        ("model", f"{_label(work)}: {format_count(num_parameters(work.model))} parameters"
+        ("model", f"{_label(work)}: {format_parameters(num_parameters(work.model), spec.idle_parameters(work.model))}"
                   f"{f', vocabulary of {vocabulary_of(work.model)}{guessed}' * (work.sample is None)}"),
         ("cluster", _cluster_words(plan.cluster)),
         ("batch", _batch_words(work)),

@@ -34,8 +34,8 @@ from gptlite.models.model import Model
 from gptlite.models.parallelize import build_passes, materialize
 from gptlite.ops.config import LOGIT_BYTES, PRODUCTS, SOFTMAX_BYTES, Attention, CrossEntropy
 from gptlite.ops.select import PLAIN, Ops
-from gptlite.optimizer.config import ConstantConfig
 from gptlite.optimizer.schedule import Schedule
+from gptlite.optimizer.schedule_config import ConstantConfig
 from gptlite.optimizer.state import optimizer_state
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import Layout, rule

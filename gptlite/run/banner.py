@@ -11,7 +11,7 @@ from gptlite.config import Config, to_dict
 from gptlite.config.schema import schema_names
 from gptlite.data.prepared import PreparedData
 from gptlite.data.samples import SampleSets
-from gptlite.metrics.console import banner, format_count
+from gptlite.metrics.console import banner, format_count, format_parameters
 from gptlite.metrics.devices import device_peak_flops
 from gptlite.metrics.meter import Throughput
 from gptlite.metrics.sinks import Sink, build_sinks, wandb_id
@@ -51,10 +51,11 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
     total = schedule.trained(schedule.after(0, steps)) * length
     arithmetic = f"{format_count(total * per_token)} FLOP" if per_token else "FLOP n/a"
     count = sum({name: size for each in sizes for name, size in each.items()}.values())
+    size = format_parameters(count, spec.idle_parameters(model))
     lines = [
         ("device", f"{device_words(mesh.device)}, torch {torch.__version__}"),
         *_layout(config.parallelism, folder.layout, mesh, accumulation, elements, layers),
-        ("model", f"{spec.label(model)}: {format_count(count)} parameters, {spec.words(model)}".removesuffix(", ")),
+        ("model", f"{spec.label(model)}: {size}, {spec.words(model)}".removesuffix(", ")),
         ("precision", f"{policy.name} ({policy.reason})"),
         ("ops", ", ".join(ops.reasons_without(*["adamw"] * (not config.optimizer.adam_kernel)))),
         ("optimizer", _optimizer(config)),

@@ -14,7 +14,8 @@ from gptlite.config import CONF_DIR, SCHEMAS, from_yaml, load, presets_of, saved
 from gptlite.config.command_line import parse_arguments
 from gptlite.errors import ConfigError
 from gptlite.ops import apex
-from gptlite.optimizer.config import CosineConfig, LionConfig
+from gptlite.optimizer.config import LionConfig
+from gptlite.optimizer.schedule_config import CosineConfig
 
 ROOT = CONF_DIR.parent
 GROUPS = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name[0] not in "._")

@@ -25,7 +25,6 @@ def cells() -> list[Cell]:
     taken in turn."""
     found, schedules, balances = [], cycle(SCHEDULES), cycle(BALANCES)
     recomputed, slices = cycle(("none", "full", "none", "selective")), cycle((False, True))
-    whole = cycle(("none", "full"))  # selective is refused with shared experts
     for (tensor, pipeline, context, data), expert, zero in product(DEGREES, (1, 2, 4, 8), range(4)):
         if (data * context) % expert:
             continue
@@ -39,7 +38,7 @@ def cells() -> list[Cell]:
                 schedule=next(schedules) if pipeline > 1 else "none",
                 sequence=tensor > 1 and next(slices),
                 accumulation=4 if pipeline > 1 else 2,
-                checkpointing=next(recomputed) if expert == 1 else next(whole),
+                checkpointing=next(recomputed),
                 shared=next(balances),
                 more=(f"parallelism.expert={expert}",),
             )
@@ -49,6 +48,9 @@ def cells() -> list[Cell]:
 
 CELLS = cells()
 HYBRID = Cell(data=8, replicate=2, zero=2, accumulation=2, shared=BIAS, more=("parallelism.expert=2",))
+# Compiled blocks leave experts and routers out; selective recomputation meets gathers inside blocks.
+COMPILED = Cell(data=2, zero=3, accumulation=2, shared=LOSSES, more=("parallelism.expert=2", "trainer.compile=true"))
+SELECTIVE = Cell(data=2, zero=3, accumulation=2, checkpointing="selective", shared=LOSSES, more=COMPILED.more[:1])
 EXPERT = Cell(data=2, accumulation=2, shared=BIAS, more=("parallelism.expert=2",))
 SLICED = Cell(tensor=2, accumulation=2, shared=LOSSES)
 RECOMPUTED = Cell(data=2, accumulation=2, checkpointing="full", shared=BIAS)

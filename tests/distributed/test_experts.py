@@ -3,17 +3,16 @@
 import pytest
 from marking import marked
 
-from distributed.moe_cells import BALANCES, CELLS, DEGREES, HYBRID
+from distributed.moe_cells import BALANCES, CELLS, COMPILED, DEGREES, HYBRID, SELECTIVE
 from distributed.parity_cells import Pool, judge
 from gptlite.parity.report import row
 
 QUICK = (37, 70)  # tensor, context and expert parallelism with ZeRO, and a pipeline
-ORDER = [*QUICK, *(index for index in range(len(CELLS)) if index not in QUICK)]
+OTHERS = [cell for index, cell in enumerate(CELLS) if index not in QUICK]
+LAYOUTS = [SELECTIVE, *(CELLS[index] for index in QUICK), COMPILED, *OTHERS, HYBRID]
 
 
-@pytest.mark.parametrize(
-    "cell", marked([CELLS[index] for index in ORDER] + [HYBRID], quick=2, slow=6, name=lambda cell: cell.id)
-)
+@pytest.mark.parametrize("cell", marked(LAYOUTS, quick=3, slow=7, name=lambda cell: cell.id))
 def test_a_layout_trains_as_one_process_does(cell, pool: Pool):
     result = pool.run(cell, timeout=240)
     same, words = judge(pool.references, cell, result)

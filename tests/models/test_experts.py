@@ -240,11 +240,6 @@ def test_a_cache_changes_no_logits():
         ),
         (["parallelism.expert=0"], "parallelism.expert=0 must be at least 1"),
         (["model.moe.experts=0", "parallelism.expert=2"], "parallelism.expert=2: the model has no experts"),
-        (
-            ["parallelism.expert=2", "parallelism.activation_checkpointing=selective"],
-            "parallelism.activation_checkpointing=selective cannot run with parallelism.expert=2",
-        ),
-        (["trainer.compile=true"], "trainer.compile=true cannot run with model.moe.experts=8"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_key(overrides, words):

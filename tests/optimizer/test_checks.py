@@ -11,16 +11,12 @@ from gptlite.optimizer.config import (
     AdafactorConfig,
     AdamConfig,
     AdamWConfig,
-    CosineConfig,
-    InverseSqrtConfig,
     LambConfig,
-    LinearConfig,
     LionConfig,
     MuonConfig,
     SGDConfig,
-    WarmupConfig,
-    WSDConfig,
 )
+from gptlite.optimizer.schedule_config import CosineConfig, InverseSqrtConfig, LinearConfig, WarmupConfig, WSDConfig
 
 REFUSED_OPTIMIZERS = [
     (AdamWConfig(lr=0.0), "optimizer.lr=0.0 must be above 0"),

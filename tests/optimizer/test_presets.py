@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from gptlite.ops import apex
 from gptlite.optimizer import config as classes
+from gptlite.optimizer import schedule_config as schedules
 from gptlite.optimizer.checks import check_optimizer
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -20,12 +21,12 @@ OPTIMIZERS = {name: kind for name, kind in classes.OPTIMIZERS.items() if kind.__
 # The others take the model's published rate, which is AdamW's.
 RATES = {"lamb": 6e-3, "apex_lamb": 6e-3, "lion": 1e-4, "adafactor": 1e-2}
 SCHEDULES = {
-    "constant": classes.ConstantConfig,
-    "cosine": classes.CosineConfig,
-    "inverse_sqrt": classes.InverseSqrtConfig,
-    "linear": classes.LinearConfig,
-    "warmup": classes.WarmupConfig,
-    "wsd": classes.WSDConfig,
+    "constant": schedules.ConstantConfig,
+    "cosine": schedules.CosineConfig,
+    "inverse_sqrt": schedules.InverseSqrtConfig,
+    "linear": schedules.LinearConfig,
+    "warmup": schedules.WarmupConfig,
+    "wsd": schedules.WSDConfig,
 }
 PRESETS = [("optimizer", *item) for item in OPTIMIZERS.items()] + [("schedule", *item) for item in SCHEDULES.items()]
 

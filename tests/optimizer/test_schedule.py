@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from gptlite.optimizer.config import (
+from gptlite.optimizer.schedule import Schedule, set_lr
+from gptlite.optimizer.schedule_config import (
     ConstantConfig,
     CosineConfig,
     InverseSqrtConfig,
@@ -17,7 +18,6 @@ from gptlite.optimizer.config import (
     WarmupDecay,
     WSDConfig,
 )
-from gptlite.optimizer.schedule import Schedule, set_lr
 
 STEPS, WARMUP = 50, 10
 EVERY_SHAPE = [ConstantConfig, CosineConfig, LinearConfig, WSDConfig, InverseSqrtConfig, WarmupConfig]

@@ -33,10 +33,16 @@ def _matrices(config: GPTConfig, *, all_experts: bool = False) -> int:
     take."""
     moe, dense = config.moe, config.num_layers - config.moe_layers
     hidden = dense * (config.up_size + config.ffn_size)
-    number = moe.shared + (moe.experts if all_experts else moe.top_k)
     expert = config.up_width(config.expert_size) + config.expert_size
-    hidden += config.moe_layers * (moe.experts + number * expert)
-    return config.d_model * (config.num_layers * (config.qkv_size + config.query_size) + hidden)
+    hidden += config.moe_layers * (moe.experts + (moe.shared + moe.top_k) * expert)
+    idle = idle_parameters(config) if all_experts else 0
+    return config.d_model * (config.num_layers * (config.qkv_size + config.query_size) + hidden) + idle
+
+
+def idle_parameters(config: GPTConfig) -> int:
+    """Return the number of weights of experts that a token does not take."""
+    idle = config.moe_layers * (config.moe.experts - config.moe.top_k)
+    return max(0, idle) * config.d_model * (config.up_width(config.expert_size) + config.expert_size)
 
 
 def head_flops(config: GPTConfig) -> int:

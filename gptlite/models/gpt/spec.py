@@ -11,7 +11,7 @@ from gptlite.errors import ConfigError
 from gptlite.models.gpt.activations import block_bytes, head_bytes, scores_bytes
 from gptlite.models.gpt.config import GPTConfig, MoEConfig, Norm, Position
 from gptlite.models.gpt.experts import check_experts, experts_words, mlp_sizes
-from gptlite.models.gpt.flops import head_flops, layer_flops
+from gptlite.models.gpt.flops import head_flops, idle_parameters, layer_flops
 from gptlite.models.spec import Constant, Cut, Matrices, ModelSpec, Normal
 from gptlite.parallelism.layout import divisors, listed
 
@@ -108,6 +108,9 @@ class GPTSpec(ModelSpec[GPTConfig]):
 
     def experts(self, config: GPTConfig) -> int | None:
         return config.moe.experts or None
+
+    def idle_parameters(self, config: GPTConfig) -> int:
+        return idle_parameters(config)
 
     def upcycled(self, config: GPTConfig, experts: int, top_k: int) -> tuple[GPTConfig, dict[str, str]]:
         if config.moe.experts:

@@ -1,0 +1,94 @@
+"""Check of the global batch: its split over data-parallel ranks and micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from gptlite.config.schema import Config
+from gptlite.data.batches import batch_schedule
+from gptlite.errors import ConfigError
+from gptlite.parallelism.layout import (
+    divisors,
+    largest_micro_batch,
+    listed,
+    resolve,
+    runs_batch,
+    schedule_refuses,
+    wanted_world,
+)
+
+MAX_STEP_TOKENS = 2**31  # twenty times the largest published batches; a larger value is probably a typo
+
+
+def check_batch(config: Config) -> None:
+    """Raise ConfigError for a global batch that cannot be split over the ranks."""
+    data, layout = config.data, config.parallelism
+    if (tokens := data.global_batch_size * data.sequence_length) > MAX_STEP_TOKENS:
+        raise ConfigError(f"data.global_batch_size={data.global_batch_size} is {tokens:,} tokens per step; lower it")
+    if layout.data is not None:
+        if problem := batch_problem(config, resolve(layout, wanted_world(layout, gpus=0)).data_size):
+            raise ConfigError(problem)
+        return
+    # The number of ranks is not known yet, so refuse only what no number of them can run.
+    most = data.global_batch_size // (data.micro_batch_size or 1)
+    problems = [batch_problem(config, data_size) for data_size in (1, max(most, 1))]  # the extremes
+    if all(problems):
+        raise ConfigError(problems[0])
+
+
+def batch_problem(config: Config, data_size: int) -> str:
+    """Return the reason why the batch cannot be split over `data_size` data-parallel ranks, with the equation; empty if
+    it can, or if its size is not known yet."""
+    if config.data.handed_over:
+        return ""
+    batch, micro, layout = config.data.global_batch_size, config.data.micro_batch_size, config.parallelism
+
+    def fits(batch: int, micro: int) -> bool:
+        return runs_batch(layout, batch, micro, data_size)
+
+    if largest_micro_batch(layout, [batch], data_size) if micro is None else fits(batch, micro):
+        return _ramp_problem(config, data_size)
+    step = (micro or 1) * data_size
+    if batch % step:
+        size = "data.micro_batch_size" + ("" if micro is None else f"={micro}")
+        problem = f"{size} x accumulation x data={data_size} has no integer solution for accumulation"
+    else:
+        count = batch // step
+        problem = f"data.micro_batch_size={micro or 1} x accumulation={count} x data={data_size}: "
+        problem += schedule_refuses(layout, count)
+    sizes = [s for s in divisors(batch // data_size) if fits(batch, s)] if batch % data_size == 0 else []
+    tries = [f"data.micro_batch_size={listed(sizes, 'or')}"] if sizes else []
+    tries.append(f"data.global_batch_size={listed(_nearest(batch, step, lambda b: fits(b, micro or 1)), 'or')}")
+    fewer = [size for size in divisors(data_size)[:-1] if runs_batch(layout, batch, micro or 1, size)]
+    if layout.data == data_size and fewer:  # a degree that was given, or that a resumed run has
+        tries.append(f"parallelism.data={listed(fewer, 'or')}")
+    return f"data.global_batch_size={batch} = {problem}; try {', or '.join(tries)}"
+
+
+def _ramp_problem(config: Config, data_size: int) -> str:
+    """Return the reason why a size in the batch ramp cannot be split over the data-parallel ranks; empty if all can.
+    data.global_batch_size itself must be valid."""
+    data, layout, micro = config.data, config.parallelism, config.data.micro_batch_size or 1
+    sizes = batch_schedule(data.global_batch_size, data.batch_ramp).sizes()
+    if data.micro_batch_size is None and largest_micro_batch(layout, sizes, data_size):
+        return ""
+    size = next((size for size in sizes if not runs_batch(layout, size, micro, data_size)), None)
+    if size is None:
+        return ""
+    unit = micro * data_size
+    words = f"data.batch_ramp={data.batch_ramp} has a global batch of {size}"
+    if size % unit:
+        return (
+            f"{words}, not divisible by data.micro_batch_size={micro} x data={data_size}; "
+            f"take a first size and an increment that are multiples of {unit}"
+        )
+    why = schedule_refuses(layout, size // unit)
+    return f"{words}: {why}; take a larger first size, or an increment that all sizes can run with"
+
+
+def _nearest(value: int, step: int, fits: Callable[[int], bool]) -> list[int]:
+    """Return the multiples of `step` nearest to `value`, below and above, for which `fits` is true."""
+    below = next((n for n in range(value // step * step, 0, -step) if fits(n)), None)
+    above = next(n for n in itertools.count(value // step * step + step, step) if fits(n))
+    return [above] if below is None else [below, above]
