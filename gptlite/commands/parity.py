@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from gptlite.commands.train import run_command
 from gptlite.config import Config, load
-from gptlite.config.checks import check_world
+from gptlite.config.batch import check_world
 from gptlite.config.deepspeed import with_deepspeed
 from gptlite.errors import ConfigError
 from gptlite.launch.starter import starter

@@ -9,6 +9,7 @@ from gptlite.config.schema import Config
 from gptlite.data.batches import batch_schedule
 from gptlite.errors import ConfigError
 from gptlite.parallelism.layout import (
+    Layout,
     divisors,
     largest_micro_batch,
     listed,
@@ -27,17 +28,25 @@ def check_batch(config: Config) -> None:
     if (tokens := data.global_batch_size * data.sequence_length) > MAX_STEP_TOKENS:
         raise ConfigError(f"data.global_batch_size={data.global_batch_size} is {tokens:,} tokens per step; lower it")
     if layout.data is not None:
-        if problem := batch_problem(config, resolve(layout, wanted_world(layout, gpus=0)).data_size):
-            raise ConfigError(problem)
+        check_world(config, wanted_world(layout, gpus=0))
         return
     # The number of ranks is not known yet, so refuse only what no number of them can run.
     most = data.global_batch_size // (data.micro_batch_size or 1)
-    problems = [batch_problem(config, data_size) for data_size in (1, max(most, 1))]  # the extremes
+    problems = [_batch_problem(config, data_size) for data_size in (1, max(most, 1))]  # the extremes
     if all(problems):
         raise ConfigError(problems[0])
 
 
-def batch_problem(config: Config, data_size: int) -> str:
+def check_world(config: Config, world: int) -> Layout:
+    """Return the layout of a run on `world` ranks. Raises ConfigError, one line, if the degrees do not divide it, or
+    the batch sizes do not fit it."""
+    layout = resolve(config.parallelism, world)
+    if problem := _batch_problem(config, layout.data_size):
+        raise ConfigError(problem)
+    return layout
+
+
+def _batch_problem(config: Config, data_size: int) -> str:
     """Return the reason why the batch cannot be split over `data_size` data-parallel ranks, with the equation; empty if
     it can, or if its size is not known yet."""
     if config.data.handed_over:

@@ -6,7 +6,7 @@ import math
 import sys
 from operator import attrgetter
 
-from gptlite.config.batch import batch_problem, check_batch
+from gptlite.config.batch import check_batch
 from gptlite.config.length import check_length
 from gptlite.config.schema import Config, schema_names
 from gptlite.data.check import check_settings as check_data
@@ -79,15 +79,6 @@ def check_layout(config: Config) -> None:
     _fp8(config)
     _master_weights(config)
     check_placement(config.optimizer, layout.zero, layout.tensor, layout.offload.value)
-
-
-def check_world(config: Config, world: int) -> Layout:
-    """Return the layout of a run on `world` ranks. Raises ConfigError, one line, if the degrees do not divide it, or
-    the batch sizes do not fit it."""
-    layout = resolve(config.parallelism, world)
-    if problem := batch_problem(config, layout.data_size):
-        raise ConfigError(problem)
-    return layout
 
 
 def check_forward(config: Config, world: int) -> Layout:

@@ -21,7 +21,8 @@ from gptlite.checkpoint.load import load_tensors, verify_together
 from gptlite.checkpoint.manifest import read_manifest
 from gptlite.checkpoint.store import step_folders
 from gptlite.config import Config, from_yaml, to_yaml
-from gptlite.config.checks import check_device, check_world
+from gptlite.config.batch import check_world
+from gptlite.config.checks import check_device
 from gptlite.data.samples import SampleBatch
 from gptlite.engine.batches import HandedOver, agreed_samples, in_step, micro_batches
 from gptlite.engine.module import ModuleSpec

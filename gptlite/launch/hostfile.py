@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gptlite.config import Config, load
-from gptlite.config.checks import check_world
+from gptlite.config.batch import check_world
 from gptlite.errors import ConfigError
 from gptlite.invocation import arguments, python
 from gptlite.launch.starter import starter

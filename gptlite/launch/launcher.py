@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gptlite.config import Config, with_vocabulary
-from gptlite.config.checks import check_device, check_world
+from gptlite.config.batch import check_world
+from gptlite.config.checks import check_device
 from gptlite.config.warm_start import refuse_larger_vocabulary
 from gptlite.data.config import SyntheticConfig, TokensConfig
 from gptlite.data.vocabulary import find_vocabulary

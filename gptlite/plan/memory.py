@@ -19,7 +19,7 @@ from gptlite.parallelism.axes import EXPERT
 from gptlite.parallelism.config import Offload
 from gptlite.parallelism.layout import rule, splits_backward
 from gptlite.plan.cache import cached
-from gptlite.plan.parameters import Stage, copies, cut, expert_shards, gathered_elements, stages
+from gptlite.plan.parameters import Stage, copies, cut, expert_shards, gathered_elements, shared, stages
 from gptlite.plan.profile import Segment, halves_of, profile_of
 from gptlite.plan.traffic import buffers_bytes, message_bytes
 from gptlite.plan.walk import Turn, turns
@@ -267,16 +267,17 @@ class _Stage:
             # While the experts that ranks share are gathered, what is prefetched is without those.
             without = stage.bucket(kinds, self.shards, experts=False) * work.gather_item * (gathered > 0)
             before = next((each.without for each in reversed(self.buckets) if each.gathered), without)
-            ahead, parameters = without if times > 1 else before, [each for kind in kinds for each in stage.kinds[kind]]
+            parameters = tuple(each for kind in kinds for each in stage.kinds[kind])
             reductions = tuple(
                 _Reduction(
-                    sum(each.gathered(self.shards) for each in some) * work.reduce_item * sharded,
+                    gathered_elements(some, self.shards) * work.reduce_item * sharded,
                     sum(each.elements for each in some) * held * self.holds,
                     expert_shards(self.shards, some[0].among),
                 )
-                for some in ([p for p in parameters if (p.among > 1) == experts] for experts in (True, False))
+                for some in (shared(parameters, True), shared(parameters, False))
                 if some
             )
+            ahead = without if times > 1 else before
             self.buckets.append(_Bucket(kinds, times, gathered, ahead, without, reductions))
         self.gathered = sum(each.gathered * each.times for each in self.buckets)
         self.gradients = sum(each.gradients * each.times for each in self.buckets)

@@ -126,14 +126,14 @@ class Stage:
 
     def bucket(self, kinds: Iterable[int], shards: int, *, experts: bool = True) -> int:
         """Return the elements of a gathered bucket, with or without the experts that ranks share."""
-        held = (self.kinds[kind] if experts else _share(self.kinds[kind], False) for kind in kinds)
+        held = (self.kinds[kind] if experts else shared(self.kinds[kind], False) for kind in kinds)
         return sum(gathered_elements(each, shards) for each in held)
 
     def groups(self, bucket_layers: int, shards: int) -> list[Group]:
         """Return FSDP2's groups, in order: the experts of each block, the other parameters, the buckets."""
 
         def elements(kinds: Iterable[int], experts: bool) -> int:
-            return sum(shard_elements(_share(self.kinds[kind], experts), shards) for kind in kinds)
+            return sum(shard_elements(shared(self.kinds[kind], experts), shards) for kind in kinds)
 
         among = max((each.among for kind in self.kinds for each in kind), default=1)
         experts = [Group(elements([kind], True), count, True, among) for kind, count in self.runs] if among > 1 else []
@@ -310,6 +310,6 @@ def gathered_elements(parameters: tuple[Parameter, ...], shards: int) -> int:
 
 
 @lru_cache
-def _share(parameters: tuple[Parameter, ...], experts: bool) -> tuple[Parameter, ...]:
+def shared(parameters: tuple[Parameter, ...], experts: bool) -> tuple[Parameter, ...]:
     """Return the parameters of experts that ranks share, or the others."""
     return tuple(each for each in parameters if (each.among > 1) == experts)

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gptlite.errors import ConfigError
 from gptlite.models.batch_norm import SyncedBatchNorm
-from gptlite.models.experts import Experts
 from gptlite.models.model import Model
 from gptlite.models.spec import spec_of
 from gptlite.ops.inputs import Inputs
@@ -34,7 +33,7 @@ from gptlite.parallelism.torch_private import flash_attention_only, stage_backwa
 from gptlite.parallelism.zero import local_tensor
 from gptlite.plan.parameters import BLOCKS, num_blocks, repeats, with_blocks
 from gptlite.plan.profile import ADDED, GRADIENT, PARTS, PLAIN, UPSTREAM, Event, Halves, Op, Profile, Segment
-from gptlite.plan.simulate import CPU, as_on, mesh_of, ops_of, policy_of, zero_batch
+from gptlite.plan.simulate import CPU, as_on, assume_loads, mesh_of, ops_of, policy_of, zero_batch
 from gptlite.plan.traffic import block_input
 from gptlite.plan.watch import Change, Watch
 from gptlite.plan.workload import Transfer, Workload
@@ -205,11 +204,10 @@ def _recorded(work: Workload, tp_rank: int, blocks: int) -> Iterator[_Part]:
         # Without data ranks, so that FSDP2 does not wrap the model.
         part_mesh = replace(mesh, layout=replace(layout, sizes=(1, 1, 1, tensor)), device=torch.device(work.device))
         (module,) = build_parts(model, _alone(work.parallelism), part_mesh, policy, ops_of(work))
+        assume_loads([module], work)
         for each in module.modules():
             if isinstance(each, SyncedBatchNorm):
                 each.mesh = mesh
-            elif isinstance(each, Experts):
-                each.imbalance = work.imbalance
         _own_parameters(model, module, policy if work.sharded else None)
         if work.layout.size("pp") == 1:  # in a pipeline both ends have a copy instead
             model.tie(module)

@@ -237,8 +237,7 @@ def watched_step(work: Workload, rank: int, micro_batches: int) -> StepWatch:
         model = Model.of(work.model, policy)
         device_mesh = replace(mesh, device=torch.device(work.device))  # the device selects ZeRO's collectives
         parts = build_parts(model, work.parallelism, device_mesh, policy, ops_of(work))
-        for experts in (module for part in parts for module in part.modules() if isinstance(module, Experts)):
-            experts.imbalance = work.imbalance
+        assume_loads(parts, work)
         watch = StepWatch(mesh, work.device)
         for module in (module for part in parts for module in sharded_modules(part)):
             if work.device == "cpu" and mesh.size("dp_shard") > 1:
@@ -286,6 +285,12 @@ def _loader(work: Workload, micro_batches: int, watch: Watch) -> Loader:
     )
     loader.num_micro_batches, loader.micro_batches = micro_batches, lambda consumed_samples: micro_batches
     return cast(Loader, loader)
+
+
+def assume_loads(parts: Sequence[nn.Module], work: Workload) -> None:
+    """Set the rows that experts assume to receive from other ranks."""
+    for experts in (module for part in parts for module in part.modules() if isinstance(module, Experts)):
+        experts.imbalance = work.imbalance
 
 
 def zero_batch(work: Workload) -> tuple[Any, Any]:

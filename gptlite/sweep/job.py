@@ -70,7 +70,7 @@ def run_cell(raw: DictConfig) -> float | None:
 
 def attempt(raw: DictConfig, cell: Record, log: Path, before: float) -> Record:
     """Run a cell with its output in `log`, and return its record. `before` is the seconds of earlier attempts."""
-    from gptlite.config.checks import check_world
+    from gptlite.config.batch import check_world
     from gptlite.launch.elastic import Ended
     from gptlite.launch.launcher import planned, start_ranks
 

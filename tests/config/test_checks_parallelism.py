@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 
 from gptlite.config import CONF_DIR, from_yaml, load, to_yaml
-from gptlite.config.checks import check, check_world
+from gptlite.config.batch import check_world
+from gptlite.config.checks import check
 from gptlite.data.batches import batch_schedule
 from gptlite.errors import ConfigError
 from gptlite.parallelism.layout import SCHEDULES, Layout, largest_micro_batch, wanted_world

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from distributed.cell import BASE
 from gptlite.config import load
-from gptlite.config.checks import check_world
+from gptlite.config.batch import check_world
 from gptlite.errors import ConfigError
 
 

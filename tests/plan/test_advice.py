@@ -6,7 +6,7 @@ import pytest
 from token_folders import write_folder
 
 from gptlite.config import Config, load
-from gptlite.config.checks import check_world
+from gptlite.config.batch import check_world
 from gptlite.plan.advice import advice_lines, memory_advice
 from gptlite.plan.local import assumed
 from gptlite.plan.memory import most
