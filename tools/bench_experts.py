@@ -17,6 +17,7 @@ from timing import in_turn, seconds
 
 from gptlite.config.command_line import run_tool
 from gptlite.errors import ConfigError
+from gptlite.launch.launcher import keep_freed_memory
 
 
 @dataclass
@@ -41,6 +42,7 @@ def main(arguments: Arguments) -> None:
         raise ConfigError(f"tokens={arguments.tokens} is not a multiple of 256, the length of a sequence")
     if not 1 <= arguments.top_k <= arguments.experts:
         raise ConfigError(f"top_k={arguments.top_k} must be from 1 to experts={arguments.experts}")
+    keep_freed_memory()  # as training does, before any tensor is created
     calls = contenders(arguments)
     found = in_turn({name: lambda call=call: seconds(call) for name, call in calls.items()}, arguments.repeats)
     times = {name: median(each) for name, each in found.items()}
