@@ -118,6 +118,7 @@ class Experts(nn.Module):
     """
 
     matmul_dtype: torch.dtype | None = None
+    fp8 = False
     imbalance = 1.0  # rows that arrive over those that are sent, where tensors have no values
 
     def __init__(self, experts: int, width: int, up: int, hidden: int, activation: str, *, fused: bool) -> None:
@@ -166,9 +167,9 @@ class Experts(nn.Module):
 
     def _outputs(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return the experts' outputs for rows sorted by expert."""
-        hidden = grouped_linear(rows, local(self.up), ends)
+        hidden = grouped_linear(rows, local(self.up), ends, fp8=self.fp8)
         hidden = bias_activation(hidden, None, self.activation, self.fused)
-        return grouped_linear(hidden, local(self.down), ends)
+        return grouped_linear(hidden, local(self.down), ends, fp8=self.fp8)
 
     def _sizes(self, dispatch: Dispatch, axis: ExpertAxis) -> tuple[list[int], list[int], Tensor]:
         """Return the number of rows for each rank and from each, and the local expert of each row that arrives."""

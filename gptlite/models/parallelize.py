@@ -116,7 +116,7 @@ def set_dtypes(model: Model, part: nn.Module, policy: Policy, *, recomputes: boo
             module.matmul_dtype = None if policy.stream_dtype == policy.compute_dtype else policy.compute_dtype
         elif isinstance(module, NORMS):
             module.fp32 = policy.fp32_norms
-        if policy.fp8 and isinstance(module, Linear):
+        if policy.fp8 and isinstance(module, Linear | Experts):
             module.fp8 = True
         elif policy.fp8 and isinstance(module, IN_BLOCKS):
             module.multiply = fp8_linear  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from gptlite.ops.fp8 import GRADIENT, INPUT, fp8_linear, fp8_product
 from gptlite.ops.weight_copies import as_dtype
 
 ALIGNMENT = 16  # bytes: torch's grouped products take only strides that are multiples of it
@@ -56,15 +57,18 @@ class Dispatch:
         return (choices * weights.unsqueeze(-1)).sum(-2).to(rows.dtype)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, fused: bool = True) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, fused: bool = True, fp8: bool = False) -> Tensor:
     """Return x [N, in] times the transposed weights [E, out, in] of each row's expert, [N, out], in x's dtype.
 
-    `fused`: grouped products; else the reference, a loop over the experts under autograd.
+    `fused`: grouped GEMMs; else the reference, a loop over the experts under autograd. `fp8`: the GEMMs run in fp8,
+    with one scale for the rows of an expert and one for its weight.
     """
     weight = as_dtype(weight, x.dtype)
     if fused:
-        return _GroupedLinear.apply(x, weight, ends)
-    return torch.cat([F.linear(x[rows], each) for rows, each in zip(_groups(ends), weight, strict=True)])
+        return _GroupedLinear.apply(x, weight, ends, fp8)
+    linear = fp8_linear if fp8 else F.linear
+    groups = [(rows, each) for rows, each in zip(_groups(ends), weight, strict=True) if rows.start < rows.stop]
+    return torch.cat([linear(x[rows], each) for rows, each in groups])
 
 
 def _groups(ends: Tensor) -> list[slice]:
@@ -75,29 +79,35 @@ def _groups(ends: Tensor) -> list[slice]:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, fp8: bool) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        return grouped_product(x, weight.mT, ends)
+        ctx.fp8 = GRADIENT if fp8 else None
+        return grouped_product(x, weight.mT, ends, INPUT if fp8 else None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):
         x, weight, ends = ctx.saved_tensors
         dy = dy.contiguous()
-        dx = grouped_product(dy, weight, ends) if ctx.needs_input_grad[0] else None
-        dweight = grouped_product(dy.t(), x, ends) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None
+        dx = grouped_product(dy, weight, ends, ctx.fp8) if ctx.needs_input_grad[0] else None
+        dweight = grouped_product(dy.t(), x, ends, ctx.fp8) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None, None
 
 
 # An op of its own, since torch's has no formula for FLOPs and runs on the meta device only in bf16. Its namespace is
 # not that of the kernels' library.
 @torch.library.custom_op("gptlite_experts::grouped_product", mutates_args=())
-def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(a: Tensor, b: Tensor, ends: Tensor, fp8: torch.dtype | None = None) -> Tensor:
     """Return the matrix products of consecutive groups, which end at `ends`: the rows of a [N, k] times b [E, k, m],
-    giving [N, m]; or the columns of a [n, N] times the rows of b [N, m], giving [E, n, m]. A loop where torch has no
-    grouped GEMM, and on a CPU in 16 bits."""
+    giving [N, m]; or the columns of a [n, N] times the rows of b [N, m], giving [E, n, m].
+
+    `fp8`: multiply in fp8, with a in this format. A loop in fp8, where torch has no grouped GEMM, and on a CPU in
+    16 bits.
+    """
     if not a.numel():  # no rows, of any expert
         return _grouped_shape(a, b, ends).zero_()
+    if fp8 is not None:
+        return _fp8_groups(a, b, ends, fp8)
     if a.device.type == "cpu" and a.element_size() == 2 and b.ndim == 3:
         return _rows_in_eights(a, b, ends)
     if a.dtype != torch.float64 and _aligned(a) and _aligned(b):
@@ -105,6 +115,19 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if b.ndim == 3:
         return torch.cat([a[rows] @ each for rows, each in zip(_groups(ends), b, strict=True)])
     return torch.stack([a[:, rows] @ b[rows] for rows in _groups(ends)])
+
+
+def _fp8_groups(a: Tensor, b: Tensor, ends: Tensor, fp8: torch.dtype) -> Tensor:
+    """Return grouped_product in fp8: torch's grouped GEMM has no scale for a whole group. Waits for `ends`."""
+    out = _grouped_shape(a, b, ends).zero_()
+    for index, rows in enumerate(_groups(ends)):
+        if rows.start == rows.stop:
+            continue
+        if b.ndim == 3:
+            out[rows] = fp8_product(a[rows], b[index], fp8)
+        else:
+            out[index] = fp8_product(a[:, rows], b[rows], fp8)
+    return out
 
 
 def _rows_in_eights(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -125,7 +148,7 @@ def _aligned(tensor: Tensor) -> bool:
     return all(step * tensor.element_size() % ALIGNMENT == 0 for step in tensor.stride() if step != 1)
 
 
-def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor, fp8: torch.dtype | None = None) -> Tensor:
     """Return an empty tensor for the products."""
     if b.ndim == 3:
         return a.new_empty(a.shape[0], b.shape[2])

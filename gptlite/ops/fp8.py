@@ -35,6 +35,13 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if bias is None else out + bias
 
 
+def fp8_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a [N, K] times b [K, M] in a's dtype, with a quantized to the fp8 format `dtype` and b to e4m3. M is a
+    multiple of MULTIPLE."""
+    (a8, a_scale), (b8, b_scale) = _best(quantized, a)(a, dtype), _best(quantized, b)(b, INPUT)
+    return _product(_filled(a8.contiguous()), a_scale, _filled(b8.t().contiguous()).t(), b_scale, a.dtype)
+
+
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return x / scale in an fp8 dtype, and the scale, 0-dim fp32."""
     most = torch.finfo(dtype).max

@@ -89,6 +89,22 @@ def test_grouped_products_and_their_gradients_are_those_of_a_loop(sizes, dtype):
     assert not found[0][2][2].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_grouped_products_in_fp8_are_those_of_a_loop_over_linear_layers(dtype):
+    """One expert has no rows; the rows of no other are a multiple of 16."""
+    ends = torch.tensor([5, 6, 6, 23], dtype=torch.int32)
+    x, weight = torch.randn(23, 32).to(dtype), torch.randn(4, 48, 32).to(dtype)
+    found = []
+    for fused in (True, False):
+        ours = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = grouped_linear(*ours, ends, fused, fp8=True)
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype))
+        found.append([out, *(each.grad for each in ours)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert not found[0][2][2].any()
+    assert not torch.equal(found[0][0], grouped_linear(x, weight, ends))
+
+
 def test_no_rows_at_all_give_zero_gradients_not_none():
     x, weight = torch.zeros(0, 16, requires_grad=True), torch.randn(4, 8, 16, requires_grad=True)
     out = grouped_linear(x, weight, torch.zeros(4, dtype=torch.int32))

@@ -129,7 +129,7 @@ class GPTSpec(ModelSpec[GPTConfig]):
     def product_sizes(self, config: GPTConfig) -> dict[str, int]:
         # The heads' width divides those of the fused projection and of its output.
         heads = {"model.head_dim": config.head_width} if config.qkv_size != 3 * config.d_model else {}
-        return {"model.d_model": config.d_model} | mlp_sizes(config) | heads  # the experts' own are not in fp8
+        return {"model.d_model": config.d_model} | mlp_sizes(config) | heads
 
     def norms_have_biases(self, config: GPTConfig) -> bool:
         return config.bias and config.norm is Norm.layer_norm
