@@ -88,7 +88,9 @@ ROOMS = {
         "checkpoint config data launch models ops parallelism precision run trainer", packages="numpy torch"
     ),
     "pretrain": Room("config parallelism run trainer"),
-    "run": Room("checkpoint config data metrics models ops optimizer parallelism precision trainer", packages="torch"),
+    "run": Room(
+        "checkpoint config data metrics models ops optimizer parallelism plan precision trainer", packages="torch"
+    ),
     "checkpoint_tool": Room("config checkpoint data metrics models", packages="torch omegaconf"),
     "data_tool": Room("config data metrics", packages="numpy", lazy="matplotlib"),
     "harness": Room("data models ops parallelism", packages="lm_eval torch"),

@@ -133,8 +133,11 @@ def train_rank(
     the first on a machine without rank 0, prints where the output goes.
     """
     from gptlite.parallelism.process_group import broadcast_text, join
+    from gptlite.run.memory import profile_ahead
 
-    if int(os.environ["WORLD_SIZE"]) > 1:  # a single rank needs no process group
+    if (world := int(os.environ["WORLD_SIZE"])) > 1:  # a single rank needs no process group
+        if os.environ["RANK"] == "0":
+            profile_ahead(config, world)
         join(config.parallelism.timeout_seconds)
     limit(config.trainer.host_memory_limit)
     if node:

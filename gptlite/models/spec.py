@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gptlite.models.huggingface import Adapter
-    from gptlite.models.micro_batch import MicroBatch
     from gptlite.models.sampling import Sampling
     from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
@@ -169,14 +168,6 @@ class ModelSpec(Generic[C]):
     def flops(self, config: C, length: int) -> tuple[int, int] | None:
         """Return the FLOPs of a token, forward and backward, in one block and in everything after the blocks. None:
         they are counted for MFU (gptlite.models.flops), and a pipeline treats all blocks as equal."""
-        return None
-
-    def activation_bytes(
-        self, config: C, batch: MicroBatch, recompute: str, blocks: int, last: bool
-    ) -> tuple[int, int] | None:
-        """Return an estimate of memory for the banner, in bytes: the activations that this many blocks keep for the
-        backward pass, and the peak of temporary memory, with the end of the model in the `last` part; None: no
-        estimate. `recompute`: none, full, selective or offload."""
         return None
 
     def attention(self, config: C) -> tuple[int, int, bool] | None:

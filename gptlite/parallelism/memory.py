@@ -1,4 +1,4 @@
-"""Predicted memory of a rank's part of the model during training.
+"""Model state of a rank, by category.
 
 Model state is parameters (a rank's shards, and the whole ones that FSDP2 has gathered), gradients (accumulated in full,
 or reduced to shards) and optimizer state. FSDP2 keeps the shards in addition to gathered parameters, even if a shard is
@@ -20,18 +20,14 @@ collectives, the block that stage 3 has gathered, and the gradients of a block b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.layout import stages_per_rank
-from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.state_file import InFiles
-from gptlite.parallelism.tensor import of_experts
-from gptlite.parallelism.zero import local_tensor, sharded_modules
+from gptlite.parallelism.zero import local_tensor
 
 MASTER = 4  # bytes of a master weight or an accumulated gradient: fp32
 
@@ -50,58 +46,12 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def predicted_state(
-    parts: Sequence[nn.Module], optimizer: Optimizer, mesh: Mesh, zero: int, itemsize: int, micro_batches: int
-) -> StateBytes:
-    """Return the model state at its peak. `itemsize` is that of the compute dtype; the optimizer's state must exist."""
-    modules: list[nn.Module] = [m for part in parts for m in sharded_modules(part) if m is not part]  # type: ignore[misc]
-    blocks = {id(p) for module in modules for p in module.parameters()}
-    engine = any(sharded_modules(part) for part in parts)
-    # ZeRO 3 frees the gathered parameters of blocks; all others stay gathered through the step.
-    copied = [p for p in shards_of(optimizer) if engine and (zero < 3 or id(p) not in blocks)]
-    shards, whole = MASTER * _elements(shards_of(optimizer)), MASTER * whole_elements(optimizer, mesh)
-    mine = sum(storage_sizes(map(local_tensor, shards_of(optimizer))).values())
-    gathered = itemsize * _whole_elements(copied, mesh)
-    accumulated = 0 if micro_batches == 1 else whole if zero < 2 else shards  # one micro-batch has none to accumulate
-    moments = sum(storage_sizes(state_of(optimizer)).values())
-    in_backward = StateBytes(mine + gathered, accumulated, moments)
-    return max(in_backward, StateBytes(mine, shards, moments), key=lambda state: state.total)
-
-
-def whole_elements(optimizer: Optimizer, mesh: Mesh) -> int:
-    """Return the number of parameters in this rank's parts before ZeRO shards them, including the padding to equal
-    shards."""
-    return _whole_elements(shards_of(optimizer), mesh)
-
-
-def _whole_elements(shards: Iterable[Tensor], mesh: Mesh) -> int:
-    """Return the elements of parameters before ZeRO shards them. Fewer ranks shard a rank's experts."""
-    ranks = {False: mesh.size("dp_shard"), True: mesh.layout.expert_sizes[2]}
-    return sum(_elements([shard]) * ranks[of_experts(shard)] for shard in shards)
-
-
 def paper_bytes_a_parameter(zero: int, shards: int, itemsize: int) -> float:
     """Return the paper's value in the table above: parameters and gradients in the compute dtype, with an fp32 copy of
     16-bit parameters."""
     moments = 8 + (MASTER if itemsize < MASTER else 0)
     divided = {0: 0, 1: moments, 2: moments + itemsize, 3: moments + 2 * itemsize}[zero]
     return moments + 2 * itemsize - divided + divided / shards
-
-
-def micro_batches_in_flight(config: ParallelismConfig, pp_rank: int, micro_batches: int) -> float:
-    """Return the number of micro-batches whose activations a rank holds at once, averaged over its stages."""
-    ranks = config.pipeline
-    if ranks == 1:
-        return 1
-    if config.schedule == "gpipe":
-        return micro_batches
-    if config.schedule == "1f1b":
-        return min(ranks - pp_rank, micro_batches)
-    stages = stages_per_rank(config)
-    # Forward passes of single stages before the first backward pass (Narayanan et al. 2021, arXiv:2104.04473); in a V
-    # as many as 1F1B's first rank has (Qi et al. 2024, arXiv:2405.15362).
-    started = 2 * ranks if config.schedule == "zbv" else 2 * (ranks - pp_rank - 1) + (stages - 1) * ranks + 1
-    return min(started / stages, micro_batches)
 
 
 def shards_of(optimizer: Optimizer) -> Iterable[Tensor]:
@@ -127,8 +77,3 @@ def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return `{address: bytes}` of the distinct storages of local tensors. Freed storages are left out."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
-
-
-def _elements(shards: Iterable[Tensor]) -> int:
-    # The storage, as FSDP2 pads shards to equal size.
-    return sum(local_tensor(shard).untyped_storage().nbytes() // shard.itemsize for shard in shards)

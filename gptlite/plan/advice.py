@@ -21,7 +21,7 @@ from gptlite.plan.capacity import rank_memory
 from gptlite.plan.config import ClusterConfig
 from gptlite.plan.local import assumed
 from gptlite.plan.memory import most
-from gptlite.plan.planning import assumed_words, limited, with_planned_vocabulary, workload_of
+from gptlite.plan.planning import assumed_words, limited, running, with_planned_vocabulary, workload_of
 from gptlite.plan.workload import RankBytes
 from gptlite.precision import resolve_precision
 
@@ -62,7 +62,7 @@ def _taken(config: Config, world: int, cluster: ClusterConfig) -> tuple[int, Ran
     """Return the rank that needs the most memory, and its bytes."""
     work = workload_of(config, check_world(config, world), cluster)
     policy = resolve_precision(config.precision, torch.device(cluster.device))
-    return most(replace(work, dtype=policy.name))
+    return most(running(work, config, policy))
 
 
 def _changes(config: Config, world: int, cluster: ClusterConfig) -> list[tuple[Change, int]]:

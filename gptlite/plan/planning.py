@@ -26,7 +26,7 @@ from gptlite.plan.hardware import ranks_on_node
 from gptlite.plan.local import this_machine
 from gptlite.plan.search import WANTED, Candidate, Found, Space, search
 from gptlite.plan.workload import Sample, Workload
-from gptlite.precision import SCALED, Precision, Reduce
+from gptlite.precision import SCALED, Policy, Precision, Reduce
 from gptlite.progress import Log
 
 MOST_NODES = 4096  # limit of the search for a number of nodes that fits the model
@@ -186,6 +186,13 @@ def workload_of(config: Config, layout: Layout, cluster: ClusterConfig) -> Workl
         sizes = batch_schedule(config.data.global_batch_size, config.data.batch_ramp).sizes()
         micro = largest_micro_batch(config.parallelism, sizes, layout.data_size)
     return replace(space.work, layout=layout, micro_batch_size=micro or 1)
+
+
+def running(work: Workload, config: Config, policy: Policy) -> Workload:
+    """Return a workload with the dtype that a run's policy has chosen for `precision=auto`."""
+    if config.precision.dtype is not Precision.auto:
+        return work
+    return replace(work, dtype="fp32" if policy.compute_dtype.itemsize == 4 else "bf16")
 
 
 @cached(Same)

@@ -32,7 +32,8 @@ from gptlite.precision import Policy, cpu_name
 from gptlite.progress import counted
 from gptlite.run.build import Run
 from gptlite.run.folder import RunFolder
-from gptlite.trainer.memory import offload_words, predicted
+from gptlite.run.memory import predicted
+from gptlite.trainer.memory import offload_words
 from gptlite.trainer.report import Reporter
 from gptlite.trainer.state import TrainState
 
@@ -60,7 +61,7 @@ def announce(run: Run, folder: RunFolder) -> Reporter:
         ("ops", ", ".join(ops.reasons_without(*["adamw"] * (not config.optimizer.adam_kernel)))),
         ("optimizer", _optimizer(config)),
         *_attention(config, mesh, policy, ops),
-        *predicted(state, mesh, config.parallelism, policy, ops, length),
+        *(predicted(run) if mesh.is_main else []),
         *offload_words(state, config.parallelism),
         ("data", run.data.describe()),
         ("batch", f"{_step_words(config)}; "

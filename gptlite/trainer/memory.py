@@ -1,100 +1,26 @@
-"""Memory report per rank: the prediction in the banner, and the measured memory of one step."""
+"""Measured memory of one step on each rank, and the banner's line on offloaded state."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from gptlite.metrics.console import format_bytes
-from gptlite.models.micro_batch import MicroBatch
-from gptlite.ops.select import Ops
-from gptlite.optimizer.state import optimizer_state
 from gptlite.optimizer.streamed import StreamedStep
-from gptlite.parallelism.axes import CONTEXT
-from gptlite.parallelism.collectives import all_reduce, gather_objects
+from gptlite.parallelism.collectives import all_reduce
 from gptlite.parallelism.config import Offload, ParallelismConfig
 from gptlite.parallelism.host_copy import HostCopy
-from gptlite.parallelism.memory import (
-    MASTER,
-    StateBytes,
-    micro_batches_in_flight,
-    paper_bytes_a_parameter,
-    predicted_state,
-    whole_elements,
-)
+from gptlite.parallelism.memory import MASTER
 from gptlite.parallelism.memory_phases import PHASES
 from gptlite.parallelism.memory_watch import MemoryWatch
 from gptlite.parallelism.mesh import Mesh
 from gptlite.parallelism.torch_private import profiler_runs, watched_shards
 from gptlite.parallelism.zero import local_tensor
-from gptlite.precision import Policy
 from gptlite.trainer.state import TrainState
 
 Taken = TypeVar("Taken")
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Predicted bytes of a rank. `a_parameter`: its model state in bytes per parameter; `paper`: the ZeRO paper's."""
-
-    state: StateBytes
-    activations: int
-    a_parameter: float
-    paper: float
-
-    @property
-    def total(self) -> int:
-        """Sum of all categories."""
-        return self.state.total + self.activations
-
-    @classmethod
-    def of(
-        cls, state: TrainState, mesh: Mesh, config: ParallelismConfig, policy: Policy, ops: Ops, length: int
-    ) -> "RankMemory":
-        """Predict this rank's memory, with sequences of `length` tokens."""
-        optimizer_state(state.optimizer)  # create it now; otherwise the first step would
-        itemsize, micro_batches = policy.compute_dtype.itemsize, state.loader.num_micro_batches
-        gathered = policy.gather_dtype.itemsize
-        model_state = predicted_state(state.parts, state.optimizer, mesh, config.zero, gathered, micro_batches)
-        whole = max(1, whole_elements(state.optimizer, mesh))
-        batch = MicroBatch(
-            sequences=state.loader.global_batch_size // (micro_batches * mesh.data_size),
-            length=length // mesh.size(CONTEXT),
-            itemsize=policy.stream_dtype.itemsize,
-            device=mesh.device.type,
-            attention=ops.attention,
-            tensor=mesh.size("tp"),
-            sequence=config.sequence,
-            context=mesh.size(CONTEXT),
-        )
-        blocks = sum(len(state.model.blocks(part)) for part in state.parts)
-        recompute, spec = config.activation_checkpointing.value, state.model.spec
-        found = spec.activation_bytes(state.model.config, batch, recompute, blocks, state.runner.has_last)
-        kept, passing = found or (0, 0)
-        sharded = mesh.fsdp_size > 1 or config.offload is not Offload.none
-        if itemsize < (gathered if sharded else policy.parameter_dtype.itemsize):
-            kept += whole * itemsize  # the weights, which layers have cast
-        activations = kept * micro_batches_in_flight(config, mesh.coordinate("pp"), micro_batches) + passing
-        paper = paper_bytes_a_parameter(config.zero, mesh.size("dp_shard"), gathered)
-        return cls(model_state, round(activations) if found else 0, model_state.total / whole, paper)
-
-
-def predicted(
-    state: TrainState, mesh: Mesh, config: ParallelismConfig, policy: Policy, ops: Ops, length: int
-) -> list[tuple[str, str]]:
-    """Return the banner's line on predicted memory: rank 0's, and the maximum over ranks. Collective."""
-    ranks = gather_objects(mesh, RankMemory.of(state, mesh, config, policy, ops, length))
-    mine, most = ranks[0], max(range(len(ranks)), key=lambda rank: ranks[rank].total)
-    kept = f"activations about {format_bytes(mine.activations)}" if mine.activations else "activations n/a"
-    text = ", ".join([*_listed(mine.state), kept])
-    if mesh.fsdp_size > 1:
-        text += f"; {mine.a_parameter:.4g} bytes of model state per parameter ({mine.paper:.4g} in the ZeRO paper)"
-    if mesh.world_size > 1:
-        text = f"rank 0: {text}; maximum: {format_bytes(ranks[most].total)}, on rank {most}"
-    return [("memory", text)]
 
 
 def offload_words(state: TrainState, config: ParallelismConfig) -> list[tuple[str, str]]:
@@ -223,11 +149,3 @@ def _table(values: Sequence[int], mesh: Mesh) -> torch.Tensor:
     for index, value in enumerate(values):
         table[mesh.rank, index].fill_(value)  # a copy from the host would synchronise
     return all_reduce(table, mesh)
-
-
-def _listed(state: StateBytes) -> list[str]:
-    """Return `parameters 16.3 MiB`, ... With one micro-batch per step, gradients are freed block by block."""
-    sizes = [f"{name} {format_bytes(getattr(state, name))}" for name in CATEGORIES[:3]]
-    if state.gradients == 0:
-        sizes[1] += " (each block's are reduced and freed in turn)"
-    return sizes

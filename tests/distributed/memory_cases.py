@@ -17,12 +17,15 @@ from gptlite.models.parallelize import finish_gradients
 from gptlite.ops.select import select_ops
 from gptlite.parallelism import pipeline
 from gptlite.parallelism.config import ParallelismConfig
-from gptlite.parallelism.memory import StateBytes, predicted_state
+from gptlite.parallelism.memory import StateBytes
 from gptlite.parallelism.memory_watch import MemoryWatch, StepBytes
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.pipeline import MicroBatches
 from gptlite.parallelism.zero import before_backward
 from gptlite.parity.record import build
+from gptlite.plan.config import ClusterConfig
+from gptlite.plan.memory import estimate
+from gptlite.plan.planning import workload_of
 from gptlite.precision import Precision, PrecisionConfig
 from gptlite.run import build as run_build
 from gptlite.trainer.state import TrainState
@@ -96,9 +99,10 @@ def measure(case: Case, real: bool = True) -> Measured:
     """On this rank of the ranks there are, or of those imagined."""
     mesh = build_mesh(case.config().parallelism)
     state, step = build(case.config(), mesh)
-    itemsize = 2 if case.precision == "bf16" else 4
     state.num_bytes()  # creates the optimizer's state
-    predicted = predicted_state(state.parts, state.optimizer, mesh, case.zero, itemsize, state.loader.num_micro_batches)
+    config = replace(case.config(), model=state.model.config)
+    plan = estimate(workload_of(config, mesh.layout, ClusterConfig(device="cpu")), mesh.coordinate("pp"))
+    predicted = StateBytes(plan.parameters, plan.gradients, plan.optimizer)
     parameters = sum(parameter.numel() for part in state.parts for parameter in part.parameters())
     with closing(state.loader):
         with MemoryWatch(state.parts, state.optimizer, mesh.device, state.loader.num_micro_batches) as watch:

@@ -13,7 +13,7 @@ from gptlite.config import Config, load
 from gptlite.optimizer.streamed import Stream
 from gptlite.parallelism.boxes import local_part
 from gptlite.parallelism.config import Offload
-from gptlite.parallelism.memory import StateBytes, predicted_state
+from gptlite.parallelism.memory import StateBytes
 from gptlite.parallelism.memory_watch import MemoryWatch
 from gptlite.parallelism.mesh import build_mesh
 from gptlite.parallelism.torch_private import watched_shards
@@ -23,7 +23,6 @@ from gptlite.plan.memory import estimate
 from gptlite.plan.planning import workload_of
 from gptlite.plan.traffic import Moved, moved
 from gptlite.plan.workload import RankBytes
-from gptlite.precision import Precision
 from gptlite.trainer.state import TrainState
 
 STEPS = 3
@@ -145,8 +144,8 @@ def file_size(config: Config) -> int:
         mesh.close()
 
 
-def memory(case: Case, offload: str, path: str | None = None) -> tuple[StateBytes, StateBytes, RankBytes, int]:
-    """On every rank: the model state found in a step, as the banner has it, and as the plan has it; activations."""
+def memory(case: Case, offload: str, path: str | None = None) -> tuple[StateBytes, RankBytes, int]:
+    """On every rank: the model state found in a step, the planned memory, and the activations found."""
     config = config_of(case, offload, path)
     mesh = build_mesh(config.parallelism)
     try:
@@ -156,11 +155,8 @@ def memory(case: Case, offload: str, path: str | None = None) -> tuple[StateByte
             with MemoryWatch(state.parts, state.optimizer, mesh.device, state.loader.num_micro_batches) as watch:
                 step(state)
         found = watch.found()
-        itemsize = 2 if config.precision.dtype is Precision.bf16 else 4
-        zero = config.parallelism.zero
-        predicted = predicted_state(state.parts, state.optimizer, mesh, zero, itemsize, state.loader.num_micro_batches)
         model = replace(config.model, vocab_size=state.parts[0].config.vocab_size)
         work = workload_of(replace(config, model=model), mesh.layout, ClusterConfig(device="cpu"))
-        return found.state, predicted, estimate(work, mesh.coordinate("pp"), mesh.coordinate("tp")), found.activations
+        return found.state, estimate(work, mesh.coordinate("pp"), mesh.coordinate("tp")), found.activations
     finally:
         mesh.close()

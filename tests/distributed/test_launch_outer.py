@@ -1,6 +1,7 @@
 """Ranks that torchrun or srun have started, on one machine and on two."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -164,6 +165,13 @@ def test_torchrun_makes_one_run_folder(start: Start, tiny: list[str], tmp_path: 
     code, output, errors = start(*TORCHRUN, "--nproc-per-node=2", TRAIN, *tiny, "parallelism.tensor=2").end()
     assert code == 0, errors
     assert output.count("step 8/8") == 1
+    # The planned memory, for which rank 0 simulates ranks before it joins the group, is the measured one.
+    planned, measured = (
+        [" ".join(each.split()) for each in re.findall(r"(?:parameters|gradients|optimizer)\s+\S+\s+[KM]iB", part)]
+        for part in output.split("step 8/8")
+    )
+    assert planned == measured
+    assert len(planned) == 3
     (folder,) = (tmp_path / "outputs").iterdir()
     assert losses(folder) == pytest.approx(whole(), rel=1e-5)
 

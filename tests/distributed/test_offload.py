@@ -111,12 +111,9 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("case", marked(MEASURED, 4, 2, lambda case: case.words))
-def test_memory_is_what_the_banner_and_the_plan_say(case: Case, ranks, tmp_path: Path):
+def test_memory_is_what_the_plan_says(case: Case, ranks, tmp_path: Path):
     """On a CPU, whose memory is the device's and the host's. For the moments, in the file, there are two buffers."""
-    for found, predicted, planned, _ in ranks(case.world).run(
-        CASES + "memory", case, "nvme", str(tmp_path), timeout=150
-    ):
-        assert found == predicted
+    for found, planned, _ in ranks(case.world).run(CASES + "memory", case, "nvme", str(tmp_path), timeout=150):
         assert (found.parameters, found.gradients, found.optimizer) == (
             planned.parameters,
             planned.gradients,

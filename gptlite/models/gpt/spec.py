@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gptlite.errors import ConfigError
-from gptlite.models.gpt.activations import block_bytes, head_bytes, scores_bytes
 from gptlite.models.gpt.config import GPTConfig, MoEConfig, Norm, Position
 from gptlite.models.gpt.experts import check_experts, experts_words, mlp_sizes
 from gptlite.models.gpt.flops import head_flops, idle_parameters, layer_flops
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from gptlite.models.gpt.model import GPT
     from gptlite.models.huggingface import Adapter
-    from gptlite.models.micro_batch import MicroBatch
     from gptlite.models.sampling import Sampling
     from gptlite.ops.inputs import Inputs
     from gptlite.ops.select import Ops
@@ -142,14 +140,6 @@ class GPTSpec(ModelSpec[GPTConfig]):
 
     def flops(self, config: GPTConfig, length: int) -> tuple[int, int]:
         return layer_flops(config, length), head_flops(config)
-
-    def activation_bytes(
-        self, config: GPTConfig, batch: MicroBatch, recompute: str, blocks: int, last: bool
-    ) -> tuple[int, int]:
-        kept = blocks * block_bytes(config, batch, recompute)
-        if recompute != "none":
-            kept += block_bytes(config, batch)  # of the block that is computed again
-        return kept, max(scores_bytes(config, batch), head_bytes(config, batch) if last else 0)
 
     def attention(self, config: GPTConfig) -> tuple[int, int, bool]:
         return config.num_heads, config.head_width, config.dropout > 0
