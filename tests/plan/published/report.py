@@ -155,7 +155,8 @@ def _errors(table: Table, fitted: ClusterConfig, splits: int | None) -> str:
         f"With data sheets the largest error is {max(sheets):.1%} and the mean {sum(sheets) / len(sheets):.1%}. "
         f"With {len(table.constants)} fitted constants\nthey are {max(best):.1%} and {sum(best) / len(best):.1%}. "
         f"Fitted to one half of the rows, the largest error on the other half is\n{hardest:.1%}, "
-        f"over {len(results)} splits. With one speed in FLOP/s for all rows the largest error is {best_constant(table.rows):.1%}.\n"
+        f"over {len(results)} splits. With one speed in FLOP/s for all rows the largest error is "
+        f"{best_constant(table.rows):.1%}.\n"
     )
 
 
